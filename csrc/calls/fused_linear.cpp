@@ -111,9 +111,8 @@ variable_list call_in_graph(const Node& node,
   const auto& python = torch::dynamo::autograd::getPyCompilerInterface();
   const std::string name =
       python->bind_function(saved.get_py_compiler(), node.name(), function, std::move(schema), true, true);
-  const auto metadata =
-      IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
-          torch::dynamo::autograd::get_input_metadata(node.next_edges()));
+  const auto metadata = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+      torch::dynamo::autograd::get_input_metadata(node.next_edges()));
   return python->call_function(saved.get_py_compiler(), "apply_functional", name, grads, packed.vec(), metadata);
 }
 
@@ -242,8 +241,8 @@ bool may_fuse(const Tensor& input, const Tensor& weight, const Tensor& bias) {
   return weight.requires_grad() && is_weight(weight) && weight.dim() == 2 && is_ordinary(input) && input.dim() >= 2 &&
          input.size(-1) == weight.size(1) && input.numel() > 0 && weight.numel() > 0 &&
          input.device() == weight.device() && !input._fw_grad(0).defined() &&
-         (!bias.defined() || (is_weight(bias) && bias.dim() == 1 && bias.size(0) == weight.size(0) &&
-                              bias.device() == weight.device()));
+         (!bias.defined() ||
+          (is_weight(bias) && bias.dim() == 1 && bias.size(0) == weight.size(0) && bias.device() == weight.device()));
 }
 
 Tensor fused_linear(const Tensor& input,
