@@ -12,15 +12,17 @@ import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import emulated_graphs
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, assert_same_state, dtype_name
 from functorch.compile import make_boxed_func
+from helpers import HALF_DTYPES, assert_same_state, dtype_name
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -29,9 +31,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import GradScaler, amp
+from ampatch.scaling import scale_use
 
 HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 TORCHS_OWN = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -112,7 +116,8 @@ def compared(function: Callable[..., Any], *args: Any) -> tuple[int, Any]:
     """Calls a function with and without fused_linear, and asserts that it returns the same state.
 
     Args:
-        function: takes ``args`` and whether linear layers are fused; returns a number of fused nodes, and a state.
+        function: takes the arguments and whether linear layers are fused; returns a number of nodes, and a state.
+        args: its arguments.
 
     Returns:
         The number of fused nodes, and the state.
@@ -186,8 +191,7 @@ class TestDistributedDataParallel:
     def test_has_the_same_bits(self, two, kind, half):
         (found, first), (_, second) = two.run(compared, replicated, kind, half)
         assert found > 0
-        for one, other in zip(first, second, strict=True):
-            one, other = (each[0] if isinstance(each, tuple) else each for each in (one, other))
+        for (one, _), (other, _) in zip(first[1::2], second[1::2], strict=True):
             assert_same_state(one["weights"], other["weights"])
 
 
@@ -562,7 +566,7 @@ def traced_symbolically(fused: bool) -> tuple[int, Any]:
     model = nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
     set_up(model, torch.bfloat16, fused)
     traced = torch.fx.symbolic_trace(model)
-    in_graph = torch.fx.symbolic_trace(lambda x, weight: F.linear(x, weight))
+    in_graph = torch.fx.symbolic_trace(lambda x, weight: F.linear(x, weight).relu())
     targets = [str(node.target) for each in (traced, in_graph) for node in each.graph.nodes]
     results = traced(batch()), in_graph(batch(), model[0].weight)
     assert nodes_of(*results) == 2 * fused  # the graph calls modules; the function itself was traced through amp
@@ -718,7 +722,6 @@ LOOPS: dict[str, tuple[Callable[[Loop], None], dict[str, Any]]] = {
     "overflow": (overflowing, {}),
     "static scale": (overflowing, {"loss_scale": 128.0}),
     "checked for inf": (overflowing, {"loss_scale": 1.0, "check_finite": True}),
-    "no cache": (accumulating, {"enable_caching": False}),
     "labels": (accumulating, {"profile_casts": True}),
     "two losses": (with_two_losses, {"num_losses": 2}),
     "two passes of a graph": (keeping_the_graph, {}),
@@ -827,3 +830,167 @@ def resumed(half: torch.dtype, fused: bool) -> tuple[int, Any]:
 @HALVES
 def test_a_resumed_run_has_the_same_bits(half):
     assert compared(resumed, half)[0] == 8
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+
+class Operators(TorchDispatchMode):
+    """Notes operators, and the types of their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor):
+            self.seen.append((str(func), result.dtype))
+        return result
+
+
+def operators_of_node(half: torch.dtype, device: str) -> tuple[list[tuple[str, torch.dtype]], list[Tensor]]:
+    """Has a node compute its gradients from tensors without data, on a GPU that need not be there."""
+    layer = nn.Linear(8, 4)
+    amp.initialize(layer, half_dtype=half, fused_linear=True, verbosity=0)
+    mode = FakeTensorMode()
+
+    def fake(like: Tensor) -> Tensor:
+        with mode:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, fake):
+        out = layer(batch().requires_grad_().clone())
+    assert nodes_of(out) == 1
+    node, operators = out.grad_fn, Operators()
+    with torch.no_grad(), mode, operators:
+        grads = getattr(node, "apply", node)(fake(out))
+    return operators.seen, list(grads[:3])
+
+
+class TestOnCuda:
+    @HALVES
+    def test_the_product_of_halves_has_a_float32_result(self, half):
+        """No half gradient of a weight is ever made, so that none can overflow."""
+        operators, grads = operators_of_node(half, "cuda")
+        assert ("aten.mm.dtype", torch.float32) in operators
+        assert ("aten.sum.dim_IntList", torch.float32) in operators
+        assert [name for name, dtype in operators if dtype is half and "mm" in name] == ["aten.mm.default"]  # of input
+        assert "aten._to_copy.default" not in dict(operators)
+        assert [(grad.dtype, grad.device.type) for grad in grads] == [
+            (half, "cuda"), (torch.float32, "cuda"), (torch.float32, "cuda"),
+        ]  # fmt: skip
+
+    @HALVES
+    def test_a_cpu_has_no_such_product(self, half):
+        operators, grads = operators_of_node(half, "cpu")
+        assert "aten.mm.dtype" not in dict(operators)
+        assert [grad.dtype for grad in grads] == [half, torch.float32, torch.float32]
+
+    @pytest.mark.gpu
+    @HALVES
+    def test_gradients_are_nearer_to_those_of_float32(self, half):
+        x, grads = torch.randn(256, 64, device="cuda").to(half).float(), {}
+        for fused in (None, False, True):
+            torch.manual_seed(0)
+            layer = nn.Linear(64, 32).to("cuda")
+            with torch.no_grad():
+                layer.weight.copy_(layer.weight.to(half))
+            if fused is not None:
+                amp.initialize(layer, half_dtype=half, fused_linear=fused, verbosity=0)
+            out = layer(x)
+            assert nodes_of(out) == bool(fused)
+            out.float().sum().backward()
+            grads[fused] = layer.weight.grad
+            amp.deinitialize()
+        errors = {fused: (grads[fused] - grads[None]).abs().max().item() for fused in (False, True)}
+        assert errors[True] < errors[False] / 4
+
+    @pytest.mark.gpu
+    @HALVES
+    def test_a_captured_step_replays_what_is_run(self, half):
+        weights = {}
+        for captured in (False, True):
+            model = Net().to("cuda")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+            amp.initialize(model, optimizer, half_dtype=half, fused_linear=True, verbosity=0, loss_scale=128.0)
+            x = torch.zeros(6, 8, device="cuda")
+
+            def step(model: Any = model, optimizer: Any = optimizer, x: Tensor = x) -> None:
+                optimizer.zero_grad()
+                backward(loss_of(model(x)), optimizer)
+                optimizer.step()
+
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for number in range(3):
+                    x.copy_(batch(number))
+                    step()
+            torch.cuda.current_stream().wait_stream(side)
+            if captured:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step()
+            for number in range(3, 6):
+                x.copy_(batch(number))
+                graph.replay() if captured else step()
+            weights[captured] = whole(model.parameters())
+            amp.deinitialize()
+        assert_same_state(weights[True], weights[False])
+
+    @pytest.mark.gpu
+    def test_streams_may_change_within_a_step(self):
+        def train(fused: bool) -> tuple[int, Any]:
+            model = Net().to("cuda")
+            optimizer = set_up(model, torch.bfloat16, fused)
+            streams, found, losses = [torch.cuda.Stream(), torch.cuda.Stream()], 0, []
+            for number, stream in enumerate(streams * 4):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    out = model(batch(number).to("cuda"))
+                    found += nodes_of(out)
+                    losses.append(loss_of(out))
+                torch.cuda.current_stream().wait_stream(stream)
+            backward(torch.stack(losses).mean(), optimizer)
+            optimizer.step()
+            return found, whole(model.parameters())
+
+        (none, unfused), (found, fused) = train(False), (amp.deinitialize(), train(True))[1]
+        assert (none, found) == (0, 32)
+        torch.testing.assert_close(fused, unfused, rtol=0, atol=1e-3)
+
+
+def captured_on_the_cpu(half: torch.dtype, fused: bool) -> tuple[int, Any]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    amp.initialize(model, optimizer, half_dtype=half, fused_linear=fused, **QUIET)
+    x, found = torch.zeros(6, 8), 0
+
+    def step() -> int:
+        optimizer.zero_grad(set_to_none=True)
+        out = model(x)
+        backward(loss_of(out), optimizer)
+        optimizer.step()
+        return nodes_of(out)
+
+    for number in range(3):
+        x.copy_(batch(number))
+        found += step()
+    graph, states = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        step()
+    for number in range(3, 6):
+        x.copy_(batch(number))
+        graph.replay()
+        states.append(whole(model.parameters()))
+    return found, states
+
+
+@HALVES
+def test_an_emulated_graph_replays_the_same(half, monkeypatch):
+    emulated_graphs.install(monkeypatch)
+    monkeypatch.setattr(scale_use, "AT_HAND", frozenset())
+    found, states = compared(captured_on_the_cpu, half)
+    assert found == 12
+    assert not torch.equal(states[0][0], states[1][0])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from apart import import_timm
-from helpers import HALF_DTYPES, assert_same_state, dtype_name
+from helpers import HALF_DTYPES, dtype_name
 from peft import LoraConfig, get_peft_model
 from test_fused_linear import QUIET, backward, compared, nodes_of, state
 from torch import Tensor, nn
