@@ -51,6 +51,7 @@ _TRACED = {
         "autocast_checks",
         "cast_labels",
         "casting_mode",
+        "fused_linear",
         "kept_modules",
         "module_rules",
         "replaced_forward",
