@@ -1,9 +1,11 @@
-"""Counts what `fused_linear` changes in a training step: nodes, bytes, and the loss scales at which nothing overflows.
+"""Counts what `fused_linear` changes in a step: nodes, instructions, bytes, and the scales at which nothing overflows.
 
-Run as `python benchmarks/fused_linear.py [--only nodes,bytes,scales] [--models NAME,...]`. Needs transformers. Prints
-Markdown tables, as in docs/benchmarks.md. It counts and does not time, so it runs beside anything. Asserts nothing.
+Run as `python benchmarks/fused_linear.py [--only nodes,calls,bytes,scales] [--models NAME,...]`. Needs transformers,
+and for calls what `instructions.py` needs. Prints Markdown tables, as in docs/benchmarks.md. It counts and does not
+time, so it runs beside anything. Asserts nothing.
 
 - *nodes*: the nodes of autograd's graph, from the loss to the parameters, without those that accumulate gradients.
+- *calls*: the instructions of one small layer, whose weights are cast before, and of its backward pass.
 - *bytes*: the sum over all operators of the bytes of their inputs and outputs. Views count nothing. On a CPU the fused
   node casts its half products to float32. A GPU writes them in float32, so a product and its cast count as one
   operator.
@@ -23,12 +25,13 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from host import SIZES, SMALLER
-from instructions import chosen
+from instructions import Callgrind, Case, chosen, prepared, read, run_within, within
 from memory import network
 from recasts import MODELS, model_and_inputs
 from torch import Tensor, nn
@@ -45,7 +48,7 @@ CONTENDERS = (AUTOCAST, O1, FUSED)
 SCALE = 2.0**10
 FUSED_NODE = "FusedLinearBackward"
 PRODUCT = "AMPATCH_FUSED_LINEAR"
-SECTIONS = ("nodes", "bytes", "scales")
+SECTIONS = ("nodes", "calls", "bytes", "scales")
 SUBJECTS = (TRANSFORMER, *MODELS)
 
 LossOf = Callable[[nn.Module], Tensor]
@@ -72,9 +75,12 @@ class Training:
         contender: one of `CONTENDERS`.
         model: float32 model.
         half: half type.
+        loss_scale: amp's loss scale, or "dynamic".
     """
 
-    def __init__(self, contender: str, model: nn.Module, half: torch.dtype) -> None:
+    def __init__(
+        self, contender: str, model: nn.Module, half: torch.dtype, loss_scale: float | str = "dynamic"
+    ) -> None:
         self.half, self.has_amp = half, contender != AUTOCAST
         self.model, self.optimizer = model, torch.optim.AdamW(model.parameters(), fused=True)
         if self.has_amp:
@@ -83,16 +89,19 @@ class Training:
                 self.optimizer,
                 opt_level="O1",
                 half_dtype=half,
+                loss_scale=loss_scale,
                 max_loss_scale=SCALE,
                 fused_linear=contender == FUSED,
                 verbosity=0,
             )
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=half is torch.float16)
 
+    def casts(self) -> contextlib.AbstractContextManager[object]:
+        """Returns a block in which functions cast."""
+        return contextlib.nullcontext() if self.has_amp else torch.autocast("cpu", dtype=self.half)
+
     def loss(self, loss_of: LossOf) -> Tensor:
-        if self.has_amp:
-            return loss_of(self.model)
-        with torch.autocast("cpu", dtype=self.half):
+        with self.casts():
             return loss_of(self.model)
 
     def step(self, loss_of: LossOf, micro_batches: int, phase: Callable[[str], object]) -> None:
@@ -120,10 +129,12 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(contender: str, model: nn.Module, half: torch.dtype) -> Iterator[Training]:
+def training(
+    contender: str, model: nn.Module, half: torch.dtype, loss_scale: float | str = "dynamic"
+) -> Iterator[Training]:
     """Sets up a training, and restores torch at the end of the block."""
     try:
-        yield Training(contender, model, half)
+        yield Training(contender, model, half, loss_scale)
     finally:
         amp.deinitialize()
 
@@ -158,6 +169,67 @@ def table_of_nodes(models: Iterable[str], half: torch.dtype) -> str:
         autocast, o1, fused = (each.total() for each in found)
         rows.append([name, autocast, o1, f"{fused} ({fused / autocast:.2f})", found[-1][FUSED_NODE]])
     return table(["nodes", *CONTENDERS, "of them linear layers"], rows)
+
+
+# Calls
+
+SHAPES = {"matrix": (6, 8), "batch of sequences": (2, 3, 8)}
+BIASES = {"no bias": False, "bias": True}
+#: Contenders of `peers.py` that are those of this benchmark.
+COUNTED = dict(zip((AUTOCAST, "ampatch O1", "ampatch O1 with fused_linear"), CONTENDERS, strict=True))
+CALLS, WARMING_CALLS = 100, 20
+
+
+def count(contender: str, cases: Sequence[Case], callgrind: Callgrind) -> None:
+    """Counts the calls of a contender, in a process under callgrind; the cases name a shape and a bias."""
+    torch.set_num_threads(1)
+    for case in cases:
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8, BIASES[case.optimizer])
+        half = getattr(torch, case.half)
+        input = torch.randn(SHAPES[case.model], dtype=half).requires_grad_()
+        gradient = torch.randn(SHAPES[case.model], dtype=half)
+        # Under a dynamic scale amp would look at each backward pass outside a block of `amp.scale_loss`.
+        with training(COUNTED[contender], layer, half, loss_scale=1.0) as run, run.casts():
+            count_call(callgrind, case, layer, input, gradient)
+
+
+def count_call(callgrind: Callgrind, case: Case, layer: nn.Linear, input: Tensor, gradient: Tensor) -> None:
+    weight, bias = layer.weight, layer.bias
+    leaves = [input, *layer.parameters()]
+
+    def forward(times: int) -> None:
+        for _ in range(times):
+            F.linear(input, weight, bias)
+
+    def backward(result: Tensor, times: int) -> None:
+        for _ in range(times):
+            for leaf in leaves:
+                leaf.grad = None
+            result.backward(gradient, retain_graph=True)
+
+    result = F.linear(input, weight, bias)
+    works: dict[str, Callable[[int], None]] = {"forward": forward, "backward": functools.partial(backward, result)}
+    for phase, work in works.items():
+        work(WARMING_CALLS)
+        with callgrind.counting(warm_up=functools.partial(work, WARMING_CALLS)):
+            work(CALLS)
+            callgrind.write(case, phase)
+
+
+def table_of_calls(directory: Path, half: str) -> str:
+    cases = [Case(half, *each) for each in itertools.product(SHAPES, BIASES)]
+    found = {}
+    for file in run_within(__file__, list(COUNTED), cases, directory, ["--cache-sim=yes"]):
+        counted = read(file)
+        if counted is not None:
+            contender, case, phase, counts = counted
+            found[contender, case, phase] = round(counts.instructions / CALLS)
+    rows = [
+        [f"{case.model}, {case.optimizer}: {phase}", *(found[contender, case, phase] for contender in COUNTED)]
+        for case, phase in itertools.product(cases, ("forward", "backward"))
+    ]
+    return table(["instructions", *COUNTED.values()], rows)
 
 
 # Bytes
@@ -374,7 +446,11 @@ def main() -> None:
     parser.add_argument("--half", choices=("float16", "bfloat16"), default="float16", help="for nodes and bytes")
     parser.add_argument("--only", metavar="NAME,...", help=f"of {','.join(SECTIONS)} (default: all)")
     parser.add_argument("--models", metavar="NAME,...", help=f"of {','.join(SUBJECTS)} (default: all)")
+    parser.add_argument("--within", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.within:
+        within(options.within, count)
+        return
     only = chosen(parser, "only", options.only, SECTIONS)
     models = chosen(parser, "models", options.models, SUBJECTS)
     half = getattr(torch, options.half)
@@ -384,6 +460,9 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="TorchScript has compiled", category=amp.AmpWarning)
     if "nodes" in only:
         print(table_of_nodes(models, half), end="\n\n", flush=True)
+    if "calls" in only:
+        with prepared(parser) as directory:
+            print(table_of_calls(directory, options.half), end="\n\n", flush=True)
     if "bytes" in only:
         print(table_of_bytes(half), table_of_bytes_of_models(models, half), sep="\n\n", end="\n\n", flush=True)
     if "scales" in only:
