@@ -52,10 +52,9 @@ Tensor input_gradient(const Tensor& rows, const Tensor& inputs, const Tensor& we
 }
 
 Tensor weight_gradient(
-    const Tensor& rows, const Tensor& inputs, const Tensor& weight, Product product, bool is_recorded) {
-  const bool is_usual = weight.stride(1) == 1 && weight.stride(0) == weight.size(1);
-  const Tensor left = (is_usual ? rows : inputs).t();
-  const Tensor& right = is_usual ? inputs : rows;
+    const Tensor& rows, const Tensor& inputs, bool has_usual_layout, Product product, bool is_recorded) {
+  const Tensor left = (has_usual_layout ? rows : inputs).t();
+  const Tensor& right = has_usual_layout ? inputs : rows;
   Tensor found;
   if (!is_in_float32(rows, product)) {
     found = left.mm(right).to(ScalarType::Float);
@@ -64,7 +63,7 @@ Tensor weight_gradient(
   } else {
     found = at::mm(left, right, ScalarType::Float);
   }
-  return is_usual ? found : found.t();
+  return has_usual_layout ? found : found.t();
 }
 
 Tensor bias_gradient(const Tensor& rows, Product product) {
@@ -85,7 +84,8 @@ struct LinkedCastBackward : Node {
 
 struct FusedLinearBackward : Node {
   SavedVariable input;
-  SavedVariable weight;  // the half cast, which has no graph
+  SavedVariable weight;   // the half cast, which has no graph; empty if the input needs no gradient
+  bool has_usual_layout;  // of that cast
   Product product;
 
   std::string name() const override {
@@ -106,16 +106,16 @@ struct FusedLinearBackward : Node {
       return found;
     }
     const Tensor given = input.unpack();
+    const Tensor half = weight.unpack();
     const bool is_recorded = at::GradMode::is_enabled();
-    // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
-    const Tensor half = is_recorded ? linked(weight.unpack()) : weight.unpack();
-    const Tensor rows = grad.reshape({-1, half.size(0)});
-    const Tensor inputs = given.reshape({-1, half.size(1)});
+    const Tensor rows = grad.reshape({-1, grad.size(-1)});
+    const Tensor inputs = given.reshape({-1, given.size(-1)});
     if (task_should_compute_output(0)) {
-      found[0] = input_gradient(rows, inputs, half).reshape(given.sizes());
+      // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
+      found[0] = input_gradient(rows, inputs, is_recorded ? linked(half) : half).reshape(given.sizes());
     }
     if (task_should_compute_output(1)) {
-      found[1] = weight_gradient(rows, inputs, half, product, is_recorded);
+      found[1] = weight_gradient(rows, inputs, has_usual_layout, product, is_recorded);
     }
     if (task_should_compute_output(2)) {
       found[2] = bias_gradient(rows, product);
@@ -126,6 +126,7 @@ struct FusedLinearBackward : Node {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     args.collect(input, false);
     args.collect(weight, false);
+    args.collect(has_usual_layout);
     args.collect(static_cast<int64_t>(product));
   }
 
@@ -150,7 +151,7 @@ struct FusedLinearBackward : Node {
 };
 
 bool is_weight(const Tensor& tensor) {
-  return tensor.scalar_type() == ScalarType::Float && is_ordinary(tensor) && tensor.is_leaf() &&
+  return tensor.scalar_type() == ScalarType::Float && is_ordinary(tensor) && !tensor.is_nested() && tensor.is_leaf() &&
          !tensor._fw_grad(0).defined();
 }
 
@@ -171,11 +172,11 @@ bool product_of(std::string_view text, Product* product) {
 }
 
 bool may_fuse(const Tensor& input, const Tensor& weight, const Tensor& bias) {
-  return weight.requires_grad() && is_weight(weight) && weight.dim() == 2 && is_ordinary(input) && input.dim() >= 2 &&
-         input.size(-1) == weight.size(1) && input.numel() > 0 && weight.numel() > 0 &&
+  return weight.requires_grad() && is_weight(weight) && weight.dim() == 2 && is_ordinary(input) && !input.is_nested() &&
+         input.dim() >= 2 && input.size(-1) == weight.size(1) && input.numel() > 0 && weight.numel() > 0 &&
          input.device() == weight.device() && !input._fw_grad(0).defined() &&
-         (!bias.defined() || (is_weight(bias) && bias.dim() == 1 && bias.size(0) == weight.size(0) &&
-                              bias.device() == weight.device()));
+         (!bias.defined() ||
+          (is_weight(bias) && bias.dim() == 1 && bias.size(0) == weight.size(0) && bias.device() == weight.device()));
 }
 
 Tensor fused_linear(const Tensor& input,
@@ -187,7 +188,9 @@ Tensor fused_linear(const Tensor& input,
   const auto node = make_node<FusedLinearBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias));
   node->input = SavedVariable(input, false);
-  node->weight = SavedVariable(half_weight, false);
+  // As torch: without the gradient of the input, the cast is not needed any more.
+  node->weight = SavedVariable(input.requires_grad() ? half_weight : Tensor(), false);
+  node->has_usual_layout = half_weight.stride(1) == 1 && half_weight.stride(0) == half_weight.size(1);
   node->product = product;
   Tensor result;
   {
