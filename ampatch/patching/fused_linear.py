@@ -18,6 +18,7 @@ from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch._C import _is_any_autocast_enabled
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from ampatch.casting.nested import CASTABLE
@@ -28,6 +29,8 @@ from ampatch.tracing import is_traced
 _mm: Callable[[Tensor, Tensor], Tensor] = torch.ops.aten.mm.default
 _mm_to_float32: Callable[[Tensor, Tensor, torch.dtype], Tensor] = torch.ops.aten.mm.dtype
 _sum = torch.ops.aten.sum.dim_IntList
+_unsafe_view = torch.ops.aten._unsafe_view.default
+_will_execute = torch._C._will_engine_execute_node
 
 #: The function whose calls may take the node.
 LINEAR = torch.nn.functional.linear
@@ -87,8 +90,7 @@ class LinearCalls:
         return (
             type(weight) is Parameter
             and weight.requires_grad
-            and is_grad_enabled()
-            and not is_inference_mode_enabled()
+            and _is_plain_code()  # before shapes: tracers record who reads them
             and type(input) in (Tensor, Parameter)
             and input.dtype in CASTABLE
             and _is_plain(input)
@@ -109,11 +111,19 @@ class LinearCalls:
                 )
             )
             and weight.device.type in self._device_types
-            and forward_ad._current_level < 0
-            and not _is_any_autocast_enabled()
-            and torch._C._functorch.peek_interpreter_stack() is None
-            and not is_traced()
         )
+
+
+def _is_plain_code() -> bool:
+    """Returns True if this thread records gradients, and nothing else does more with its calls."""
+    return (
+        is_grad_enabled()
+        and not is_inference_mode_enabled()
+        and forward_ad._current_level < 0
+        and not _is_any_autocast_enabled()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not is_traced()
+    )
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
@@ -127,7 +137,9 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any,
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_neg() and not tensor._is_zerotensor()
+    return (
+        tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg() and not tensor._is_zerotensor()
+    )
 
 
 def _is_weight(parameter: Parameter) -> bool:
@@ -165,25 +177,29 @@ class FusedLinear(torch.autograd.Function):
     ) -> Tensor:
         """Returns the half result, of shape (..., out_features)."""
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(input, half.weight)
+        # As torch: without the gradient of the input, the cast is not needed any more.
+        ctx.save_for_backward(input, half.weight if input.requires_grad else None)
         ctx.weight, ctx.product = weight, half.product
-        return LINEAR(input, half.weight, half.bias)
+        ctx.has_usual_layout = _has_usual_layout(half.weight)
+        result = LINEAR(input, half.weight, half.bias)
+        # autograd lets nobody write to a view that comes out of a Function.
+        return _unsafe_view(result, result.shape) if result._is_view() else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        """Returns the gradients of the half input, and of the float32 weight and bias."""
+        """Returns the gradients that this pass asks for: half for the input, float32 for weight and bias."""
         if grad is None:
             return None, None, None, None
         input, weight = ctx.saved_tensors
-        of_input, of_bias, of_weight = ctx.needs_input_grad[:3]
+        of_input, of_bias, of_weight = _asked_for(ctx)
         is_recorded = is_grad_enabled()
-        if is_recorded:  # a second backward pass follows: it must find the parameter behind its cast
+        if is_recorded and of_input:  # a second backward pass follows: it must find the parameter behind its cast
             weight = LinkedCast.apply(ctx.weight, weight)  # type: ignore[no-untyped-call]
-        rows, inputs = grad.reshape(-1, weight.shape[0]), input.reshape(-1, weight.shape[1])
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
         return (
             _input_gradient(rows, inputs, weight).reshape(input.shape) if of_input else None,
             _bias_gradient(rows, ctx.product) if of_bias else None,
-            _weight_gradient(rows, inputs, weight, ctx.product, is_recorded) if of_weight else None,
+            _weight_gradient(rows, inputs, ctx.has_usual_layout, ctx.product, is_recorded) if of_weight else None,
             None,
         )
 
@@ -193,13 +209,37 @@ class LinkedCast(torch.autograd.Function):
 
     @staticmethod
     def forward(_: FunctionCtx, __: Tensor, cast: Tensor) -> Tensor:
-        """Returns the values of the cast."""
+        """Returns the cast as a tensor of its own."""
         return cast.detach()
 
     @staticmethod
     def backward(_: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         """Returns the gradient of the float32 parameter."""
         return grad.float(), None
+
+
+def _asked_for(ctx: Any) -> list[bool]:
+    """Returns whether this pass needs the gradients of input, bias and weight; not all, as in ``backward(inputs=...)``.
+
+    An input that needs a gradient has an edge of the graph. A layer without a bias has no edge for it.
+    """
+    needed: list[bool] = list(ctx.needs_input_grad[:3])
+    if not is_compiling():
+        edges = [0, 1, 2] if len(ctx.next_functions) > 2 else [0, 0, 1]
+        for index, edge in enumerate(edges):
+            needed[index] = needed[index] and _will_run(ctx.next_functions[edge][0])
+    return needed
+
+
+def _will_run(node: Any) -> bool:
+    try:
+        return _will_execute(node)
+    except RuntimeError:  # torch cannot tell: a leaf whose gradient `torch.autograd.grad` returns
+        return True
+
+
+def _has_usual_layout(weight: Tensor) -> bool:
+    return weight.stride() == (weight.shape[1], 1)
 
 
 def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -209,8 +249,8 @@ def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
     return _mm(rows, weight)
 
 
-def _weight_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, product: str, is_recorded: bool) -> Tensor:
-    left, right = (rows, inputs) if weight.t().stride() == (1, weight.shape[1]) else (inputs, rows)
+def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, product: str, is_recorded: bool) -> Tensor:
+    left, right = (rows, inputs) if has_usual_layout else (inputs, rows)
     if is_in_float32(rows, product):
         # torch cannot differentiate the first form.
         found = (

@@ -366,12 +366,12 @@ class Arguments {
     if (!is_tensor(given[0]) || !is_parameter(given[1]) || (has_bias && !is_parameter(given[2]))) {
       return nullptr;
     }
+    HANDLE_TH_ERRORS
     const Tensor& weight = tensor_of(given[1]);
     const Tensor bias = has_bias ? tensor_of(given[2]) : Tensor();
     if (!caster->is_here(weight) || !may_fuse(tensor_of(given[0]), weight, bias)) {
       return nullptr;
     }
-    HANDLE_TH_ERRORS
     const Ref half_weight = caster->cast_without_graph(given[1], weight, type_);
     const Ref half_bias = half_weight && has_bias ? caster->cast_without_graph(given[2], bias, type_) : Ref();
     const Ref input = caster->casts(tensor_of(given[0]), type_) ? caster->cast(given[0], type_) : Ref::shared(given[0]);

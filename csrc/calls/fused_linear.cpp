@@ -57,8 +57,8 @@ bool is_alone(const Tensor& tensor) {
 }
 
 // Views are not free on the host, so matrices stay as they are.
-Tensor as_matrix(const Tensor& tensor, const c10::SymInt& columns) {
-  return tensor.dim() == 2 ? tensor : tensor.reshape_symint({-1, columns});
+Tensor as_matrix(const Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor : tensor.reshape_symint({-1, tensor.sym_size(-1)});
 }
 
 Tensor reshaped(const Tensor& matrix, const Tensor& model) {
@@ -78,10 +78,9 @@ Tensor input_gradient(const Tensor& rows, const Tensor& inputs, const Tensor& we
 }
 
 Tensor weight_gradient(
-    const Tensor& rows, const Tensor& inputs, const Tensor& weight, Product product, bool is_recorded) {
-  const bool is_usual = weight.sym_stride(1) == 1 && weight.sym_stride(0) == weight.sym_size(1);
-  const Tensor left = (is_usual ? rows : inputs).t();
-  const Tensor& right = is_usual ? inputs : rows;
+    const Tensor& rows, const Tensor& inputs, bool has_usual_layout, Product product, bool is_recorded) {
+  const Tensor left = (has_usual_layout ? rows : inputs).t();
+  const Tensor& right = has_usual_layout ? inputs : rows;
   Tensor found;
   if (!is_in_float32(rows, product)) {
     found = left.mm(right).to(ScalarType::Float);
@@ -90,7 +89,7 @@ Tensor weight_gradient(
   } else {
     found = at::mm(left, right, ScalarType::Float);
   }
-  return is_usual ? found : found.t();
+  return has_usual_layout ? found : found.t();
 }
 
 Tensor bias_gradient(const Tensor& rows, Product product) {
@@ -105,14 +104,15 @@ constexpr size_t kWeight = 2;
 variable_list gradients(const Tensor& grad,
                         const Tensor& input,
                         const Tensor& weight,
+                        bool has_usual_layout,
                         Product product,
                         const Asked& asked,
                         bool is_recorded) {
-  const Tensor rows = as_matrix(grad, weight.sym_size(0));
-  const Tensor inputs = as_matrix(input, weight.sym_size(1));
+  const Tensor rows = as_matrix(grad);
+  const Tensor inputs = as_matrix(input);
   return {asked[0] ? reshaped(input_gradient(rows, inputs, weight), input) : Tensor(),
           asked[1] ? bias_gradient(rows, product) : Tensor(),
-          asked[2] ? weight_gradient(rows, inputs, weight, product, is_recorded) : Tensor()};
+          asked[2] ? weight_gradient(rows, inputs, has_usual_layout, product, is_recorded) : Tensor()};
 }
 
 // Puts a call of a function into the graph that compiled autograd makes of the backward pass. torch binds the functions
@@ -163,7 +163,8 @@ struct LinkedCastBackward : Node {
 
 struct FusedLinearBackward : Node {
   SavedVariable input;
-  SavedVariable weight;  // the half cast, which has no graph
+  SavedVariable weight;   // the half cast, which has no graph; empty if the input needs no gradient
+  bool has_usual_layout;  // of that cast
   Product product;
 
   std::string name() const override {
@@ -182,19 +183,26 @@ struct FusedLinearBackward : Node {
       return variable_list(3);
     }
     const Tensor given = input.unpack();
+    const Tensor half = weight.unpack();
     const bool is_recorded = at::GradMode::is_enabled();
-    // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
-    const Tensor half = is_recorded ? linked(weight.unpack()) : weight.unpack();
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (!is_recorded && is_alone(grads[0]) && is_alone(given)) {  // autograd would do nothing
       below.emplace();
     }
-    return gradients(grads[0], given, half, product, asked(), is_recorded);
+    // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
+    return gradients(grads[0],
+                     given,
+                     is_recorded && half.defined() ? linked(half) : half,
+                     has_usual_layout,
+                     product,
+                     asked(),
+                     is_recorded);
   }
 
   void compiled_args(CompiledNodeArgs& args) const override {
     args.collect(input, false);
     args.collect(weight, false);
+    args.collect(has_usual_layout);
     args.collect(static_cast<int64_t>(product));
   }
 
@@ -202,8 +210,11 @@ struct FusedLinearBackward : Node {
     saved.before(input);
     saved.before(weight);
     PackedArgs packed;
-    packed.pack(input.unpack());
-    packed.pack(weight.unpack());
+    const Tensor given = input.unpack();
+    const Tensor half = weight.unpack();
+    packed.pack(given);
+    packed.pack(half.defined() ? half : given);  // without it no gradient of the input is asked for
+    packed.pack(has_usual_layout);
     packed.pack(static_cast<int64_t>(product));
     packed.pack(asked());
     variable_list found = call_in_graph(*this, grads, saved, applied, packed);
@@ -221,8 +232,9 @@ struct FusedLinearBackward : Node {
     PackedArgs packed(args);
     const auto input = packed.unpack<Tensor>();
     const auto weight = packed.unpack<Tensor>();
+    const auto has_usual_layout = packed.unpack<bool>();
     const auto product = static_cast<Product>(packed.unpack<int64_t>());
-    return gradients(grads[0], input, weight, product, packed.unpack<Asked>(), false);
+    return gradients(grads[0], input, weight, has_usual_layout, product, packed.unpack<Asked>(), false);
   }
 
   Asked asked() const {
@@ -239,7 +251,7 @@ struct FusedLinearBackward : Node {
 };
 
 bool is_weight(const Tensor& tensor) {
-  return tensor.scalar_type() == ScalarType::Float && is_ordinary(tensor) && tensor.is_leaf() &&
+  return tensor.scalar_type() == ScalarType::Float && is_ordinary(tensor) && !tensor.is_nested() && tensor.is_leaf() &&
          !tensor._fw_grad(0).defined();
 }
 
@@ -260,8 +272,8 @@ bool product_of(std::string_view text, Product* product) {
 }
 
 bool may_fuse(const Tensor& input, const Tensor& weight, const Tensor& bias) {
-  return weight.requires_grad() && is_weight(weight) && weight.dim() == 2 && is_ordinary(input) && input.dim() >= 2 &&
-         input.size(-1) == weight.size(1) && input.numel() > 0 && weight.numel() > 0 &&
+  return weight.requires_grad() && is_weight(weight) && weight.dim() == 2 && is_ordinary(input) && !input.is_nested() &&
+         input.dim() >= 2 && input.size(-1) == weight.size(1) && input.numel() > 0 && weight.numel() > 0 &&
          input.device() == weight.device() && !input._fw_grad(0).defined() &&
          (!bias.defined() ||
           (is_weight(bias) && bias.dim() == 1 && bias.size(0) == weight.size(0) && bias.device() == weight.device()));
@@ -276,7 +288,9 @@ Tensor fused_linear(const Tensor& input,
   const auto node = make_node<FusedLinearBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(input, bias, weight));
   node->input = SavedVariable(input, false);
-  node->weight = SavedVariable(half_weight, false);
+  // As torch: without the gradient of the input, the cast is not needed any more.
+  node->weight = SavedVariable(input.requires_grad() ? half_weight : Tensor(), false);
+  node->has_usual_layout = half_weight.stride(1) == 1 && half_weight.stride(0) == half_weight.size(1);
   node->product = product;
   Tensor result;
   {
