@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -30,6 +31,7 @@ _mm: Callable[[Tensor, Tensor], Tensor] = torch.ops.aten.mm.default
 _mm_to_float32: Callable[[Tensor, Tensor, torch.dtype], Tensor] = torch.ops.aten.mm.dtype
 _sum = torch.ops.aten.sum.dim_IntList
 _unsafe_view = torch.ops.aten._unsafe_view.default
+_without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 _will_execute = torch._C._will_engine_execute_node
 
 #: The function whose calls may take the node.
@@ -253,12 +255,13 @@ def _weight_gradient(
 ) -> Tensor:
     left, right = (rows, inputs) if has_usual_layout else (inputs, rows)
     if is_in_float32(rows, product):
-        # torch cannot differentiate the first form.
-        found = (
-            _mm(left.t().float(), right.float())
-            if is_recorded or not rows.is_cuda
-            else _mm_to_float32(left.t(), right, torch.float32)
-        )
+        with _without_autocast():  # which would round the operands, in a backward pass inside its region
+            # torch cannot differentiate the second form.
+            found = (
+                _mm(left.t().float(), right.float())
+                if is_recorded or not rows.is_cuda
+                else _mm_to_float32(left.t(), right, torch.float32)
+            )
     else:
         found = _mm(left.t(), right).float()
     return found if left is rows else found.t()
