@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import pickle
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -11,17 +16,22 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from helpers import HALF_DTYPES, assert_same_bits, casts_on, check_rows, combinations, dtype_name
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import grad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call, hessian, jacrev, jvp, stack_module_state, vjp, vmap
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ampatch import amp
+from ampatch.errors import OptionError, UsageError
+from ampatch.runtime import runtime
 
 NODE = "FusedLinearBackward"
 both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
@@ -906,3 +916,608 @@ def test_checkpoints(shape: tuple[int, ...], subtests: pytest.Subtests) -> None:
         return run
 
     check_each({kind: case(kind) for kind in CHECKPOINTS}, subtests, fuses=False)
+
+
+# Models
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.out.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embedding((x > 0).long()[..., 0]))
+
+
+class Attention(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x, x)[0]
+
+
+def with_frozen_bias() -> nn.Module:
+    model = small()
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def with_frozen_weights() -> nn.Module:
+    model = small()
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def lazy() -> nn.Module:
+    model = nn.Sequential(nn.LazyLinear(8), nn.LazyLinear(8))
+    model(torch.ones(1, 8))
+    return model
+
+
+def reparametrized() -> nn.Module:
+    model = small()
+    parametrize.register_parametrization(model[0], "weight", nn.Tanh())
+    return model
+
+
+MODELS = {
+    "several": lambda: small(3),
+    "one": lambda: nn.Linear(8, 8),
+    "bilinear": lambda: nn.Sequential(nn.Linear(8, 8), nn.Unflatten(-1, (1, 8)), nn.Flatten(-2)),
+    "an embedding's weight": Tied,
+    "attention": Attention,
+    "attention without bias": lambda: Attention(bias=False),
+    "attention with bias_kv": lambda: Attention(add_bias_kv=True),
+    "transformer layer": lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0),
+    "transformer layer, gelu, norm first": lambda: nn.TransformerEncoderLayer(
+        8, 2, 16, 0.1, "gelu", batch_first=True, norm_first=True
+    ),
+    "decoder layer": lambda: Decoder(),  # noqa: PLW0108 - defined below
+    "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
+    "spectral_norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
+    "parametrized": reparametrized,
+    "frozen bias": with_frozen_bias,
+    "frozen weights": with_frozen_weights,
+    "lazy": lazy,
+    "copied": lambda: copy.deepcopy(small()),
+    "pickled": lambda: pickle.loads(pickle.dumps(small())),
+}
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.TransformerDecoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, x)
+
+
+def trained(
+    make: Callable[[], nn.Module],
+    half: torch.dtype = torch.bfloat16,
+    steps: int = 3,
+    shape: tuple[int, ...] = (2, 4, 8),
+    **options: Any,
+) -> list[Any]:
+    """Outputs, gradients, weights and scales of some steps, with an optimizer."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, opt_level="O1", half_dtype=half, verbosity=0, **options)
+    try:
+        seen: list[Any] = []
+        for _ in range(steps):
+            result = model(drawn(*shape))
+            optimizer.zero_grad()
+            with amp.scale_loss(result.float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            seen += [result, *(each.grad for each in model.parameters())]
+            optimizer.step()
+            seen += [*model.parameters(), amp.get_loss_scale(), amp.skipped_steps(optimizer)]
+            seen = visible(seen)
+        model.eval()
+        seen += visible(model(drawn(*shape)))
+        with torch.no_grad():
+            seen += visible(model(drawn(*shape)))
+        return seen + visible(list(amp.cast_counts().__class__(0, 0).__dataclass_fields__))
+    finally:
+        amp.deinitialize()
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("model", MODELS)
+def test_training_has_the_same_bits(model: str) -> None:
+    for half in HALF_DTYPES:
+        assert trained(MODELS[model], half, fused_linear=True) == trained(MODELS[model], half)
+
+
+LAYERS = st.lists(
+    st.sampled_from(("linear", "linear", "no bias", "tanh", "relu", "norm", "dropout", "residual", "transpose")),
+    min_size=1,
+    max_size=5,
+)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x)
+
+
+class Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, -1).reshape(-1, 8).t().contiguous().t()).reshape(x.shape)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(8, 8),
+    "no bias": lambda: nn.Linear(8, 8, bias=False),
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "norm": lambda: nn.LayerNorm(8),
+    "dropout": lambda: nn.Dropout(0.3),
+    "residual": Residual,
+    "transpose": Transposed,
+}
+
+
+@given(
+    kinds=LAYERS,
+    half=st.sampled_from(HALF_DTYPES),
+    shape=st.sampled_from(((3, 8), (1, 8), (2, 3, 8), (2, 1, 3, 8))),
+    frozen=st.integers(0, 6),
+)
+def test_random_models_train_to_the_same_bits(
+    kinds: list[str], half: torch.dtype, shape: tuple[int, ...], frozen: int
+) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), *(KINDS[kind]() for kind in kinds), nn.Linear(8, 8))
+        for parameter in list(model.parameters())[:frozen][:-1]:
+            parameter.requires_grad_(False)
+        return model
+
+    assert trained(make, half, shape=shape, fused_linear=True) == trained(make, half, shape=shape)
+
+
+def test_a_weight_that_is_used_twice_sums_in_float32() -> None:
+    layer, given = nn.Linear(8, 6), drawn(5, 8)
+    with casts_on(fused_linear=True):
+        parts = [grad(layer(each).float().sum(), layer.weight)[0] for each in (given, given * 0.001)]
+        (layer(given).float().sum() + layer(given * 0.001).float().sum()).backward()
+    assert torch.equal(layer.weight.grad, parts[0] + parts[1])
+
+
+def test_threads_share_a_model() -> None:
+    def run() -> Any:
+        model, found = small(), [None] * 4
+        given = [drawn(5, 8, needs_grad=True) for _ in found]
+
+        def work(index: int) -> None:
+            result = model(given[index])
+            found[index] = grad(result.float().square().sum(), given[index])  # type: ignore[call-overload]
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return model(given[0]), found
+
+    check(run)
+
+
+def test_replicas_have_other_tensors_as_weights() -> None:
+    """As those of nn.DataParallel."""
+
+    def run() -> Any:
+        model, given = nn.Linear(8, 6), drawn(5, 8)
+        replica = model._replicate_for_data_parallel()
+        replica.weight, replica.bias = model.weight.clone(), model.bias.clone()
+        result = replica(given)
+        result.float().sum().backward()
+        return result, model.weight.grad, model.bias.grad
+
+    check(run, fuses=False)
+
+
+def test_modes_of_autograd() -> None:
+    def run() -> Any:
+        layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
+        result = layer(given)
+        result.float().square().sum().backward()
+        return result, given.grad, layer.weight.grad
+
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        check(run)
+    torch.use_deterministic_algorithms(True)
+    try:
+        check(run)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.autograd.set_multithreading_enabled(False):
+        check(run)
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_anomaly_mode_names_the_line_and_the_gradient() -> None:
+    with casts_on(fused_linear=True), torch.autograd.set_detect_anomaly(True, check_nan=True):
+        result = nn.Linear(8, 6)(torch.full((5, 8), float("inf")))
+        with pytest.raises(RuntimeError, match="'FusedLinearBackward' returned nan values in its 1th output"):
+            (result.float() * 0).sum().backward()
+
+
+def test_a_backward_pass_under_autocast() -> None:
+    def run() -> Any:
+        layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
+        result = layer(given)
+        with torch.autocast("cpu", torch.bfloat16):
+            result.float().square().sum().backward()
+        return result, given.grad, layer.weight.grad, layer.bias.grad
+
+    for half in HALF_DTYPES:
+        check(run, half)
+
+
+@pytest.mark.usefixtures("in_float32")
+def test_a_product_in_float32_is_so_under_autocast_and_with_a_graph() -> None:
+    layer, given = nn.Linear(8, 6), drawn(50, 8)
+    with casts_on(fused_linear=True):
+        result = layer(given)
+        factor = drawn(50, 6).bfloat16()
+        loss = (result * factor).sum()
+        wanted = grad(loss, layer.weight, retain_graph=True)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(grad(loss, layer.weight, retain_graph=True)[0], wanted)
+        assert torch.equal(grad(loss, layer.weight, create_graph=True)[0], wanted)
+
+
+# Settings
+
+
+def rejected(message: str, **options: Any) -> None:
+    """The error leaves nothing behind: the next session works."""
+    model, layer = small(), nn.Linear(8, 6)
+    original = F.linear
+    with pytest.raises(OptionError, match=message):
+        amp.initialize(model, fused_linear=True, verbosity=0, **options)
+    assert not amp.is_on()
+    assert runtime.live is None
+    assert F.linear is original
+    runtime.registered.clear()
+    with casts_on(fused_linear=True):
+        assert is_fused(layer(drawn(5, 8)))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_levels_that_cast_no_layers_refuse_it(level: str) -> None:
+    rejected("contradicts opt_level", opt_level=level)
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"blacklist": {"torch.nn.functional": ["linear"]}},
+        {"unlisted": {"torch.nn.functional": ["linear"]}},
+        {"promote": {"torch.nn.functional": ["linear"]}},
+        {"whitelist": {"torch.nn.functional": [{"name": "linear", "when": {"bias": [None]}}]}},
+    ],
+    ids=["blacklist", "unlisted", "promote", "when"],
+)
+def test_lists_that_treat_linear_otherwise_are_refused(lists: Any) -> None:
+    rejected("fused_linear=True has no effect", opt_level="O1", cast_lists=lists)
+
+
+@pytest.mark.parametrize("register", [amp.register_float_function, amp.register_promote_function])
+def test_a_registered_linear_is_refused(register: Callable[[Any, str], None]) -> None:
+    register(F, "linear")
+    rejected("fused_linear=True has no effect", opt_level="O1")
+
+
+def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match="fused_linear"):
+        amp.initialize(small(), opt_level="O1", fused_linear="yes", verbosity=0)  # type: ignore[call-overload]
+    monkeypatch.setenv("AMPATCH_FUSED_LINEAR", "flaot32")
+    with pytest.raises(OptionError, match=r"AMPATCH_FUSED_LINEAR.*float32"):
+        amp.initialize(small(), opt_level="O1", fused_linear=True, verbosity=0)
+    assert not amp.is_on()
+    monkeypatch.setenv("AMPATCH_FUSED_LINEAR", "auto")
+    with casts_on(fused_linear=True):
+        pass
+
+
+def test_amp_that_is_off_does_nothing() -> None:
+    model = small()
+    amp.initialize(model, enabled=False, fused_linear=True, verbosity=0)
+    result = model(drawn(5, 8))
+    assert result.dtype is torch.float32
+    assert not is_fused(result)
+
+
+def test_a_second_session_has_to_agree() -> None:
+    with casts_on(fused_linear=True):
+        with pytest.raises(Exception, match="fused_linear"):
+            amp.initialize(small(), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+        amp.initialize(small(), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0, fused_linear=True)
+        assert amp.settings()["fused_linear"] is True
+    with casts_on():
+        assert amp.settings()["fused_linear"] is False
+
+
+def test_the_policy_names_it_only_where_it_is_on() -> None:
+    with casts_on(fused_linear=True):
+        fused = amp.state_dict(include_policy=True)
+        amp.load_state_dict(fused)
+    with casts_on():
+        plain = amp.state_dict(include_policy=True)
+    assert ("fused_linear", True) in [tuple(each) for each in fused["policy"]["settings"]]
+    assert "fused_linear" not in dict(plain["policy"]["settings"])
+    assert fused["policy"]["sha256"] != plain["policy"]["sha256"]
+
+
+PARTS: dict[str, Any] = {
+    "float32": {"0": "float32"},
+    "linear on the blacklist": {"0": {"blacklist": {"torch.nn.functional": ["linear"]}}},
+    "another function": {"0": {"blacklist": {"torch": ["tanh"]}}},
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_with_lists_of_their_own(part: str) -> None:
+    options = {"cast_lists": {"modules": PARTS[part]}}
+    make = lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # noqa: E731
+    assert trained(make, fused_linear=True, **options) == trained(make, **options)
+    model = make()
+    amp.initialize(model, opt_level="O1", half_dtype=torch.bfloat16, verbosity=0, fused_linear=True, **options)
+    assert is_fused(model[0](drawn(5, 8))) == (part == "another function")
+    assert is_fused(model[1](drawn(5, 8)))
+
+
+def test_parts_may_be_the_only_ones_that_fuse() -> None:
+    lists = {
+        "blacklist": {"torch.nn.functional": ["linear"]},
+        "modules": {"0": {"whitelist": {"torch.nn.functional": ["linear"]}}},
+    }
+    make = lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # noqa: E731
+    assert trained(make, fused_linear=True, cast_lists=lists) == trained(make, cast_lists=lists)
+    model = make()
+    amp.initialize(model, opt_level="O1", half_dtype=torch.bfloat16, verbosity=0, fused_linear=True, cast_lists=lists)
+    assert is_fused(model[0](drawn(5, 8)))
+    assert not is_fused(model[1](drawn(5, 8)))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "keep_fp32": {"keep_fp32": ["0"]},
+    "labels": {"profile_casts": True},
+    "exact hooks": {"exact_hooks": True},
+    "finite": {"check_finite": True},
+    "static scale": {"loss_scale": 128.0},
+    "outputs": {"cast_model_outputs": torch.float32},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_other_options_work_with_it(option: str) -> None:
+    options = OPTIONS[option]
+    assert trained(small, fused_linear=True, **options) == trained(small, **options)
+
+
+def test_labels_are_the_same() -> None:
+    def run(**options: Any) -> list[str]:
+        with casts_on(profile_casts=True, **options):
+            model, given = small(), drawn(5, 8)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                for _ in range(2):
+                    model(given)
+            return sorted(each.name for each in profile.events() if "ampatch" in each.name or "amp." in each.name)
+
+    assert run(fused_linear=True) == run() != []
+
+
+# The cache
+
+
+def test_weights_are_cast_once_in_an_iteration() -> None:
+    def run(**options: Any) -> list[Any]:
+        with casts_on(**options):
+            model, given = small(), drawn(5, 8)
+            seen = []
+            for _ in range(2):
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                for _ in range(3):
+                    model(given).float().sum().backward()
+                    seen += [amp.cast_counts(), amp.stats()["cached_bytes"]]
+                optimizer.step()
+                seen += [amp.cast_counts(), amp.stats()["cached_bytes"]]
+            amp.clear_cache()
+            return [*seen, amp.stats()["cached_bytes"]]
+
+    found = run(fused_linear=True)
+    assert found == run()
+    assert found[-1] == 0
+
+
+def test_nothing_leaks() -> None:
+    with casts_on(fused_linear=True):
+        model, given = small(), drawn(5, 8, needs_grad=True)
+        result = model(given)
+        result.float().square().sum().backward(retain_graph=True)
+        (first,) = grad(result.float().square().sum(), given, create_graph=True)
+        first.sum().backward()
+        amp.clear_cache()
+        watched = [weakref.ref(each) for each in (*model.parameters(), given, result, first)]
+        del model, given, result, first
+        alive = [each for each in watched if each() is not None]
+        gc.collect()
+        assert [each for each in watched if each() is not None] == []
+    assert len(alive) <= len(watched)
+
+
+def test_casts_of_dead_weights_are_swept() -> None:
+    with casts_on(fused_linear=True):
+        cache = runtime.live.cache
+        kept = []
+        for _ in range(3 * cache._SWEEP_FROM):
+            layer = nn.Linear(2, 2, bias=False)
+            kept.append(weakref.ref(layer.weight))
+            layer(torch.ones(1, 2))
+            del layer
+        assert len(cache) <= 2 * cache._SWEEP_FROM
+        assert not [each for each in kept if each() is not None]
+
+
+def test_a_graph_keeps_no_weight_s_cast_after_its_pass() -> None:
+    with casts_on(fused_linear=True):
+        model, given = small(), drawn(5, 8, needs_grad=True)
+        result = model(given)
+        casts = [weakref.ref(cast) for _, _, cast in runtime.live.cache._without_graph.entries()]
+        assert len(casts) == 4
+        result.float().sum().backward()
+        amp.clear_cache()
+        assert [each for each in casts if each() is not None] == []
+        assert is_fused(result)
+
+
+def test_steps_drop_casts() -> None:
+    def run() -> Any:
+        model, given = small(), drawn(5, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        results = []
+        for _ in range(3):
+            results.append(model(given))
+            results[-1].float().square().sum().backward()
+            optimizer.step()
+        for parameter in model.parameters():
+            parameter.data.mul_(2)
+        return results, model(given)
+
+    check(run)
+
+
+def test_frozen_blocks() -> None:
+    def run(**same: Any) -> Any:
+        model, given = small(), drawn(5, 8)
+        amp.initialize(model, opt_level="O1", half_dtype=torch.bfloat16, verbosity=0, **same)
+        with amp.frozen_weights(model):
+            with torch.no_grad():
+                before = model(given)
+            result = model(given)
+            result.float().sum().backward()
+        return before, result, [each.grad for each in model.parameters()]
+
+    found = []
+    for same in ({}, {"fused_linear": True}):
+        torch.manual_seed(0)
+        found.append(visible(run(**same)))
+        amp.deinitialize()
+    assert found[0] == found[1]
+
+
+# Diagnostics
+
+
+def watched_step(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model, given = small(), drawn(5, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=0, **options)
+    try:
+        with amp.report() as report:
+            with amp.scale_loss(model(given).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+        return visible([*model.parameters(), *(each.grad for each in model.parameters())]), report
+    finally:
+        amp.deinitialize()
+
+
+def test_a_report_changes_no_bits_and_counts_the_same_calls() -> None:
+    """The casts of the gradients of four weights are the node's own."""
+    (bits_found, fused), (bits_wanted, plain) = watched_step(fused_linear=True), watched_step()
+    assert bits_found == bits_wanted
+
+    def told(report: Any, casts_of_gradients: int) -> Any:
+        return [
+            (each["name"], each["types"], each["casts"] - casts_of_gradients * (each["name"].endswith(".linear")))
+            for each in report.to_dict()["functions"]
+        ]
+
+    assert told(fused, 0) == told(plain, 4)
+    assert fused.to_dict()["modules"] == plain.to_dict()["modules"]
+    assert str(fused)
+
+
+def test_explanations() -> None:
+    with casts_on():
+        wanted = str(amp.explain(F.linear, drawn(4, 3), nn.Parameter(drawn(2, 3))))
+    with casts_on(fused_linear=True):
+        assert str(amp.explain(F.linear, drawn(4, 3), nn.Parameter(drawn(2, 3)))) == wanted
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_trace_of_an_overflow(where: str) -> None:
+    class Large(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, value: Tensor) -> Tensor:
+            return value.clone()
+
+        @staticmethod
+        def backward(_: Any, gradient: Tensor) -> Tensor:
+            return gradient * 60000
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return self.second(x * 60000 if where == "forward" else Large.apply(x))
+
+    def run(**options: Any) -> Any:
+        torch.manual_seed(0)
+        events: list[Any] = []
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(
+            model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=0, init_scale=1024.0,
+            on_overflow=("trace", events.append), **options,
+        )  # fmt: skip
+        with amp.scale_loss(model(drawn(5, 8) * 100).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        amp.deinitialize()
+        return [str(each.trace) for each in events]
+
+    found = run(fused_linear=True)
+    assert found == run()
+    assert len(found) == 1
+
+
+def test_diagnostics_that_run_sessions_of_their_own() -> None:
+    """They compare opt levels, so they neither use the node nor are they disturbed by an earlier session."""
+    model, given = small(), drawn(5, 8)
+    with casts_on(fused_linear=True):
+        model(given)
+
+    def loss_fn(output: Tensor) -> Tensor:
+        return output.float().square().mean()
+
+    found = amp.compare(model, given, loss_fn, "O0", "O1"), amp.preflight(model, given, loss_fn, measure=False)
+    assert all(map(str, found))
+    with casts_on(fused_linear=True):
+        for run in (amp.compare, amp.preflight):
+            with pytest.raises(UsageError):
+                run(model, given, loss_fn)
+        assert is_fused(model(given))

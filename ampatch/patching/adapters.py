@@ -28,6 +28,8 @@ from ampatch.patching.cast_labels import named
 from ampatch.patching.recurrent_weights import Layout
 
 Function = Callable[..., Any]
+#: Makes a call in another way; None if it cannot make this one.
+Fused = Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
 Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
@@ -172,6 +174,10 @@ class Adapters:
     def _labelled(self, adapter: Adapter, path: Path) -> Adapter:
         """Returns an adapter that labels its casts if asked for; drops `plain_cast`, as C++ sets none."""
         return Adapter(named(adapter.adapt, str(path))) if self._adds_labels else adapter
+
+    def naming(self, call: Fused, path: Path) -> Fused:
+        """Returns a function that casts in an adapter's place, with the labels that the adapter would give."""
+        return named(call, str(path)) if self._adds_labels else call
 
     def for_treatment(
         self,

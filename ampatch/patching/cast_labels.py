@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from ampatch.compilers import traced_within_others
 from ampatch.patching.recurrent_weights import Layout
 from ampatch.patching.weight_cache import WeightCache
 
-_Adapt = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+_Result = TypeVar("_Result")
+_Call = Callable[[tuple[Any, ...], dict[str, Any]], _Result]
 
 
 class _Thread(threading.local):
@@ -34,19 +35,19 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def named(adapt: _Adapt, function: str) -> _Adapt:
-    """Returns an adapter that sets the function's name for the labels of `LabellingCache`."""
+def named(call: _Call[_Result], function: str) -> _Call[_Result]:
+    """Returns an adapter, or a call in its place, that sets the function's name for the labels of `LabellingCache`."""
 
-    def adapt_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
         if is_compiling():
-            return adapt(args, kwargs)
+            return call(args, kwargs)
         before, _thread.function = _thread.function, function
         try:
-            return adapt(args, kwargs)
+            return call(args, kwargs)
         finally:
             _thread.function = before
 
-    return adapt_named
+    return call_named
 
 
 class LabellingCache(WeightCache):

@@ -28,12 +28,12 @@ from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
 from ampatch.patching import thread_rules
-from ampatch.patching.adapters import Adapt, Adapter, Adapters, Function, is_in_place
+from ampatch.patching.adapters import Adapt, Adapter, Adapters, Function, Fused, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
 from ampatch.patching.fused_linear import LINEAR, LinearCalls
 from ampatch.patching.thread_rules import Token
-from ampatch.patching.wrappers import Fused, Reason, wrap, wrap_for_half_models
+from ampatch.patching.wrappers import Reason, wrap, wrap_for_half_models
 from ampatch.switch import Switch
 
 
@@ -375,16 +375,16 @@ class FunctionPatches:
             original: function to patch.
             rules: its rule in each part of a model that has rules of its own, by token; for None, in all others.
         """
-        casting: set[Token | None] = {
-            token
+        casting: dict[Token | None, Rule] = {
+            token: rule
             for token, rule in rules.items()
             if rule is not None and rule.treatment is Treatment.WHITELIST and not rule.when
         }
         if self._fused_linear is None or original is not LINEAR or not casting:
             return None
         self.fuses_linear = True
-        others = rules.keys() - casting
-        call = self._fused_linear.call
+        others = rules.keys() - casting.keys()
+        call = self._adapters.naming(self._fused_linear.call, next(iter(casting.values())).path)
         if not others:
             return call
 

@@ -11,6 +11,7 @@ Without it the weight's gradient is rounded to half, cast to float32 by a second
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -30,6 +31,7 @@ _mm: Callable[[Tensor, Tensor], Tensor] = torch.ops.aten.mm.default
 _mm_to_float32: Callable[[Tensor, Tensor, torch.dtype], Tensor] = torch.ops.aten.mm.dtype
 _sum = torch.ops.aten.sum.dim_IntList
 _unsafe_view = torch.ops.aten._unsafe_view.default
+_without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 _will_execute = torch._C._will_engine_execute_node
 
 #: The function whose calls may take the node.
@@ -252,12 +254,13 @@ def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
 def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, product: str, is_recorded: bool) -> Tensor:
     left, right = (rows, inputs) if has_usual_layout else (inputs, rows)
     if is_in_float32(rows, product):
-        # torch cannot differentiate the first form.
-        found = (
-            _mm(left.t().float(), right.float())
-            if is_recorded or not rows.is_cuda
-            else _mm_to_float32(left.t(), right, torch.float32)
-        )
+        with _without_autocast():  # which would round the operands, in a backward pass inside its region
+            # torch cannot differentiate the second form.
+            found = (
+                _mm(left.t().float(), right.float())
+                if is_recorded or not rows.is_cuda
+                else _mm_to_float32(left.t(), right, torch.float32)
+            )
     else:
         found = _mm(left.t(), right).float()
     return found if left is rows else found.t()

@@ -24,16 +24,12 @@ from ampatch.casting.cast_errors import may_be_caused_by_casts
 from ampatch.casting.nested import cast_tensors, tensors_in
 from ampatch.compilers import give_own_code
 from ampatch.opt_levels import HALVES
-from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
+from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function, Fused
 from ampatch.switch import Switch
 from ampatch.tracing import is_below_operators
 
 #: A note for errors: names a function and the list entry that applies. A function returns the entry in force.
 Reason = str | Callable[[], str]
-
-
-#: Makes a call in another way; None if it cannot make this one.
-Fused = Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]
 
 
 def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason, fused: Fused | None = None) -> Function:

@@ -84,7 +84,11 @@ Tensor weight_gradient(
   Tensor found;
   if (!is_in_float32(rows, product)) {
     found = left.mm(right).to(ScalarType::Float);
-  } else if (is_recorded || !rows.is_cuda()) {  // torch cannot differentiate the other form
+    return has_usual_layout ? found : found.t();
+  }
+  // In a backward pass inside its region, autocast would round the operands.
+  const c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  if (is_recorded || !rows.is_cuda()) {  // torch cannot differentiate the other form
     found = left.to(ScalarType::Float).mm(right.to(ScalarType::Float));
   } else {
     found = at::mm(left, right, ScalarType::Float);
