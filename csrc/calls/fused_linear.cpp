@@ -45,11 +45,15 @@ bool is_in_float32(const Tensor& rows, Product product) {
   return product == Product::float32 || (product == Product::automatic && rows.is_cuda());
 }
 
-Tensor input_gradient(const Tensor& rows, const Tensor& inputs, const Tensor& weight) {
-  if (inputs.stride(0) == 1 && inputs.stride(1) == inputs.size(0)) {
-    return weight.t().mm(rows.t()).t();
-  }
-  return rows.mm(weight);
+// As torch, it leaves a matrix alone: a reshape changes strides of dimensions of size 1.
+Tensor as_rows(const Tensor& tensor) {
+  return tensor.dim() == 2 ? tensor : tensor.reshape({-1, tensor.size(-1)});
+}
+
+Tensor input_gradient(const Tensor& rows, const Tensor& inputs, const Tensor& weight, at::IntArrayRef shape) {
+  const bool is_column_major = inputs.stride(0) == 1 && inputs.stride(1) == inputs.size(0);
+  const Tensor found = is_column_major ? weight.t().mm(rows.t()).t() : rows.mm(weight);
+  return shape.size() == 2 ? found : found.reshape(shape);
 }
 
 Tensor weight_gradient(
@@ -113,11 +117,11 @@ struct FusedLinearBackward : Node {
     const Tensor given = input.unpack();
     const Tensor half = weight.unpack();
     const bool is_recorded = at::GradMode::is_enabled();
-    const Tensor rows = grad.reshape({-1, grad.size(-1)});
-    const Tensor inputs = given.reshape({-1, given.size(-1)});
+    const Tensor rows = as_rows(grad);
+    const Tensor inputs = as_rows(given);
     if (task_should_compute_output(0)) {
       // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
-      found[0] = input_gradient(rows, inputs, is_recorded ? linked(half) : half).reshape(given.sizes());
+      found[0] = input_gradient(rows, inputs, is_recorded ? linked(half) : half, given.sizes());
     }
     if (task_should_compute_output(1)) {
       found[1] = weight_gradient(rows, inputs, has_usual_layout, product, is_recorded);

@@ -105,7 +105,8 @@ struct CacheState {
 
   // Returns the store for code that records gradients; null if `WeightCache.cast` has to decide.
   Store* for_iteration() const;
-  // Returns the store for casts without a graph, while gradients are recorded; null if `WeightCache.cast` has to decide.
+  // Returns the store for casts without a graph, while gradients are recorded; null if `WeightCache.cast` has to
+  // decide.
   Store* for_fused() const;
   // Returns this thread's store for code that does not record gradients; null outside a forward pass.
   Store* for_forward() const;
