@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import pickle
 import threading
 import warnings
@@ -203,6 +204,24 @@ def test_results_and_gradients_have_the_same_bits(shape: str, half: torch.dtype,
 
     kinds = combinations((torch.float32, *HALF_DTYPES), tuple(WEIGHTS), tuple(GRADIENTS), (True, False), (True, False))
     check_each({str(kind): case(*kind) for kind in kinds}, subtests, half)
+
+
+def test_other_sizes_have_the_same_bits(subtests: pytest.Subtests) -> None:
+    """Ones make layouts ambiguous, and large sizes take other kernels."""
+
+    def case(shape: tuple[int, ...], outputs: int, is_column_major: bool, half_input: bool) -> Callable[[], Any]:
+        def run() -> Any:
+            make = column_major if is_column_major else drawn
+            weight, bias = nn.Parameter(make(outputs, shape[-1])), nn.Parameter(drawn(outputs))
+            given = make(*shape).to(torch.bfloat16 if half_input else torch.float32).requires_grad_()
+            result = F.linear(given, weight, bias)
+            return result, grad((result * drawn(*result.shape).bfloat16()).sum(), (given, weight, bias))
+
+        return run
+
+    shapes = (*itertools.product((1, 2), repeat=2), (1, 1, 1), (2, 1, 1), (1, 2, 1), (65, 129), (3, 33, 256))
+    kinds = itertools.product(shapes, (1, 2, 96), (False, True), (False, True))
+    check_each({str(kind): case(*kind) for kind in kinds}, subtests)
 
 
 def asked(tensor: Tensor | None) -> bool:
@@ -507,8 +526,19 @@ UNFUSED = {
     "nested tensors of one shape": lambda: nn.Linear(3, 2)(nested(2, 2)).unbind()[0],
     "nested tensors": lambda: nn.Linear(3, 2)(nested(2, 4)).unbind()[1],
     "jagged tensors": lambda: nn.Linear(3, 2)(nested(2, 4, layout=torch.jagged)).unbind()[1],
+    "an inference tensor that cannot be saved": lambda: nn.Linear(3, 2)(inference(torch.bfloat16)),
+    "inference weights": lambda: in_inference(lambda: nn.Linear(3, 2))(drawn(4, 3)).is_inference(),
     "an embedding's weight, looked up": lambda: F.linear(drawn(4, 3), nn.Embedding(2, 3)(torch.tensor([0, 1]))),
 }
+
+
+def in_inference(make: Callable[[], Any]) -> Any:
+    with torch.inference_mode():
+        return make()
+
+
+def inference(dtype: torch.dtype) -> Tensor:
+    return in_inference(lambda: drawn(4, 3).to(dtype))
 
 
 def nested(*rows: int, layout: torch.layout = torch.strided) -> Tensor:
@@ -1154,7 +1184,7 @@ def test_modes_of_autograd() -> None:
 def test_anomaly_mode_names_the_line_and_the_gradient() -> None:
     with casts_on(fused_linear=True), torch.autograd.set_detect_anomaly(True, check_nan=True):
         result = nn.Linear(8, 6)(torch.full((5, 8), float("inf")))
-        with pytest.raises(RuntimeError, match="'FusedLinearBackward' returned nan values in its 1th output"):
+        with pytest.raises(RuntimeError, match="'FusedLinearBackward' returned nan values in its 2th output"):
             (result.float() * 0).sum().backward()
 
 
@@ -1181,6 +1211,89 @@ def test_a_product_in_float32_is_so_under_autocast_and_with_a_graph() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(grad(loss, layer.weight, retain_graph=True)[0], wanted)
         assert torch.equal(grad(loss, layer.weight, create_graph=True)[0], wanted)
+
+
+def test_inputs_of_inference_mode() -> None:
+    def run() -> Any:
+        layer = nn.Linear(3, 2)
+        result = layer(inference(torch.float32))
+        result.float().sum().backward()
+        return result, layer.weight.grad
+
+    check(run)
+
+
+def test_gradients_of_another_type_are_cast_to_half() -> None:
+    def run() -> Any:
+        layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
+        result = layer(given)
+        result.backward(drawn(5, 6))
+        return result, given.grad, layer.weight.grad
+
+    check(run)
+
+
+def test_a_gradient_is_not_copied_once_more() -> None:
+    """The optimizer's gradient is the memory that the product wrote to."""
+
+    def run() -> Any:
+        layer, given = nn.Linear(8, 6), drawn(5, 8)
+        addresses: list[int] = []
+        layer.weight.register_hook(lambda gradient: addresses.append(gradient.data_ptr()))
+        result = layer(given)
+        result.float().sum().backward()
+        return result, layer.weight.grad.data_ptr() == addresses[0]
+
+    check(run)
+
+
+def test_a_graph_outlives_its_session() -> None:
+    def run(**options: Any) -> Any:
+        torch.manual_seed(0)
+        layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
+        with casts_on(**options):
+            result = layer(given)
+        (first,) = grad(result.float().square().sum(), given, create_graph=True)
+        first.float().sum().backward()
+        return visible([result, first, given.grad, layer.bias.grad])
+
+    assert run(fused_linear=True) == run()
+
+
+@pytest.mark.parametrize("toggled", [True, False])
+def test_a_weight_that_is_frozen_after_the_forward_pass(toggled: bool) -> None:
+    def run() -> Any:
+        layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
+        result = layer(given)
+        layer.weight.requires_grad_(not toggled)
+        (first,) = grad(result.float().sum(), given, create_graph=True)
+        layer.weight.requires_grad_()
+        first.float().square().sum().backward()
+        return result, first, layer.weight.grad, layer.bias.grad
+
+    check(run)
+
+
+def test_a_step_in_the_backward_pass() -> None:
+    def run() -> Any:
+        model, given = small(), drawn(5, 8, needs_grad=True)
+
+        def step(weight: Tensor) -> None:
+            weight.data.sub_(weight.grad, alpha=0.1)
+            weight.grad = None
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            model(given).float().square().sum().backward()
+        return model(given), given.grad, list(model.parameters())
+
+    check(run)
+
+
+def test_a_registered_half_linear_is_refused() -> None:
+    amp.register_half_function(F, "linear")
+    rejected("fused_linear=True has no effect", opt_level="O1")
 
 
 # Settings

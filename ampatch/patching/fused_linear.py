@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
-from torch._C import _is_any_autocast_enabled
+from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 from torch.compiler import is_compiling
@@ -121,6 +121,7 @@ def _is_plain_code() -> bool:
     return (
         is_grad_enabled()
         and not is_inference_mode_enabled()
+        and not _len_torch_function_stack()
         and forward_ad._current_level < 0
         and not _is_any_autocast_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -196,10 +197,10 @@ class FusedLinear(torch.autograd.Function):
         of_input, of_bias, of_weight = _asked_for(ctx)
         is_recorded = is_grad_enabled()
         if is_recorded and of_input:  # a second backward pass follows: it must find the parameter behind its cast
-            weight = LinkedCast.apply(ctx.weight, weight)  # type: ignore[no-untyped-call]
-        rows, inputs = grad.reshape(-1, grad.shape[-1]), input.reshape(-1, input.shape[-1])
+            weight = _linked(ctx.weight, weight)
+        rows, inputs = _as_rows(grad), _as_rows(input)
         return (
-            _input_gradient(rows, inputs, weight).reshape(input.shape) if of_input else None,
+            _input_gradient(rows, inputs, weight, input.shape) if of_input else None,
             _bias_gradient(rows, ctx.product) if of_bias else None,
             _weight_gradient(rows, inputs, ctx.has_usual_layout, ctx.product, is_recorded) if of_weight else None,
             None,
@@ -218,6 +219,18 @@ class LinkedCast(torch.autograd.Function):
     def backward(_: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
         """Returns the gradient of the float32 parameter."""
         return grad.float(), None
+
+
+def _linked(parameter: Parameter, cast: Tensor) -> Tensor:
+    """Returns the cast of a parameter with a graph that leads to the parameter."""
+    if parameter.requires_grad:
+        return LinkedCast.apply(parameter, cast)  # type: ignore[no-untyped-call, no-any-return]
+    # Frozen since its forward pass: the graph of that pass leads to it all the same.
+    parameter.requires_grad_(True)
+    try:
+        return LinkedCast.apply(parameter, cast)  # type: ignore[no-untyped-call, no-any-return]
+    finally:
+        parameter.requires_grad_(False)
 
 
 def _asked_for(ctx: Any) -> list[bool]:
@@ -244,11 +257,16 @@ def _has_usual_layout(weight: Tensor) -> bool:
     return weight.stride() == (weight.shape[1], 1)
 
 
-def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+def _as_rows(tensor: Tensor) -> Tensor:
+    # As torch, it leaves a matrix alone: a reshape changes strides of dimensions of size 1.
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
     # The order of operands follows the layout of the other factor, as in torch's own backward pass: same bits.
-    if inputs.stride() == (1, inputs.shape[0]):
-        return _mm(weight.t(), rows.t()).t()
-    return _mm(rows, weight)
+    is_column_major = inputs.stride() == (1, inputs.shape[0])
+    found = _mm(weight.t(), rows.t()).t() if is_column_major else _mm(rows, weight)
+    return found if len(shape) == 2 else found.reshape(shape)
 
 
 def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, product: str, is_recorded: bool) -> Tensor:

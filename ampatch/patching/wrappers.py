@@ -60,14 +60,15 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason, f
             observer = None if is_dynamo_compiling() else cast_observers.observer
             if observer is not None and not observer.is_calling(original):
                 return observer.call(original, itself(), args, kwargs)  # type: ignore[arg-type]
+        # It takes plain tensors only, and checks what a cast could break: its errors need no note.
+        result = None if fused is None or is_dynamo_compiling() else fused(args, kwargs)
+        if result is not None:
+            return result
         adapted = None
         try:
             if has_torch_function((*args, *kwargs.values()) if kwargs else args):
                 adapted = adapted_for_override(adapt, args, kwargs)
                 return overridden(*adapted[0], **adapted[1])
-            result = None if fused is None or is_dynamo_compiling() else fused(args, kwargs)
-            if result is not None:
-                return result
             adapted = adapt(args, kwargs)
             return original(*adapted[0], **adapted[1])
         except Exception as error:

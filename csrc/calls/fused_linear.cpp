@@ -56,7 +56,7 @@ bool is_alone(const Tensor& tensor) {
          !tensor.key_set().has_any(c10::python_ks | c10::functorch_transforms_ks) && !tensor._fw_grad(0).defined();
 }
 
-// Views are not free on the host, so matrices stay as they are.
+// As torch, it leaves a matrix alone: a reshape changes strides of dimensions of size 1. And views are not free.
 Tensor as_matrix(const Tensor& tensor) {
   return tensor.dim() == 2 ? tensor : tensor.reshape_symint({-1, tensor.sym_size(-1)});
 }
