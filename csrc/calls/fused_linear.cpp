@@ -17,6 +17,9 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
 
 #include "tensors.h"
 
@@ -25,9 +28,11 @@ namespace ampatch {
 namespace {
 
 using torch::autograd::Edge;
+using torch::autograd::InputMetadata;
 using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
+using torch::dynamo::autograd::PackedArgs;
 
 // How torch holds nodes: a std::shared_ptr, or a c10::intrusive_ptr in later versions.
 using Held = decltype(Edge::function);
@@ -80,6 +85,41 @@ Tensor bias_gradient(const Tensor& rows, Product product) {
                                       : rows.sum({0}, false).to(ScalarType::Float);
 }
 
+// Returns the gradients of input, weight and bias that are asked for.
+variable_list gradients(const Tensor& grad,
+                        const Tensor& input,
+                        const Tensor& weight,
+                        bool has_usual_layout,
+                        Product product,
+                        const std::vector<bool>& asked) {
+  variable_list found(3);
+  const Tensor rows = as_rows(grad);
+  const Tensor inputs = as_rows(input);
+  if (asked[0]) {
+    found[0] = input_gradient(rows, inputs, weight, input.sizes());
+  }
+  if (asked[1]) {
+    found[1] = weight_gradient(rows, inputs, has_usual_layout, product, at::GradMode::is_enabled());
+  }
+  if (asked[2]) {
+    found[2] = bias_gradient(rows, product);
+  }
+  return found;
+}
+
+// The same, for compiled autograd: `packed` is what `apply_with_saved` packs.
+variable_list apply_later(const variable_list& grads, const std::vector<c10::IValue>& packed) {
+  if (!grads[0].defined()) {
+    return variable_list(3);
+  }
+  PackedArgs args(packed);
+  const auto input = args.unpack<Tensor>();
+  const auto weight = args.unpack<Tensor>();
+  const auto has_usual_layout = args.unpack<bool>();
+  const auto product = static_cast<Product>(args.unpack<int64_t>());
+  return gradients(grads[0], input, weight, has_usual_layout, product, args.unpack<std::vector<bool>>());
+}
+
 // The cast of a parameter, where the values of the cast exist already.
 struct LinkedCastBackward : Node {
   std::string name() const override {
@@ -109,27 +149,17 @@ struct FusedLinearBackward : Node {
 
   variable_list apply(variable_list&& grads) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    variable_list found(3);
     const Tensor& grad = grads[0];
     if (!grad.defined()) {
-      return found;
+      return variable_list(3);
     }
-    const Tensor given = input.unpack();
-    const Tensor half = weight.unpack();
-    const bool is_recorded = at::GradMode::is_enabled();
-    const Tensor rows = as_rows(grad);
-    const Tensor inputs = as_rows(given);
-    if (task_should_compute_output(0)) {
-      // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
-      found[0] = input_gradient(rows, inputs, is_recorded ? linked(half) : half, given.sizes());
+    const std::vector<bool> asked = {
+        task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
+    Tensor half = weight.unpack();
+    if (asked[0] && at::GradMode::is_enabled()) {
+      half = linked(half);  // this pass is recorded, so a second one must find the parameter behind its cast
     }
-    if (task_should_compute_output(1)) {
-      found[1] = weight_gradient(rows, inputs, has_usual_layout, product, is_recorded);
-    }
-    if (task_should_compute_output(2)) {
-      found[2] = bias_gradient(rows, product);
-    }
-    return found;
+    return gradients(grad, input.unpack(), half, has_usual_layout, product, asked);
   }
 
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
@@ -143,7 +173,24 @@ struct FusedLinearBackward : Node {
                                  torch::dynamo::autograd::SwapSavedVariables& saved) override {
     saved.before(input);
     saved.before(weight);
-    variable_list found = apply(variable_list(grads));
+    PackedArgs packed;
+    packed.pack(input.unpack());
+    packed.pack(weight.unpack());
+    packed.pack(has_usual_layout);
+    packed.pack(static_cast<int64_t>(product));
+    packed.pack(
+        std::vector<bool>{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)});
+    const std::vector<c10::IValue> args = std::move(packed).vec();
+    std::vector<at::TypePtr> schema;
+    for (const auto& arg : args) {
+      schema.push_back(arg.isTensor() ? at::TypePtr(at::TensorType::get()) : arg.type());
+    }
+    const auto metadata = torch::dynamo::autograd::IValuePacker<std::vector<std::optional<InputMetadata>>>::pack(
+        torch::dynamo::autograd::get_input_metadata(next_edges()));
+    const auto& interface = torch::dynamo::autograd::getPyCompilerInterface();
+    const auto bound = interface->bind_function(saved.get_py_compiler(), name(), apply_later, schema, true, false);
+    variable_list found =
+        interface->call_function(saved.get_py_compiler(), "apply_functional", bound, grads, args, metadata);
     saved.after(input);
     saved.after(weight);
     return found;
