@@ -1296,6 +1296,31 @@ def test_a_registered_half_linear_is_refused() -> None:
     rejected("fused_linear=True has no effect", opt_level="O1")
 
 
+@pytest.mark.filterwarnings("ignore")  # what torch warns of, it would raise as another error
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8)], ids=str)
+def test_compiled_autograd(shape: tuple[int, ...], needs_grad: bool) -> None:
+    def run() -> Any:
+        model, given = small(), drawn(*shape, needs_grad=needs_grad)
+        result = model(given)
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            result.float().square().sum().backward()
+        return result, given.grad, [each.grad for each in model.parameters()]
+
+    check(run)
+    torch._dynamo.reset()
+
+
+def test_batched_gradients() -> None:
+    def run() -> Any:
+        layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
+        result = layer(given)
+        leaves = (given, layer.weight, layer.bias)
+        return result, grad(result, leaves, drawn(3, 5, 6, dtype=torch.bfloat16), is_grads_batched=True)
+
+    check(run)
+
+
 # Settings
 
 
