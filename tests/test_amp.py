@@ -99,6 +99,7 @@ class TestSignatures:
             "on_overflow",
             "check_finite",
             "scaler",
+            "fused_linear",
         }
 
     def test_all_by_position(self, model, optimizer):
