@@ -352,7 +352,8 @@ def initialize(
             gradient without a half one before it, at O1 and O4. An experiment. It is for calls of
             ``torch.nn.functional.linear`` in eager code whose weight is a trained `torch.nn.Parameter`; all others are
             made as without it. Where torch has no product of half matrices with a float32 result (it has one on CUDA
-            only), the product is rounded to half as without it.
+            only), the product is rounded to half as without it. The environment variable AMPATCH_FUSED_LINEAR chooses
+            another product.
 
     Returns:
         The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
@@ -384,7 +385,7 @@ def initialize(
         _check_have_effect(lists, properties)
     verbose = opt_levels.check_verbosity(verbosity)
     kept = _kept("keep_fp32", keep_fp32, properties)
-    kept_to_the_end = _kept("float32_outputs", float32_outputs, properties)
+    wide = _kept("float32_outputs", float32_outputs, properties)
     if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
         raise OptionError(f"num_losses is {num_losses!r}; expected a whole number of at least 1.")
     settings = Settings(
@@ -403,8 +404,8 @@ def initialize(
             scaler=scaler,
         ),
         num_losses,
-        keep_fp32=(*kept, *(each for each in kept_to_the_end if each not in kept)),
-        float32_outputs=kept_to_the_end,
+        keep_fp32=(*kept, *(each for each in wide if each not in kept)),
+        float32_outputs=wide,
         cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
         exact_hooks=_flag("exact_hooks", exact_hooks),
         profile_casts=_flag("profile_casts", profile_casts),
@@ -418,7 +419,7 @@ def initialize(
         _check_whole(optimizer_list, model_list, properties)
     every_model = [*model_list, *(live.models if live is not None else ())]
     conversion_plan.check_matches(every_model, kept)
-    conversion_plan.check_matches(every_model, kept_to_the_end, "float32_outputs")
+    conversion_plan.check_matches(every_model, wide, "float32_outputs")
     check_entries(every_model, lists.modules, settings.keep_fp32)
 
     device_types = (
@@ -434,16 +435,31 @@ def initialize(
         raise
     runtime.disabled = False
     if verbose:
-        logger.info("amp is on: %s", properties)
+        _announce(opened)
     return models if optimizers is None else (models, optimizers)
+
+
+def _announce(opened: Session) -> None:
+    """Logs the opt level, and what users who keep a part in float32 may not expect."""
+    settings = opened.settings
+    logger.info("amp is on: %s", settings.properties)
+    told = [each if isinstance(each, str) else each.__name__ for each in settings.keep_fp32]
+    if opened.has_half_weights and told and not settings.float32_outputs:
+        logger.info(
+            "outputs of parts in keep_fp32 (%s) are cast to %s for the layers behind them. If the model returns one, "
+            "name its part in float32_outputs",
+            ", ".join(told),
+            settings.properties.half_dtype,
+        )
 
 
 def _fuses_linear(fused_linear: object, properties: opt_levels.Properties) -> bool:
     """Returns the flag ``fused_linear``, checked against the opt level."""
-    if _flag("fused_linear", fused_linear) and not properties.patch_torch_functions:
+    is_for_float32_weights = properties.patch_torch_functions and properties.cast_model_type not in opt_levels.HALVES
+    if _flag("fused_linear", fused_linear) and not is_for_float32_weights:
         raise OptionError(
-            f"fused_linear=True contradicts opt_level={properties.opt_level!r}, at which no list casts linear layers. "
-            "Leave fused_linear out, or use opt_level='O1'."
+            f"fused_linear=True contradicts opt_level={properties.opt_level!r}, at which no list casts float32 weights "
+            "of linear layers. Leave fused_linear out, or use opt_level='O1'."
         )
     return bool(fused_linear)
 

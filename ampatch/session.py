@@ -271,7 +271,7 @@ class Session:
             (hooks.before_forward, hooks.after_forward),
             replaced_forward.own_forwards,
         )
-        if self.settings.keep_fp32 or self.settings.lists.modules:
+        if self.patches_functions and (self.settings.keep_fp32 or self.settings.lists.modules):
             replaced_forward.follow_copies(self.ledger)
         if self.patches_functions:
             self._warn_of_undone_edits()
@@ -487,9 +487,6 @@ class Session:
         )
         self.conversion.convert(plan)
         adopted_model.flatten_recurrent(model)
-        entries = (entry.name for entry in self.settings.lists.modules if entry.is_float32)
-        # A pattern for all norms is about those within the model. Its last one may well give half.
-        alone = conversion_plan.named_alone(model, (*self.settings.keep_fp32, *entries)) if plan.guarded else set()
         for module, outputs in plan.guarded.items():
             if module not in self._guarded:
                 self._guarded.add(module)
@@ -500,7 +497,6 @@ class Session:
                     outputs=outputs,
                     widens_copies=self.has_masters,
                     labelled=self.settings.profile_casts,
-                    notes_rounding=module in alone,
                 )
         if self.has_half_weights:
             self._hook_state_dict(model)

@@ -149,7 +149,6 @@ class TestCalls:
 class TestModels:
     """What the hooks of models cast at the levels that convert weights."""
 
-    @pytest.mark.filterwarnings("ignore:.*amp casts its result")
     def test_of_arguments_and_results(self) -> None:
         model = initialize(net(), opt_level="O2", keep_fp32="1")
         assert labels(lambda: model(x())) == [

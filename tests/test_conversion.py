@@ -219,7 +219,6 @@ class TestKeepFloat32:
         assert sorted(found) == kept
 
     @pytest.mark.parametrize("keep", ["norm", "tail", "tail.1", nn.Linear, "*"], ids=str)
-    @pytest.mark.filterwarnings("ignore:.*amp casts its result")
     def test_computes_in_float32_among_half_layers_which_get_half(self, keep, half_dtype):
         model = Block()
         computed = []
@@ -234,7 +233,6 @@ class TestKeepFloat32:
         assert set(model.seen) == {half_dtype}
         assert output.dtype is torch.float32
 
-    @pytest.mark.filterwarnings("ignore:.*amp casts its result")
     def test_result_is_that_of_float32(self, half_dtype):
         model = nn.Sequential(nn.Identity(), nn.Linear(4, 4))
         inputs = torch.randn(3, 4).to(half_dtype)
@@ -447,7 +445,6 @@ class TestCastsAroundForward:
 
     @pytest.mark.parametrize("fullgraph", [True, False])
     @pytest.mark.covering(1)
-    @pytest.mark.filterwarnings("ignore:.*amp casts its result")
     def test_hold_under_torch_compile(self, half_dtype, fullgraph):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
         initialize(model, half_dtype=half_dtype, keep_fp32="2")

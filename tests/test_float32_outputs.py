@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pickle
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ampatch import amp
 from ampatch.errors import OptionError
-from ampatch.patching import rounded_results
 
 LEVELS = ["O1", "O2", "O3", "O4", "O5"]
 
@@ -78,8 +76,7 @@ class TestDigits:
     def test_keep_fp32_rounds(self, half_dtype):
         model = Net()
         initialize(model, half_dtype=half_dtype, keep_fp32="head", float32_outputs=None)
-        with pytest.warns(amp.AmpWarning, match="rounded"):
-            output, wanted = logits_and_wanted(model, torch.randn(5, 4))
+        output, wanted = logits_and_wanted(model, torch.randn(5, 4))
         assert_same_bits(output.detach(), wanted.to(half_dtype).float().detach())
 
     def test_logits_outside_the_range_of_float16_are_finite(self):
@@ -254,6 +251,24 @@ class TestWhich:
         assert "float32_outputs=['body']" in note
 
 
+class TestLog:
+    @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+    def test_says_that_outputs_of_kept_parts_are_half(self, level, caplog):
+        with caplog.at_level("INFO", "ampatch"):
+            amp.initialize(Net(), opt_level=level, half_dtype="bfloat16", keep_fp32=["head", nn.LayerNorm])
+        assert "outputs of parts in keep_fp32 (head, LayerNorm) are cast to torch.bfloat16" in caplog.text
+
+    def test_says_nothing_where_the_user_has_decided(self, caplog):
+        with caplog.at_level("INFO", "ampatch"):
+            amp.initialize(Net(), opt_level="O2", keep_fp32=[nn.LayerNorm], float32_outputs="head")
+        assert "are cast to" not in caplog.text
+
+    def test_says_nothing_where_nothing_is_rounded(self, caplog):
+        with caplog.at_level("INFO", "ampatch"):
+            amp.initialize(Net(), opt_level="O1", keep_fp32="head")
+        assert "are cast to" not in caplog.text
+
+
 class TestSettings:
     def test_are_told(self):
         initialize(Net())
@@ -266,81 +281,3 @@ class TestSettings:
         initialize(Net())
         with pytest.raises(amp.UsageError, match=r"float32_outputs is \['head'\] \(this call: None\)"):
             initialize(Net(), keep_fp32="head", float32_outputs=None)
-
-
-class TestWarning:
-    """Warns if the model returns a rounded result of a part in `keep_fp32`."""
-
-    @pytest.mark.parametrize("profile", [False, True])
-    @pytest.mark.parametrize(
-        "returned",
-        [
-            lambda logits: logits,
-            lambda logits: logits[:, :1].squeeze(-1),
-            lambda logits: {"loss": logits.sum(), "logits": [logits]},
-            Output,
-        ],
-        ids=["itself", "view", "dict", "dataclass"],
-    )
-    def test_once_for_each_part(self, returned, profile, half_dtype):
-        class Returning(Net):
-            def forward(self, x):
-                return returned(self.head(self.body(x)))
-
-        model = Returning()
-        initialize(model, half_dtype=half_dtype, keep_fp32="he*", float32_outputs=None, profile_casts=profile)
-        with pytest.warns(amp.AmpWarning, match=rf"^'head' of this Returning .* to {half_dtype}, .*=\['head'\]"):
-            model(torch.randn(5, 4))
-        model(torch.randn(5, 4))
-
-    def test_without_gradients(self):
-        model = Net()
-        initialize(model, keep_fp32="head", float32_outputs=None)
-        with torch.no_grad(), pytest.warns(amp.AmpWarning, match="'head' of this Net"):
-            model(torch.randn(5, 4))
-
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_none_with_float32_outputs(self, level):
-        model = Net()
-        initialize(model, opt_level=level, keep_fp32=[nn.LayerNorm, "head"])
-        model(torch.randn(5, 4))
-
-    @pytest.mark.parametrize("level", ["O1", "O4"])
-    def test_none_where_nothing_is_rounded(self, level):
-        model = Net()
-        initialize(model, opt_level=level, keep_fp32="head", float32_outputs=None, cast_model_outputs="float32")
-        model(torch.randn(5, 4))
-
-    @pytest.mark.parametrize("keep", [nn.Linear, "*", "LayerNorm"], ids=str)
-    def test_none_for_one_of_several(self, keep):
-        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
-        if keep is nn.Linear:
-            del model[3]
-        initialize(model, keep_fp32=keep, float32_outputs=None)
-        model(torch.randn(5, 4))
-
-    @pytest.mark.parametrize(
-        ("entry", "warned"), [("head", True), ("torch.nn.LayerNorm", False), ("Linear", False)], ids=str
-    )
-    def test_of_parts_in_the_lists(self, entry, warned):
-        model = Net()
-        model.head = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-        initialize(model, float32_outputs=None, cast_lists={"modules": {entry: "float32"}})
-        with pytest.warns(amp.AmpWarning, match="'head' of this Net") if warned else contextlib.nullcontext():
-            model(torch.randn(5, 4))
-
-    def test_none_if_a_half_layer_follows(self):
-        model = Net()
-        initialize(model, keep_fp32="body", float32_outputs=None)
-        model(torch.randn(5, 4))
-
-    def test_none_if_outputs_are_to_be_half(self, half_dtype):
-        model = Net()
-        initialize(model, half_dtype=half_dtype, keep_fp32="head", float32_outputs=None, cast_model_outputs=half_dtype)
-        assert model(torch.randn(5, 4)).dtype is half_dtype
-
-    def test_keeps_no_result_alive(self):
-        model = Net()
-        initialize(model, keep_fp32="body", float32_outputs=None)
-        model(torch.randn(5, 4)).sum().backward()
-        assert rounded_results._rounded == {}

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
+from fresh import Fresh
 from helpers import HALF_DTYPES, assert_same_bits, casts_on, check_rows, combinations, dtype_name
 from hypothesis import given
 from hypothesis import strategies as st
@@ -1341,6 +1342,33 @@ def rejected(message: str, **options: Any) -> None:
 @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
 def test_levels_that_cast_no_layers_refuse_it(level: str) -> None:
     rejected("contradicts opt_level", opt_level=level)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_half_weights_refuse_it(level: str) -> None:
+    rejected("contradicts opt_level", opt_level=level, patch_torch_functions=True)
+
+
+def test_another_library_s_function_is_refused_whenever_it_came(fresh: Fresh) -> None:
+    script = """
+import torch
+from torch import nn
+original = torch.nn.functional.linear
+torch.nn.functional.linear = lambda *args, **kwargs: original(*args, **kwargs) * 0
+from ampatch import amp
+model = nn.Sequential(nn.Linear(8, 6))
+try:
+    amp.initialize(model, fused_linear=True, verbosity=0)
+except amp.OptionError as error:
+    print(error)
+"""
+    done = fresh.run(script)
+    assert "replaced by another library" in done.stdout, done.stderr
+
+
+def test_tensors_without_a_tangent_take_the_node_beside_those_with_one() -> None:
+    with casts_on(fused_linear=True), fwAD.dual_level():
+        assert is_fused(nn.Linear(8, 6)(drawn(5, 8)))
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,21 @@ class TestCopies:
             assert not torch.equal(twin(INPUTS), model.head(INPUTS))
         assert "forward" not in vars(model.head)
 
+    def test_shallow_copies_of_other_modules_are_as_without_amp(self) -> None:
+        class Only(nn.Linear):
+            def __reduce_ex__(self, protocol):
+                return "only"
+
+        kept()
+        only = Only(2, 2)
+        assert copy.copy(only) is only
+        amp.deinitialize()
+        assert "__copy__" not in vars(nn.Module)
+
+    def test_shallow_copies_are_torch_s_own_where_no_forward_is_replaced(self) -> None:
+        amp.initialize(nn.Sequential(nn.Linear(2, 2)), opt_level="O2", keep_fp32="0", verbosity=0)
+        assert "__copy__" not in vars(nn.Module)
+
     def test_a_replica_of_data_parallel_computes_by_its_own_weights(self) -> None:
         model = kept()
         replica = model.head._replicate_for_data_parallel()

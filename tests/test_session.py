@@ -259,7 +259,6 @@ class TestFailureHalfWay:
         amp.initialize(model, good, verbosity=0)
         assert live.has_adopted(good)
 
-    @pytest.mark.filterwarnings("ignore:.*amp casts its result")
     def test_of_a_session_with_half_weights_leaves_the_next_attempt_every_hook(self):
         options = {"opt_level": "O2", "verbosity": 0, "keep_fp32": nn.LayerNorm}
         first = amp.initialize(nn.Sequential(nn.LayerNorm(4)), **options)

@@ -21,8 +21,7 @@ from ampatch.compilers import traced_within_others
 from ampatch.errors import AmpError, OptionError, UsageError, in_every_layer, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
-from ampatch.opt_levels import HALVES
-from ampatch.patching import cast_labels, replaced_forward, rounded_results
+from ampatch.patching import cast_labels, replaced_forward
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -265,7 +264,6 @@ def hook_casts(
     *,
     widens_copies: bool = False,
     labelled: bool = False,
-    notes_rounding: bool = False,
 ) -> None:
     """Registers hooks that cast the floating-point arguments and results of every forward of the model.
 
@@ -280,19 +278,13 @@ def hook_casts(
         widens_copies: True if deep copies of the model are float32. A deep copy then casts its arguments to the type
             of its own weights; in it, submodules that give a half result leave it uncast.
         labelled: True to label the casts in ``torch.profiler``.
-        notes_rounding: True to warn if the adopted model around this one returns a result that was cast here.
     """
     if inputs is not None:
         before: Any = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
         if widens_copies:
             before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
         ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
-    cast_result = cast_labels.cast_result if labelled else _cast_result
-    after: Any = functools.partial(cast_result, outputs)
-    if notes_rounding and outputs in HALVES:
-        after = functools.partial(_round_result, cast_result, outputs)
-    elif inputs is not torch.float32 and outputs not in HALVES:
-        after = functools.partial(_cast_and_tell, cast_result, outputs)
+    after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
     if inputs in (None, torch.float32) and widens_copies:
         after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
     ledger.on_undo(model.register_forward_hook(after, always_call=inputs is not None).remove, model)
@@ -388,26 +380,6 @@ def _leave_result(module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
 @traced_within_others
 def _cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
     return write_back.end(module, dtype, result)
-
-
-@traced_within_others
-def _round_result(
-    cast: Callable[..., Any], dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], result: Any
-) -> Any:
-    rounded = cast(dtype, module, args, result)
-    if not torch.compiler.is_compiling():
-        rounded_results.note(module, result, rounded)
-    return rounded
-
-
-@traced_within_others
-def _cast_and_tell(
-    cast: Callable[..., Any], dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], result: Any
-) -> Any:
-    given = cast(dtype, module, args, result)
-    if not torch.compiler.is_compiling():  # after the cast, as the warning may be an error
-        rounded_results.tell(module, result)
-    return given
 
 
 def named_parameters(models: Set[nn.Module]) -> dict[int, str]:

@@ -383,14 +383,14 @@ class FunctionPatches:
         if self._fused_linear is None or original is not LINEAR or not casting:
             return None
         self.fuses_linear = True
-        others = rules.keys() - casting.keys()
         call = self._adapters.naming(self._fused_linear.call, next(iter(casting.values())).path)
-        if not others:
+        if casting.keys() == rules.keys():
             return call
+        in_parts = {token: token in casting for token in rules}
+        elsewhere = None in casting
 
         def call_in_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-            token = thread_rules.in_force()
-            return call(args, kwargs) if (token if token in rules else None) in casting else None
+            return call(args, kwargs) if in_parts.get(thread_rules.in_force(), elsewhere) else None
 
         return call_in_parts
 

@@ -2,7 +2,7 @@
 
 Owns when a call of ``torch.nn.functional.linear`` may take that node, and the node in Python. The C++ in
 csrc/calls/fused_linear.cpp has the same, and must decide as this module does. A call that may not take the node is made
-as without it. The node must be torch's function in all that users see; docs/design/fused-linear.md lists the
+as without it. The node must be torch's function in all that users see; docs/guide/fused_linear.md lists the
 differences.
 
 Without it the weight's gradient is rounded to half, cast to float32 by a second kernel, and can overflow in half.
@@ -35,7 +35,7 @@ _without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._Disabl
 _will_execute = torch._C._will_engine_execute_node
 
 #: The function whose calls may take the node.
-LINEAR = torch.nn.functional.linear
+LINEAR = torch._C._nn.linear  # not by its public name, under which another library may have put its own
 
 #: How weight gradients are computed. "auto": operands in half and a float32 result, where torch has such a product (on
 #: CUDA), otherwise as "half". "half": a half product that is cast to float32, as without the node, bit for bit.
@@ -69,7 +69,9 @@ class LinearCalls:
         self._casts = casts
         self._dtype = dtype
         self._device_types = device_types
-        self.product = checked("AMPATCH_FUSED_LINEAR", PRODUCTS)
+        asked = checked("AMPATCH_FUSED_LINEAR", PRODUCTS)
+        # ROCm's GPUs are "cuda" as well, and the product with a float32 result was tried on none.
+        self.product = "half" if asked == "auto" and torch.version.hip is not None else asked
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Returns the result of a call with these arguments; None if the call may not take the node."""
@@ -117,12 +119,11 @@ class LinearCalls:
 
 
 def _is_plain_code() -> bool:
-    """Returns True if this thread records gradients, and nothing else does more with its calls."""
+    """Returns True if this thread records gradients, and no mode, tracer, transform or autocast is active."""
     return (
         is_grad_enabled()
         and not is_inference_mode_enabled()
         and not _len_torch_function_stack()
-        and forward_ad._current_level < 0
         and not _is_any_autocast_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
         and not is_traced()
@@ -141,7 +142,11 @@ def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any,
 
 def _is_plain(tensor: Tensor) -> bool:
     return (
-        tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_neg() and not tensor._is_zerotensor()
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+        and (forward_ad._current_level < 0 or forward_ad.unpack_dual(tensor).tangent is None)
     )
 
 
@@ -234,7 +239,7 @@ def _linked(parameter: Parameter, cast: Tensor) -> Tensor:
 
 
 def _asked_for(ctx: Any) -> list[bool]:
-    """Returns whether this pass needs the gradients of input, bias and weight; not all, as in ``backward(inputs=...)``.
+    """Returns whether this pass needs the gradients of input, bias and weight: ``backward(inputs=...)`` needs some.
 
     An input that needs a gradient has an edge of the graph. A layer without a bias has no edge for it.
     """
@@ -271,7 +276,7 @@ def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, shape: torch.S
 
 def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, product: str, is_recorded: bool) -> Tensor:
     left, right = (rows, inputs) if has_usual_layout else (inputs, rows)
-    if is_in_float32(rows, product):
+    if _is_in_float32(rows, product):
         with _without_autocast():  # which would round the operands, in a backward pass inside its region
             # torch cannot differentiate the second form.
             found = (
@@ -285,10 +290,10 @@ def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, produ
 
 
 def _bias_gradient(rows: Tensor, product: str) -> Tensor:
-    gradient: Tensor = _sum(rows, [0], False, dtype=torch.float32 if is_in_float32(rows, product) else None)
+    gradient: Tensor = _sum(rows, [0], False, dtype=torch.float32 if _is_in_float32(rows, product) else None)
     return gradient.float()
 
 
-def is_in_float32(rows: Tensor, product: str) -> bool:
+def _is_in_float32(rows: Tensor, product: str) -> bool:
     """Returns True if the gradients of weight and bias are to be computed in float32 from half gradients of a layer."""
     return product == "float32" or (product == "auto" and rows.is_cuda)

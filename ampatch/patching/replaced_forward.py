@@ -7,6 +7,7 @@ could not do this: a compiler cannot enter a block in one hook and leave it in a
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import inspect
 import types
@@ -166,7 +167,11 @@ def follow_copies(ledger: PatchLedger) -> None:
 
     def copy_with_own_forward(module: nn.Module) -> nn.Module:
         # As copy.copy does without this method. Dynamo patches `nn.Module.__setstate__`, the other place for this.
-        made: nn.Module = copy._reconstruct(module, None, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
+        reduce = copyreg.dispatch_table.get(type(module))
+        reduced: Any = module.__reduce_ex__(4) if reduce is None else reduce(module)
+        if isinstance(reduced, str):
+            return module
+        made: nn.Module = copy._reconstruct(module, None, *reduced)  # type: ignore[attr-defined]
         _give_own_forward(made)
         return made
 
@@ -175,7 +180,7 @@ def follow_copies(ledger: PatchLedger) -> None:
 
 
 def _give_own_forward(module: nn.Module) -> None:
-    """Replaces a forward that belongs to another module, of which this one has the attributes."""
+    """Gives a copy of a module its own forward, instead of the original's."""
     forward = vars(module).get("forward")
     if not isinstance(forward, ReplacedForward) or forward.module is module:
         return

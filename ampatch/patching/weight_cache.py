@@ -3,10 +3,11 @@
 The cache must never return a wrong cast. Constraints, and how the code keeps them:
 
 - Grad mode: a cast made without grad has no graph, and a cast made with grad must not outlive its iteration. So there
-  are three kinds of store, and a cast from one is never used in place of a cast from another.
+  are four kinds of store, and a cast from one is never used in place of a cast from another.
   The *iteration* store serves code that records gradients. It is cleared at the end of a ``scale_loss`` block and at
-  every optimizer step. Beside it stand the casts that `fused_linear` takes, which have no graph: its node has the
-  parameter itself as an input.
+  every optimizer step.
+  The store *without a graph* serves calls of `fused_linear`, whose node has the parameter itself as an input. It is
+  cleared when the iteration's is.
   The *forward* store serves code that records none (``no_grad``, inference mode). It belongs to one thread, and exists
   only inside the outermost forward of an adopted model.
   A *frozen* store serves such code too, in every thread and outside of forwards. It holds only weights that the user

@@ -218,16 +218,6 @@ def kept_modules(model: nn.Module, keep_fp32: KeepFloat32) -> dict[nn.Module, st
     }
 
 
-def named_alone(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) -> set[nn.Module]:
-    """Returns the modules that have a forward, each for an entry that matches one submodule only."""
-    found: set[nn.Module] = set()
-    for each in wanted:
-        matched = [module for name, module in model.named_modules() if name and matches(each, name, module)]
-        if len(matched) == 1:
-            found.update(callable_roots(matched[0]))
-    return found
-
-
 def callable_roots(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the module itself; for a container without a forward, such as ``ModuleList``, its callable children."""
     if not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward:

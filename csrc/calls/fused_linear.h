@@ -8,14 +8,14 @@
 
 namespace ampatch {
 
-// How gradients of weights and biases are computed: see `Product` in fused_linear.py.
+// How gradients of weights and biases are computed: see `PRODUCTS` in fused_linear.py.
 enum class Product { automatic, half, float32 };
 
 // Returns false with a Python exception set.
 bool product_of(std::string_view text, Product* product);
 
-// True if shapes, types and layouts fit the node; a layer without a bias passes an undefined tensor. The types of the
-// Python objects, the devices that are cast on, and the state of the thread are the caller's to check.
+// True if shapes, types and layouts fit the node; a layer without a bias passes an undefined tensor. The caller
+// checks the types of the Python objects, the devices that are cast on, and the state of the thread.
 bool may_fuse(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
 
 // Returns the result of a linear layer as one node.

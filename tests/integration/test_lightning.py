@@ -614,7 +614,6 @@ class TestHalfWeights:
         module = fit("O2", Parts())
         assert not torch.equal(module.weight, torch.ones(3))
 
-    @pytest.mark.filterwarnings("ignore:.*amp casts its result")
     @pytest.mark.parametrize("wanted", ["net.2", "net.*", nn.LayerNorm], ids=str)
     def test_stay_float32_by_their_full_names(self, wanted: Any) -> None:
         class Normed(Lit):
