@@ -249,6 +249,8 @@ def _shaped_as(tensors: list[Tensor], flat: Tensor) -> list[Tensor]:
 
 def _shown(full: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns float32 gradients in which nonzero elements that would underflow in ``dtype`` are its smallest number."""
+    if dtype is torch.float32:  # of a half parameter that user code has made float32: nothing underflows
+        return full
     size = full.abs()
     vanishes = (size < _LEAST[dtype]).logical_and_(size != 0)
     return torch.where(vanishes, size.fill_(_LEAST[dtype]).copysign_(full), full)

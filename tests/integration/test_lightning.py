@@ -30,8 +30,8 @@ from ampatch.errors import AmpWarning, IntegrationError, OptionError, UsageError
 from ampatch.integrations.lightning import AmpatchPrecision
 from ampatch.integrations.precision_plugin import precision_class
 
-# Lightning wraps it for good, for Fabric; after each test torch must be what it was.
-torch.compile = torch.compile.__wrapped__
+# Lightning wraps it for good, for Fabric; after each test torch must be what it was. Another file may have done this.
+torch.compile = getattr(torch.compile, "__wrapped__", torch.compile)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`"),
