@@ -230,7 +230,7 @@ def _linked(parameter: Parameter, cast: Tensor) -> Tensor:
     """Returns the cast of a parameter with a graph that leads to the parameter."""
     if parameter.requires_grad:
         return LinkedCast.apply(parameter, cast)  # type: ignore[no-untyped-call, no-any-return]
-    # Frozen since its forward pass: the graph of that pass leads to it all the same. The C++ uses an edge of that graph.
+    # Frozen since its forward pass: the graph of that pass leads to it all the same. The C++ uses an edge of the graph.
     # Python cannot, and for a moment other threads see the parameter as trained.
     parameter.requires_grad_(True)
     try:
