@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState
 from apart import import_timm
 from helpers import HALF_DTYPES, dtype_name
 from peft import LoraConfig, get_peft_model
-from test_fused_linear import QUIET, backward, compared, nodes_of, state
+from test_fused_linear_ranks import QUIET, backward, compared, nodes_of, state
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
