@@ -71,7 +71,7 @@ from ampatch.scaling.overflows import (
     with_requested_trace,
 )
 from ampatch.session import Session
-from ampatch.settings import LiveSettings, Settings
+from ampatch.settings import LiveSettings, Settings, kept_names
 from ampatch.switch import WithoutCasts, off_in_graph
 from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import parameters_of
@@ -443,7 +443,7 @@ def _announce(opened: Session) -> None:
     """Logs the opt level, and what users who keep a part in float32 may not expect."""
     settings = opened.settings
     logger.info("amp is on: %s", settings.properties)
-    told = [each if isinstance(each, str) else each.__name__ for each in settings.keep_fp32]
+    told = kept_names(settings.keep_fp32)
     if opened.has_half_weights and told and not settings.float32_outputs:
         logger.info(
             "outputs of parts in keep_fp32 (%s) are cast to %s for the layers behind them. If the model returns one, "

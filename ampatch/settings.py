@@ -77,8 +77,8 @@ class Settings:
         for name in _PLAIN_FIELDS:
             both[name] = getattr(self, name), getattr(asked, name)
         both["on_overflow"] = self._named(asked)
-        both["keep_fp32"] = _kept(self.keep_fp32), _kept(asked.keep_fp32)
-        both["float32_outputs"] = _kept(self.float32_outputs), _kept(asked.float32_outputs)
+        both["keep_fp32"] = kept_names(self.keep_fp32), kept_names(asked.keep_fp32)
+        both["float32_outputs"] = kept_names(self.float32_outputs), kept_names(asked.float32_outputs)
         told += [f"{name} is {live!r} (this call: {other!r})" for name, (live, other) in both.items() if live != other]
         if self.properties.patch_torch_functions == asked.properties.patch_torch_functions:
             entries = list_edits.difference(self.lists, asked.lists)
@@ -95,8 +95,8 @@ class Settings:
             "patch_torch_functions": properties.patch_torch_functions,
             "cast_model_type": _name(properties.cast_model_type),
             "keep_batchnorm_fp32": properties.keep_batchnorm_fp32,
-            "keep_fp32": _kept(self.keep_fp32) or [],
-            "float32_outputs": _kept(self.float32_outputs) or [],
+            "keep_fp32": kept_names(self.keep_fp32) or [],
+            "float32_outputs": kept_names(self.float32_outputs) or [],
             "master_weights": properties.master_weights,
             "cast_model_outputs": _name(self.cast_model_outputs),
             "cast_lists": list(self.lists.files),
@@ -104,17 +104,7 @@ class Settings:
             "loss_scale": properties.loss_scale,
             "num_losses": self.num_losses,
             **{name: getattr(self.scale_policy, name) for name in _SCALE_ARGUMENTS},
-            **{
-                name: getattr(self, name)
-                for name in (
-                    "exact_hooks",
-                    "check_finite",
-                    "fused_linear",
-                    "allow_banned",
-                    "enable_caching",
-                    "profile_casts",
-                )
-            },
+            **{name: getattr(self, name) for name in _FLAGS},
             "on_overflow": name_of_choice(self.on_overflow),
         }
 
@@ -125,16 +115,8 @@ class Settings:
         return mine, f"another {other}" if is_namesake else other
 
 
-_PLAIN_FIELDS = (
-    "num_losses",
-    "cast_model_outputs",
-    "exact_hooks",
-    "check_finite",
-    "fused_linear",
-    "allow_banned",
-    "enable_caching",
-    "profile_casts",
-)
+_FLAGS = ("exact_hooks", "check_finite", "fused_linear", "allow_banned", "enable_caching", "profile_casts")
+_PLAIN_FIELDS = ("num_losses", "cast_model_outputs", *_FLAGS)
 
 
 class LiveSettings(dict[str, Any]):
@@ -165,7 +147,7 @@ def _set_up_by(settings: Settings) -> str:
     return "amp.init" if settings.adopts_on_use else "amp.initialize"
 
 
-def _kept(keep_fp32: KeepFloat32) -> list[str] | None:
+def kept_names(keep_fp32: KeepFloat32) -> list[str] | None:
     """Returns names, patterns and class names in the form that ``keep_fp32`` takes; None if there are none."""
     return [one if isinstance(one, str) else one.__name__ for one in keep_fp32] or None
 
