@@ -259,7 +259,8 @@ class Session:
         if self.has_masters or self.patches_functions:
             untracked_writes.announce(self.ledger, self._while_active(Session.note_write))
         cuda_graphs.announce(self.ledger, self._while_active(Session._prepare_capture))
-        cuda_graphs.accept_adopted_models(self.ledger, self._while_active(lambda _: True))
+        drop_casts = self._while_active(lambda session: session.cache.end_iteration())
+        cuda_graphs.accept_adopted_models(self.ledger, self._while_active(lambda _: True), drop_casts)
         self.switch.active = True
 
     def _patch_functions(self) -> None:

@@ -260,7 +260,7 @@ def operations(dtype: torch.dtype) -> Iterator[Operation]:
         )
         for name, is_written, size in (
             ("copy_edits, nothing written", False, 0),
-            ("copy_edits, all written", True, n + w),
+            ("copy_edits, all written", True, n + 2 * w),  # a master keeps its bits where it rounds to the half element
         ):
             ours, torchs = (copy_edits(each, is_written) for each in (extension_kernels, torch_kernels))
             yield Operation(name, ours, torchs, size, n + 2 * w)

@@ -70,7 +70,8 @@ class TestADefaultDevice:
         with default_device("cuda"):
             model = nn.Linear(4, 3)
             optimizer = torch.optim.Adam(model.parameters(), fused=True)
-            amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+            # Not the default scale, which is no float16, while the gradient of the sum is the scale itself.
+            amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", init_scale=2.0**8, verbosity=0)
             for factor in (1.0, torch.inf, 1.0):
                 optimizer.zero_grad()
                 with amp.scale_loss(model(torch.ones(2, 4)).sum() * factor, optimizer) as scaled_loss:

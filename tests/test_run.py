@@ -467,6 +467,19 @@ class TestTheCommandItself:
         found = python(["-c", "from pathlib import Path\n" + program], tmp_path)
         assert found.returncode == 0, found.stderr
 
+    def test_a_checkout_in_the_path_of_a_python_that_adds_no_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "ampatch").symlink_to(Path(ampatch.__file__).parent)
+        program = (
+            "import sys\n"
+            "sys.path[1:] = [p for p in sys.path[1:] if not (Path(p) / 'ampatch').is_dir()]\n"
+            "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
+            "from ampatch.cli.run import _is_installed\n"
+            "assert _is_installed()\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        found = python(["-P", "-c", "from pathlib import Path\n" + program], tmp_path, env=environment)
+        assert found.returncode == 0, found.stderr
+
 
 class TestTheEnvironment:
     def test_the_folder_comes_first_and_once(self) -> None:

@@ -73,9 +73,13 @@ def run(
 
 
 def _is_installed() -> bool:
-    """Returns True if Python finds ampatch without sys.path[0], the folder of the script or the current one."""
+    """Returns True if Python finds ampatch without sys.path[0], the folder of the script or the current one.
+
+    With -P or PYTHONSAFEPATH that folder is not there, and the first place is one of PYTHONPATH.
+    """
+    path = sys.path if sys.flags.safe_path else sys.path[1:]
     return any(
-        finder.find_spec("ampatch", sys.path[1:] if finder is PathFinder else None) is not None
+        finder.find_spec("ampatch", path if finder is PathFinder else None) is not None
         for finder in sys.meta_path
         if hasattr(finder, "find_spec")
     )

@@ -39,7 +39,9 @@ def announce(ledger: PatchLedger, before_capture: Callable[[], object]) -> None:
     ledger.set(graphs.CUDAGraph, "capture_begin", capture_begin)
 
 
-def accept_adopted_models(ledger: PatchLedger, is_active: Callable[[], bool | None]) -> None:
+def accept_adopted_models(
+    ledger: PatchLedger, is_active: Callable[[], bool | None], before_warm_up: Callable[[], object]
+) -> None:
     """Lets ``torch.cuda.make_graphed_callables`` take models that have amp's hooks, which torch alone refuses.
 
     The graph holds the forward without the hooks. They run around it in each call, as around any other forward.
@@ -47,6 +49,9 @@ def accept_adopted_models(ledger: PatchLedger, is_active: Callable[[], bool | No
     Args:
         ledger: records the patches and the graphed forwards. Their graphs hold casts, and addresses of half weights.
         is_active: returns whether the session still lives.
+        before_warm_up: function to call before torch runs the callables. It must drop kept casts: their graphs hold
+            the gradients' nodes of the caller's stream. The warm-up would use these, and torch keeps what it has made
+            until the capture, which then fails as it would have to wait for that stream.
     """
     original = graphs.make_graphed_callables
 
@@ -59,6 +64,7 @@ def accept_adopted_models(ledger: PatchLedger, is_active: Callable[[], bool | No
         modules = [each for each, _ in pairs if isinstance(each, nn.Module)]
         samples = tuple(_as_hooks_pass_on(each, given) for each, given in pairs)
         before = [vars(module).get("forward", MISSING) for module in modules]
+        before_warm_up()
         with contextlib.ExitStack() as without_hooks:
             for module in modules:
                 without_hooks.enter_context(adopted_model.without_own_hooks(module))

@@ -496,6 +496,9 @@ class Arguments {
     if (!is_half(first.scalar_type()) || !call_->caster->is_here(first)) {
       return true;
     }
+    if (first.is_nested()) {
+      return false;
+    }
     for (Py_ssize_t i = 1; i < positional_; ++i) {
       if (args_[i] == Py_None || THPDtype_Check(args_[i])) {
         return false;

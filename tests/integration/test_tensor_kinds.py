@@ -318,6 +318,16 @@ class TestNestedTensors:
         assert_close([dense(found)], [dense(torch.softmax(value.float(), -1))], half)
 
 
+def assert_no_kernel(product: Callable[[], Tensor], half: torch.dtype) -> None:
+    """Sparse products have no half kernels on CUDA: under autocast they raise too."""
+    with torch.autocast("cuda", half), pytest.raises(NotImplementedError, match="addmm_sparse_cuda"):
+        product()
+    with casts_on(half):
+        with pytest.raises(NotImplementedError, match="addmm_sparse_cuda") as caught:
+            product()
+        assert "whitelist" in caught.value.__notes__[0]
+
+
 class ToDense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return dense(x)
@@ -341,6 +351,9 @@ class TestSparseTensors:
         matrix = torch.tensor([[0.0, 2.0], [1.0, 0.0]], device=device)
         x = torch.tensor([[1.0, 0.5], [0.25, -1.0]], device=device, requires_grad=True)
         expected = product(matrix.to_sparse(), x)
+        if in_half and device == "cuda":
+            assert_no_kernel(lambda: product(matrix.to_sparse(), x.to(half) if mixed else x), half)
+            return
         with casts_on(half):
             found = product(matrix.to_sparse(), x.to(half) if mixed else x)
         assert found.dtype is (half if in_half else torch.float32)
@@ -377,6 +390,11 @@ class TestSparseTensors:
 
         pair = (torch.eye(4, device=device).to_sparse(), inputs(device))
         expected = trained(Graph().to(device), pair, None, half)
+        if level == "O2" and device == "cuda":  # where all is half, and torch has no kernel for it
+            with pytest.raises(NotImplementedError, match="addmm_sparse_cuda") as caught:
+                trained(Graph().to(device), pair, level, half)
+            assert "torch has no kernel for these arguments" in caught.value.__notes__[0]
+            return
         assert_close(trained(Graph().to(device), pair, level, half), expected, half)
 
     @pytest.mark.parametrize(

@@ -17,11 +17,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError
 
-# All of them are torch's own: of its use of TorchScript and of itself, and of what its recurrent layers ask of shapes.
+# All of them are torch's own: of its use of TorchScript and of itself, of what its recurrent layers ask of shapes, and
+# of the buffers that it loads programs from.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
     pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights:UserWarning"),
 ]
 
