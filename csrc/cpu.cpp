@@ -213,6 +213,15 @@ void found_inf_norm(
   *total += outcome.sum;
 }
 
+void clip_factor(Tensor sum_of_squares, Tensor found_inf, Tensor norm, Tensor factor, double max_norm) {
+  const char* name = "ampatch::clip_factor";
+  const double* sum = scalar<double>(name, "sum_of_squares", sum_of_squares, sum_of_squares);
+  const float* flag = scalar<float>(name, "found_inf", found_inf, sum_of_squares);
+  float* of_all = scalar<float>(name, "norm", norm, sum_of_squares);
+  float* clips = scalar<float>(name, "factor", factor, sum_of_squares);
+  ClipFactor{max_norm}(*sum, *flag, *of_all, *clips);
+}
+
 template <class Operation>
 void copy(const char* name,
           const std::vector<Tensor>& masters,
@@ -306,6 +315,7 @@ STABLE_TORCH_LIBRARY_IMPL(ampatch, CPU, m) {
   m.impl("unscale_copy", TORCH_BOX(&ampatch::unscale_copy));
   m.impl("unscale_add", TORCH_BOX(&ampatch::unscale_add));
   m.impl("found_inf_norm", TORCH_BOX(&ampatch::found_inf_norm));
+  m.impl("clip_factor", TORCH_BOX(&ampatch::clip_factor));
   m.impl("copy_to_half", TORCH_BOX(&ampatch::copy_to_half));
   m.impl("copy_to_half_grads", TORCH_BOX(&ampatch::copy_to_half_grads));
   m.impl("fingerprint", TORCH_BOX(&ampatch::fingerprint));

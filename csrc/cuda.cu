@@ -400,6 +400,11 @@ __global__ void __launch_bounds__(kThreads) follow_kernel(const __grid_constant_
   });
 }
 
+__global__ void clip_factor_kernel(
+    const double* sum_of_squares, const float* found_inf, float* norm, float* factor, ClipFactor clip) {
+  clip(*sum_of_squares, *found_inf, *norm, *factor);
+}
+
 __global__ void update_scale_kernel(
     float* scale, int32_t* unskipped, int32_t* hysteresis_left, const float* found_inf, UpdateScale update) {
   update(*scale, *unskipped, *hysteresis_left, *found_inf);
@@ -577,6 +582,18 @@ void copy_edits(std::vector<Tensor> halves,
   lists.finish();
 }
 
+void clip_factor(Tensor sum_of_squares, Tensor found_inf, Tensor norm, Tensor factor, double max_norm) {
+  const char* name = "ampatch::clip_factor";
+  const OnDevice device(name, sum_of_squares);
+  clip_factor_kernel<<<1, 1, 0, device.stream()>>>(
+      scalar<double>(name, "sum_of_squares", sum_of_squares, sum_of_squares),
+      scalar<float>(name, "found_inf", found_inf, sum_of_squares),
+      scalar<float>(name, "norm", norm, sum_of_squares),
+      scalar<float>(name, "factor", factor, sum_of_squares),
+      ClipFactor{max_norm});
+  check(cudaGetLastError(), "a kernel could not be launched");
+}
+
 void update_scale(Tensor scale,
                   Tensor unskipped,
                   Tensor hysteresis_left,
@@ -610,5 +627,6 @@ STABLE_TORCH_LIBRARY_IMPL(ampatch, CUDA, m) {
   m.impl("copy_to_half_grads", TORCH_BOX(&ampatch::copy_to_half_grads));
   m.impl("fingerprint", TORCH_BOX(&ampatch::fingerprint));
   m.impl("copy_edits", TORCH_BOX(&ampatch::copy_edits));
+  m.impl("clip_factor", TORCH_BOX(&ampatch::clip_factor));
   m.impl("update_scale", TORCH_BOX(&ampatch::update_scale));
 }

@@ -123,6 +123,18 @@ struct FoundInfNorm {
   }
 };
 
+// The norm of gradients, and the factor that clips them: 1 after an overflow. In torch's order of operations.
+struct ClipFactor {
+  double max_norm;
+
+  C10_HOST_DEVICE void operator()(double sum_of_squares, float found_inf, float& norm, float& factor) const {
+    const double exact = sqrt(sum_of_squares);
+    const double clipping = (1 / (exact + 1e-6)) * max_norm;
+    norm = static_cast<float>(exact);
+    factor = found_inf != 0 || max_norm == INFINITY || clipping > 1 ? 1 : static_cast<float>(clipping);
+  }
+};
+
 // halves = masters, rounded; for gradients as `shown` rounds
 template <bool kOfGradients>
 struct CopyToHalf {

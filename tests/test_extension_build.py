@@ -971,10 +971,10 @@ def kernels(library: extension.Library) -> list[kernel_table.Kernel]:
     return kernel_table.kernels_of(library.path)
 
 
-def test_every_operator_but_that_of_the_scale_moves_elements() -> None:
+def test_every_operator_moves_elements_but_those_of_single_numbers() -> None:
     defined = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "operators.cpp").read_text())
 
-    assert sorted(defined) == sorted([*MAIN_LOOPS, "update_scale"])
+    assert sorted(defined) == sorted([*MAIN_LOOPS, "clip_factor", "update_scale"])
 
 
 @pytest.mark.slow
@@ -1065,7 +1065,8 @@ class TestMachineCode:
         for operator, (kernel, *_) in MAIN_LOOPS.items():
             expected = ["float32", "half"] if operator == "fingerprint" else ["bfloat16", "float16", "float32"]
             assert dtypes.pop(kernel.replace("_kernel", "")) == expected
-        assert dtypes == {"fingerprint_sum": [""], "found_inf_norm_sum": [""], "update_scale": [""]}
+        others = ("clip_factor", "fingerprint_sum", "found_inf_norm_sum", "update_scale")
+        assert dtypes == {name: [""] for name in others}
 
     def test_a_library_of_gpu_kernels_loads_without_a_gpu(self, library: extension.Library) -> None:
         program = (

@@ -836,6 +836,25 @@ class TestFloor:
             self.overflow(model, optimizer)
         assert amp.skipped_steps(optimizer) == 5
 
+    def test_that_is_known_only_after_the_clipping_leaves_no_gradient_scaled(self):
+        """Then amp decides about the step, whose gradients `clip_grad_norm_` had left to the optimizer's kernel."""
+        stepped = []
+        for is_known_before in (True, False):
+            model = network()
+            optimizer = ADAM(model.parameters())
+            self.initialize(model, optimizer, init_scale=2.0, **LEVELS["O1"])
+            train(model, optimizer, False)
+            self.overflow(model, optimizer)
+            if is_known_before:
+                assert amp.step_was_skipped(optimizer)
+            optimizer.zero_grad()
+            backward(loss_of(model, 0), optimizer, delay_unscale=True)
+            amp.clip_grad_norm_(optimizer, 0.1)
+            optimizer.step()
+            stepped.append(everything(model, optimizer))
+            amp.deinitialize()
+        assert_same_state(*stepped)
+
     @every_level
     def test_error_comes_at_once_with_exact_hooks(self, options):
         model = network()

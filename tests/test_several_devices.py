@@ -127,6 +127,30 @@ class TestAStep:
         assert amp.step_was_skipped(optimizer) == (overflowing is not None)
 
 
+@every_fused
+@pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["one-GPU", "two-GPUs"])
+@pytest.mark.parametrize("is_clipped", [False, True], ids=["unclipped", "clipped"])
+def test_a_fused_step_starts_one_copy_to_the_host_and_waits_for_none(far, make, is_clipped, caplog):
+    optimizer, devices = make(far.model.parameters()), far.devices
+    initialize(far, optimizer, verbosity=1)
+    block(far, optimizer, (SCALE, SCALE))
+    optimizer.step()
+    for index, overflows in enumerate((False, True, False)):
+        optimizer.zero_grad()
+        devices.deliver(0)  # what was copied in the last step arrives before the next one ends
+        devices.waits.clear()
+        before = devices.sent(0)
+        block(far, optimizer, (SCALE, math.inf if overflows else SCALE), delay_unscale=is_clipped)
+        if is_clipped:
+            amp.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        assert (devices.sent(0) - before, devices.waits) == (1, [])
+        # The log line of a skipped step comes with the next step.
+        assert ["skipping" in each.message.lower() for each in caplog.records] == [True] * (index == 2)
+    assert amp.skipped_steps(optimizer) == 1
+    assert devices.waits == ["event"]  # for the last step, as the number was asked for
+
+
 @pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["one-GPU", "two-GPUs"])
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize("is_unpickled", [False, True], ids=["new", "unpickled"])
