@@ -258,9 +258,9 @@ class Session:
             self.ledger.on_undo(register_optimizer_step_pre_hook(self._unadopted.before_step).remove)
         if self.has_masters or self.patches_functions:
             untracked_writes.announce(self.ledger, self._while_active(Session.note_write))
-        cuda_graphs.announce(self.ledger, self._while_active(Session._prepare_capture))
-        drop_casts = self._while_active(lambda session: session.cache.end_iteration())
-        cuda_graphs.accept_adopted_models(self.ledger, self._while_active(lambda _: True), drop_casts)
+        before_capture = self._while_active(Session._prepare_capture)
+        cuda_graphs.announce(self.ledger, before_capture)
+        cuda_graphs.accept_adopted_models(self.ledger, before_capture)
         self.switch.active = True
 
     def _patch_functions(self) -> None:
@@ -319,11 +319,14 @@ class Session:
                 adopted.masters.note_write(tensor)
 
     @_with_casts_off
-    def _prepare_capture(self) -> None:
+    def _prepare_capture(self) -> bool:
         """Does what cannot be done while a CUDA graph is captured, or would be missing from its replays.
 
         Autograd graphs of kept casts belong to other streams, which a capture must not wait for. Writes to weights are
         found by reading from the device.
+
+        Returns:
+            True; `_while_active` returns None in its place once the session has ended.
         """
         self.cache.end_iteration()
         self._settle_replaced()
@@ -331,6 +334,7 @@ class Session:
         for adopted in list(self._optimizers.values()):
             if self.has_masters and not adopted.masters.is_stepping:
                 adopted.masters.synchronise_all()
+        return True
 
     def take_down(self) -> None:
         """Undoes everything, newest first. Wrappers that user code kept call the originals from now on.

@@ -395,7 +395,7 @@ class TestLayoutOfCudnn:
 
     @pytest.mark.parametrize(
         ("version", "capability", "takes"),
-        [(91300, (8, 0), True), (91300, (7, 5), False), (91200, (9, 0), False), (None, (9, 0), False)],
+        [(91300, (8, 0), True), (91300, (7, 5), False), (91200, (9, 0), False)],
     )
     def test_is_that_of_bfloat16_where_torch_runs_it_by_cudnn(
         self, version, capability, takes, cudnn, passed, monkeypatch

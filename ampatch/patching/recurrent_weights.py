@@ -28,7 +28,7 @@ _MODES: dict[Callable[..., Any], tuple[str, int]] = {
     torch._VF.rnn_relu: ("RNN_RELU", 1),
 }
 
-# The first version of cuDNN whose recurrent layers torch runs in bfloat16.
+# The first version of cuDNN that runs torch's recurrent layers in bfloat16.
 _WITH_BFLOAT16 = 91300
 
 
@@ -114,29 +114,24 @@ def layout_of(function: Callable[..., Any], args: tuple[Any, ...], place: int, d
     shapes = tuple(weight.shape for weight in weights)
     device = weights[0].device
     layers = num_layers * (2 if bidirectional else 1)
-    # Those of RNNBase.flatten_parameters, and bfloat16. If the number of weights is wrong, the function itself raises.
-    if (
-        _cudnn_takes(dtype, device)
-        and torch._use_cudnn_rnn_flatten_weight()
-        and layers
-        and len(weights) % layers == 0
-    ):
+    # The conditions of RNNBase.flatten_parameters. If the number of weights is wrong, the function itself raises.
+    if _cudnn_takes(dtype, device) and torch._use_cudnn_rnn_flatten_weight() and layers and len(weights) % layers == 0:
         return _layout_of_cudnn(function, shapes, num_layers, bool(bidirectional), dtype, device)
     return _in_order(shapes)
 
 
 def _cudnn_takes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns True if torch runs recurrent layers of a type by cuDNN.
+    """Returns True if cuDNN runs torch's recurrent layers in a type.
 
-    Of bfloat16, `is_acceptable` denies it, while torch's C++ asks for a version and a device.
+    `is_acceptable` denies bfloat16. torch's C++ takes it, if the version of cuDNN and the device do.
     """
-    if dtype is not torch.bfloat16:
-        return torch.backends.cudnn.is_acceptable(torch.empty(0, dtype=dtype, device=device))
-    return (
-        torch.backends.cudnn.is_acceptable(torch.empty(0, dtype=torch.float16, device=device))
-        and (torch.backends.cudnn.version() or 0) >= _WITH_BFLOAT16
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    is_bfloat16 = dtype is torch.bfloat16
+    asked = torch.empty(0, dtype=torch.float16 if is_bfloat16 else dtype, device=device)
+    if not torch.backends.cudnn.is_acceptable(asked):
+        return False
+    if not is_bfloat16:
+        return True
+    return bool(torch.backends.cudnn.version() >= _WITH_BFLOAT16) and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache
