@@ -36,7 +36,15 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native.calls import Accelerator
 from ampatch.opt_levels import HALVES
-from ampatch.patching import adopted_model, autocast_checks, cuda_graphs, peft_methods, replaced_forward, thread_rules
+from ampatch.patching import (
+    adopted_model,
+    autocast_checks,
+    cuda_graphs,
+    peft_methods,
+    recurrent_weights,
+    replaced_forward,
+    thread_rules,
+)
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.complex_numbers import is_complex, modules_that_call
@@ -491,7 +499,7 @@ class Session:
             model, dtype, bool(properties.keep_batchnorm_fp32), keep_fp32, self.settings.float32_outputs
         )
         self.conversion.convert(plan)
-        adopted_model.flatten_recurrent(model)
+        recurrent_weights.flatten(model)
         for module, outputs in plan.guarded.items():
             if module not in self._guarded:
                 self._guarded.add(module)
@@ -597,7 +605,7 @@ class Session:
         for optimizer in self.optimizers:
             optimizer_state.cast_state(optimizer, lambda parameter: now.get(id(parameter)))
         for model in self._models:
-            adopted_model.flatten_recurrent(model)
+            recurrent_weights.flatten(model)
 
     def adopt_optimizer(self, optimizer: OptimizerLike) -> None:
         """Adopts an optimizer: replaces its ``step`` by one that can skip, and makes masters of half weights.

@@ -486,8 +486,8 @@ class TestTraining:
         losses = training.losses(compiled_after(training, dynamic=dynamic))
         assert losses == pytest.approx(expected, rel=1e-2)
 
-    # With "reduce-overhead" torch captures nothing once, for the memory of its graphs. It records the warning of that, which
-    # hides it from users, but not from a filter that makes errors of warnings.
+    # With "reduce-overhead" torch captures an empty graph, to hold the memory of the others. It records the warning of
+    # that to hide it, but a filter that makes errors of warnings comes first.
     @pytest.mark.gpu
     @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
     @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
