@@ -201,6 +201,13 @@ class TestArguments:
         assert found is not given_
         assert found[2] is given_[2]
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+    def test_a_nested_half_tensor_is_cast_as_torch_refuses_it_with_dtype(self, implementations):
+        nested = torch.nested.nested_tensor([torch.ones(2)], dtype=torch.float16)
+        for each in implementations("via dtype", torch.float16, seen):
+            (found,), kwargs = each.function(nested)
+            assert (found.dtype, kwargs) == (torch.float32, {})
+
     def test_a_keyword_may_be_a_text_of_another_class(self, implementations):
         name = enum.StrEnum("Name", {"DTYPE": "dtype"}).DTYPE
         for each in implementations("blacklist", torch.float16, torch.sum):
@@ -450,7 +457,7 @@ class TestWeights:
 
     @pytest.mark.gpu
     def test_no_python_runs_to_serve_one_on_a_gpu(self, in_cpp):
-        weight = nn.Linear(8, 8).cuda().weight  # read here, as nn.Module.__getattr__ is Python
+        weight = nn.Linear(8, 8).cuda().weight  # not within the call: nn.Module.__getattr__ is Python
         with amp.init(half_dtype=torch.float16):
             value = torch.ones(8, 8, device="cuda", dtype=torch.float16)
             F.linear(value, weight)

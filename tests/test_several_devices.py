@@ -355,7 +355,7 @@ class TestOnARealGpu:
                 scaled_loss.backward()
             torch.cuda._sleep(20_000_000)  # so that whoever does not wait reads too early
             optimizer.step()
-            # Clones, since float() and cpu() return what is float32 on the CPU as it is.
+            # Clones: float() and cpu() return a float32 tensor on the CPU itself, which the next step changes.
             weights.append([parameter.detach().float().cpu().clone() for parameter in amp.master_params(optimizer)])
         return weights, amp.skipped_steps(optimizer)
 

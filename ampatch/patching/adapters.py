@@ -267,7 +267,7 @@ class Adapters:
         def via_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             tensor = args[0] if args else kwargs.get("input")
             if not isinstance(tensor, Tensor) or not self._is_half(tensor) or tensor.is_nested:
-                # Not half, passed under another name, or nested: with dtype= torch's kernel on CUDA raises.
+                # Not half, or passed under another name. With dtype=, torch's kernel on CUDA refuses nested tensors.
                 return cast(args, kwargs)
             for value in args[1:]:
                 if isinstance(value, torch.dtype):

@@ -493,11 +493,8 @@ class Arguments {
       return false;
     }
     const Tensor& first = tensor_of(args_[0]);
-    if (!is_half(first.scalar_type()) || !call_->caster->is_here(first)) {
+    if (!is_half(first.scalar_type()) || !call_->caster->is_here(first) || first.is_nested()) {
       return true;
-    }
-    if (first.is_nested()) {
-      return false;
     }
     for (Py_ssize_t i = 1; i < positional_; ++i) {
       if (args_[i] == Py_None || THPDtype_Check(args_[i])) {

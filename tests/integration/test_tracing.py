@@ -18,7 +18,7 @@ from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError
 
 # All of them are torch's own: of its use of TorchScript and of itself, of what its recurrent layers ask of shapes, and
-# of the buffers that it loads programs from.
+# (up to torch 2.11) of the buffer that it loads an exported program from.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated:FutureWarning"),
