@@ -36,6 +36,7 @@ from ampatch.errors import OptionError, UsageError
 from ampatch.runtime import runtime
 
 NODE = "FusedLinearBackward"
+PLAIN = {"fused_linear": False}
 both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
 
@@ -110,7 +111,7 @@ def outcomes(
 ) -> dict[str, tuple[bool, list[Any]]]:
     """The outcome of each function of a table, all in one session."""
     found = {}
-    with casts_on(half, **options):
+    with casts_on(half, **(PLAIN | options)):
         for name, run in table.items():
             torch.manual_seed(0)
             try:
@@ -333,7 +334,7 @@ def test_the_penalty_on_a_gradient(order: str) -> None:
 
     def run(**options: Any) -> list[Tensor]:
         torch.manual_seed(0)
-        with casts_on(**options):
+        with casts_on(**(PLAIN | options)):
             return list(flat(ORDERS[order]()))
 
     wanted, found = run(), run(fused_linear=True)
@@ -1039,7 +1040,7 @@ def trained(
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, opt_level="O1", half_dtype=half, verbosity=0, **options)
+    amp.initialize(model, optimizer, opt_level="O1", half_dtype=half, verbosity=0, **(PLAIN | options))
     try:
         seen: list[Any] = []
         for _ in range(steps):
@@ -1252,7 +1253,7 @@ def test_a_graph_outlives_its_session() -> None:
     def run(**options: Any) -> Any:
         torch.manual_seed(0)
         layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-        with casts_on(**options):
+        with casts_on(**(PLAIN | options)):
             result = layer(given)
         (first,) = grad(result.float().square().sum(), given, create_graph=True)
         first.float().sum().backward()
@@ -1412,12 +1413,14 @@ def test_amp_that_is_off_does_nothing() -> None:
 
 
 def test_a_second_session_has_to_agree() -> None:
-    with casts_on(fused_linear=True):
-        with pytest.raises(Exception, match="fused_linear"):
-            amp.initialize(small(), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
-        amp.initialize(small(), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0, fused_linear=True)
-        assert amp.settings()["fused_linear"] is True
+    same: dict[str, Any] = {"opt_level": "O1", "half_dtype": torch.bfloat16, "verbosity": 0}
     with casts_on():
+        with pytest.raises(UsageError, match="fused_linear is True \\(this call: False\\)"):
+            amp.initialize(small(), fused_linear=False, **same)
+        amp.initialize(small(), fused_linear=True, **same)
+        amp.initialize(small(), **same)
+        assert amp.settings()["fused_linear"] is True
+    with casts_on(**PLAIN):
         assert amp.settings()["fused_linear"] is False
 
 
@@ -1425,7 +1428,7 @@ def test_the_policy_names_it_only_where_it_is_on() -> None:
     with casts_on(fused_linear=True):
         fused = amp.state_dict(include_policy=True)
         amp.load_state_dict(fused)
-    with casts_on():
+    with casts_on(**PLAIN):
         plain = amp.state_dict(include_policy=True)
     assert ("fused_linear", True) in [tuple(each) for each in fused["policy"]["settings"]]
     assert "fused_linear" not in dict(plain["policy"]["settings"])
@@ -1481,7 +1484,7 @@ def test_other_options_work_with_it(option: str) -> None:
 
 def test_labels_are_the_same() -> None:
     def run(**options: Any) -> list[str]:
-        with casts_on(profile_casts=True, **options):
+        with casts_on(profile_casts=True, **(PLAIN | options)):
             model, given = small(), drawn(5, 8)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 for _ in range(2):
@@ -1496,7 +1499,7 @@ def test_labels_are_the_same() -> None:
 
 def test_weights_are_cast_once_in_an_iteration() -> None:
     def run(**options: Any) -> list[Any]:
-        with casts_on(**options):
+        with casts_on(**(PLAIN | options)):
             model, given = small(), drawn(5, 8)
             seen = []
             for _ in range(2):
@@ -1583,7 +1586,7 @@ def test_frozen_blocks() -> None:
         return before, result, [each.grad for each in model.parameters()]
 
     found = []
-    for same in ({}, {"fused_linear": True}):
+    for same in (PLAIN, {"fused_linear": True}):
         torch.manual_seed(0)
         found.append(visible(run(**same)))
         amp.deinitialize()
@@ -1597,7 +1600,7 @@ def watched_step(**options: Any) -> Any:
     torch.manual_seed(0)
     model, given = small(), drawn(5, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=0, **options)
+    amp.initialize(model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=0, **(PLAIN | options))
     try:
         with amp.report() as report:
             with amp.scale_loss(model(given).float().square().mean(), optimizer) as scaled:
@@ -1625,7 +1628,7 @@ def test_a_report_changes_no_bits_and_counts_the_same_calls() -> None:
 
 
 def test_explanations() -> None:
-    with casts_on():
+    with casts_on(**PLAIN):
         wanted = str(amp.explain(F.linear, drawn(4, 3), nn.Parameter(drawn(2, 3))))
     with casts_on(fused_linear=True):
         assert str(amp.explain(F.linear, drawn(4, 3), nn.Parameter(drawn(2, 3)))) == wanted
@@ -1658,7 +1661,7 @@ def test_the_trace_of_an_overflow(where: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(
             model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=0, init_scale=1024.0,
-            on_overflow=("trace", events.append), **options,
+            on_overflow=("trace", events.append), **(PLAIN | options),
         )  # fmt: skip
         with amp.scale_loss(model(drawn(5, 8) * 100).float().sum(), optimizer) as scaled:
             scaled.backward()
