@@ -426,11 +426,9 @@ def initialize(
     device_types = (
         set().union(*(adopted_model.device_types(model) for model in model_list)) or adopted_model.all_device_types()
     )
-    opened = _open(settings, device_types) if live is None else live
+    opened = _open(settings, device_types, fused_linear) if live is None else live
     opened.verbose = verbose
     try:
-        if fused_linear is not None and settings.fused_linear:
-            opened.check_fuses_linear()
         opened.adopt(model_list, optimizer_list)
     except BaseException:
         if live is None:
@@ -522,7 +520,7 @@ def init(
     profile_casts: bool = False,
     on_overflow: OnOverflow = "log",
     check_finite: bool = False,
-    fused_linear: bool = True,
+    fused_linear: bool | None = None,
 ) -> Handle:
     """Patches torch's functions without adopting a model.
 
@@ -541,7 +539,7 @@ def init(
         profile_casts: as for `initialize`.
         on_overflow: as for `initialize`.
         check_finite: as for `initialize`. An optimizer is checked from its first block on, which adopts it.
-        fused_linear: whether a linear layer is one node of autograd's graph, where the lists cast it: see `initialize`.
+        fused_linear: as for `initialize`.
 
     Returns:
         A handle that undoes the patches.
@@ -576,9 +574,9 @@ def init(
         profile_casts=_flag("profile_casts", profile_casts),
         on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
         check_finite=_flag("check_finite", check_finite),
-        fused_linear=_flag("fused_linear", fused_linear),
+        fused_linear=_fuses_linear(fused_linear, properties),
     )
-    opened = _open(settings, adopted_model.all_device_types())
+    opened = _open(settings, adopted_model.all_device_types(), fused_linear)
     opened.verbose = is_verbose
     runtime.disabled = False
     return Handle(opened)
@@ -1348,10 +1346,12 @@ def _session_of(optimizer: OptimizerLike, what: str) -> Session:
     return live
 
 
-def _open(settings: Settings, device_types: Iterable[str]) -> Session:
+def _open(settings: Settings, device_types: Iterable[str], fused_linear: object) -> Session:
     """Opens a session, which watches its steps if that was asked for."""
     opened = open_session(settings, device_types)
     try:
+        if fused_linear is not None and settings.fused_linear:
+            opened.check_fuses_linear()
         if opened.overflows.traces:
             from ampatch.diagnostics.overflow_tracer import OverflowTracer
 

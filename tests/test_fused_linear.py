@@ -524,7 +524,6 @@ UNFUSED = {
     "disable_casts": lambda: amp.disable_casts()(nn.Linear(3, 2))(drawn(4, 3)),
     "jit.trace": lambda: traced(nn.Linear(3, 2), drawn(4, 3)),
     "make_fx": lambda: torch.fx.experimental.proxy_tensor.make_fx(nn.Linear(3, 2))(drawn(4, 3)).code,
-    "a negated view": lambda: nn.Linear(3, 2)(torch.complex(drawn(4, 3), drawn(4, 3)).conj().imag),
     "nested tensors of one shape": lambda: nn.Linear(3, 2)(nested(2, 2)).unbind()[0],
     "nested tensors": lambda: nn.Linear(3, 2)(nested(2, 4)).unbind()[1],
     "jagged tensors": lambda: nn.Linear(3, 2)(nested(2, 4, layout=torch.jagged)).unbind()[1],
@@ -557,6 +556,10 @@ def traced(layer: nn.Module, x: Tensor) -> Any:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*beta state.*")
 def test_calls_that_are_made_as_without_it(subtests: pytest.Subtests) -> None:
     check_each(UNFUSED, subtests, fuses=False)
+
+
+def test_a_negated_view_is_cast_to_a_plain_tensor() -> None:
+    check(lambda: nn.Linear(3, 2)(torch.complex(drawn(4, 3), drawn(4, 3)).conj().imag))
 
 
 class Sub(Tensor):
@@ -1293,9 +1296,9 @@ def test_a_step_in_the_backward_pass() -> None:
     check(run)
 
 
-def test_a_registered_half_linear_is_refused() -> None:
+def test_a_registered_half_linear_takes_the_node() -> None:
     amp.register_half_function(F, "linear")
-    rejected("fused_linear=True has no effect", opt_level="O1")
+    check(lambda: nn.Linear(3, 2)(drawn(4, 3)))
 
 
 @pytest.mark.filterwarnings("ignore")  # what torch warns of, it would raise as another error
@@ -1378,12 +1381,56 @@ def test_tensors_without_a_tangent_take_the_node_beside_those_with_one() -> None
         {"blacklist": {"torch.nn.functional": ["linear"]}},
         {"unlisted": {"torch.nn.functional": ["linear"]}},
         {"promote": {"torch.nn.functional": ["linear"]}},
-        {"whitelist": {"torch.nn.functional": [{"name": "linear", "when": {"bias": [None]}}]}},
     ],
-    ids=["blacklist", "unlisted", "promote", "when"],
+    ids=["blacklist", "unlisted", "promote"],
 )
 def test_lists_that_treat_linear_otherwise_are_refused(lists: Any) -> None:
     rejected("fused_linear=True has no effect", opt_level="O1", cast_lists=lists)
+
+
+def test_a_rule_with_a_condition_takes_the_node_where_it_holds() -> None:
+    lists = {"whitelist": {"torch.nn.functional": [{"name": "linear", "when": {"bias": [None]}}]}}
+    check(lambda: nn.Linear(3, 2, bias=False)(drawn(4, 3)), cast_lists=lists)
+    check(lambda: nn.Linear(3, 2)(drawn(4, 3)), cast_lists=lists, fuses=False)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_the_default_is_off_where_no_list_casts_float32_weights(level: str) -> None:
+    model = small()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert amp.settings()["fused_linear"] is False
+    assert not is_fused(model(drawn(5, 8)))
+
+
+@pytest.mark.parametrize(("level", "half"), [("O1", "float16"), ("O1", "bfloat16"), ("O4", "bfloat16")])
+def test_it_is_the_default_where_lists_cast_linear_layers(level: str, half: str) -> None:
+    model = small()
+    amp.initialize(model, opt_level=level, half_dtype=half, verbosity=0)
+    assert is_fused(model(drawn(5, 8)))
+
+
+def test_the_default_does_nothing_where_lists_treat_linear_otherwise() -> None:
+    lists = {"blacklist": {"torch.nn.functional": ["linear"]}}
+    model = small()
+    amp.initialize(model, opt_level="O1", cast_lists=lists, verbosity=0)
+    result = model(drawn(5, 8))
+    assert result.dtype is torch.float32
+    assert not is_fused(result)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_amp_init_has_the_switch(is_on: bool) -> None:
+    layer = nn.Linear(8, 6)
+    amp.init(half_dtype="bfloat16", **({} if is_on else {"fused_linear": False}))
+    assert amp.settings()["fused_linear"] is is_on
+    assert is_fused(layer(drawn(5, 8))) is is_on
+
+
+def test_amp_init_refuses_it_where_it_has_no_effect() -> None:
+    lists = {"blacklist": {"torch.nn.functional": ["linear"]}}
+    with pytest.raises(OptionError, match="fused_linear=True has no effect"):
+        amp.init(half_dtype="bfloat16", cast_lists=lists, fused_linear=True)
+    assert not amp.is_on()
 
 
 @pytest.mark.parametrize("register", [amp.register_float_function, amp.register_promote_function])
@@ -1533,24 +1580,39 @@ def test_nothing_leaks() -> None:
     assert len(alive) <= len(watched)
 
 
-def test_casts_of_dead_weights_are_swept() -> None:
-    with casts_on(fused_linear=True):
-        cache = runtime.live.cache
-        kept = []
-        for _ in range(3 * cache._SWEEP_FROM):
-            layer = nn.Linear(2, 2, bias=False)
-            kept.append(weakref.ref(layer.weight))
-            layer(torch.ones(1, 2))
-            del layer
-        assert len(cache) <= 2 * cache._SWEEP_FROM
-        assert not [each for each in kept if each() is not None]
+def test_other_functions_use_the_same_cast(subtests: pytest.Subtests) -> None:
+    """Whichever uses the weight first, the gradients of both arrive."""
+
+    def run(linear_first: bool) -> Any:
+        given, weight = drawn(5, 8), nn.Parameter(drawn(8, 8))
+        uses = [lambda: F.linear(given, weight), lambda: torch.mm(given, weight)]
+        results = [use() for use in (uses if linear_first else reversed(uses))]
+        before = amp.cast_counts()
+        (of_both,) = grad(sum(each.float().square().sum() for each in results), weight)
+        return results, before, of_both
+
+    def compare(linear_first: bool) -> None:
+        found = []
+        for fused_linear in (True, False):
+            torch.manual_seed(0)
+            with casts_on(fused_linear=fused_linear):
+                found.append(run(linear_first))
+        (results, counts, of_both), (wanted, wanted_counts, of_both_wanted) = found
+        assert is_fused(results)
+        assert not is_fused(wanted)
+        assert visible(results) == visible(wanted)
+        # The input is cast by each, the weight by the first.
+        assert counts == wanted_counts == amp.CastCounts(casts=3, cache_hits=1)
+        torch.testing.assert_close(of_both, of_both_wanted, rtol=2**-6, atol=2**-6)
+
+    check_rows(subtests, (("linear first", True), ("product first", False)), compare)
 
 
 def test_a_graph_keeps_no_weight_s_cast_after_its_pass() -> None:
     with casts_on(fused_linear=True):
         model, given = small(), drawn(5, 8, needs_grad=True)
         result = model(given)
-        casts = [weakref.ref(cast) for _, _, cast in runtime.live.cache._without_graph.entries()]
+        casts = [weakref.ref(cast) for _, _, cast in runtime.live.cache._iteration.entries()]
         assert len(casts) == 4
         result.float().sum().backward()
         amp.clear_cache()
