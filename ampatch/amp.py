@@ -456,15 +456,14 @@ def _announce(opened: Session) -> None:
 
 def _fuses_linear(fused_linear: object, properties: opt_levels.Properties) -> bool:
     """Returns whether linear layers become one node: as asked for, else where lists cast float32 weights."""
-    is_for_float32_weights = properties.patch_torch_functions and properties.cast_model_type not in opt_levels.HALVES
     if fused_linear is None:
-        return is_for_float32_weights
-    if _flag("fused_linear", fused_linear) and not is_for_float32_weights:
+        return properties.casts_float32_weights
+    if _flag("fused_linear", fused_linear) and not properties.casts_float32_weights:
         raise OptionError(
             f"fused_linear=True contradicts opt_level={properties.opt_level!r}, at which no list casts float32 weights "
             "of linear layers. Leave fused_linear out, or use opt_level='O1'."
         )
-    return bool(fused_linear)
+    return _flag("fused_linear", fused_linear)
 
 
 def deinitialize() -> None:

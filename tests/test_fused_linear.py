@@ -1737,7 +1737,7 @@ def test_the_trace_of_an_overflow(where: str) -> None:
 
 
 def test_diagnostics_that_run_sessions_of_their_own() -> None:
-    """They compare opt levels, so they neither use the node nor are they disturbed by an earlier session."""
+    """They run linear layers as `amp.initialize` does, and an earlier session does not disturb them."""
     model, given = small(), drawn(5, 8)
     with casts_on(fused_linear=True):
         model(given)
