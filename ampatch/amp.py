@@ -210,7 +210,7 @@ def initialize(
     on_overflow: OnOverflow = ...,
     check_finite: bool = ...,
     scaler: str | None = ...,
-    fused_linear: bool = ...,
+    fused_linear: bool | None = ...,
 ) -> _Models: ...
 
 
@@ -247,7 +247,7 @@ def initialize(
     on_overflow: OnOverflow = ...,
     check_finite: bool = ...,
     scaler: str | None = ...,
-    fused_linear: bool = ...,
+    fused_linear: bool | None = ...,
 ) -> tuple[_Models, _Optimizers]: ...
 
 
@@ -283,7 +283,7 @@ def initialize(
     on_overflow: OnOverflow = "log",
     check_finite: bool = False,
     scaler: str | None = None,
-    fused_linear: bool = False,
+    fused_linear: bool | None = None,
 ) -> Any:
     """Sets up mixed precision for models and their optimizers.
 
@@ -349,11 +349,12 @@ def initialize(
             The default initial scale, factors and window are the same in all three. A scale without a floor raises
             `LossScaleError` at 2**-126. Apex's and torch's scales go on falling to 0.
         fused_linear: whether a linear layer is one node of autograd's graph, which gives its float32 weight a float32
-            gradient without a half one before it, at O1 and O4. An experiment. It is for calls of
-            ``torch.nn.functional.linear`` in eager code whose weight is a trained `torch.nn.Parameter`; all others are
-            made as without it. Where torch has no product of half matrices with a float32 result (it has one on CUDA
-            only), the product is rounded to half as without it. The environment variable AMPATCH_FUSED_LINEAR chooses
-            another product.
+            gradient without a half one before it. None: at O1 and O4, for layers that the lists cast to half. False: as
+            torch's own nodes, with the bits of Apex and of torch.autocast. True: as None, and raises if it has no
+            effect. It is for calls of ``torch.nn.functional.linear`` in eager code whose weight is a trained
+            `torch.nn.Parameter`; all others are made as without it. Where torch has no product of half matrices with a
+            float32 result (it has one on CUDA only), the product is rounded to half as without it. The environment
+            variable AMPATCH_FUSED_LINEAR chooses another product.
 
     Returns:
         The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
@@ -425,7 +426,7 @@ def initialize(
     device_types = (
         set().union(*(adopted_model.device_types(model) for model in model_list)) or adopted_model.all_device_types()
     )
-    opened = _open(settings, device_types) if live is None else live
+    opened = _open(settings, device_types, fused_linear) if live is None else live
     opened.verbose = verbose
     try:
         opened.adopt(model_list, optimizer_list)
@@ -454,14 +455,15 @@ def _announce(opened: Session) -> None:
 
 
 def _fuses_linear(fused_linear: object, properties: opt_levels.Properties) -> bool:
-    """Returns the flag ``fused_linear``, checked against the opt level."""
-    is_for_float32_weights = properties.patch_torch_functions and properties.cast_model_type not in opt_levels.HALVES
-    if _flag("fused_linear", fused_linear) and not is_for_float32_weights:
+    """Returns whether linear layers become one node: as asked for, else where lists cast float32 weights."""
+    if fused_linear is None:
+        return properties.casts_float32_weights
+    if _flag("fused_linear", fused_linear) and not properties.casts_float32_weights:
         raise OptionError(
             f"fused_linear=True contradicts opt_level={properties.opt_level!r}, at which no list casts float32 weights "
             "of linear layers. Leave fused_linear out, or use opt_level='O1'."
         )
-    return bool(fused_linear)
+    return _flag("fused_linear", fused_linear)
 
 
 def deinitialize() -> None:
@@ -517,6 +519,7 @@ def init(
     profile_casts: bool = False,
     on_overflow: OnOverflow = "log",
     check_finite: bool = False,
+    fused_linear: bool | None = None,
 ) -> Handle:
     """Patches torch's functions without adopting a model.
 
@@ -535,6 +538,7 @@ def init(
         profile_casts: as for `initialize`.
         on_overflow: as for `initialize`.
         check_finite: as for `initialize`. An optimizer is checked from its first block on, which adopts it.
+        fused_linear: as for `initialize`.
 
     Returns:
         A handle that undoes the patches.
@@ -569,8 +573,9 @@ def init(
         profile_casts=_flag("profile_casts", profile_casts),
         on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
         check_finite=_flag("check_finite", check_finite),
+        fused_linear=_fuses_linear(fused_linear, properties),
     )
-    opened = _open(settings, adopted_model.all_device_types())
+    opened = _open(settings, adopted_model.all_device_types(), fused_linear)
     opened.verbose = is_verbose
     runtime.disabled = False
     return Handle(opened)
@@ -1340,10 +1345,12 @@ def _session_of(optimizer: OptimizerLike, what: str) -> Session:
     return live
 
 
-def _open(settings: Settings, device_types: Iterable[str]) -> Session:
+def _open(settings: Settings, device_types: Iterable[str], fused_linear: object) -> Session:
     """Opens a session, which watches its steps if that was asked for."""
     opened = open_session(settings, device_types)
     try:
+        if fused_linear is not None and settings.fused_linear:
+            opened.check_fuses_linear()
         if opened.overflows.traces:
             from ampatch.diagnostics.overflow_tracer import OverflowTracer
 

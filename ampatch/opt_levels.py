@@ -60,6 +60,11 @@ class Properties:
     master_weights: bool | None
     loss_scale: LossScale
 
+    @property
+    def casts_float32_weights(self) -> bool:
+        """True if the lists cast weights that are float32: there a linear layer may become one node."""
+        return self.patch_torch_functions and self.cast_model_type not in HALVES
+
 
 @dataclass(frozen=True, slots=True)
 class Level:

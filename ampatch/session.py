@@ -193,6 +193,7 @@ class Session:
             self.device_types,
             allow_banned=settings.allow_banned,
             labelled=settings.profile_casts,
+            linear=LinearCalls() if settings.fused_linear else None,
         )
         self.adapters = self._adapters.by_kind()
         self._accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, self.device_types)
@@ -206,9 +207,6 @@ class Session:
             self._accelerator,
             self.switch,
             for_half_models=not self.patches_functions,
-            fused_linear=LinearCalls(self.cache, settings.properties.half_dtype, self.device_types)
-            if settings.fused_linear
-            else None,
         )
 
     @property
@@ -286,7 +284,6 @@ class Session:
             self._warn_of_undone_edits()
         if self.patches_functions:
             self._functions.install(self.settings.lists, self.registered, self.lists_of_parts)
-            self._check_fused()
         else:
             self._functions.install(self.settings.lists, ())
         if self.patches_functions:
@@ -299,8 +296,9 @@ class Session:
             thread_rules.carry(self.ledger)
         compilers.forget_compiled()
 
-    def _check_fused(self) -> None:
-        if self.settings.fused_linear and not self._functions.fuses_linear:
+    def check_fuses_linear(self) -> None:
+        """Raises `OptionError` if no linear layer can become one node, by the lists or by what was patched."""
+        if not self._functions.fuses_linear:
             raise OptionError(
                 "fused_linear=True has no effect here: no list casts torch.nn.functional.linear to half, or it was "
                 "registered or replaced by another library. Leave fused_linear out, or put linear on the whitelist."

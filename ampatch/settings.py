@@ -45,7 +45,7 @@ class Settings:
         profile_casts: True if casts have labels in ``torch.profiler``.
         on_overflow: what happens after a skipped step.
         check_finite: True if steps look for inf and NaN in their gradients, whatever the scale.
-        fused_linear: True if linear layers are one node of the graph, and give weights float32 gradients.
+        fused_linear: True if linear layers that are cast to half are one node of the graph, with float32 gradients.
     """
 
     properties: Properties
@@ -76,6 +76,8 @@ class Settings:
             both[name] = getattr(self.scale_policy, name), getattr(asked.scale_policy, name)
         for name in _PLAIN_FIELDS:
             both[name] = getattr(self, name), getattr(asked, name)
+        if self.properties.patch_torch_functions != asked.properties.patch_torch_functions:
+            del both["fused_linear"]  # its default follows from that
         both["on_overflow"] = self._named(asked)
         both["keep_fp32"] = kept_names(self.keep_fp32), kept_names(asked.keep_fp32)
         both["float32_outputs"] = kept_names(self.float32_outputs), kept_names(asked.float32_outputs)

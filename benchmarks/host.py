@@ -6,9 +6,9 @@ It trains the model in two sizes, with the same layers, calls and tensors, but m
 that runs more often in the larger model belongs to a loop over elements. That is the device's work, and is left out.
 All other instructions are the host's; the table sums them by phase of the step.
 
-Ratios are to torch.autocast with GradScaler, at O2 too. On a CPU, `fused_linear` casts each half weight gradient in one
-more call; on a GPU the product writes it in float32. Between runs the sums differ by a few per thousand. The tables
-are Markdown, as in docs/benchmarks.md.
+Ratios are to torch.autocast with GradScaler, at O2 too. On a CPU, the node of `fused_linear`, the default, casts each
+half weight gradient in one more call; on a GPU the product writes it in float32. Between runs the sums differ by a few
+per thousand. The tables are Markdown, as in docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from instructions import Callgrind, Case, chosen, prepared, run_within, within
 from peers import AUTOCAST, CONTENDERS, Batch
 from torch import nn
 
-COMPARED = (AUTOCAST, "ampatch O1", "ampatch O1 with fused_linear", "ampatch O2")
+COMPARED = (AUTOCAST, "ampatch O1", "ampatch O1 without fused_linear", "ampatch O2")
 PHASES = ("zero_grad", "forward", "scale", "backward", "unscale", "step", "update")
 LAYERS = 2
 WARMING_STEPS = 5

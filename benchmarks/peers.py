@@ -383,9 +383,9 @@ CONTENDERS = {
     "ampatch O1, autocast's casts": Contender(
         functools.partial(O1, cast_lists=AS_AUTOCAST), AUTOCAST, skips=("calls", "convnet", "MLP", "layers")
     ),
-    # One node for each linear layer.
-    "ampatch O1 with fused_linear": Contender(
-        functools.partial(O1, fused_linear=True), AUTOCAST, skips=("calls", "convnet", "MLP", "layers")
+    # Linear layers by torch's own nodes.
+    "ampatch O1 without fused_linear": Contender(
+        functools.partial(O1, fused_linear=False), AUTOCAST, skips=("calls", "convnet", "MLP", "layers")
     ),
     BY_HAND: Contender(ByHand, BY_HAND, skips=("calls",)),
     "ampatch O2": Contender(O2, BY_HAND, skips=("calls",)),

@@ -36,6 +36,7 @@ from ampatch.errors import OptionError, UsageError
 from ampatch.runtime import runtime
 
 NODE = "FusedLinearBackward"
+PLAIN = {"fused_linear": False}
 both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
 
@@ -110,7 +111,7 @@ def outcomes(
 ) -> dict[str, tuple[bool, list[Any]]]:
     """The outcome of each function of a table, all in one session."""
     found = {}
-    with casts_on(half, **options):
+    with casts_on(half, **(PLAIN | options)):
         for name, run in table.items():
             torch.manual_seed(0)
             try:
@@ -333,7 +334,7 @@ def test_the_penalty_on_a_gradient(order: str) -> None:
 
     def run(**options: Any) -> list[Tensor]:
         torch.manual_seed(0)
-        with casts_on(**options):
+        with casts_on(**(PLAIN | options)):
             return list(flat(ORDERS[order]()))
 
     wanted, found = run(), run(fused_linear=True)
@@ -523,7 +524,6 @@ UNFUSED = {
     "disable_casts": lambda: amp.disable_casts()(nn.Linear(3, 2))(drawn(4, 3)),
     "jit.trace": lambda: traced(nn.Linear(3, 2), drawn(4, 3)),
     "make_fx": lambda: torch.fx.experimental.proxy_tensor.make_fx(nn.Linear(3, 2))(drawn(4, 3)).code,
-    "a negated view": lambda: nn.Linear(3, 2)(torch.complex(drawn(4, 3), drawn(4, 3)).conj().imag),
     "nested tensors of one shape": lambda: nn.Linear(3, 2)(nested(2, 2)).unbind()[0],
     "nested tensors": lambda: nn.Linear(3, 2)(nested(2, 4)).unbind()[1],
     "jagged tensors": lambda: nn.Linear(3, 2)(nested(2, 4, layout=torch.jagged)).unbind()[1],
@@ -556,6 +556,10 @@ def traced(layer: nn.Module, x: Tensor) -> Any:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*beta state.*")
 def test_calls_that_are_made_as_without_it(subtests: pytest.Subtests) -> None:
     check_each(UNFUSED, subtests, fuses=False)
+
+
+def test_a_negated_view_is_cast_to_a_plain_tensor() -> None:
+    check(lambda: nn.Linear(3, 2)(torch.complex(drawn(4, 3), drawn(4, 3)).conj().imag))
 
 
 class Sub(Tensor):
@@ -1039,7 +1043,7 @@ def trained(
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, opt_level="O1", half_dtype=half, verbosity=0, **options)
+    amp.initialize(model, optimizer, opt_level="O1", half_dtype=half, verbosity=0, **(PLAIN | options))
     try:
         seen: list[Any] = []
         for _ in range(steps):
@@ -1252,7 +1256,7 @@ def test_a_graph_outlives_its_session() -> None:
     def run(**options: Any) -> Any:
         torch.manual_seed(0)
         layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-        with casts_on(**options):
+        with casts_on(**(PLAIN | options)):
             result = layer(given)
         (first,) = grad(result.float().square().sum(), given, create_graph=True)
         first.float().sum().backward()
@@ -1292,9 +1296,9 @@ def test_a_step_in_the_backward_pass() -> None:
     check(run)
 
 
-def test_a_registered_half_linear_is_refused() -> None:
+def test_a_registered_half_linear_takes_the_node() -> None:
     amp.register_half_function(F, "linear")
-    rejected("fused_linear=True has no effect", opt_level="O1")
+    check(lambda: nn.Linear(3, 2)(drawn(4, 3)))
 
 
 @pytest.mark.filterwarnings("ignore")  # what torch warns of, it would raise as another error
@@ -1377,12 +1381,56 @@ def test_tensors_without_a_tangent_take_the_node_beside_those_with_one() -> None
         {"blacklist": {"torch.nn.functional": ["linear"]}},
         {"unlisted": {"torch.nn.functional": ["linear"]}},
         {"promote": {"torch.nn.functional": ["linear"]}},
-        {"whitelist": {"torch.nn.functional": [{"name": "linear", "when": {"bias": [None]}}]}},
     ],
-    ids=["blacklist", "unlisted", "promote", "when"],
+    ids=["blacklist", "unlisted", "promote"],
 )
 def test_lists_that_treat_linear_otherwise_are_refused(lists: Any) -> None:
     rejected("fused_linear=True has no effect", opt_level="O1", cast_lists=lists)
+
+
+def test_a_rule_with_a_condition_takes_the_node_where_it_holds() -> None:
+    lists = {"whitelist": {"torch.nn.functional": [{"name": "linear", "when": {"bias": [None]}}]}}
+    check(lambda: nn.Linear(3, 2, bias=False)(drawn(4, 3)), cast_lists=lists)
+    check(lambda: nn.Linear(3, 2)(drawn(4, 3)), cast_lists=lists, fuses=False)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
+def test_the_default_is_off_where_no_list_casts_float32_weights(level: str) -> None:
+    model = small()
+    amp.initialize(model, opt_level=level, verbosity=0)
+    assert amp.settings()["fused_linear"] is False
+    assert not is_fused(model(drawn(5, 8)))
+
+
+@pytest.mark.parametrize(("level", "half"), [("O1", "float16"), ("O1", "bfloat16"), ("O4", "bfloat16")])
+def test_it_is_the_default_where_lists_cast_linear_layers(level: str, half: str) -> None:
+    model = small()
+    amp.initialize(model, opt_level=level, half_dtype=half, verbosity=0)
+    assert is_fused(model(drawn(5, 8)))
+
+
+def test_the_default_does_nothing_where_lists_treat_linear_otherwise() -> None:
+    lists = {"blacklist": {"torch.nn.functional": ["linear"]}}
+    model = small()
+    amp.initialize(model, opt_level="O1", cast_lists=lists, verbosity=0)
+    result = model(drawn(5, 8))
+    assert result.dtype is torch.float32
+    assert not is_fused(result)
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_amp_init_has_the_switch(is_on: bool) -> None:
+    layer = nn.Linear(8, 6)
+    amp.init(half_dtype="bfloat16", **({} if is_on else {"fused_linear": False}))
+    assert amp.settings()["fused_linear"] is is_on
+    assert is_fused(layer(drawn(5, 8))) is is_on
+
+
+def test_amp_init_refuses_it_where_it_has_no_effect() -> None:
+    lists = {"blacklist": {"torch.nn.functional": ["linear"]}}
+    with pytest.raises(OptionError, match="fused_linear=True has no effect"):
+        amp.init(half_dtype="bfloat16", cast_lists=lists, fused_linear=True)
+    assert not amp.is_on()
 
 
 @pytest.mark.parametrize("register", [amp.register_float_function, amp.register_promote_function])
@@ -1412,12 +1460,14 @@ def test_amp_that_is_off_does_nothing() -> None:
 
 
 def test_a_second_session_has_to_agree() -> None:
-    with casts_on(fused_linear=True):
-        with pytest.raises(Exception, match="fused_linear"):
-            amp.initialize(small(), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
-        amp.initialize(small(), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0, fused_linear=True)
-        assert amp.settings()["fused_linear"] is True
+    same: dict[str, Any] = {"opt_level": "O1", "half_dtype": torch.bfloat16, "verbosity": 0}
     with casts_on():
+        with pytest.raises(UsageError, match="fused_linear is True \\(this call: False\\)"):
+            amp.initialize(small(), fused_linear=False, **same)
+        amp.initialize(small(), fused_linear=True, **same)
+        amp.initialize(small(), **same)
+        assert amp.settings()["fused_linear"] is True
+    with casts_on(**PLAIN):
         assert amp.settings()["fused_linear"] is False
 
 
@@ -1425,7 +1475,7 @@ def test_the_policy_names_it_only_where_it_is_on() -> None:
     with casts_on(fused_linear=True):
         fused = amp.state_dict(include_policy=True)
         amp.load_state_dict(fused)
-    with casts_on():
+    with casts_on(**PLAIN):
         plain = amp.state_dict(include_policy=True)
     assert ("fused_linear", True) in [tuple(each) for each in fused["policy"]["settings"]]
     assert "fused_linear" not in dict(plain["policy"]["settings"])
@@ -1481,7 +1531,7 @@ def test_other_options_work_with_it(option: str) -> None:
 
 def test_labels_are_the_same() -> None:
     def run(**options: Any) -> list[str]:
-        with casts_on(profile_casts=True, **options):
+        with casts_on(profile_casts=True, **(PLAIN | options)):
             model, given = small(), drawn(5, 8)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 for _ in range(2):
@@ -1496,7 +1546,7 @@ def test_labels_are_the_same() -> None:
 
 def test_weights_are_cast_once_in_an_iteration() -> None:
     def run(**options: Any) -> list[Any]:
-        with casts_on(**options):
+        with casts_on(**(PLAIN | options)):
             model, given = small(), drawn(5, 8)
             seen = []
             for _ in range(2):
@@ -1530,24 +1580,39 @@ def test_nothing_leaks() -> None:
     assert len(alive) <= len(watched)
 
 
-def test_casts_of_dead_weights_are_swept() -> None:
-    with casts_on(fused_linear=True):
-        cache = runtime.live.cache
-        kept = []
-        for _ in range(3 * cache._SWEEP_FROM):
-            layer = nn.Linear(2, 2, bias=False)
-            kept.append(weakref.ref(layer.weight))
-            layer(torch.ones(1, 2))
-            del layer
-        assert len(cache) <= 2 * cache._SWEEP_FROM
-        assert not [each for each in kept if each() is not None]
+def test_other_functions_use_the_same_cast(subtests: pytest.Subtests) -> None:
+    """Whichever uses the weight first, the gradients of both arrive."""
+
+    def run(linear_first: bool) -> Any:
+        given, weight = drawn(5, 8), nn.Parameter(drawn(8, 8))
+        uses = [lambda: F.linear(given, weight), lambda: torch.mm(given, weight)]
+        results = [use() for use in (uses if linear_first else reversed(uses))]
+        before = amp.cast_counts()
+        (of_both,) = grad(sum(each.float().square().sum() for each in results), weight)
+        return results, before, of_both
+
+    def compare(linear_first: bool) -> None:
+        found = []
+        for fused_linear in (True, False):
+            torch.manual_seed(0)
+            with casts_on(fused_linear=fused_linear):
+                found.append(run(linear_first))
+        (results, counts, of_both), (wanted, wanted_counts, of_both_wanted) = found
+        assert is_fused(results)
+        assert not is_fused(wanted)
+        assert visible(results) == visible(wanted)
+        # The input is cast by each, the weight by the first.
+        assert counts == wanted_counts == amp.CastCounts(casts=3, cache_hits=1)
+        torch.testing.assert_close(of_both, of_both_wanted, rtol=2**-6, atol=2**-6)
+
+    check_rows(subtests, (("linear first", True), ("product first", False)), compare)
 
 
 def test_a_graph_keeps_no_weight_s_cast_after_its_pass() -> None:
     with casts_on(fused_linear=True):
         model, given = small(), drawn(5, 8, needs_grad=True)
         result = model(given)
-        casts = [weakref.ref(cast) for _, _, cast in runtime.live.cache._without_graph.entries()]
+        casts = [weakref.ref(cast) for _, _, cast in runtime.live.cache._iteration.entries()]
         assert len(casts) == 4
         result.float().sum().backward()
         amp.clear_cache()
@@ -1583,7 +1648,7 @@ def test_frozen_blocks() -> None:
         return before, result, [each.grad for each in model.parameters()]
 
     found = []
-    for same in ({}, {"fused_linear": True}):
+    for same in (PLAIN, {"fused_linear": True}):
         torch.manual_seed(0)
         found.append(visible(run(**same)))
         amp.deinitialize()
@@ -1597,7 +1662,7 @@ def watched_step(**options: Any) -> Any:
     torch.manual_seed(0)
     model, given = small(), drawn(5, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=0, **options)
+    amp.initialize(model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=0, **(PLAIN | options))
     try:
         with amp.report() as report:
             with amp.scale_loss(model(given).float().square().mean(), optimizer) as scaled:
@@ -1625,7 +1690,7 @@ def test_a_report_changes_no_bits_and_counts_the_same_calls() -> None:
 
 
 def test_explanations() -> None:
-    with casts_on():
+    with casts_on(**PLAIN):
         wanted = str(amp.explain(F.linear, drawn(4, 3), nn.Parameter(drawn(2, 3))))
     with casts_on(fused_linear=True):
         assert str(amp.explain(F.linear, drawn(4, 3), nn.Parameter(drawn(2, 3)))) == wanted
@@ -1658,7 +1723,7 @@ def test_the_trace_of_an_overflow(where: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(
             model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=0, init_scale=1024.0,
-            on_overflow=("trace", events.append), **options,
+            on_overflow=("trace", events.append), **(PLAIN | options),
         )  # fmt: skip
         with amp.scale_loss(model(drawn(5, 8) * 100).float().sum(), optimizer) as scaled:
             scaled.backward()
@@ -1672,7 +1737,7 @@ def test_the_trace_of_an_overflow(where: str) -> None:
 
 
 def test_diagnostics_that_run_sessions_of_their_own() -> None:
-    """They compare opt levels, so they neither use the node nor are they disturbed by an earlier session."""
+    """They run linear layers as `amp.initialize` does, and an earlier session does not disturb them."""
     model, given = small(), drawn(5, 8)
     with casts_on(fused_linear=True):
         model(given)

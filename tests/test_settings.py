@@ -136,7 +136,7 @@ class TestSettings:
             "max_loss_scale": 2.0**24,
             "exact_hooks": False,
             "check_finite": False,
-            "fused_linear": False,
+            "fused_linear": True,
             "allow_banned": False,
             "enable_caching": True,
             "profile_casts": False,
@@ -340,7 +340,7 @@ class TestTheDifference:
             ({}, {"exact_hooks": True}, "exact_hooks is False (this call: True)"),
             ({}, {"profile_casts": True}, "profile_casts is False (this call: True)"),
             ({}, {"check_finite": True}, "check_finite is False (this call: True)"),
-            ({}, {"fused_linear": True}, "fused_linear is False (this call: True)"),
+            ({}, {"fused_linear": False}, "fused_linear is True (this call: False)"),
             ({}, {"on_overflow": "raise"}, "on_overflow is 'log' (this call: 'raise')"),
             ({"on_overflow": print}, {"on_overflow": "log"}, "on_overflow is 'builtins.print' (this call: 'log')"),
             (

@@ -121,7 +121,6 @@ class CacheState:
         casts: number of tensors cast so far.
         hits: number of casts saved so far.
         iteration: store for code that records gradients; None if the cache must choose one for each weight.
-        without_graph: store for casts without a graph that `fused_linear` takes; None as for ``iteration``.
         frozen: ids of parameters and the store for their casts, for code that records no gradients; oldest first. None
             if the cache must choose a store for each weight.
         sweep_at: number of entries from which a store is swept before the next one is added.
@@ -131,7 +130,6 @@ class CacheState:
         self.casts = 0
         self.hits = 0
         self.iteration: Store | None = None
-        self.without_graph: Store | None = None
         self.frozen: tuple[tuple[frozenset[int], Store], ...] | None = ()
         self.sweep_at = 0
         self._thread = _Thread()

@@ -145,6 +145,7 @@ class Setup:
             lists if overlay is None else lists.overlaid(overlay),
             make_policy(properties.loss_scale, init_scale=self.init_scale),
             keep_fp32=tuple(self._values("keep_fp32")),
+            fused_linear=properties.casts_float32_weights,
         )
 
     def as_call(self) -> str:

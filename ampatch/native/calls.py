@@ -68,11 +68,13 @@ class PlainCast:
         kind: kind of cast.
         dtype: dtype to cast to; None for "promote".
         positional: largest number of positional arguments that cannot include ``dtype`` or ``out``.
+        product: for linear layers that may become one node, how weight gradients are computed; None for all others.
     """
 
     kind: Kind
     dtype: torch.dtype | None
     positional: int = sys.maxsize
+    product: str | None = None
 
 
 def select(choice: str | None = None) -> None:
@@ -157,7 +159,6 @@ class Accelerator:
         original: Callable[..., Any],
         plain_cast: PlainCast | None,
         reason: str,
-        product: str | None = None,
     ) -> Any:
         """Returns a copy of the wrapper that runs in C++.
 
@@ -168,8 +169,6 @@ class Accelerator:
             original: function that it wraps.
             plain_cast: how the wrapper casts ordinary arguments; None if only the wrapper's own code can do it.
             reason: note for errors that a cast may have caused.
-            product: how a linear layer's weight gradients are computed if it is called as one node (`fused_linear`);
-                None for all other functions.
         """
         if self._module is None or plain_cast is None:
             return wrapper
@@ -179,7 +178,7 @@ class Accelerator:
         vars(function).update(vars(wrapper))
         how = (plain_cast.kind, plain_cast.dtype, plain_cast.positional)
         explain = functools.partial(cast_errors.add_note, reason)
-        self._module.accelerate(function, wrapper, self._caster, original, *how, explain, product)
+        self._module.accelerate(function, wrapper, self._caster, original, *how, explain, plain_cast.product)
         if hasattr(function, "__ampatch_python__"):  # only in Python 3.11: see csrc/calls/calls.cpp
             compilers.trace_instead(function)
         return function

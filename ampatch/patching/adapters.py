@@ -25,11 +25,10 @@ from ampatch.native.calls import Kind, PlainCast
 from ampatch.opt_levels import HALF_DTYPES
 from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
+from ampatch.patching.fused_linear import LINEAR, LinearCalls
 from ampatch.patching.recurrent_weights import Layout
 
 Function = Callable[..., Any]
-#: Makes a call in another way; None if it cannot make this one.
-Fused = Callable[[tuple[Any, ...], dict[str, Any]], Tensor | None]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
 Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
@@ -47,10 +46,13 @@ class Adapter:
         adapt: function that turns the arguments of a call into the arguments that the rule asks for.
         plain_cast: description of the cast, from which the C++ code casts ordinary arguments itself; None if ``adapt``
             depends on more than the arguments' types.
+        call: function that makes the call in place of the original, given the arguments before and after ``adapt``;
+            None: the original does, with those after it. Compiled code calls the original.
     """
 
     adapt: Adapt
     plain_cast: PlainCast | None = None
+    call: Callable[[Arguments, Arguments], Any] | None = None
 
 
 def is_in_place(name: str) -> bool:
@@ -95,6 +97,7 @@ class Adapters:
         device_types: device types whose tensors are cast (``"cpu"``, ``"cuda"``); the set may grow.
         allow_banned: True to run banned functions in float32 instead of raising.
         labelled: True if the cache labels casts with the function's name; then `Adapter.plain_cast` is always None.
+        linear: object that makes calls of linear layers whose arguments were cast to half; None: torch does.
     """
 
     def __init__(
@@ -104,8 +107,10 @@ class Adapters:
         device_types: Set[str],
         allow_banned: bool = False,
         labelled: bool = False,
+        linear: LinearCalls | None = None,
     ) -> None:
         self.half_dtype = half_dtype
+        self._linear = linear
         self._cache = cache
         self._device_types = device_types
         # Devices of these types: a set lookup is faster than reading a device's type. All existing devices are added
@@ -153,7 +158,7 @@ class Adapters:
                     return args, kwargs
             return adapt(args, kwargs)
 
-        return Adapter(where_it_applies)
+        return Adapter(where_it_applies, call=adapter.call)
 
     def for_registration(
         self, path: Path, treatment: Treatment, dtype: torch.dtype | None, original: Function
@@ -173,11 +178,7 @@ class Adapters:
 
     def _labelled(self, adapter: Adapter, path: Path) -> Adapter:
         """Returns an adapter that labels its casts if asked for; drops `plain_cast`, as C++ sets none."""
-        return Adapter(named(adapter.adapt, str(path))) if self._adds_labels else adapter
-
-    def naming(self, call: Fused, path: Path) -> Fused:
-        """Returns a function that casts in an adapter's place, with the labels that the adapter would give."""
-        return named(call, str(path)) if self._adds_labels else call
+        return Adapter(named(adapter.adapt, str(path)), call=adapter.call) if self._adds_labels else adapter
 
     def for_treatment(
         self,
@@ -196,6 +197,9 @@ class Adapters:
             adapter = self._obeying(self._to_half, original, "to", self.half_dtype)
             if original is not None and recurrent_weights.is_recurrent(original):
                 return Adapter(self._with_weights_together(adapter.adapt, original))
+            if original is LINEAR and self._linear is not None:
+                plain_cast = PlainCast("to", self.half_dtype, product=self._linear.product)
+                return Adapter(adapter.adapt, plain_cast, self._linear.call)
         elif treatment is Treatment.PROMOTE:
             adapter = self._obeying(self._to_widest, original, "promote")
         elif via_dtype:

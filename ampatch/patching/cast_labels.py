@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from ampatch.compilers import traced_within_others
 from ampatch.patching.recurrent_weights import Layout
 from ampatch.patching.weight_cache import WeightCache
 
-_Result = TypeVar("_Result")
-_Call = Callable[[tuple[Any, ...], dict[str, Any]], _Result]
+_Adapt = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class _Thread(threading.local):
@@ -35,30 +34,30 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def named(call: _Call[_Result], function: str) -> _Call[_Result]:
-    """Returns an adapter, or a call in its place, that sets the function's name for the labels of `LabellingCache`."""
+def named(adapt: _Adapt, function: str) -> _Adapt:
+    """Returns an adapter that sets the function's name for the labels of `LabellingCache`."""
 
-    def call_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result:
+    def adapt_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if is_compiling():
-            return call(args, kwargs)
+            return adapt(args, kwargs)
         before, _thread.function = _thread.function, function
         try:
-            return call(args, kwargs)
+            return adapt(args, kwargs)
         finally:
             _thread.function = before
 
-    return call_named
+    return adapt_named
 
 
 class LabellingCache(WeightCache):
     """A weight cache that labels every cast. A cache hit gets no label."""
 
-    def cast(self, tensor: Tensor, dtype: torch.dtype, with_graph: bool = True) -> Tensor:
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Casts as `WeightCache.cast` does, under a label."""
-        if is_compiling() or self._has(tensor, dtype, with_graph):
-            return super().cast(tensor, dtype, with_graph)
+        if is_compiling() or self._has(tensor, dtype):
+            return super().cast(tensor, dtype)
         with _label("weight" if isinstance(tensor, Parameter) else "argument", _thread.function, dtype):
-            return super().cast(tensor, dtype, with_graph)
+            return super().cast(tensor, dtype)
 
     def cast_together(
         self, weights: Sequence[Tensor], dtype: torch.dtype, layout_of: Callable[[], Layout]
@@ -69,8 +68,8 @@ class LabellingCache(WeightCache):
         with _label("weights", _thread.function, dtype):
             return super().cast_together(weights, dtype, layout_of)
 
-    def _has(self, tensor: Tensor, dtype: torch.dtype, with_graph: bool = True) -> bool:
-        store = self._store(tensor, with_graph) if type(tensor) is Parameter else None
+    def _has(self, tensor: Tensor, dtype: torch.dtype) -> bool:
+        store = self._store(tensor) if type(tensor) is Parameter else None
         return store is not None and store.find(tensor, dtype) is not None
 
 

@@ -14,11 +14,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import wrapt
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from ampatch.cast_lists.list_edits import Edit
 from ampatch.cast_lists.lists import CastLists
@@ -28,10 +27,9 @@ from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
 from ampatch.patching import thread_rules
-from ampatch.patching.adapters import Adapt, Adapter, Adapters, Function, Fused, is_in_place
+from ampatch.patching.adapters import Adapter, Adapters, Function, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
-from ampatch.patching.fused_linear import LINEAR, LinearCalls
 from ampatch.patching.thread_rules import Token
 from ampatch.patching.wrappers import Reason, wrap, wrap_for_half_models
 from ampatch.switch import Switch
@@ -105,10 +103,9 @@ class FunctionPatches:
         accelerator: object that makes wrappers run in C++, if C++ is in use.
         switch: switch of the session.
         for_half_models: True to apply only the rules of functions that need float32, for models with half weights.
-        fused_linear: object that calls linear layers as one node; None to call them as torch does.
 
     Attributes:
-        fuses_linear: True if linear layers that the lists cast to half are called as one node.
+        fuses_linear: True if linear layers that the lists cast to half may become one node.
     """
 
     def __init__(
@@ -118,10 +115,8 @@ class FunctionPatches:
         accelerator: Accelerator,
         switch: Switch,
         for_half_models: bool = False,
-        fused_linear: LinearCalls | None = None,
     ) -> None:
         self.fuses_linear = False
-        self._fused_linear = fused_linear
         self._ledger = ledger
         self._for_half_models = for_half_models
         self._adapters = adapters
@@ -363,45 +358,21 @@ class FunctionPatches:
         known = self._differing.get(rule.path)
         if known is None:
             adapter = functools.partial(self._adapters.for_rule, rule)
-            self._patch(owner, rule.path.name, adapter, _reason_of(rule.path, rule), rule.needs_float32, {None: rule})
+            self._patch(owner, rule.path.name, adapter, _reason_of(rule.path, rule), rule.needs_float32)
         else:
-            rules: dict[Token | None, Rule | None] = {None: known.of_session, **dict(known.of_parts.items())}
-            self._patch(owner, rule.path.name, functools.partial(self._choosing, known), known.reason, rules=rules)
-
-    def _fusing(self, original: Function, rules: Mapping[Token | None, Rule | None]) -> Fused | None:
-        """Returns the function that calls linear layers as one node, where their rule casts them to half.
-
-        Args:
-            original: function to patch.
-            rules: its rule in each part of a model that has rules of its own, by token; for None, in all others.
-        """
-        casting: dict[Token | None, Rule] = {
-            token: rule
-            for token, rule in rules.items()
-            if rule is not None and rule.treatment is Treatment.WHITELIST and not rule.when
-        }
-        if self._fused_linear is None or original is not LINEAR or not casting:
-            return None
-        self.fuses_linear = True
-        call = self._adapters.naming(self._fused_linear.call, next(iter(casting.values())).path)
-        if casting.keys() == rules.keys():
-            return call
-        in_parts = {token: token in casting for token in rules}
-        elsewhere = None in casting
-
-        def call_in_parts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-            return call(args, kwargs) if in_parts.get(thread_rules.in_force(), elsewhere) else None
-
-        return call_in_parts
+            self._patch(owner, rule.path.name, functools.partial(self._choosing, known), known.reason)
 
     def _choosing(self, known: _Differing, original: Function) -> Adapter:
         """Returns the adapter of a function that parts of a model treat otherwise than the session does."""
 
-        def adapt_of(rule: Rule | None) -> Adapt:
-            return thread_rules.unchanged if rule is None else self._adapters.for_rule(rule, original).adapt
+        def adapter_of(rule: Rule | None) -> Adapter:
+            return Adapter(thread_rules.unchanged) if rule is None else self._adapters.for_rule(rule, original)
 
-        of_parts = {token: adapt_of(rule) for token, rule in known.of_parts.items()}
-        return Adapter(thread_rules.choosing(adapt_of(known.of_session), of_parts))
+        of_session = adapter_of(known.of_session)
+        of_parts = {token: adapter_of(rule) for token, rule in known.of_parts.items()}
+        calls = [each.call for each in (of_session, *of_parts.values()) if each.call is not None]
+        adapts = {token: each.adapt for token, each in of_parts.items()}
+        return Adapter(thread_rules.choosing(of_session.adapt, adapts), call=calls[0] if calls else None)
 
     def _patch(
         self,
@@ -410,7 +381,6 @@ class FunctionPatches:
         make_adapter: Callable[[Function], Adapter],
         reason: Reason,
         needs_float32: Sequence[str] = (),
-        rules: Mapping[Token | None, Rule | None] = types.MappingProxyType({}),
     ) -> None:
         held = _own_attribute(owner, name)
         kind = type(held) if isinstance(held, (staticmethod, classmethod)) else None
@@ -425,16 +395,15 @@ class FunctionPatches:
             if self._for_half_models:
                 wrapper = wrap_for_half_models(original, adapter, self._switch, reason, frozenset(needs_float32))
             else:
-                fused = self._fusing(original, rules)
-                wrapper = wrap(original, adapter, self._switch, reason, fused)
+                wrapper = wrap(original, adapter, self._switch, reason)
+                self.fuses_linear |= adapter.call is not None
             # By this name pickle finds the wrapper while it is installed, and the original otherwise.
             if isinstance(owner, type):
                 wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
             else:
                 wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
             if not self._for_half_models and isinstance(reason, str):
-                product = None if fused is None or self._fused_linear is None else self._fused_linear.product
-                wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason, product)
+                wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason)
             self._originals[id(wrapper)] = (wrapper, original)
             _original_of[wrapper] = original
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper

@@ -1,29 +1,28 @@
 """A linear layer as one node of autograd's graph, whose backward pass gives the weight a float32 gradient.
 
-Owns when a call of ``torch.nn.functional.linear`` may take that node, and the node in Python. The C++ in
-csrc/calls/fused_linear.cpp has the same, and must decide as this module does. A call that may not take the node is made
-as without it. The node must be torch's function in all that users see; docs/guide/fused_linear.md lists the
-differences.
+Owns when a call of ``torch.nn.functional.linear`` whose arguments were cast may take that node, and the node in Python.
+The C++ in csrc/calls/fused_linear.cpp has the same, and must decide as this module does. A call that may not take the
+node is torch's, with the same casts. The node must be torch's function in all that users see;
+docs/guide/fused_linear.md lists the differences. Must not cast arguments: the function's adapter does.
 
 Without it the weight's gradient is rounded to half, cast to float32 by a second kernel, and can overflow in half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
 from torch.autograd import forward_ad
-from torch.autograd.function import FunctionCtx
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-from ampatch.casting.nested import CASTABLE
 from ampatch.native.selection import checked
+from ampatch.opt_levels import HALVES
 from ampatch.tracing import is_traced
 
 # Operators, because torch's functions of these names are patched, and would cast.
@@ -34,6 +33,9 @@ _unsafe_view = torch.ops.aten._unsafe_view.default
 _without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 _will_execute = torch._C._will_engine_execute_node
 
+#: Positional and keyword arguments.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 #: The function whose calls may take the node.
 LINEAR = torch._C._nn.linear  # not by its public name, under which another library may have put its own
 
@@ -43,20 +45,8 @@ LINEAR = torch._C._nn.linear  # not by its public name, under which another libr
 PRODUCTS = ("auto", "half", "float32")
 
 
-class Casts(Protocol):
-    """An object that casts tensors, and may keep the casts of weights."""
-
-    def cast(self, tensor: Tensor, dtype: torch.dtype, with_graph: bool = True) -> Tensor:
-        """Returns a tensor of a castable type, cast to ``dtype``; without a graph, as a leaf."""
-
-
 class LinearCalls:
-    """Calls ``torch.nn.functional.linear`` as one node, where that is possible.
-
-    Args:
-        casts: object that casts the arguments.
-        dtype: half type of the products.
-        device_types: device types whose tensors are cast; the set may grow.
+    """Makes calls of ``torch.nn.functional.linear``, as one node where that is possible.
 
     Attributes:
         product: how weight gradients are computed: one of `PRODUCTS`.
@@ -65,57 +55,70 @@ class LinearCalls:
         OptionError: the environment variable AMPATCH_FUSED_LINEAR has another value.
     """
 
-    def __init__(self, casts: Casts, dtype: torch.dtype, device_types: Set[str]) -> None:
-        self._casts = casts
-        self._dtype = dtype
-        self._device_types = device_types
+    def __init__(self) -> None:
         asked = checked("AMPATCH_FUSED_LINEAR", PRODUCTS)
         # ROCm's GPUs are "cuda" as well, and the product with a float32 result was tried on none.
         self.product = "half" if asked == "auto" and torch.version.hip is not None else asked
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """Returns the result of a call with these arguments; None if the call may not take the node."""
-        given = _arguments(args, kwargs)
-        if given is None or not self._may_fuse(*given):
-            return None
-        input, weight, bias = given
-        casts, dtype = self._casts, self._dtype
-        half = _Halves(
-            casts.cast(weight, dtype, with_graph=False),
-            None if bias is None else casts.cast(bias, dtype, with_graph=False),
-            self.product,
-        )
-        input = input if input.dtype is dtype else casts.cast(input, dtype)
-        result: Tensor = FusedLinear.apply(input, bias, weight, half)  # type: ignore[no-untyped-call]
+    def call(self, given: Arguments, adapted: Arguments) -> Tensor:
+        """Returns the result of a call.
+
+        Args:
+            given: arguments of the call.
+            adapted: the same, as the rule in force adapts them.
+        """
+        layer, casts = _layer(*given), _layer(*adapted)
+        if layer is None or casts is None or not _may_be_one_node(layer, casts):
+            return LINEAR(*adapted[0], **adapted[1])
+        half = _Halves(casts.weight, casts.bias, self.product)
+        result: Tensor = FusedLinear.apply(casts.input, layer.bias, layer.weight, half)  # type: ignore[no-untyped-call]
         return result
 
-    def _may_fuse(self, input: Any, weight: Any, bias: Any) -> bool:
-        """Returns True for plain tensors and trained float32 parameters of fitting shapes, in plain eager code."""
-        return (
-            type(weight) is Parameter
-            and weight.requires_grad
-            and _is_plain_code()  # before shapes: tracers record who reads them
-            and type(input) in (Tensor, Parameter)
-            and input.dtype in CASTABLE
-            and _is_plain(input)
-            and _is_weight(weight)
-            and weight.dim() == 2
-            and input.dim() >= 2
-            and input.shape[-1] == weight.shape[1]
-            and input.numel() > 0
-            and weight.numel() > 0
-            and input.device == weight.device
-            and (
-                bias is None
-                or (
-                    type(bias) is Parameter
-                    and _is_weight(bias)
-                    and bias.shape == weight.shape[:1]
-                    and bias.device == weight.device
-                )
+
+class _Layer(NamedTuple):
+    """Arguments of a call."""
+
+    input: Any
+    weight: Any
+    bias: Any = None
+
+
+def _layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Layer | None:
+    """Returns input, weight and bias; None if the call has other arguments, or lacks one."""
+    try:
+        return _Layer(*args, **kwargs)
+    except TypeError:
+        return None
+
+
+def _may_be_one_node(layer: _Layer, casts: _Layer) -> bool:
+    """Returns True for plain tensors and trained float32 parameters of fitting shapes, in plain eager code."""
+    input, weight, bias = casts.input, layer.weight, layer.bias
+    return (
+        type(weight) is Parameter
+        and weight.requires_grad
+        and _is_plain_code()  # before shapes: tracers record who reads them
+        and casts.weight.dtype in HALVES
+        and type(input) in (Tensor, Parameter)
+        and input.dtype is casts.weight.dtype
+        and _is_plain(input)
+        and _is_weight(weight)
+        and weight.dim() == 2
+        and input.dim() >= 2
+        and input.shape[-1] == weight.shape[1]
+        and input.numel() > 0
+        and weight.numel() > 0
+        and input.device == weight.device
+        and (
+            bias is None
+            or (
+                type(bias) is Parameter
+                and _is_weight(bias)
+                and bias.shape == weight.shape[:1]
+                and bias.device == weight.device
             )
-            and weight.device.type in self._device_types
         )
+    )
 
 
 def _is_plain_code() -> bool:
@@ -128,16 +131,6 @@ def _is_plain_code() -> bool:
         and torch._C._functorch.peek_interpreter_stack() is None
         and not is_traced()
     )
-
-
-def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any] | None:
-    """Returns input, weight and bias; None if the call has other arguments, or lacks one."""
-    names = ("input", "weight", "bias")
-    given = dict(zip(names, args, strict=False))
-    if len(args) > len(names) or given.keys() & kwargs.keys() or kwargs.keys() - set(names):
-        return None
-    given |= kwargs
-    return (given["input"], given["weight"], given.get("bias")) if {"input", "weight"} <= given.keys() else None
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -158,8 +151,8 @@ class _Halves(NamedTuple):
     """What the node computes with, beside its inputs. Autograd does not look for tensors in here.
 
     Attributes:
-        weight: cast of the weight, without a graph.
-        bias: cast of the bias, without a graph; None if there is no bias.
+        weight: cast of the weight, with the graph that leads to it: a second backward pass goes along it.
+        bias: cast of the bias; None if there is no bias.
         product: how weight gradients are computed.
     """
 
@@ -180,14 +173,14 @@ class FusedLinear(torch.autograd.Function):
         ctx: Any,
         input: Tensor,
         bias: Tensor | None,  # noqa: ARG004 - an input of the node, so that it gets a gradient
-        weight: Tensor,
+        weight: Tensor,  # noqa: ARG004 - as the bias
         half: _Halves,
     ) -> Tensor:
         """Returns the half result, of shape (..., out_features)."""
         ctx.set_materialize_grads(False)
         # As torch: without the gradient of the input, the cast is not needed any more.
         ctx.save_for_backward(input, half.weight if input.requires_grad else None)
-        ctx.weight, ctx.product = weight, half.product
+        ctx.product = half.product
         ctx.has_usual_layout = _has_usual_layout(half.weight)
         result = LINEAR(input, half.weight, half.bias)
         # autograd lets nobody write to a view that comes out of a Function.
@@ -200,43 +193,13 @@ class FusedLinear(torch.autograd.Function):
             return None, None, None, None
         input, weight = ctx.saved_tensors
         of_input, of_bias, of_weight = _asked_for(ctx)
-        is_recorded = is_grad_enabled()
-        if is_recorded and of_input:  # a second backward pass follows: it must find the parameter behind its cast
-            weight = _linked(ctx.weight, weight)
         rows, inputs = _as_rows(grad), _as_rows(input)
         return (
             _input_gradient(rows, inputs, weight, input.shape) if of_input else None,
             _bias_gradient(rows, ctx.product) if of_bias else None,
-            _weight_gradient(rows, inputs, ctx.has_usual_layout, ctx.product, is_recorded) if of_weight else None,
+            _weight_gradient(rows, inputs, ctx.has_usual_layout, ctx.product) if of_weight else None,
             None,
         )
-
-
-class LinkedCast(torch.autograd.Function):
-    """The cast of a parameter, with a graph, where the values of the cast exist already."""
-
-    @staticmethod
-    def forward(_: FunctionCtx, __: Tensor, cast: Tensor) -> Tensor:
-        """Returns the cast as a tensor of its own."""
-        return cast.detach()
-
-    @staticmethod
-    def backward(_: FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        """Returns the gradient of the float32 parameter."""
-        return grad.float(), None
-
-
-def _linked(parameter: Parameter, cast: Tensor) -> Tensor:
-    """Returns the cast of a parameter with a graph that leads to the parameter."""
-    if parameter.requires_grad:
-        return LinkedCast.apply(parameter, cast)  # type: ignore[no-untyped-call, no-any-return]
-    # Frozen since its forward pass: the graph of that pass leads to it all the same. The C++ uses an edge of the graph.
-    # Python cannot, and for a moment other threads see the parameter as trained.
-    parameter.requires_grad_(True)
-    try:
-        return LinkedCast.apply(parameter, cast)  # type: ignore[no-untyped-call, no-any-return]
-    finally:
-        parameter.requires_grad_(False)
 
 
 def _asked_for(ctx: Any) -> list[bool]:
@@ -275,14 +238,14 @@ def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, shape: torch.S
     return found if len(shape) == 2 else found.reshape(shape)
 
 
-def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, product: str, is_recorded: bool) -> Tensor:
+def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, product: str) -> Tensor:
     left, right = (rows, inputs) if has_usual_layout else (inputs, rows)
     if _is_in_float32(rows, product):
         with _without_autocast():  # which would round the operands, in a backward pass inside its region
             # torch cannot differentiate the second form.
             found = (
                 _mm(left.t().float(), right.float())
-                if is_recorded or not rows.is_cuda
+                if is_grad_enabled() or not rows.is_cuda
                 else _mm_to_float32(left.t(), right, torch.float32)
             )
     else:

@@ -3,11 +3,9 @@
 The cache must never return a wrong cast. Constraints, and how the code keeps them:
 
 - Grad mode: a cast made without grad has no graph, and a cast made with grad must not outlive its iteration. So there
-  are four kinds of store, and a cast from one is never used in place of a cast from another.
+  are three kinds of store, and a cast from one is never used in place of a cast from another.
   The *iteration* store serves code that records gradients. It is cleared at the end of a ``scale_loss`` block and at
   every optimizer step.
-  The store *without a graph* serves calls of `fused_linear`, whose node has the parameter itself as an input. It is
-  cleared when the iteration's is.
   The *forward* store serves code that records none (``no_grad``, inference mode). It belongs to one thread, and exists
   only inside the outermost forward of an adopted model.
   A *frozen* store serves such code too, in every thread and outside of forwards. It holds only weights that the user
@@ -97,10 +95,8 @@ class WeightCache:
         self.state.sweep_at = self._SWEEP_FROM
         self._enabled = enabled
         self._iteration = calls.new_store()
-        self._without_graph = calls.new_store()
         if enabled:
             self.state.iteration = self._iteration
-            self.state.without_graph = self._without_graph
         self._frozen: list[_Frozen] = []  # oldest first
         self._thread = _Thread()
         self._replayed: set[int] = set()  # ids of parameters that a CUDA graph updates
@@ -109,27 +105,19 @@ class WeightCache:
         """Returns the numbers of casts and hits so far."""
         return CastCounts(self.state.casts, self.state.hits)
 
-    def cast(self, tensor: Tensor, dtype: torch.dtype, with_graph: bool = True) -> Tensor:
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Casts a tensor; uses the kept cast of a parameter that has not changed since.
 
         Args:
             tensor: tensor of any shape, in a castable type other than ``dtype``.
             dtype: type to cast to.
-            with_graph: False for a cast of a parameter for `fused_linear`, while gradients are recorded.
 
         Returns:
-            A tensor of the same shape in ``dtype``, linked to ``tensor`` in the graph as by `Tensor.to`. Without a
-            graph, a leaf that requires grad as the parameter does.
+            A tensor of the same shape in ``dtype``, linked to ``tensor`` in the graph as by `Tensor.to`.
         """
         if is_compiling():
             return tensor.to(dtype)
-        if not with_graph:
-            with torch.no_grad():
-                cast = self._cast_in(self._store(tensor, with_graph=False), tensor, dtype)
-                return cast.requires_grad_(tensor.requires_grad)
-        return self._cast_in(self._store(tensor) if type(tensor) is Parameter else None, tensor, dtype)
-
-    def _cast_in(self, store: Store | None, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        store = self._store(tensor) if type(tensor) is Parameter else None
         state = self.state
         observer = cast_observers.observer
         if store is None:
@@ -216,7 +204,7 @@ class WeightCache:
     def disable(self) -> None:
         """Stops keeping casts for good: for weights that are gathered before their layer runs, and freed after it."""
         self._enabled = False
-        self.state.iteration = self.state.without_graph = None
+        self.state.iteration = None
         self._serve_forward(None)
         self.clear()
 
@@ -224,7 +212,6 @@ class WeightCache:
         """Drops the casts of the iteration and of a forward that runs in this thread."""
         state = self.state
         self._iteration.clear()
-        self._without_graph.clear()
         state.sweep_at = self._SWEEP_FROM
         if state.forward is not None:
             state.forward.clear()
@@ -243,7 +230,7 @@ class WeightCache:
             self._replayed.update(map(id, updated()))
             if self._replayed:
                 # From now on `_store` decides for each weight.
-                self.state.iteration = self.state.without_graph = self.state.frozen = None
+                self.state.iteration = self.state.frozen = None
         if self._frozen:
             keys = [id(parameter) for parameter in updated()]
             for block in list(self._frozen):
@@ -300,21 +287,11 @@ class WeightCache:
 
     def _stores(self) -> list[Store]:
         """Returns all stores, except those of forwards that run in other threads."""
-        stores = [
-            self._iteration,
-            self._without_graph,
-            self.state.forward,
-            *(block.store for block in list(self._frozen)),
-        ]
+        stores = [self._iteration, self.state.forward, *(block.store for block in list(self._frozen))]
         return [store for store in stores if store is not None]
 
-    def _store(self, parameter: Tensor, with_graph: bool = True) -> Store | None:
-        """Returns the store to use for a parameter here and now; None under a tracer, or if there is none.
-
-        Args:
-            parameter: the parameter.
-            with_graph: False for casts without a graph, while gradients are recorded.
-        """
+    def _store(self, parameter: Tensor) -> Store | None:
+        """Returns the store to use for a parameter here and now; None under a tracer, or if there is none."""
         if not self._enabled or is_traced():
             return None
         if parameter.is_cuda and is_capturing():
@@ -322,8 +299,6 @@ class WeightCache:
             self.forget(parameter)
             return None
         changes_unseen = bool(self._replayed) and id(parameter) in self._replayed
-        if not with_graph:
-            return None if changes_unseen else self._without_graph
         # In inference mode nothing is recorded, whatever enable_grad() says.
         if is_grad_enabled() and not is_inference_mode_enabled():
             return None if changes_unseen else self._iteration

@@ -24,7 +24,7 @@ from ampatch.casting.cast_errors import may_be_caused_by_casts
 from ampatch.casting.nested import cast_tensors, tensors_in
 from ampatch.compilers import give_own_code
 from ampatch.opt_levels import HALVES
-from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function, Fused
+from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
 from ampatch.switch import Switch
 from ampatch.tracing import is_below_operators
 
@@ -32,7 +32,7 @@ from ampatch.tracing import is_below_operators
 Reason = str | Callable[[], str]
 
 
-def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason, fused: Fused | None = None) -> Function:
+def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -> Function:
     """Returns a plain function that adapts its arguments while casts are on, then calls the original.
 
     Args:
@@ -40,9 +40,8 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason, f
         adapter: adapter of the function's rule.
         switch: switch of the session.
         reason: note that names the function and the list entry; added to errors that a cast may have caused.
-        fused: function that makes those calls that it can make; torch.compile does not see it.
     """
-    thread, adapt = switch.thread, adapter.adapt
+    thread, adapt, call = switch.thread, adapter.adapt, adapter.call
     overridden = _asking_overrides(original)
 
     @functools.wraps(original)
@@ -60,16 +59,14 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason, f
             observer = None if is_dynamo_compiling() else cast_observers.observer
             if observer is not None and not observer.is_calling(original):
                 return observer.call(original, itself(), args, kwargs)  # type: ignore[arg-type]
-        # It takes plain tensors only, and checks what a cast could break: its errors need no note.
-        result = None if fused is None or is_dynamo_compiling() else fused(args, kwargs)
-        if result is not None:
-            return result
         adapted = None
         try:
             if has_torch_function((*args, *kwargs.values()) if kwargs else args):
                 adapted = adapted_for_override(adapt, args, kwargs)
                 return overridden(*adapted[0], **adapted[1])
             adapted = adapt(args, kwargs)
+            if call is not None and not is_dynamo_compiling():
+                return call((args, kwargs), adapted)
             return original(*adapted[0], **adapted[1])
         except Exception as error:
             explain(error, reason, (args, kwargs), adapted)

@@ -26,6 +26,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <array>
+#include <numeric>
 #include <optional>
 #include <string_view>
 
@@ -99,9 +101,7 @@ struct Caster {
   Ref cast(PyObject* object, ScalarType type);
   Ref cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType type);
   Ref cast_anew(const Tensor& tensor, ScalarType type);
-  Ref cast_by_cache(PyObject* parameter, ScalarType type, bool with_graph = true);
-  // Returns the cast of a parameter without a graph, for `fused_linear`.
-  Ref cast_without_graph(PyObject* parameter, const Tensor& tensor, ScalarType type);
+  Ref cast_by_cache(PyObject* parameter, ScalarType type);
 };
 
 // Returns the tensor in another type, as Tensor.to does. Throws what Tensor.to throws.
@@ -163,32 +163,9 @@ Ref Caster::cast_weight(PyObject* parameter, const Tensor& tensor, ScalarType ty
   return made && store->keep(parameter, tensor, made.get(), index) ? std::move(made) : Ref();
 }
 
-Ref Caster::cast_by_cache(PyObject* parameter, ScalarType type, bool with_graph) {
-  PyObject* args[] = {
-      parameter, reinterpret_cast<PyObject*>(torch::getTHPDtype(type)), with_graph ? Py_True : Py_False};
-  return Ref::taken(PyObject_Vectorcall(cast_otherwise, args, with_graph ? 2 : 3, nullptr));
-}
-
-Ref Caster::cast_without_graph(PyObject* parameter, const Tensor& tensor, ScalarType type) {
-  Store* store = state->for_fused();
-  if (store == nullptr || (tensor.is_cuda() && !is_not_capturing())) {
-    return cast_by_cache(parameter, type, false);
-  }
-  const int index = index_of(type);
-  if (PyObject* kept = store->find(parameter, tensor, index)) {
-    ++state->hits;
-    return Ref::shared(kept);
-  }
-  if (tensor.is_inference() || store->size() >= state->sweep_at) {
-    return cast_by_cache(parameter, type, false);
-  }
-  const Ref held = Ref::shared(reinterpret_cast<PyObject*>(store));  // other code may drop the store meanwhile
-  const at::NoGradGuard without_graph;
-  Ref made = cast_anew(tensor, type);
-  if (made) {
-    tensor_of(made.get()).set_requires_grad(tensor.requires_grad());
-  }
-  return made && store->keep(parameter, tensor, made.get(), index) ? std::move(made) : Ref();
+Ref Caster::cast_by_cache(PyObject* parameter, ScalarType type) {
+  PyObject* args[] = {parameter, reinterpret_cast<PyObject*>(torch::getTHPDtype(type))};
+  return Ref::taken(PyObject_Vectorcall(cast_otherwise, args, 2, nullptr));
 }
 
 Ref Caster::cast(PyObject* object, ScalarType type) {
@@ -275,7 +252,7 @@ struct Call {
   Py_ssize_t positional;  // with more positional arguments, one of them is `dtype` or `out`
   Kind kind;
   ScalarType type;
-  bool is_fused;  // linear layers that may be called as one node
+  bool is_linear;  // a linear layer, which may become one node
   Product product;
   bool has_frame;  // the original is a Python function, and so torch.compile must see the wrapper
 };
@@ -355,73 +332,55 @@ class Arguments {
     return true;
   }
 
-  // Calls a linear layer as one node; returns null without an exception if it may not.
-  PyObject* call_fused() {
-    PyObject* given[3] = {nullptr, nullptr, nullptr};
-    if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled() || !find_arguments(given)) {
-      return nullptr;
-    }
-    Caster* caster = call_->caster;
-    const bool has_bias = given[2] != nullptr && given[2] != Py_None;
-    if (!is_tensor(given[0]) || !is_parameter(given[1]) || (has_bias && !is_parameter(given[2]))) {
-      return nullptr;
-    }
-    HANDLE_TH_ERRORS
-    const Tensor& weight = tensor_of(given[1]);
-    const Tensor bias = has_bias ? tensor_of(given[2]) : Tensor();
-    if (!caster->is_here(weight) || !may_fuse(tensor_of(given[0]), weight, bias)) {
-      return nullptr;
-    }
-    const Ref half_weight = caster->cast_without_graph(given[1], weight, type_);
-    const Ref half_bias = half_weight && has_bias ? caster->cast_without_graph(given[2], bias, type_) : Ref();
-    const Ref input = caster->casts(tensor_of(given[0]), type_) ? caster->cast(given[0], type_) : Ref::shared(given[0]);
-    if (!half_weight || (has_bias && !half_bias) || !input) {
-      return nullptr;
-    }
-    return wrapped(result_of(tensor_of(input.get()),
-                             weight,
-                             bias,
-                             tensor_of(half_weight.get()),
-                             has_bias ? tensor_of(half_bias.get()) : Tensor()));
-    END_HANDLE_TH_ERRORS
-  }
-
   PyObject* call_original(size_t flags) {
     return casts_ || tells_dtype_ ? explained(call_with_cast())
                                   : PyObject_Vectorcall(call_->original, args_, flags, names_);
   }
 
  private:
-  Tensor result_of(const Tensor& input,
-                   const Tensor& weight,
-                   const Tensor& bias,
-                   const Tensor& half_weight,
-                   const Tensor& half_bias) const {
+  // Calls a linear layer as one node; returns an undefined tensor if it may not. `passed` are the arguments with casts.
+  Tensor linear_in_one_node(PyObject* const* passed) const {
+    std::array<Py_ssize_t, 3> places;
+    if (!at::GradMode::is_enabled() || c10::InferenceMode::is_enabled() || !find_places(places)) {
+      return Tensor();
+    }
+    const auto [input, weight, bias] = places;
+    const bool has_bias = bias >= 0 && args_[bias] != Py_None;
+    if (!is_tensor(passed[input]) || !is_cast_parameter(passed, weight) ||
+        (has_bias && !is_cast_parameter(passed, bias))) {
+      return Tensor();
+    }
+    const Linear layer{tensor_of(passed[input]),
+                       tensor_of(args_[weight]),
+                       has_bias ? tensor_of(args_[bias]) : Tensor(),
+                       tensor_of(passed[weight]),
+                       has_bias ? tensor_of(passed[bias]) : Tensor()};
     const pybind11::gil_scoped_release released;
-    return fused_linear(input, weight, bias, half_weight, half_bias, call_->product);
+    return layer.may_be_one_node() ? layer.in_one_node(call_->product) : Tensor();
   }
 
-  static bool is_parameter(PyObject* object) {
-    return Py_TYPE(object) == reinterpret_cast<PyTypeObject*>(ParameterClass);
+  bool is_cast_parameter(PyObject* const* passed, Py_ssize_t place) const {
+    return passed[place] != args_[place] && Py_TYPE(args_[place]) == reinterpret_cast<PyTypeObject*>(ParameterClass);
   }
 
-  // Finds input, weight and bias; returns false if the call has other arguments, or lacks one.
-  bool find_arguments(PyObject** given) const {
+  // Finds where input, weight and bias are, -1: nowhere; returns false if the call has other arguments, or lacks one.
+  bool find_places(std::array<Py_ssize_t, 3>& places) const {
     if (positional_ > 3) {
       return false;
     }
-    std::copy(args_, args_ + positional_, given);
+    places.fill(-1);
+    std::iota(places.begin(), places.begin() + positional_, 0);
     PyObject* const names[] = {name_input, name_weight, name_bias};
     for (Py_ssize_t i = positional_; i < count_; ++i) {
       PyObject* name = PyTuple_GET_ITEM(names_, i - positional_);
       const auto* found =
           std::find_if(std::begin(names), std::end(names), [&](PyObject* known) { return is_named(name, known); });
-      if (found == std::end(names) || given[found - names] != nullptr) {
+      if (found == std::end(names) || places[found - names] >= 0) {
         return false;
       }
-      given[found - names] = args_[i];
+      places[found - names] = i;
     }
-    return given[0] != nullptr && given[1] != nullptr;
+    return places[0] >= 0 && places[1] >= 0;
   }
 
   // Adds a note with the name of the function to an error from a call with cast arguments, if a cast may be the cause.
@@ -541,6 +500,11 @@ class Arguments {
       }
     }
     has_cast_ = true;
+    if (call_->is_linear) {
+      if (const Tensor result = linear_in_one_node(first); result.defined()) {
+        return wrapped(result);
+      }
+    }
     return PyObject_Vectorcall(call_->original, first, flags, names_);
     END_HANDLE_TH_ERRORS
   }
@@ -614,12 +578,6 @@ PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject*
       is_known = arguments.inspect();
     } catch (const std::exception&) {  // a tensor that cannot be inspected: Python reports the error
     }
-    if (is_known && call->is_fused) {
-      PyObject* result = arguments.call_fused();
-      if (result != nullptr || PyErr_Occurred()) {
-        return result;
-      }
-    }
     if (is_known) {
       return arguments.call_original(flags);
     }
@@ -691,8 +649,8 @@ bool kind_of(std::string_view text, Kind* kind) {
 }
 
 // accelerate(function, python, caster, original, kind, dtype, positional, explain, product): makes calls of `function`
-// run in C++, with the results of calls of `python`. `product` is None, except for linear layers that may be called as
-// one node. No other code may hold `function` yet.
+// run in C++, with the results of calls of `python`. `product` is None, except for linear layers that may become one
+// node. No other code may hold `function` yet.
 PyObject* accelerate(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *object, *python, *caster, *original, *dtype, *explain;
@@ -731,7 +689,7 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   call->python = Py_NewRef(python);
   call->positional = positional;
   call->kind = kind;
-  call->is_fused = product_text != nullptr;
+  call->is_linear = product_text != nullptr;
   call->product = product;
   call->has_frame = PyFunction_Check(original);
   call->type = dtype == Py_None ? ScalarType::Undefined : reinterpret_cast<THPDtype*>(dtype)->scalar_type;

@@ -103,7 +103,6 @@ Tensor bias_gradient(const Tensor& rows, Product product) {
 
 // Which gradients are asked for: of input, bias and weight.
 using Asked = std::array<bool, 3>;
-constexpr size_t kWeight = 2;
 
 variable_list gradients(const Tensor& grad,
                         const Tensor& input,
@@ -138,36 +137,9 @@ variable_list call_in_graph(const Node& node,
   return python->call_function(saved.get_py_compiler(), "apply_functional", name, grads, packed.vec(), metadata);
 }
 
-variable_list in_float32(const Tensor& grad) {
-  return {grad.defined() ? grad.to(ScalarType::Float) : Tensor()};
-}
-
-// The cast of a parameter, where the values of the cast exist already.
-struct LinkedCastBackward : Node {
-  std::string name() const override {
-    return "LinkedCastBackward";
-  }
-
-  variable_list apply(variable_list&& grads) override {
-    return in_float32(grads[0]);
-  }
-
-  void compiled_args(CompiledNodeArgs&) const override {
-  }
-
-  variable_list apply_with_saved(const variable_list& grads, SwapSavedVariables& saved) override {
-    return call_in_graph(*this, grads, saved, applied, PackedArgs());
-  }
-
- private:
-  static variable_list applied(const variable_list& grads, const std::vector<c10::IValue>&) {
-    return in_float32(grads[0]);
-  }
-};
-
 struct FusedLinearBackward : Node {
   SavedVariable input;
-  SavedVariable weight;   // the half cast, which has no graph; empty if the input needs no gradient
+  SavedVariable weight;   // the half cast; empty if the input needs no gradient
   bool has_usual_layout;  // of that cast
   Product product;
 
@@ -193,14 +165,7 @@ struct FusedLinearBackward : Node {
     if (!is_recorded && is_alone(grads[0]) && is_alone(given)) {  // autograd would do nothing
       below.emplace();
     }
-    // If this pass is recorded, a second one follows: it must find the parameter behind its cast.
-    return gradients(grads[0],
-                     given,
-                     is_recorded && half.defined() ? linked(half) : half,
-                     has_usual_layout,
-                     product,
-                     asked(),
-                     is_recorded);
+    return gradients(grads[0], given, half, has_usual_layout, product, asked(), is_recorded);
   }
 
   void compiled_args(CompiledNodeArgs& args) const override {
@@ -244,14 +209,6 @@ struct FusedLinearBackward : Node {
   Asked asked() const {
     return {task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
   }
-
-  Tensor linked(const Tensor& cast) const {
-    const auto node = make_node<LinkedCastBackward>();
-    node->add_next_edge(next_edge(kWeight));
-    Tensor made = cast.variable_data();
-    set_history(made, node);
-    return made;
-  }
 };
 
 bool is_weight(const Tensor& tensor) {
@@ -275,20 +232,15 @@ bool product_of(std::string_view text, Product* product) {
   return true;
 }
 
-bool may_fuse(const Tensor& input, const Tensor& weight, const Tensor& bias) {
+bool Linear::may_be_one_node() const {
   return weight.requires_grad() && is_weight(weight) && weight.dim() == 2 && is_ordinary(input) && !input.is_nested() &&
-         input.dim() >= 2 && input.size(-1) == weight.size(1) && input.numel() > 0 && weight.numel() > 0 &&
-         input.device() == weight.device() && !input._fw_grad(0).defined() &&
+         input.scalar_type() == half_weight.scalar_type() && input.dim() >= 2 && input.size(-1) == weight.size(1) &&
+         input.numel() > 0 && weight.numel() > 0 && input.device() == weight.device() && !input._fw_grad(0).defined() &&
          (!bias.defined() ||
           (is_weight(bias) && bias.dim() == 1 && bias.size(0) == weight.size(0) && bias.device() == weight.device()));
 }
 
-Tensor fused_linear(const Tensor& input,
-                    const Tensor& weight,
-                    const Tensor& bias,
-                    const Tensor& half_weight,
-                    const Tensor& half_bias,
-                    Product product) {
+Tensor Linear::in_one_node(Product product) const {
   const auto node = make_node<FusedLinearBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(input, bias, weight));
   node->input = SavedVariable(input, false);

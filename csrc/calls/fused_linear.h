@@ -14,19 +14,21 @@ enum class Product { automatic, half, float32 };
 // Returns false with a Python exception set.
 bool product_of(std::string_view text, Product* product);
 
-// True if shapes, types and layouts fit the node; a layer without a bias passes an undefined tensor. The caller
-// checks the types of the Python objects, the devices that are cast on, and the state of the thread.
-bool may_fuse(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias);
+// A linear layer with its casts: `input` in half; `weight` and `bias`, and their casts to half with graphs that lead to
+// them. Without a bias, both tensors are undefined.
+struct Linear {
+  const at::Tensor& input;
+  const at::Tensor& weight;
+  const at::Tensor bias;
+  const at::Tensor& half_weight;
+  const at::Tensor half_bias;
 
-// Returns the result of a linear layer as one node.
-//
-// `input` is half. `weight` and `bias` are float32 leaves, and `half_weight` and `half_bias` their casts without a
-// graph. Throws what torch's linear layer throws.
-at::Tensor fused_linear(const at::Tensor& input,
-                        const at::Tensor& weight,
-                        const at::Tensor& bias,
-                        const at::Tensor& half_weight,
-                        const at::Tensor& half_bias,
-                        Product product);
+  // True if shapes, types and layouts fit the node. The caller checks the types of the Python objects and the state of
+  // the thread.
+  bool may_be_one_node() const;
+
+  // Returns the result, with the node as its history. Throws what torch's linear layer throws.
+  at::Tensor in_one_node(Product product) const;
+};
 
 }  // namespace ampatch

@@ -156,7 +156,6 @@ PyObject* cache_state_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = reinterpret_cast<CacheState*>(type->tp_alloc(type, 0));
   if (self != nullptr) {
     self->iteration = Py_NewRef(Py_None);
-    self->without_graph = Py_NewRef(Py_None);
     self->frozen = PyTuple_New(0);
     self->number = ++last;
   }
@@ -165,14 +164,12 @@ PyObject* cache_state_new(PyTypeObject* type, PyObject*, PyObject*) {
 
 int cache_state_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(reinterpret_cast<CacheState*>(self)->iteration);
-  Py_VISIT(reinterpret_cast<CacheState*>(self)->without_graph);
   Py_VISIT(reinterpret_cast<CacheState*>(self)->frozen);
   return 0;
 }
 
 int cache_state_drop(PyObject* self) {
   Py_CLEAR(reinterpret_cast<CacheState*>(self)->iteration);
-  Py_CLEAR(reinterpret_cast<CacheState*>(self)->without_graph);
   Py_CLEAR(reinterpret_cast<CacheState*>(self)->frozen);
   return 0;
 }
@@ -200,7 +197,6 @@ int cache_state_set_forward(PyObject* self, PyObject* value, void*) {
 PyMemberDef cache_state_members[] = {{"casts", T_LONGLONG, offsetof(CacheState, casts), 0, nullptr},
                                      {"hits", T_LONGLONG, offsetof(CacheState, hits), 0, nullptr},
                                      {"iteration", T_OBJECT_EX, offsetof(CacheState, iteration), 0, nullptr},
-                                     {"without_graph", T_OBJECT_EX, offsetof(CacheState, without_graph), 0, nullptr},
                                      {"sweep_at", T_PYSSIZET, offsetof(CacheState, sweep_at), 0, nullptr},
                                      {nullptr, 0, 0, 0, nullptr}};
 
@@ -267,10 +263,6 @@ Py_ssize_t Store::size() const {
 
 Store* CacheState::for_iteration() const {
   return as_store(iteration);
-}
-
-Store* CacheState::for_fused() const {
-  return as_store(without_graph);
 }
 
 Store* CacheState::for_forward() const {

@@ -97,17 +97,13 @@ struct CacheState {
   PyObject_HEAD
   long long casts;
   long long hits;
-  PyObject* iteration;      // a Store, or None
-  PyObject* without_graph;  // a Store, or None
-  PyObject* frozen;         // a tuple of tuples of a frozenset and a Store, or None
+  PyObject* iteration;  // a Store, or None
+  PyObject* frozen;     // a tuple of tuples of a frozenset and a Store, or None
   Py_ssize_t sweep_at;
   uint64_t number;  // unique in this process
 
   // Returns the store for code that records gradients; null if `WeightCache.cast` has to decide.
   Store* for_iteration() const;
-  // Returns the store for casts without a graph, while gradients are recorded; null if `WeightCache.cast` has to
-  // decide.
-  Store* for_fused() const;
   // Returns this thread's store for code that does not record gradients; null outside a forward pass.
   Store* for_forward() const;
   // Returns a borrowed reference; null if no frozen store has an entry that counts. Only the oldest block with a
