@@ -5,7 +5,8 @@ turn, and prints medians. It compares results first; an operator whose result di
 nothing else.
 
 On a GPU, device events measure the time. The host gets a head start, so that this is the device's time alone. The table
-also has the host's time to launch the kernels. A training step takes the longer of the two.
+also has the host's time to launch the kernels. A training step takes the longer of the two. A slow call is measured in
+fewer rounds, three at least: some of torch's ways would take most of the time.
 
 With `--profile OPERATOR,...` it times nothing: it runs each operator once, after a copy, for a profiler such as
 Nsight Compute (`ncu --profile-from-start off`).
@@ -14,6 +15,7 @@ Nsight Compute (`ncu --profile-from-start off`).
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import itertools
 import json
@@ -46,6 +48,7 @@ MAX_NORM = 1e5
 ALIGNMENT = 512  # bytes: alignment of torch's CUDA allocator
 CPU_CACHE = 32 << 20  # assumed cache of a CPU, in bytes
 CYCLES = 2e9 * 1.5  # of a GPU in one second, with a margin of a half
+SECONDS = 0.06  # of a call's rounds on a GPU: 30 rounds of 2 ms
 
 
 # Gradients
@@ -319,8 +322,10 @@ def measured(calls: list[Call], pristine: Model, ring: list[Model], rounds: int)
     is_cuda = pristine.inv_scale.is_cuda
     times: list[list[tuple[float, float]]] = [[] for _ in calls]
     models = itertools.cycle(ring)
-    for _ in range(rounds + 1):  # the first round warms up
+    for number in range(rounds + 1):  # the first round warms up
         for call, found in zip(calls, times, strict=True):
+            if is_cuda and number > 3 and sum(map(sum, found[1:])) > SECONDS:
+                continue
             model = next(models)
             if is_cuda:
                 found.append(seconds_on_gpu(call, model, head_start=found[-1][1] if found else 0.01))
@@ -330,7 +335,10 @@ def measured(calls: list[Call], pristine: Model, ring: list[Model], rounds: int)
     medians = [tuple(map(statistics.median, zip(*found[1:], strict=True))) for found in times]
     if not is_cuda:
         return [Timed(whole) for whole, _ in medians]
-    return [Timed(*median, launches(call, ring[0], pristine)) for call, median in zip(calls, medians, strict=True)]
+    restore = functools.partial(model.take_gradients, pristine)
+    works = [work for call in calls for work in (functools.partial(call, model), restore)]
+    counts = on_device.counts(works, "cuda")[::2]
+    return [Timed(*median, count.launches) for median, count in zip(medians, counts, strict=True)]
 
 
 def seconds(call: Call, model: Model) -> float:
@@ -349,12 +357,6 @@ def seconds_on_gpu(call: Call, model: Model, head_start: float) -> tuple[float, 
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1000, host
-
-
-def launches(call: Call, model: Model, pristine: Model) -> int:
-    """Returns the number of kernels that a call launches."""
-    model.take_gradients(pristine)
-    return on_device.counts(lambda: call(model), "cuda").launches
 
 
 # Tables
