@@ -62,11 +62,11 @@ def inputs(device: str = "cpu") -> Tensor:
     return torch.linspace(-1, 1, 24, device=device).view(4, 6)
 
 
-def trained(model: nn.Module, x: Any, level: str | None, half: torch.dtype) -> list[Tensor]:
+def trained(model: nn.Module, x: Any, level: str | None, half: torch.dtype, **options: Any) -> list[Tensor]:
     """Weights after two steps, at an opt level or (None) without amp."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     if level is not None:
-        amp.initialize(model, optimizer, opt_level=level, half_dtype=half, init_scale=64.0, verbosity=0)
+        amp.initialize(model, optimizer, opt_level=level, half_dtype=half, init_scale=64.0, verbosity=0, **options)
     for _ in range(2):
         optimizer.zero_grad()
         out = model(x)
@@ -238,9 +238,10 @@ class TestModes:
     @pytest.mark.covering(2)
     def test_change_nothing_for_what_is_set_up_and_trained_in_them(self, mode, level, half, device):
         model, x = Network().to(device), inputs(device)
-        expected = trained(Network().to(device), x, level, half)
+        # A mode keeps linear layers from becoming one node, whose gradients on a GPU have more digits.
+        expected = trained(Network().to(device), x, level, half, fused_linear=False)
         with MODES[mode]():
-            found = trained(model, x, level, half)
+            found = trained(model, x, level, half, fused_linear=False)
         # With an observer in place the casts of weights are not kept, for each to be seen.
         assert set(model.seen) == {half}
         for one, other in zip(found, expected, strict=True):
