@@ -544,11 +544,11 @@ class TestOnAGpu:
         inputs = 2 + 2 * (2 if isinstance(layer, nn.LSTM) else 1)  # the sequences, and the states that torch makes
         assert now.cache_hits - before.cache_hits == len(weights_of(layer))
         assert now.casts - before.casts <= len(weights_of(layer)) + inputs
-        # torch's autocast runs these layers in float16 whatever it is told.
-        room = 1e-2 if half is torch.bfloat16 else 1e-3
-        torch.testing.assert_close(found, expected.to(half), rtol=room, atol=room)
+        # Autocast runs these layers in float16, whatever its type is, and bfloat16 rounds 8 times as coarsely.
+        room, of_gradients = (1e-3, 1e-2) if half is torch.float16 else (1.6e-2, 8e-2)
+        torch.testing.assert_close(found.float(), expected.float(), rtol=room, atol=room)
         for gradient, other in zip(gradients(layer), wanted, strict=True):
-            torch.testing.assert_close(gradient, other, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(gradient, other, rtol=of_gradients, atol=of_gradients)
 
     def test_in_the_order_that_torch_itself_puts_them_into(self):
         layer = made(num_layers=2, bidirectional=True).cuda()
