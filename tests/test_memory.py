@@ -113,11 +113,11 @@ class TestFunctionsThatCast:
     @every_optimizer
     @every_network
     @pytest.mark.covering(1)
-    def test_a_training_step_peaks_where_it_does_under_autocast(
+    def test_a_training_step_peaks_no_higher_than_under_autocast(
         self, make: Make, make_optimizer: Callable, half: str, device: str
     ) -> None:
         peaks = [peak_of_step(way, half, make, make_optimizer, device=device) for way in ("O1", "autocast")]
-        assert peaks[0] == pytest.approx(peaks[1], rel=TOLERANCE)
+        assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
 
     def test_so_it_does_where_attention_takes_most(self, half: str, device: str) -> None:
         make, adam = functools.partial(transformer, 32), EVERY_OPTIMIZER["Adam-fused"]

@@ -26,6 +26,7 @@ from ampatch.diagnostics.report_calls import CallRecorder
 from ampatch.diagnostics.report_rows import Row
 from ampatch.errors import CastListError
 from ampatch.opt_levels import HALVES
+from ampatch.patching.fused_linear import LINEAR, NODE
 
 #: Reasons of ``lists/reviewed.yaml`` for which a function does the same in half as in float32, or is no arithmetic.
 _HARMLESS = frozenset(
@@ -157,7 +158,7 @@ class TrainingRecorder(CallRecorder):
                 if len(self._by_sequence) > _REMEMBERED:
                     del self._by_sequence[next(iter(self._by_sequence))]
         else:
-            function = self._by_sequence.get(node._sequence_nr())
+            function = LINEAR if node.name() == NODE else self._by_sequence.get(node._sequence_nr())
         self._flops[function, any(each.dtype in HALVES for each in floating)] += flops
 
     def observed(self) -> Observed:

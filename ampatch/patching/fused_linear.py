@@ -36,6 +36,9 @@ _will_execute = torch._C._will_engine_execute_node
 #: Positional and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+#: Name of the node.
+NODE = "FusedLinearBackward"
+
 #: The function whose calls may take the node.
 LINEAR = torch._C._nn.linear  # not by its public name, under which another library may have put its own
 
@@ -194,8 +197,12 @@ class FusedLinear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         of_input, of_bias, of_weight = _asked_for(ctx)
         rows, inputs = _as_rows(grad), _as_rows(input)
+        input_gradient = _input_gradient(rows, inputs, weight, input.shape) if of_input else None
+        del weight
+        if not is_compiling():
+            ctx.maybe_clear_saved_tensors()  # unless the graph is retained: the cast's memory is free for what follows
         return (
-            _input_gradient(rows, inputs, weight, input.shape) if of_input else None,
+            input_gradient,
             _bias_gradient(rows, ctx.product) if of_bias else None,
             _weight_gradient(rows, inputs, ctx.has_usual_layout, ctx.product) if of_weight else None,
             None,

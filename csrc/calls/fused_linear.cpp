@@ -12,6 +12,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
@@ -104,18 +105,28 @@ Tensor bias_gradient(const Tensor& rows, Product product) {
 // Which gradients are asked for: of input, bias and weight.
 using Asked = std::array<bool, 3>;
 
+// Drops `weight`, the half cast, before it makes the gradient of the weight.
 variable_list gradients(const Tensor& grad,
                         const Tensor& input,
-                        const Tensor& weight,
+                        Tensor weight,
                         bool has_usual_layout,
                         Product product,
                         const Asked& asked,
                         bool is_recorded) {
   const Tensor rows = as_matrix(grad);
   const Tensor inputs = as_matrix(input);
-  return {asked[0] ? reshaped(input_gradient(rows, inputs, weight), input) : Tensor(),
-          asked[1] ? bias_gradient(rows, product) : Tensor(),
-          asked[2] ? weight_gradient(rows, inputs, has_usual_layout, product, is_recorded) : Tensor()};
+  variable_list found(3);
+  if (asked[0]) {
+    found[0] = reshaped(input_gradient(rows, inputs, weight), input);
+  }
+  weight.reset();
+  if (asked[1]) {
+    found[1] = bias_gradient(rows, product);
+  }
+  if (asked[2]) {
+    found[2] = weight_gradient(rows, inputs, has_usual_layout, product, is_recorded);
+  }
+  return found;
 }
 
 // Puts a call of a function into the graph that compiled autograd makes of the backward pass. torch binds the functions
@@ -159,13 +170,16 @@ struct FusedLinearBackward : Node {
       return variable_list(3);
     }
     const Tensor given = input.unpack();
-    const Tensor half = weight.unpack();
+    Tensor half = weight.unpack();
+    if (!torch::autograd::get_current_graph_task_keep_graph()) {
+      weight.reset_data();
+    }
     const bool is_recorded = at::GradMode::is_enabled();
     std::optional<at::AutoDispatchBelowADInplaceOrView> below;
     if (!is_recorded && is_alone(grads[0]) && is_alone(given)) {  // autograd would do nothing
       below.emplace();
     }
-    return gradients(grads[0], given, half, has_usual_layout, product, asked(), is_recorded);
+    return gradients(grads[0], given, std::move(half), has_usual_layout, product, asked(), is_recorded);
   }
 
   void compiled_args(CompiledNodeArgs& args) const override {
