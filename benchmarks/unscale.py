@@ -518,8 +518,8 @@ def main() -> int:
             for found in rows(shapes, dtype, device, 3 if options.quick else rounds):
                 print(line(found), flush=True)
                 result.append({"case": case, **found})
-    if options.json:
-        options.json.write_text(json.dumps({"title": title, "rows": result}, indent=2) + "\n", encoding="utf-8")
+        if options.json:  # after each case: on a lent machine, time may run out
+            options.json.write_text(json.dumps({"title": title, "rows": result}, indent=2) + "\n", encoding="utf-8")
     return int(any("differs" in each for each in result))
 
 
