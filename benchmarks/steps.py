@@ -262,11 +262,11 @@ def main() -> int:
         print(f"\n### {name}, {half}\n", line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n")
         print(*(line(row.cells()) for row in found), sep="\n", flush=True)
         rows += found
+        if options.json:  # after each case: on a lent machine, time may run out
+            report = {"title": title, "rows": list(map(asdict, rows))}
+            options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for worker in workers.values():
         worker.stop()
-    if options.json:
-        report = {"title": title, "rows": list(map(asdict, rows))}
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return int(any(row.fault for row in rows))
 
 

@@ -86,14 +86,14 @@ def elements(shapes: Shapes) -> int:
 
 def cases(device: str, quick: bool) -> dict[str, tuple[str, Shapes]]:
     """Returns titles and shapes to measure, by name; those for the CPU are smaller, to save time and memory."""
-    large, layers = (100_000_000, 24) if device == "cuda" else (50_000_000, 2)
+    large, layers, width = (100_000_000, 24, 1024) if device == "cuda" else (50_000_000, 2, 1024)
     small = 10_000
     if quick:
-        large, layers, small = 10_000_000, 1, 1000
+        large, layers, width, small = 1_000_000, 1, 64, 1000
     return {
         "large": ("one large tensor", [(large,)]),
         "resnet": ("ResNet-50", resnet50()),
-        "transformer": (f"a transformer of {layers} layers", transformer(layers)),
+        "transformer": (f"a transformer of {layers} layers", transformer(layers, width)),
         "small": ("small tensors", [(100,)] * small),
         # Hardly any work, so that the cost of a launch shows: of one with few tensors, and of one with many.
         "1": ("one small tensor", [(100,)]),
@@ -518,8 +518,8 @@ def main() -> int:
             for found in rows(shapes, dtype, device, 3 if options.quick else rounds):
                 print(line(found), flush=True)
                 result.append({"case": case, **found})
-    if options.json:
-        options.json.write_text(json.dumps({"title": title, "rows": result}, indent=2) + "\n", encoding="utf-8")
+        if options.json:  # after each case: on a lent machine, time may run out
+            options.json.write_text(json.dumps({"title": title, "rows": result}, indent=2) + "\n", encoding="utf-8")
     return int(any("differs" in each for each in result))
 
 

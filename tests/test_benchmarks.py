@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -467,6 +468,25 @@ class TestSteps:
         assert timed.ratio.median == timed.host_ratio.median == 0.5
         assert "0.50 (0.50 to 1.70)" in list(timed.cells())
 
+    @pytest.mark.parametrize(("until", "rounds"), [(-math.inf, 8), (math.inf, 100)], ids=["no_time_left", "time_left"])
+    def test_more_than_eight_rounds_only_if_there_is_time(
+        self, until: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        steps, on_device = imported("steps", monkeypatch), imported("on_device", monkeypatch)
+
+        def worker(kernels: dict[str, int]) -> SimpleNamespace:
+            once = steps.Once(steps.Evidence("float32", [1.0]), on_device.Counts(Counter(kernels), 1, 2), 2**20)
+            return SimpleNamespace(open=lambda _: once, measure=lambda: steps.Round(2.0, 1.0), close=lambda: None)
+
+        kernels = {steps.UNPATCHED: {}, steps.AUTOCAST: {"cast": 3, "mul": 1}, "ampatch O1": {"cast": 1, "add": 1}}
+        workers = {name: worker(launched) for name, launched in kernels.items()}
+        case = steps.WholeSteps(steps.MODELS[steps.SMALL], "float16", "cpu")
+        *_, autocasts, ours = steps.compared("m", case, workers, steps.ROUNDS, until)
+        assert (autocasts.rounds, ours.rounds) == (rounds, rounds)
+        assert (ours.launches, ours.waits, ours.allocations, ours.kernels) == (2, 1, 2, {"cast": 1, "add": 1})
+        assert ours.more_launches == {"add": 1, "mul": -1, "cast": -2}
+        assert autocasts.more_launches == {}
+
     def test_other_losses_are_named_and_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         steps = imported("steps", monkeypatch)
         right, wrong = (steps.Evidence("float32", [loss]) for loss in (1.0, 2.0))
@@ -493,8 +513,70 @@ class TestSteps:
             assert not steps.fault_of(losses(name, 0.5), clipped), name
 
 
+class TestCounts:
+    """`benchmarks/on_device.py`."""
+
+    def test_each_piece_of_work_has_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        x = torch.ones(3)
+        adds, nothing, reads = imported("on_device", monkeypatch).counts([lambda: x + 1, list, x[0].item], "cpu")
+        assert (adds.kernels["aten::add"], adds.waits, adds.allocations > 0) == (1, 0, True)
+        assert (nothing.launches, nothing.waits, nothing.allocations) == (0, 0, 0)
+        assert (reads.kernels["aten::add"], reads.waits) == (0, 1)
+
+    def test_on_a_gpu_kernels_and_waits_are_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Stands in for the profiler and the allocator."""
+        on_device = imported("on_device", monkeypatch)
+        host, gpu = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+        seen = [
+            *((5, "cudaStreamSynchronize", host), (10, f"{on_device._WORK}0", host), (10, f"{on_device._WORK}0", gpu)),
+            *((11, "aten::add", host), (12, "cudaLaunchKernel", host), (13, "add", gpu), (14, "Memset (Device)", gpu)),
+            *(
+                (20, f"{on_device._WORK}1", host),
+                (21, "cudaStreamSynchronize", host),
+                (22, "mul", gpu),
+                (23, "mul", gpu),
+            ),
+        ]
+        events = [
+            SimpleNamespace(
+                start_ns=lambda start=start: start,
+                name=lambda name=name: name,
+                device_type=lambda where=where: where,
+                is_user_annotation=lambda name=name: name.startswith(on_device._WORK),
+            )
+            for start, name, where in seen
+        ]
+        results = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
+        monkeypatch.setattr(torch.profiler, "profile", lambda: contextlib.nullcontext(results))
+        monkeypatch.setattr(on_device, "finish", lambda _: None)
+        asked = iter([0, 2, 2, 5])
+        monkeypatch.setattr(on_device, "_allocated", lambda _: next(asked))
+        found = on_device.counts([list, list], "cuda")
+        assert found == [({"add": 1}, 0, 2), ({"mul": 2}, 1, 3)]
+        assert [each.launches for each in found] == [1, 2]
+
+
 class TestUnscale:
     """`benchmarks/unscale.py`."""
+
+    def test_on_a_gpu_slow_calls_are_measured_in_fewer_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        unscale = imported("unscale", monkeypatch)
+        fast, slow, slower = (lambda _: None for _ in range(3))
+        seconds = {fast: 0.0001, slow: 0.05, slower: 1.0}
+        calls: Counter[Any] = Counter()
+
+        def seconds_on_gpu(call: Any, model: object, head_start: float) -> tuple[float, float]:
+            calls[call] += 1
+            return seconds[call], 0.0
+
+        monkeypatch.setattr(unscale, "seconds_on_gpu", seconds_on_gpu)
+        counts = [SimpleNamespace(launches=number) for number in range(6)]
+        monkeypatch.setattr(unscale.on_device, "counts", lambda works, device: counts[: len(works)])
+        model = SimpleNamespace(inv_scale=SimpleNamespace(is_cuda=True), take_gradients=lambda _: None)
+        found = unscale.measured(list(seconds), model, [model], 30)
+        assert calls == {fast: 31, slow: 4, slower: 4}  # with the round that warms up
+        assert [each.seconds for each in found] == list(seconds.values())
+        assert [each.launches for each in found] == [0, 2, 4]
 
     @pytest.mark.parametrize(
         ("option", "message"),
