@@ -245,12 +245,18 @@ void copy_to_half_grads(std::vector<Tensor> master_grads, std::vector<Tensor> gr
 }
 
 template <class Narrow>
-uint32_t fingerprint_of(const Narrow* elements, int64_t first, int64_t count) {
-  using Bits = std::conditional_t<sizeof(Narrow) == 2, uint16_t, uint32_t>;
-  const Bits* bits = reinterpret_cast<const Bits*>(elements);
-  uint32_t sum = 0;
-  for (int64_t index = 0; index < count; ++index) {
-    sum += hashed(bits[index], static_cast<uint32_t>(first + index));
+uint32_t fingerprint_of(const Narrow* elements, int64_t start, int64_t count) {
+  constexpr int64_t kInWord = sizeof(uint32_t) / sizeof(Narrow);  // elements
+  const auto first = static_cast<uint32_t>(start / kInWord);
+  uint32_t sum = 0, bits = 0;
+  for (int64_t word = 0; word < count / kInWord; ++word) {
+    std::memcpy(&bits, elements + word * kInWord, sizeof(bits));
+    sum += hashed(bits, first + static_cast<uint32_t>(word));
+  }
+  if (count % kInWord != 0) {
+    uint16_t last;
+    std::memcpy(&last, elements + count - 1, sizeof(last));
+    sum += hashed(last, first + static_cast<uint32_t>(count / kInWord));
   }
   return sum;
 }

@@ -50,8 +50,9 @@ C10_HOST_DEVICE inline void copy_edit(Narrow half, float& master, bool of_gradie
   }
 }
 
-// Returns the hash of one element; the fingerprint of a tensor is the sum over its elements. At a given index different
-// values have different hashes. The mixing keeps the effects of regular edits, such as flipped signs, from cancelling.
+// Returns the hash of a word of 32 bits; the fingerprint of a tensor is the sum over its words. Two half elements make
+// a word, the first of them its lower bits; an odd last one has a word of its own. At a given index different words
+// have different hashes. The mixing keeps the effects of regular edits, such as flipped signs, from cancelling.
 C10_HOST_DEVICE inline uint32_t hashed(uint32_t bits, uint32_t index) {
   uint32_t hash = (bits + index * 0x9e3779b1u) * 0x85ebca6bu;
   hash ^= hash >> 15;

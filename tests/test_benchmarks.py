@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -583,7 +584,8 @@ class TestUnscale:
         [
             ("--only", "nothing; expected some of large,resnet,transformer,small,1,1024"),
             ("--dtypes", "nothing; expected some of float16,bfloat16,float32"),
-            ("--profile", "nothing; expected some of unscale_,unscale_copy,"),
+            ("--profile", "nothing; expected some of unscale_,unscale_copy,unscale_add,"),
+            ("--operators", "nothing; expected some of unscale_,unscale_copy,unscale_add,"),
         ],
     )
     def test_unknown_names_are_refused(
@@ -594,6 +596,25 @@ class TestUnscale:
         with pytest.raises(SystemExit, match="2"):
             unscale.main()
         assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize(("roundings", "agrees"), [(0, False), (1, True)])
+    def test_parameters_may_differ_by_a_rounding(
+        self, roundings: int, agrees: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        unscale = imported("unscale", monkeypatch)
+        pristine, *models = (unscale.Model([(3,)], torch.float32, "cpu") for _ in range(3))
+        for buffer in (pristine.grads, pristine.wide):
+            buffer.flat.fill_(1.0)
+
+        def add(name: str, number: float) -> Callable[[Any], object]:
+            return lambda model: getattr(model, name).flat[1:2].add_(number)
+
+        ulp = 2.0**-23  # of 1
+        by_one = unscale.Operation("by one", add("wide", ulp), add("wide", 0.0), roundings=roundings)
+        by_two = unscale.Operation("by two", add("wide", 2 * ulp), add("wide", 0.0), roundings=roundings)
+        gradient = unscale.Operation("gradient", add("grads", ulp), add("grads", 0.0), roundings=roundings)
+
+        assert [unscale.agree(each, pristine, models) for each in (by_one, by_two, gradient)] == [agrees, False, False]
 
 
 @pytest.mark.slow

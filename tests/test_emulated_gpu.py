@@ -79,6 +79,11 @@ for count in map(int, sys.argv[3:]):
     torch.ops.ampatch.unscale_(tensors, torch.tensor(0.5), torch.zeros(()))
     assert all(bool((tensor == 1).all()) for tensor in tensors)
     print("launches", count, library.emulated_launches() - before[0], library.emulated_argument_bytes() - before[1])
+before = library.emulated_launches()
+large = [torch.ones(100_000).half()]
+torch.ops.ampatch.found_inf_norm(large, torch.tensor(0.5), torch.zeros(()), torch.zeros((), dtype=torch.float64))
+torch.ops.ampatch.fingerprint(large, torch.zeros(1, dtype=torch.float64))
+assert library.emulated_launches() - before == 2
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow", sys.argv[2]]))
 """
 

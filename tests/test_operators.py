@@ -538,10 +538,10 @@ class TestShow:
 
 def sum_of_hashes(grad: Tensor) -> int:
     """The fingerprint by the definition in csrc/operations.h, in integers without limit."""
-    words = grad.view(torch.int32 if grad.dtype is torch.float32 else torch.int16).tolist()
+    data = grad.reshape(-1).view(torch.uint8).numpy().tobytes()
     total = 0
-    for index, word in enumerate(words):
-        bits = word % 2 ** (8 * grad.element_size())
+    for index in range(-(-len(data) // 4)):
+        bits = int.from_bytes(data[4 * index : 4 * index + 4], "little")
         hash_ = (bits + index * 0x9E3779B1) * 0x85EBCA6B % 2**32
         hash_ = (hash_ ^ hash_ >> 15) * 0xC2B2AE35 % 2**32
         total += hash_ ^ hash_ >> 13
@@ -1202,6 +1202,33 @@ class TestOnAGpu:
         work.found_inf.zero_()
         graph.replay()
         assert work.found_inf == 1
+
+    def test_norms_and_fingerprints_on_several_streams_at_once(self, gpu: torch.device) -> None:
+        grads = [torch.randn(300 * CHUNK + size, device=gpu).half() for size in range(3)]
+        factor, flag = torch.full((), 0.5, device=gpu), torch.zeros((), device=gpu)
+
+        def found(grad: Tensor) -> Tensor:
+            total, numbers = torch.zeros(2, 1, device=gpu, dtype=DOUBLE).unbind()
+            extension_kernels.found_inf_norm([grad], factor, flag, total)
+            extension_kernels.fingerprint([grad], numbers)
+            return torch.cat([total, numbers])
+
+        expected = torch.stack([found(grad) for grad in grads])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = found(grads[2])
+        streams = [torch.cuda.Stream() for _ in grads]
+        torch.cuda.synchronize()
+        rounds = []
+        for _ in range(50):
+            for grad, stream in zip(grads, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    if grad is grads[2]:
+                        graph.replay()
+                    rounds.append(captured.clone() if grad is grads[2] else found(grad))
+        torch.cuda.synchronize()
+
+        assert_all_same(rounds, [*expected] * 50)
 
     def test_the_host_does_not_wait(self, gpu: torch.device, expected: Work) -> None:
         work = Work(gpu)
