@@ -2,10 +2,11 @@
 
 Run as `python benchmarks/steps.py`; `--device cpu --quick` needs no GPU. A step is zero_grad, forward and backward
 pass, clipping of the gradients, and a fused AdamW. The small transformer's kernels are so short that the host is the
-limit; the large one keeps the device busy. Each contender has its own process. They are measured in turn, A B C A B C,
-never two at once, in at least eight rounds, and more while there is time; a time is divided by the reference's time in
-the same round. Prints medians over the rounds and, in brackets, the 10th and 90th percentile. The JSON file also has
-the kernels of a step, and how much more often than autocast each contender launches them.
+limit; the large one keeps the device busy. Each contender has its own process, all on the same two processors. They are
+measured in turn, A B C A B C, never two at once, in at least eight rounds, and more while there is time; a time is
+divided by the reference's time in the same round. Prints medians over the rounds and, in brackets, the 10th and 90th
+percentile. The JSON file also has the kernels of a step, and how much more often than autocast each contender launches
+them.
 
 "host" is the time until the last call of a round returned, while the device may still be at work. Losses are compared
 with those of float32: a contender with other losses is named, is not timed, and makes the exit status 1.
@@ -88,6 +89,7 @@ class WholeSteps:
 
     @contextlib.contextmanager
     def opened(self, make: Callable[..., Peer], share: float) -> Iterator[tuple[Once, Callable[[], Round]]]:
+        on_device.share_processors()
         torch.manual_seed(0)
         model, batch = self.model.make().to(self.device), self.model.batch()
         batch = type(batch)(*(tensor.to(self.device) for tensor in batch))

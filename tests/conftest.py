@@ -55,12 +55,14 @@ NEEDED = {
     "integration/test_half_architectures.py": "transformers",
     "integration/test_ignite.py": "ignite",
     "integration/test_lightning.py": "lightning",
+    "integration/test_pages.py": "sybil",
     "integration/test_peft.py": "peft",
     "integration/test_skorch.py": "skorch",
     "integration/test_traced_architectures.py": "transformers",
     "integration/test_transformers.py": "transformers",
     "test_casting.py": "transformers",
     "test_convert_model.py": "onnx",
+    "test_documentation.py": "sybil",
 }
 LEFT_OUT = {file: package for file, package in NEEDED.items() if find_spec(package) is None}
 collect_ignore = list(LEFT_OUT)
