@@ -112,6 +112,7 @@ class TestInterrupting:
         results = [Result(**entry) for entry in json.loads(Path("results.json").read_text())]
         assert capsys.readouterr().out == report.table(results) + "\n"
 
+    @pytest.mark.slow
     def test_again_and_again(self, uninterrupted: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]) -> None:
         ctrl_c_after(6)
         assert cli.main(["demo", *CHOSEN, "--save", "mine.pt"]) == 130

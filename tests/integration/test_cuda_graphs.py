@@ -284,7 +284,7 @@ class TestGraphedModels:
     @makes
     @halves
     @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_train_as_they_do_without_a_graph(self, level, half, make, device):
         halves_of = {"O4": torch.bfloat16, "O5": torch.bfloat16}
 
@@ -414,7 +414,6 @@ class TestGraphedModels:
         amp.deinitialize()
         make_graphed(model, (torch.randn(5, 8, device=device),))
         assert model(torch.randn(5, 8, device=device)).dtype == torch.float32
-
 
     def test_are_run_without_casts_of_before(self, device):
         """Their graphs belong to this stream, for which a capture must not wait."""
