@@ -41,10 +41,14 @@ pytest_plugins = ["accounting", "covering", "far_devices"]
 # hand this on to them.
 os.environ.setdefault("AMPATCH_CACHE", str(Path(__file__).parent.parent / "build" / "extension"))
 # Which kernels a test runs on must not hang on what was compiled before it; tests of the extension select that. To run
-# all of them on it, set this to "extension".
-os.environ.setdefault("AMPATCH_KERNELS", "torch")
-# So with calls of patched functions: "compiled" has all tests run them in C++.
-os.environ.setdefault("AMPATCH_CALLS", "python")
+# all of them on it, set the first to "extension". So with calls of patched functions: "compiled" has all tests run them
+# in C++.
+CHOSEN_HERE = {
+    name: value
+    for name, value in {"AMPATCH_KERNELS": "torch", "AMPATCH_CALLS": "python"}.items()
+    if name not in os.environ
+}
+os.environ.update(CHOSEN_HERE)
 
 # Files that import a package which a machine without a network may lack. There they are left out; the summary says so.
 NEEDED = {
@@ -163,13 +167,24 @@ SEEN_UNPATCHED = [identities()]  # and then once more for each time that a modul
 
 
 def pytest_collection_finish() -> None:
-    """Leaves what was imported and collected out of what the garbage collector looks through from here on.
-
-    That is most of the objects, and tests of what is freed ask for a collection each; so does Python, every few tests.
-    """
-    gc.collect()
-    gc.freeze()
+    """Makes Python collect garbage less often."""
     gc.set_threshold(700, 10, 100)  # of the oldest a tenth as many as usual
+    spare_the_garbage_collector()
+
+
+MODULES_SPARED = [0]
+
+
+def spare_the_garbage_collector() -> None:
+    """Leaves what was imported and collected so far out of what the garbage collector looks through from here on.
+
+    That is most of the objects: torch.compile alone imports more than a thousand modules. Tests of what is freed ask
+    for a collection each, Python asks for one every few tests, and `amp.explain` looks through the same objects.
+    """
+    if len(sys.modules) > MODULES_SPARED[0] + 100:
+        gc.collect()
+        gc.freeze()
+        MODULES_SPARED[0] = len(sys.modules)
 
 
 # The implementations that amp chose in this run, in all of its processes.
@@ -192,7 +207,10 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Prints the implementations that the tests ran with, and the files that were left out."""
     for chosen in sorted(RAN_WITH):
-        terminalreporter.line(f"Ran with {chosen}.")
+        told = chosen
+        for name, value in CHOSEN_HERE.items():
+            told = told.replace(f"{name}={value} asks for", f"tests do by default; {name}=auto tests what is built")
+        terminalreporter.line(f"Ran with {told}.")
     for file, package in LEFT_OUT.items():
         terminalreporter.line(f"Not run: tests/{file}, as {package} is not installed.")
 
@@ -229,6 +247,7 @@ def torch_is_unpatched() -> Iterator[None]:
         SEEN_UNPATCHED.append(now)
     assert not _global_optimizer_post_hooks
     assert torch._C._len_torch_function_stack() == 0
+    spare_the_garbage_collector()
 
 
 def _serves_every_gpu(library: Library) -> bool:
@@ -247,8 +266,7 @@ def compiled() -> ModuleType:
     library = extension.loaded() or extension.find()
     if library is None or not _serves_every_gpu(library):
         try:
-            # Kernels for GPUs take longer to compile, and would not run where there is none.
-            library = extension_build.build("auto" if torch.cuda.is_available() else "cpu").library
+            library = extension_build.build().library
         except KernelError as error:
             if "there is no C++ compiler" in str(error):
                 pytest.skip(f"the extension cannot be compiled: {error}")

@@ -173,7 +173,7 @@ class TestArguments:
     @pytest.mark.parametrize("original", [seen, seen_with_names])
     @every_kind
     @both_halves
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_whatever_they_are_both_hand_over_the_same_and_count_the_same(self, implementations, kind, half, original):
         python, compiled = implementations(kind, half, original)
         cast = set()
@@ -787,6 +787,7 @@ class TestChoice:
         ):
             amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
 
+    @pytest.mark.slow
     def test_so_is_a_library_that_is_asked_for_and_not_there(self, fresh, tmp_path):
         environment = {**os.environ, "AMPATCH_CALLS": "compiled", "AMPATCH_CACHE": str(tmp_path)}
         code = "import torch; from ampatch import amp; amp.initialize(torch.nn.Linear(1, 1), opt_level='O1')"

@@ -142,6 +142,7 @@ class TestTheCurrentStream:
         )
         return compile_library(source, to=tmp_path / "asks.so", include=extension.source_directory())
 
+    @pytest.mark.slow
     @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a library of that name")
     def test_is_found_where_torch_has_loaded_that_library_for_itself(
         self, fresh: Fresh, asks: Path, tmp_path: Path
@@ -161,6 +162,7 @@ class TestTheCurrentStream:
         )
         assert told == 43
 
+    @pytest.mark.slow
     @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
     def test_is_an_error_where_torch_has_no_cuda(self, fresh: Fresh, asks: Path) -> None:
         assert self.told(fresh, f"library = ctypes.CDLL({str(asks)!r})") == -1

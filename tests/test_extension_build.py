@@ -128,7 +128,25 @@ class TestPlan:
         assert planned.note == ""
 
     @needs_cxx
-    def test_without_nvcc_auto_builds_cpu_kernels_and_says_so(self, sources: Path, no_nvcc: None) -> None:
+    def test_without_a_gpu_auto_builds_cpu_kernels_and_says_so(
+        self, sources: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(extension_build, "_nvcc", lambda: pytest.fail("there may be one, and it takes long"))
+
+        planned = plan()
+
+        assert not planned.compiler.is_nvcc
+        assert planned.sources == (sources / "operators.cpp",)
+        assert planned.note.startswith("CPU kernels only: torch sees no GPU here.")
+        assert "`ampatch build --device cuda`" in planned.note
+
+    @needs_cxx
+    def test_without_nvcc_auto_builds_cpu_kernels_and_says_so(
+        self, sources: Path, no_nvcc: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
         planned = plan()
 
         assert not planned.compiler.is_nvcc
@@ -146,6 +164,7 @@ class TestPlan:
         self, sources: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.version, "hip", "6.4")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
         assert plan().note == "CPU kernels only: this torch is built for ROCm, which the extension has no kernels for."
         with pytest.raises(KernelError, match="ROCm"):
@@ -214,7 +233,7 @@ class TestPlan:
     def test_and_without_one_for_the_usual_ones(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-        assert plan().architectures == ("80", "90")
+        assert plan("cuda").architectures == ("80", "90")
 
 
 class TestTheCxxCompiler:

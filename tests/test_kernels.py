@@ -697,6 +697,7 @@ class TestChoice:
             unchosen("extension")
         assert "AMPATCH_KERNELS=torch" in kernels.in_use()
 
+    @pytest.mark.slow
     def test_an_error_at_initialize_comes_before_anything_is_changed(self, fresh, tmp_path):
         program = """
 import torch

@@ -391,6 +391,7 @@ class TestReports:
         (line,) = list_reports.policy(shipped(), names=["torch.nn.functional.avg_pool3d"])
         assert line.endswith("needs_float32 on cpu")
 
+    @pytest.mark.slow
     def test_explain_says_what_is_applied_at_o2(self) -> None:
         with half_model():
             listed, other = amp.explain(torch.linalg.inv, matrix()), amp.explain(torch.mm, matrix(), matrix())
@@ -399,6 +400,7 @@ class TestReports:
         assert listed.to_dict()["spellings"][0]["rulings"][0]["needs_float32"] == ["*"]
         assert other.to_dict()["call"]["arguments"][0]["why"] == "O2 patches no functions but those that need float32"
 
+    @pytest.mark.slow
     def test_preflight_finds_that_o2_stands(self) -> None:
         result = amp.preflight(MODELS["fno"](), torch.randn(4, 8), lambda output: output.square().mean())
         assert all(result.stands("O2", dtype_name(half)) for half in HALF_DTYPES)

@@ -509,7 +509,7 @@ class TestReadsOfAGradScaler:
 class TestSkippedStep:
     @pytest.mark.parametrize("at", [0, 2], ids=["first-step", "third-step"])
     @every_fused_at_every_level
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_leaves_everything_bit_for_bit_and_the_next_step_is_as_if_it_had_not_been(self, make, options, at):
         def run(skipping: bool) -> Any:
             model = network()

@@ -109,7 +109,7 @@ class TestAStep:
         assert amp.get_loss_scale() == (SCALE if overflowing is None else SCALE / 2)
 
     @every_fused
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_of_a_fused_optimizer_skips_by_itself_on_every_device(self, far, loss_on, overflowing, make):
         optimizer = make(far.model.parameters())
         initialize(far, optimizer)
@@ -306,7 +306,7 @@ class TestOtherWays:
 
     @pytest.mark.parametrize("make", [SGD, *FUSED.values()], ids=["not-fused", *FUSED])
     @pytest.mark.parametrize("clips", [False, True], ids=["", "unscaled-before"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_a_grad_scaler(self, far, overflowing, make, clips):
         scaler = ampatch.GradScaler("cpu", init_scale=SCALE)
         optimizer = make(far.model.parameters())

@@ -131,6 +131,7 @@ class TestInterrupting:
         assert cli.main(["demo", *CHOSEN, "--device", "cpu"]) == 130
         assert last_line(capsys).endswith(f"demo --resume {DEFAULT} --device cpu")
 
+    @pytest.mark.slow
     def test_again_and_again(self, uninterrupted: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]) -> None:
         ctrl_c_after(6)
         assert cli.main(["demo", *CHOSEN, "--save", "mine.pt"]) == 130

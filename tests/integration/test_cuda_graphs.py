@@ -284,7 +284,7 @@ class TestGraphedModels:
     @makes
     @halves
     @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_train_as_they_do_without_a_graph(self, level, half, make, device):
         halves_of = {"O4": torch.bfloat16, "O5": torch.bfloat16}
 

@@ -235,7 +235,7 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled:UserWarning")
 class TestModes:
     @pytest.mark.parametrize("mode", MODES)
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_change_nothing_for_what_is_set_up_and_trained_in_them(self, mode, level, half, device):
         model, x = Network().to(device), inputs(device)
         # A mode keeps linear layers from becoming one node, whose gradients on a GPU have more digits.
@@ -341,7 +341,7 @@ class TestSparseTensors:
         ],
     )
     @pytest.mark.parametrize("is_half", [(False, False), (False, True), (True, True)], ids=["float32", "mixed", "half"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_multiply_in_float32(self, product, is_half, half, device):
         matrix = torch.tensor([[0.0, 2.0], [1.0, 0.0]], device=device)
         x = torch.tensor([[1.0, 0.5], [0.25, -1.0]], device=device, requires_grad=True)
@@ -505,7 +505,7 @@ PARAMETRIZED: dict[str, Callable[[nn.Linear], Any]] = {
 @ON_DEVICES
 class TestModules:
     @pytest.mark.parametrize("kind", PARAMETRIZED)
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_that_compute_their_weights_train(self, kind, level, half, device):
         def model() -> nn.Module:
             model = Network().to(device)

@@ -135,6 +135,7 @@ class TestGraphs:
             model.weight.mul_(2)
         assert_same_bits(run(x).detach(), model(x).detach())
 
+    @pytest.mark.slow
     def test_train_on(self, half, device):
         model = amp.initialize(Mixed().to(device), half_dtype=half, verbosity=0)
         x = inputs(device)
