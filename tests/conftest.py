@@ -74,7 +74,7 @@ collect_ignore = list(LEFT_OUT)
 # The machines that run this are shared: a slow example is no fault of the code. Every run draws the same examples, and
 # `make slow` more of them.
 hypothesis_settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
-hypothesis_settings.register_profile("quick", parent=hypothesis_settings.get_profile("thorough"), max_examples=25)
+hypothesis_settings.register_profile("quick", parent=hypothesis_settings.get_profile("thorough"), max_examples=15)
 hypothesis_settings.load_profile("quick")
 
 # Most tensors here are tiny, and threads that wait for one another cost minutes.
@@ -173,18 +173,21 @@ def pytest_collection_finish() -> None:
 
 
 MODULES_SPARED = [0]
+TESTS_SINCE = [0]
 
 
 def spare_the_garbage_collector() -> None:
-    """Leaves what was imported and collected so far out of what the garbage collector looks through from here on.
+    """Leaves what there is so far out of what the garbage collector looks through from here on.
 
-    That is most of the objects: torch.compile alone imports more than a thousand modules. Tests of what is freed ask
-    for a collection each, Python asks for one every few tests, and `amp.explain` looks through the same objects.
+    That is most of the objects: torch.compile alone imports more than a thousand modules, and keeps what it compiled.
+    Tests of what is freed ask for a collection each, Python asks for one every few tests, and `amp.explain` looks
+    through the same objects.
     """
-    if len(sys.modules) > MODULES_SPARED[0] + 100:
+    TESTS_SINCE[0] += 1
+    if len(sys.modules) > MODULES_SPARED[0] + 100 or TESTS_SINCE[0] >= 100:
         gc.collect()
         gc.freeze()
-        MODULES_SPARED[0] = len(sys.modules)
+        MODULES_SPARED[0], TESTS_SINCE[0] = len(sys.modules), 0
 
 
 # The implementations that amp chose in this run, in all of its processes.

@@ -15,13 +15,16 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import is_dataclass
 
 import pytest
 import torch
 
-_HALF_TYPES = (torch.float16, "float16"), (torch.bfloat16, "bfloat16")
+# In the text of a type, a name, a mapping of options, or a dataclass.
+_HALF_TYPE = re.compile(r"\bb?float16\b")
 _BY_TURNS = pytest.mark.with_libraries, pytest.mark.without_libraries
 
 
@@ -91,16 +94,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _of_one_half_type(same: Sequence[pytest.Item]) -> list[int]:
     """Returns the cases of a test that have every value, of either half type one: which, differs from test to test."""
-    other = _HALF_TYPES[_checksum(same[0].nodeid.partition("[")[0]) % 2]
-    values = [list(item.callspec.params.values()) for item in same]
-    order = sorted(range(len(same)), key=lambda number: any(_is_one(value, other) for value in values[number]))
-    halves = [each for types in _HALF_TYPES for each in types]
-    cases = [[None if _is_one(value, halves) else _told_apart(value) for value in values[n]] for n in order]
-    return [order[number] for number in covered(cases, 1)]
+    other = ("float16", "bfloat16")[_checksum(same[0].nodeid.partition("[")[0]) % 2]
+    cases = [list(item.callspec.params.values()) for item in same]
+    order = sorted(range(len(same)), key=lambda number: any(other in _half_types(value) for value in cases[number]))
+    values = [[_but_for_half_types(value) for value in cases[number]] for number in order]
+    return [order[number] for number in covered(values, 1)]
 
 
-def _is_one(value: object, of: Sequence[object]) -> bool:
-    return any(type(value) is type(each) and value == each for each in of)
+def _text(value: object) -> str:
+    return repr(value) if isinstance(value, str | dict | torch.dtype) or is_dataclass(value) else ""
+
+
+def _half_types(value: object) -> list[str]:
+    return _HALF_TYPE.findall(_text(value))
+
+
+def _but_for_half_types(value: object) -> Hashable:
+    return _HALF_TYPE.sub("half", _text(value)) if _half_types(value) else _told_apart(value)
 
 
 def _checksum(name: str) -> int:

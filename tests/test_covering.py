@@ -85,22 +85,26 @@ def test_of_the_half_types_a_test_has_one_and_the_next_may_have_the_other(pytest
     pytester.makepyfile("""
         import pytest, torch
 
-        half = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-        name = pytest.mark.parametrize("name", ["float16", "bfloat16"])
+        types = [torch.float16, torch.bfloat16]
+        half = pytest.mark.parametrize("half", types, ids=str)
+        name = pytest.mark.parametrize("name", ["O2-float16", "O2-bfloat16"])
+        options = [{"opt_level": "O2", "half_dtype": each} for each in types]
+        options = pytest.mark.parametrize("options", options, ids=["float16", "bfloat16"])
         level = pytest.mark.parametrize("level", ["O1", "O2"])
 
         for number in range(20):
             exec(f"@half\\n@level\\ndef test_type_{number}(half, level): ...")
+            exec(f"@options\\n@level\\ndef test_options_{number}(options, level): ...")
             exec(f"@name\\n@level\\ndef test_name_{number}(name, level): ...")
     """)
     options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
-    for kind in ("type", "name"):
+    for kind in ("type", "name", "options"):
         kept = pytester.runpytest_inprocess(*options, "-k", f"test_{kind}_", "-m", "not slow", "-v")
-        kept.assert_outcomes(passed=40, deselected=120)  # each level once
+        kept.assert_outcomes(passed=40, deselected=200)  # each level once
         of_bfloat16 = kept.stdout.str().count("bfloat16")
         assert 10 < of_bfloat16 < 30
         assert of_bfloat16 % 2 == 0
-        pytester.runpytest_inprocess(*options, "-k", f"test_{kind}_").assert_outcomes(passed=80, deselected=80)
+        pytester.runpytest_inprocess(*options, "-k", f"test_{kind}_").assert_outcomes(passed=80, deselected=160)
 
 
 def test_more_values_than_two_need_not_meet(pytester: pytest.Pytester) -> None:
