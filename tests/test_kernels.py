@@ -565,12 +565,8 @@ class Device:
             self.unskipped,
             self.hysteresis_left,
             scalar(overflow),
-            growth=policy.growth_factor,
-            backoff=policy.backoff_factor,
-            window=policy.scale_window,
-            hysteresis=policy.hysteresis,
-            floor=policy.min_loss_scale,
-            ceiling=policy.max_loss_scale,
+            *(policy.growth_factor, policy.backoff_factor, policy.scale_window, policy.hysteresis),
+            *(policy.min_loss_scale, policy.max_loss_scale),
         )
 
     @property

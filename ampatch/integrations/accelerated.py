@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.errors import IntegrationError, OptionError, warn
+from ampatch.errors import OptionError, warn
 from ampatch.integrations import versions
 from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.ledger import PatchLedger
@@ -24,13 +24,7 @@ from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
 
 _INSTALL = "Type pip install 'accelerate>=1.15'."
-try:
-    import accelerate
-except ModuleNotFoundError as error:
-    raise IntegrationError(
-        f"this adapter of ampatch needs accelerate, but {error.name} is missing. {_INSTALL}"
-    ) from error
-versions.check("this adapter of ampatch", "accelerate", accelerate.__version__, (1, 15), _INSTALL)
+versions.need("this adapter of ampatch", "accelerate", "accelerate", (1, 15), _INSTALL)
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402

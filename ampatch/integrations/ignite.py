@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.errors import IntegrationError, OptionError, UsageError
+from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import versions
 from ampatch.integrations.options import hint
 from ampatch.integrations.shared_patches import SharedPatches
@@ -28,18 +28,11 @@ from ampatch.session import Session
 from ampatch.weights.copies import Full
 
 _INSTALL = "Type pip install 'pytorch-ignite>=0.5.2'."
+versions.need("ampatch.integrations.ignite", "pytorch-ignite", "ignite", (0, 5, 2), _INSTALL)
 
-try:
-    import ignite
-    from ignite.engine import DeterministicEngine, Engine, Events
-    from ignite.handlers import EMAHandler
-    from ignite.utils import convert_tensor
-except ModuleNotFoundError as error:
-    raise IntegrationError(
-        f"ampatch.integrations.ignite needs pytorch-ignite, but {error.name} is missing. {_INSTALL}"
-    ) from error
-
-versions.check("ampatch.integrations.ignite", "pytorch-ignite", ignite.__version__, (0, 5, 2), _INSTALL)
+from ignite.engine import DeterministicEngine, Engine, Events  # noqa: E402
+from ignite.handlers import EMAHandler  # noqa: E402
+from ignite.utils import convert_tensor  # noqa: E402
 
 __all__ = ["AmpHandler", "create_supervised_trainer", "supervised_training_step", "unless_skipped"]
 

@@ -16,20 +16,14 @@ import torch
 from torch import nn
 
 from ampatch.casting.nested import cast_floating
-from ampatch.errors import IntegrationError, OptionError, UsageError, warn
+from ampatch.errors import OptionError, UsageError, warn
 from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
 from ampatch.integrations.trainer_session import Wording, apart, casts_off, casts_on
 
-_INSTALL = "Type pip install 'skorch>=1.4'."
-try:
-    import skorch
-    from skorch import NeuralNet
-except ModuleNotFoundError as error:
-    raise IntegrationError(f"ampatch.integrations.skorch needs skorch, but {error.name} is missing. {_INSTALL}") from (
-        error
-    )
-versions.check("ampatch.integrations.skorch", "skorch", skorch.__version__, (1, 4), _INSTALL)
+versions.need("ampatch.integrations.skorch", "skorch", "skorch", (1, 4), "Type pip install 'skorch>=1.4'.")
+
+from skorch import NeuralNet  # noqa: E402
 
 __all__ = ["AmpNetMixin", "AmpState"]
 

@@ -14,20 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.errors import IntegrationError, OptionError, UsageError
+from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import options, versions
 from ampatch.opt_levels import check_flag
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session
 
-_INSTALL = "Type pip install 'timm>=1.0'."
-try:
-    import timm
-    from timm.utils import dispatch_clip_grad
-except ModuleNotFoundError as error:
-    raise IntegrationError(f"ampatch.integrations.timm needs timm, but {error.name} is missing. {_INSTALL}") from error
-versions.check("ampatch.integrations.timm", "timm", timm.__version__, (1, 0), _INSTALL)
+versions.need("ampatch.integrations.timm", "timm", "timm", (1, 0), "Type pip install 'timm>=1.0'.")
+
+from timm.utils import dispatch_clip_grad  # noqa: E402
 
 __all__ = ["AmpatchScaler"]
 

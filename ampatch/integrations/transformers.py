@@ -18,19 +18,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import amp
-from ampatch.errors import IntegrationError, OptionError, UsageError
+from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
 from ampatch.integrations.trainer_session import Wording, apart, casts_off, casts_on
 
 _INSTALL = "Type pip install 'transformers>=4.57' 'accelerate>=1.15'."
-try:
-    import transformers
-except ModuleNotFoundError as error:
-    raise IntegrationError(
-        f"ampatch.integrations.transformers needs transformers, but {error.name} is missing. {_INSTALL}"
-    ) from error
-versions.check("ampatch.integrations.transformers", "transformers", transformers.__version__, (4, 57), _INSTALL)
+versions.need("ampatch.integrations.transformers", "transformers", "transformers", (4, 57), _INSTALL)
 
 from ampatch.integrations.accelerated import (  # noqa: E402
     STATE_NAME,

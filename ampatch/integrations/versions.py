@@ -1,13 +1,31 @@
-"""The version of a framework that an adapter needs.
-
-Must not import a framework: the adapter does.
-"""
+"""The framework that an adapter needs: whether it is installed, and in which version."""
 
 from __future__ import annotations
 
+import importlib
 import re
 
 from ampatch.errors import IntegrationError
+
+
+def need(adapter: str, framework: str, module: str, least: tuple[int, ...], install: str) -> None:
+    """Imports a framework; raises if it is not installed or too old.
+
+    Args:
+        adapter: what needs it, for the message.
+        framework: name of its package.
+        module: name of its module.
+        least: oldest version that the adapter works with.
+        install: sentence that says what to type.
+
+    Raises:
+        IntegrationError: it is older, or a module is missing.
+    """
+    try:
+        found = importlib.import_module(module).__version__
+    except ModuleNotFoundError as error:
+        raise IntegrationError(f"{adapter} needs {framework}, but {error.name} is missing. {install}") from error
+    check(adapter, framework, found, least, install)
 
 
 def check(adapter: str, framework: str, found: str, least: tuple[int, ...], install: str) -> None:

@@ -235,13 +235,7 @@ def unscale_copy(
         write_back: True to copy the results back to ``grads``, as `copy_to_half_grads` does. If several of these share
             memory, all are read before the first is written.
     """
-    if write_back and _share_memory(grads):
-        unscale_copy(grads, master_grads, inv_scale, found_inf, False)
-        copy_to_half_grads(master_grads, grads)
-        return
-    for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
-        with _ResultOn(device, found_inf, torch.maximum) as flag:
-            operators.unscale_copy(narrow, wide, on_device(inv_scale, device), flag, write_back)
+    _unscale_into("unscale_copy", grads, master_grads, inv_scale, found_inf, write_back)
 
 
 def unscale_add(
@@ -251,19 +245,19 @@ def unscale_add(
 
     ``found_inf`` reports overflows in ``grads`` only, not in the earlier values of ``master_grads``.
     """
-    if write_back and _share_memory(grads):
-        unscale_add(grads, master_grads, inv_scale, found_inf, False)
-        copy_to_half_grads(master_grads, grads)
-        return
+    _unscale_into("unscale_add", grads, master_grads, inv_scale, found_inf, write_back)
+
+
+def _unscale_into(
+    name: str, grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
+) -> None:
+    # If gradients share memory, a kernel might read one after it has written to another.
+    are_apart = not write_back or len(set(map(_ADDRESS, grads))) == len(grads)
     for operators, device, (narrow, wide) in _by_implementation(grads, master_grads):
         with _ResultOn(device, found_inf, torch.maximum) as flag:
-            operators.unscale_add(narrow, wide, on_device(inv_scale, device), flag, write_back)
-
-
-def _share_memory(grads: list[Tensor]) -> bool:
-    """Returns True if a kernel might read a gradient after it has written to the same memory."""
-    addresses = list(map(_ADDRESS, grads))
-    return len(set(addresses)) < len(addresses)
+            getattr(operators, name)(narrow, wide, on_device(inv_scale, device), flag, write_back and are_apart)
+    if not are_apart:
+        copy_to_half_grads(master_grads, grads)
 
 
 def copy_to_half_grads(master_grads: list[Tensor], grads: list[Tensor]) -> None:
@@ -392,19 +386,7 @@ def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
 # The scale
 
 
-def update_scale(
-    scale: Tensor,
-    unskipped: Tensor,
-    hysteresis_left: Tensor,
-    found_inf: Tensor,
-    *,
-    growth: float,
-    backoff: float,
-    window: int,
-    hysteresis: int,
-    floor: float,
-    ceiling: float,
-) -> None:
+def update_scale(scale: Tensor, unskipped: Tensor, hysteresis_left: Tensor, found_inf: Tensor, *policy: float) -> None:
     """Updates the loss scale and its counters in place by the rules of `ampatch.scaling.loss_scaler.next_state`.
 
     Args:
@@ -412,16 +394,10 @@ def update_scale(
         unskipped: number of steps without overflow since the last overflow or growth; 0-dimensional int32.
         hysteresis_left: number of overflows left before the scale backs off; 0-dimensional int32.
         found_inf: overflow flag, not 0 after an overflow; 0-dimensional float32.
-        growth: factor by which the scale grows.
-        backoff: factor by which the scale backs off.
-        window: number of steps without overflow before the scale grows.
-        hysteresis: number of overflows before the scale backs off.
-        floor: smallest scale.
-        ceiling: largest scale; if it is inf, the scale grows as long as it stays finite.
+        policy: the factors of growth and backoff, the steps without overflow before the scale grows, the overflows
+            before it backs off, the smallest and the largest scale; if the last is inf, the scale stays finite.
     """
-    _operators_on(scale.device).update_scale(
-        scale, unskipped, hysteresis_left, found_inf, growth, backoff, window, hysteresis, floor, ceiling
-    )
+    _operators_on(scale.device).update_scale(scale, unskipped, hysteresis_left, found_inf, *policy)
 
 
 # What the lists are made of

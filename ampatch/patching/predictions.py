@@ -20,15 +20,7 @@ from ampatch.cast_lists.signatures import argument_reader, first_argument_reader
 from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.errors import BannedFunctionError
 from ampatch.opt_levels import HALVES
-from ampatch.patching.adapters import (
-    Adapt,
-    Adapters,
-    Arguments,
-    Casts,
-    Function,
-    is_in_place,
-    lacks_half_products,
-)
+from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function, is_in_place, lacks_half_products
 from ampatch.patching.wrappers import adapted_for_override
 
 

@@ -162,11 +162,10 @@ def _cudnn_takes(dtype: torch.dtype, device: torch.device) -> bool:
     """
     is_bfloat16 = dtype is torch.bfloat16
     asked = torch.empty(0, dtype=torch.float16 if is_bfloat16 else dtype, device=device)
-    if not torch.backends.cudnn.is_acceptable(asked):
-        return False
-    if not is_bfloat16:
-        return True
-    return bool(torch.backends.cudnn.version() >= _WITH_BFLOAT16) and torch.cuda.get_device_capability(device) >= (8, 0)
+    takes: bool = torch.backends.cudnn.is_acceptable(asked)
+    if takes and is_bfloat16:
+        takes = torch.backends.cudnn.version() >= _WITH_BFLOAT16 and torch.cuda.get_device_capability(device) >= (8, 0)
+    return takes
 
 
 @functools.cache

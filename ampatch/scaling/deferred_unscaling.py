@@ -49,9 +49,6 @@ class DeferredUnscaling:
         Warns:
             AmpWarning: user code has written to one of them.
         """
-        is_same = len(there) == len(self._grads) and all(map(operator.is_, there, self._grads))
-        if is_same and list(map(_VERSION, there)) == self._versions:  # nearly every step
-            return True
         versions = dict(zip(map(id, self._grads), self._versions, strict=True))
         written = [grad for grad in there if versions.get(id(grad), grad._version) != grad._version]
         # Syncs with the device only if a version counter has changed. Zeros count as cleared.
@@ -61,4 +58,4 @@ class DeferredUnscaling:
                 "kernel to unscale and clip. Call it last before optimizer.step(), or leave delay_unscale=True out of "
                 "the block before."
             )
-        return all(id(grad) in versions for grad in there)
+        return all(map(versions.__contains__, map(id, there)))

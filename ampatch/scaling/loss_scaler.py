@@ -359,12 +359,8 @@ class LossScaler:
             self._unskipped,
             self._hysteresis_left,
             on_device(found_inf, self._scale.device),
-            growth=policy.growth_factor,
-            backoff=policy.backoff_factor,
-            window=policy.scale_window,
-            hysteresis=policy.hysteresis,
-            floor=policy.min_loss_scale,
-            ceiling=policy.max_loss_scale,
+            *(policy.growth_factor, policy.backoff_factor, policy.scale_window, policy.hysteresis),
+            *(policy.min_loss_scale, policy.max_loss_scale),
         )
         self.age += 1
 
