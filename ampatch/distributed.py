@@ -229,12 +229,16 @@ class Ranks:
         return any(spread.pieces for spread in self._layouts_of(parameters))
 
     def by_shard_groups(self, parameters: Iterable[Tensor]) -> list[tuple[tuple[Group, ...], list[Tensor]]]:
-        """Returns parameters by the groups over which their elements are spread; unsharded ones by an empty tuple."""
+        """Returns parameters by the groups over which their elements are spread; unsharded ones by an empty tuple.
+
+        Gives the gradients of DTensors their parameters' layout: the backward pass may leave partial sums.
+        """
         parameters = list(parameters)
         if _is_not_distributed():
             return [((), parameters)]
         parts: dict[tuple[Group, ...], list[Tensor]] = {}
         for parameter, spread in zip(parameters, self._layouts_of(parameters), strict=True):
+            _redistribute_gradient(parameter)
             parts.setdefault(spread.pieces, []).append(parameter)
         return list(parts.items())
 
@@ -479,8 +483,7 @@ def broadcast_from_rank_0(tensor: Tensor, wrapper: DistributedDataParallel) -> N
     dist.broadcast(tensor, group=wrapper.process_group, group_src=0)
 
 
-def redistribute_gradient(parameter: Tensor) -> None:
-    """Redistributes a DTensor's gradient like its parameter; the backward pass may leave partial sums."""
+def _redistribute_gradient(parameter: Tensor) -> None:
     grad: Any = parameter.grad
     if hasattr(parameter, "placements") and grad is not None and grad.placements != parameter.placements:
         with torch.no_grad():

@@ -36,7 +36,15 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native.calls import Accelerator
 from ampatch.opt_levels import HALVES
-from ampatch.patching import adopted_model, autocast_checks, cuda_graphs, peft_methods, replaced_forward, thread_rules
+from ampatch.patching import (
+    adopted_model,
+    autocast_checks,
+    cuda_graphs,
+    peft_methods,
+    recurrent_weights,
+    replaced_forward,
+    thread_rules,
+)
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.complex_numbers import is_complex, modules_that_call
@@ -256,9 +264,9 @@ class Session:
             self.ledger.on_undo(register_optimizer_step_pre_hook(self._unadopted.before_step).remove)
         if self.has_masters or self.patches_functions:
             untracked_writes.announce(self.ledger, self._while_active(Session.note_write))
-        cuda_graphs.announce(self.ledger, self._while_active(Session._prepare_capture))
-        drop_casts = self._while_active(lambda session: session.cache.end_iteration())
-        cuda_graphs.accept_adopted_models(self.ledger, self._while_active(lambda _: True), drop_casts)
+        before_capture = self._while_active(Session._prepare_capture)
+        cuda_graphs.announce(self.ledger, before_capture)
+        cuda_graphs.accept_adopted_models(self.ledger, before_capture)
         self.switch.active = True
 
     def _patch_functions(self) -> None:
@@ -317,11 +325,14 @@ class Session:
                 adopted.masters.note_write(tensor)
 
     @_with_casts_off
-    def _prepare_capture(self) -> None:
+    def _prepare_capture(self) -> bool:
         """Does what cannot be done while a CUDA graph is captured, or would be missing from its replays.
 
         Autograd graphs of kept casts belong to other streams, which a capture must not wait for. Writes to weights are
         found by reading from the device.
+
+        Returns:
+            True; `_while_active` returns None in its place once the session has ended.
         """
         self.cache.end_iteration()
         self._settle_replaced()
@@ -329,6 +340,7 @@ class Session:
         for adopted in list(self._optimizers.values()):
             if self.has_masters and not adopted.masters.is_stepping:
                 adopted.masters.synchronise_all()
+        return True
 
     def take_down(self) -> None:
         """Undoes everything, newest first. Wrappers that user code kept call the originals from now on.
@@ -485,7 +497,7 @@ class Session:
             model, dtype, bool(properties.keep_batchnorm_fp32), keep_fp32, self.settings.float32_outputs
         )
         self.conversion.convert(plan)
-        adopted_model.flatten_recurrent(model)
+        recurrent_weights.flatten(model)
         for module, outputs in plan.guarded.items():
             if module not in self._guarded:
                 self._guarded.add(module)
@@ -591,7 +603,7 @@ class Session:
         for optimizer in self.optimizers:
             optimizer_state.cast_state(optimizer, lambda parameter: now.get(id(parameter)))
         for model in self._models:
-            adopted_model.flatten_recurrent(model)
+            recurrent_weights.flatten(model)
 
     def adopt_optimizer(self, optimizer: OptimizerLike) -> None:
         """Adopts an optimizer: replaces its ``step`` by one that can skip, and makes masters of half weights.

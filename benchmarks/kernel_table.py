@@ -30,7 +30,6 @@ _BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128}
 _MARKS = {
     "bfloat16": r"\.BF16|IMAD\.U32 .*, 0x10000,|PRMT R\d+, RZ, 0x(?:5410|7610),",
     "float16": r"HADD2\.F32|F2FP\.(?:F16|PACK_AB)",
-    "half": r"PRMT R\d+, R\d+, 0x7732, RZ",
 }
 
 
@@ -97,7 +96,7 @@ class Loop:
 
     @property
     def dtype(self) -> str:
-        """The dtype of the narrow elements; "half" where the code is the same for both half types."""
+        """The dtype of the narrow elements."""
         text = "\n".join(f"{each.opcode} {each.operands}" for each in self.instructions)
         return next((dtype for dtype, marks in _MARKS.items() if re.search(marks, text)), "float32")
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs all that needs a GPU, in three parts of at most 9 minutes and 22 together. Needs no network and installs nothing.
+# Runs all that needs a GPU, in parts of at most 4 minutes each. Needs no network and installs nothing.
 #
 #   benchmarks/on_gpu.sh --prepare               first, on a machine with nvcc and a network: fills build/on_gpu
 #   benchmarks/on_gpu.sh PART DIRECTORY          on the machine with the GPU, in a copy of the checkout and build/on_gpu
 #   benchmarks/on_gpu.sh --dry-run [DIRECTORY]   all three parts on the CPU: small sizes, tests are only collected
 #
-# Part 1: is it right? A probe of the machine, the builds, and the tests that matter most, with the extension and with
-# torch's kernels. Part 2: the kernels beside a copy. Part 3: whole steps, memory, the other tests, compute-sanitizer.
+# Part 1: is it right? A probe of the machine, the builds, and the tests side by side. Part 2: how fast is it? Whole
+# steps, kernels and memory, each alone. Part 3, if time is left: Nsight Compute and compute-sanitizer.
 #
 # Each step has a time limit, and the next one runs even if one fails. A part leaves in DIRECTORY: summary.txt, with a
 # line for each step, the figures as JSON, and logs.tar.gz. The exit status is 1 if a step failed.
@@ -72,8 +72,8 @@ mkdir -p "$AMPATCH_CACHE" || exit 2
 # Other plugins of the machine's pytest are not loaded: some warn, and warnings are errors in these tests.
 export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 tests=("$PYTHON" -m pytest -p no:cacheprovider --continue-on-collection-errors --tb=short -p _hypothesis_pytestplugin)
-beside=(-p xdist.plugin -n 6) # one GPU: more processes would wait for it, and each holds half a GiB of its memory
-"$PYTHON" -c 'import xdist' 2>/dev/null || beside=()
+beside=() # three such runs of five processes side by side, for 16 cores
+"$PYTHON" -c 'import xdist' 2>/dev/null && beside=(-p xdist.plugin -n 5)
 core=(tests/test_operators.py tests/test_kernels.py tests/test_no_synchronisation.py tests/test_master_weights.py
     tests/test_memory.py tests/test_weight_cache.py tests/integration/test_cuda_graphs.py tests/test_host_copy.py
     tests/test_several_devices.py)
@@ -114,17 +114,14 @@ step() {
         timeout --signal=INT --kill-after=9 "$limit" "$@" >"$log" 2>&1
         status=$?
     fi
-    if [ "$status" -ne 0 ]; then
-        failed=1
-        tail -n 40 "$log"
-    fi
+    [ "$status" -eq 0 ] || { touch "$scratch/failed" && tail -n 40 "$log"; }
     printf '%-22s exit status %3d %5d s  %s\n' "$name" "$status" $((SECONDS - began)) \
         "$(grep -v '^[[:space:]]*$' "$log" | tail -n 1 | cut -c 1-200)" >>"$out/summary.txt"
     return "$status"
 }
 
 machine() {
-    step machine 20 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
+    step machine 10 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv
 }
 
 # build SECONDS: sets `kernels` to the implementation that tests can run with. Without a library each of their processes
@@ -135,51 +132,46 @@ build() {
 }
 
 part_1() {
-    ends=$((SECONDS + 400 * slower))
     machine
-    step probe 45 "$PYTHON" benchmarks/probe.py --device "$device"
-    build 110
+    step probe 60 "$PYTHON" benchmarks/probe.py --device "$device" &
+    build 70
+    wait
     if [ $kernels = extension ]; then
-        step tests-extension 110 env AMPATCH_KERNELS=extension \
-            "${tests[@]}" "${beside[@]}" -m "gpu and not slow" "${core[@]}"
+        step tests-extension 140 env AMPATCH_KERNELS=extension \
+            "${tests[@]}" "${beside[@]}" -m "gpu and not slow" "${core[@]}" &
     else
         echo "tests-extension        not run: the extension was not built" >>"$out/summary.txt"
     fi
-    step tests-torchs-kernels 95 env AMPATCH_KERNELS=torch AMPATCH_CALLS=python \
-        "${tests[@]}" "${beside[@]}" -m "gpu and not slow" "${core[@]}"
+    step tests-torchs-kernels 140 env AMPATCH_KERNELS=torch AMPATCH_CALLS=python \
+        "${tests[@]}" "${beside[@]}" -m "gpu and not slow" "${core[@]}" &
+    # Without two that do what this script does itself, and take long: they build the extension, and sanitize all tests.
+    step other-tests 140 env "AMPATCH_KERNELS=$kernels" "${tests[@]}" "${beside[@]}" -m "gpu and not slow" \
+        -k "not compute_sanitizer and not it_is_built" tests "${core[@]/#/--ignore=}" &
+    wait
 }
 
 part_2() {
+    machine
+    build 40
+    step steps 95 "$PYTHON" benchmarks/steps.py --device "$device" "${quick[@]}" --json "$out/steps.json"
+    step kernels 50 "$PYTHON" benchmarks/unscale.py --device "$device" "${quick[@]}" \
+        --only large,transformer,1,1024 --json "$out/kernels.json"
+    step memory 30 "$PYTHON" benchmarks/memory.py --device "$device" "${smaller[@]}" --json "$out/memory.json"
+}
+
+part_3() {
     # The card's clocks stay as they are. A torch.cuda.profiler range limits the profile to a copy and two operators.
-    local ncu=(ncu --clock-control none --profile-from-start off)
+    local ncu=(ncu --clock-control none --profile-from-start off) tool
     local sections=(SpeedOfLight Occupancy LaunchStats MemoryWorkloadAnalysis MemoryWorkloadAnalysis_Tables)
     local sectors=l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op metrics profile
     metrics=${sectors}_ld.ratio,${sectors}_st.ratio,gpu__time_duration.sum
     metrics+=,dram__throughput.avg.pct_of_peak_sustained_elapsed,dram__bytes_read.sum,dram__bytes_write.sum
     profile=("$PYTHON" benchmarks/unscale.py --device "$device" "${quick[@]}" --only large --dtypes bfloat16
         --profile "unscale_copy,unscale_add")
-    ends=$((SECONDS + 380 * slower))
     machine
-    build 110
-    step kernels 120 "$PYTHON" benchmarks/unscale.py --device "$device" "${quick[@]}" --only large,transformer \
-        --json "$out/kernels.json"
-    step launches 40 "$PYTHON" benchmarks/unscale.py --device "$device" "${quick[@]}" --only 1,1024 \
-        --json "$out/launches.json"
-    step profile 40 "${ncu[@]}" --csv --page raw --metrics "$metrics" "${profile[@]}"
-    step profile-sections 40 "${ncu[@]}" "${sections[@]/#/--section=}" "${profile[@]}"
-}
-
-part_3() {
-    ends=$((SECONDS + 540 * slower))
-    machine
-    build 90
-    step steps 120 "$PYTHON" benchmarks/steps.py --device "$device" "${quick[@]}" --json "$out/steps.json"
-    step memory 50 "$PYTHON" benchmarks/memory.py --device "$device" "${smaller[@]}" --json "$out/memory.json"
-    # Without two that do what this script does itself, and take long: they build the extension, and sanitize all tests.
-    local others=(env "AMPATCH_KERNELS=$kernels" "${tests[@]}" "${beside[@]}")
-    others+=(-k "not compute_sanitizer and not it_is_built")
-    step other-tests 100 "${others[@]}" -m "gpu and not slow" tests "${core[@]/#/--ignore=}"
-    step slow-tests 30 "${others[@]}" -m "gpu and slow" tests
+    build 35
+    step profile 30 "${ncu[@]}" --csv --page raw --metrics "$metrics" "${profile[@]}"
+    step profile-sections 30 "${ncu[@]}" "${sections[@]/#/--section=}" "${profile[@]}"
     # Last, as they may hang. Without torch's memory cache each tensor is an allocation, whose bounds are checked.
     for tool in memcheck racecheck; do
         step "$tool" 60 env AMPATCH_KERNELS=extension PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
@@ -187,21 +179,17 @@ part_3() {
     done
 }
 
-failed=0
 : >"$out/summary.txt"
 for part in "${parts[@]}"; do
-    case $part in
-    1) part_1 ;;
-    2) part_2 ;;
-    3) part_3 ;;
-    esac
+    ends=$((SECONDS + 235 * slower))
+    "part_$part"
 done
 tar -czf "$out/logs.tar.gz" -C "$scratch" logs
 
 echo
-for name in probe kernels launches profile steps memory; do
+for name in probe steps kernels profile memory; do
     [ ! -e "$scratch/logs/$name.log" ] || cat "$scratch/logs/$name.log"
 done
 echo
 cat "$out/summary.txt"
-exit $failed
+[ ! -e "$scratch/failed" ]

@@ -132,14 +132,14 @@ def clipped_at_o2(device: str) -> str:
     amp.initialize(model, optimizer, opt_level="O2", half_dtype=torch.float16, verbosity=0)
     with amp.scale_loss(model(torch.ones(2, 8, device=device)).float().sum(), optimizer) as scaled_loss:
         scaled_loss.backward()
-    found = on_device.counts(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), device)
+    found = on_device.counts([lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)], device)[0]
     return f"32 parameters: {found.waits} waits, {found.launches} launches"
 
 
 def half_by_a_scalar(device: str) -> str:
     grads = [torch.ones(8, dtype=torch.float16, device=device) for _ in range(32)]
     scalar = torch.ones((), device=device)
-    return f"32 tensors: {on_device.counts(lambda: torch._foreach_mul_(grads, scalar), device).launches} launches"
+    return f"32 tensors: {on_device.counts([lambda: torch._foreach_mul_(grads, scalar)], device)[0].launches} launches"
 
 
 def casts_of_another_stream(device: str) -> str:

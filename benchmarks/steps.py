@@ -1,10 +1,12 @@
-"""Compares whole training steps with torch.autocast and GradScaler: time, kernel launches, waits and memory.
+"""Compares whole training steps with torch.autocast and GradScaler: time, kernel launches, waits, memory.
 
 Run as `python benchmarks/steps.py`; `--device cpu --quick` needs no GPU. A step is zero_grad, forward and backward
 pass, clipping of the gradients, and a fused AdamW. The small transformer's kernels are so short that the host is the
-limit; the large one keeps the device busy. Each contender has its own process. They are measured in turn, A B C A B C,
-never two at once; a time is divided by the reference's time in the same round. Prints medians over the rounds and, in
-brackets, the 10th and 90th percentile.
+limit; the large one keeps the device busy. Each contender has its own process, all on the same two processors. They are
+measured in turn, A B C A B C, never two at once, in at least eight rounds, and more while there is time; a time is
+divided by the reference's time in the same round. Prints medians over the rounds and, in brackets, the 10th and 90th
+percentile. The JSON file also has the kernels of a step, and how much more often than autocast each contender launches
+them.
 
 "host" is the time until the last call of a round returned, while the device may still be at work. Losses are compared
 with those of float32: a contender with other losses is named, is not timed, and makes the exit status 1.
@@ -15,13 +17,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,9 +35,12 @@ from peers import AUTOCAST, CONTENDERS, UNPATCHED, Peer
 
 CLIP_AT = 1.0
 OPTIMIZER = "fused AdamW"
-COMPARED = (UNPATCHED, AUTOCAST, "ampatch O1", "ampatch O2")
+COMPARED = tuple(
+    name for name in CONTENDERS if name in (UNPATCHED, AUTOCAST, "ampatch O1", "ampatch O2") or "fused_linear" in name
+)
 WARMING_STEPS = 5  # optimizer state, casts and the libraries' own memory exist after the first
-ROUNDS = 10
+ROUNDS = range(8, 101)  # more than eight if there is time
+SECONDS = 75.0  # of the whole run
 
 SMALL, LARGE = "a small transformer", "a large transformer"
 MODELS = {
@@ -44,6 +49,7 @@ MODELS = {
     LARGE: Model(functools.partial(transformer, 1024, 16, 12), (8, 512, 1024), 4096, steps=5),
 }
 QUICK = {SMALL: MODELS[SMALL], LARGE: Model(functools.partial(transformer, 64, 4, 2), (2, 16, 64), 32, steps=5)}
+CASES = [*((SMALL, half) for half in HALVES), (LARGE, "float16")]
 
 
 class Once(NamedTuple):
@@ -51,7 +57,7 @@ class Once(NamedTuple):
 
     Attributes:
         losses: losses of the first steps.
-        counts: launches and waits of one step.
+        counts: launches, waits and allocations of one step.
         peak: bytes of the process on the device at the peak of one step.
     """
 
@@ -83,6 +89,7 @@ class WholeSteps:
 
     @contextlib.contextmanager
     def opened(self, make: Callable[..., Peer], share: float) -> Iterator[tuple[Once, Callable[[], Round]]]:
+        on_device.share_processors()
         torch.manual_seed(0)
         model, batch = self.model.make().to(self.device), self.model.batch()
         batch = type(batch)(*(tensor.to(self.device) for tensor in batch))
@@ -90,9 +97,8 @@ class WholeSteps:
             peer.max_norm = CLIP_AT
             step = functools.partial(peer.step, batch)
             losses = [step() for _ in range(WARMING_STEPS)]
-            once = Once(
-                Evidence.of(losses[0], *losses), on_device.counts(step, self.device), on_device.peak(step, self.device)
-            )
+            (counts,) = on_device.counts([step], self.device)
+            once = Once(Evidence.of(losses[0], *losses), counts, on_device.peak(step, self.device))
             yield once, functools.partial(self._measured, step, full(self.model.steps, share))
 
     def _measured(self, step: Callable[[], object], times: int) -> Round:
@@ -135,7 +141,11 @@ class Row:
         fault: fault of its losses; empty if they are right.
         launches: kernel launches of a step.
         waits: waits of a step.
+        allocations: allocations of a step.
+        kernels: launches of a step, by the kernel's name.
+        more_launches: those beyond autocast's, by the kernel's name; below zero if they are fewer.
         peak: bytes at the peak of a step.
+        rounds: number of rounds; 0 if it was not timed.
         seconds: median seconds of a step; None if it was not timed, as all below.
         host_seconds: median seconds of the host.
         ratio: time as a share of the reference's in the same round.
@@ -148,7 +158,11 @@ class Row:
     fault: str
     launches: int
     waits: int
+    allocations: int
+    kernels: dict[str, int]
+    more_launches: dict[str, int]
     peak: int
+    rounds: int = 0
     seconds: float | None = None
     host_seconds: float | None = None
     ratio: Spread | None = None
@@ -160,36 +174,45 @@ class Row:
         yield str(self.ratio or "")
         yield "" if self.fault else f"{self.host_seconds * 1e3:.3f}"
         yield str(self.host_ratio or "")
-        yield from (str(self.launches), str(self.waits), f"{self.peak / 2**20:.1f}")
+        yield from (str(self.launches), str(self.waits), str(self.allocations), f"{self.peak / 2**20:.1f}")
 
 
-COLUMNS = ("", "step, ms", "of autocast's", "host, ms", "of autocast's", "launches", "waits", "peak, MiB")
+TIMES = ("step, ms", "of autocast's", "host, ms", "of autocast's")
+COLUMNS = ("", *TIMES, "launches", "waits", "allocations", "peak, MiB")
 
 
-def compared(
-    name: str, case: WholeSteps, workers: Mapping[str, Worker], rounds: int, fault: Callable[[Evidence, Evidence], str]
-) -> Iterator[Row]:
+def compared(name: str, case: WholeSteps, workers: Mapping[str, Worker], rounds: range, until: float) -> Iterator[Row]:
     """Measures the contenders in turn, and yields their rows.
 
     Args:
         name: name of the model.
         case: steps to measure.
         workers: processes by contender.
-        rounds: number of rounds.
-        fault: function that judges losses by those of float32; returns an empty string if they are right.
+        rounds: numbers of rounds that are enough.
+        until: time of `time.monotonic` at which no more rounds begin, if there were enough.
     """
-    once: dict[str, Once] = {each: worker.open(case) for each, worker in workers.items()}
-    faults = {each: fault(found.losses, once[UNPATCHED].losses) for each, found in once.items()}
+    with ThreadPoolExecutor(len(workers)) as threads:  # at once: nothing is timed yet
+        opened = threads.map(lambda worker: worker.open(case), workers.values())
+        once: dict[str, Once] = dict(zip(workers, opened, strict=True))
+    faults = {each: fault_of(found.losses, once[UNPATCHED].losses) for each, found in once.items()}
     right = {each: worker for each, worker in workers.items() if not faults[each]}
     for worker in right.values():
         worker.measure()  # warm-up
     measured: dict[str, list[Round]] = {each: [] for each in right}
-    for each, worker in itertools.chain.from_iterable(itertools.repeat(list(right.items()), rounds)):
-        measured[each].append(worker.measure())
+    for number in range(rounds.stop - 1):
+        if number >= rounds.start and time.monotonic() > until:
+            break
+        for each, worker in right.items():
+            measured[each].append(worker.measure())
     for worker in workers.values():
         worker.close()
     for each, found in once.items():
-        row = Row(name, case.half, each, faults[each], *found.counts, found.peak)
+        counts, more = found.counts, found.counts.kernels.copy()
+        more.subtract(once[AUTOCAST].counts.kernels)
+        row = Row(
+            *(name, case.half, each, faults[each], counts.launches, counts.waits, counts.allocations),
+            *(dict(counts.kernels), {kernel: count for kernel, count in more.most_common() if count}, found.peak),
+        )
         yield timed(row, measured[each], measured.get(AUTOCAST)) if each in right else row
 
 
@@ -203,8 +226,8 @@ def timed(row: Row, rounds: Sequence[Round], reference: Sequence[Round] | None) 
             "ratio": Spread.of([found.seconds / base.seconds for found, base in pairs]),
             "host_ratio": Spread.of([found.host / base.host for found, base in pairs]),
         }
-    figures = {"seconds": statistics.median(seconds), "host_seconds": statistics.median(host), **ratios}
-    return Row(**{**asdict(row), **figures})
+    medians = {"seconds": statistics.median(seconds), "host_seconds": statistics.median(host)}
+    return replace(row, rounds=len(rounds), **medians, **ratios)
 
 
 def fault_of(found: Evidence, right: Evidence) -> str:
@@ -212,9 +235,13 @@ def fault_of(found: Evidence, right: Evidence) -> str:
 
 
 def main() -> int:
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="two short rounds of tiny models, to see that it runs")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="add no more rounds after so long (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -228,19 +255,20 @@ def main() -> int:
         f"{on_device.name_of(options.device)}; torch {torch.__version__}; {kernels.in_use()}; calls by {calls.in_use()}"
     )
     print(title, flush=True)
-    models, rounds, share = (QUICK, 2, 0.2) if options.quick else (MODELS, ROUNDS, 1.0)
+    models, rounds, share = (QUICK, range(2, 3), 0.2) if options.quick else (MODELS, ROUNDS, 1.0)
     workers = {name: Worker(CONTENDERS[name], share) for name in COMPARED}
     rows: list[Row] = []
-    for (name, model), half in itertools.product(models.items(), HALVES):
-        found = list(compared(name, WholeSteps(model, half, options.device), workers, rounds, fault_of))
+    for number, (name, half) in enumerate(CASES, 1):
+        until = began + options.seconds * number / len(CASES)
+        found = list(compared(name, WholeSteps(models[name], half, options.device), workers, rounds, until))
         print(f"\n### {name}, {half}\n", line(COLUMNS), line(["---"] * len(COLUMNS)), sep="\n")
         print(*(line(row.cells()) for row in found), sep="\n", flush=True)
         rows += found
+        if options.json:  # after each case: on a lent machine, time may run out
+            report = {"title": title, "rows": list(map(asdict, rows))}
+            options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for worker in workers.values():
         worker.stop()
-    if options.json:
-        report = {"title": title, "rows": list(map(asdict, rows))}
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return int(any(row.fault for row in rows))
 
 

@@ -213,6 +213,15 @@ void found_inf_norm(
   *total += outcome.sum;
 }
 
+void clip_factor(Tensor sum_of_squares, Tensor found_inf, Tensor norm, Tensor factor, double max_norm) {
+  const char* name = "ampatch::clip_factor";
+  const double* sum = scalar<double>(name, "sum_of_squares", sum_of_squares, sum_of_squares);
+  const float* flag = scalar<float>(name, "found_inf", found_inf, sum_of_squares);
+  float* of_all = scalar<float>(name, "norm", norm, sum_of_squares);
+  float* clips = scalar<float>(name, "factor", factor, sum_of_squares);
+  ClipFactor{max_norm}(*sum, *flag, *of_all, *clips);
+}
+
 template <class Operation>
 void copy(const char* name,
           const std::vector<Tensor>& masters,
@@ -236,12 +245,18 @@ void copy_to_half_grads(std::vector<Tensor> master_grads, std::vector<Tensor> gr
 }
 
 template <class Narrow>
-uint32_t fingerprint_of(const Narrow* elements, int64_t first, int64_t count) {
-  using Bits = std::conditional_t<sizeof(Narrow) == 2, uint16_t, uint32_t>;
-  const Bits* bits = reinterpret_cast<const Bits*>(elements);
-  uint32_t sum = 0;
-  for (int64_t index = 0; index < count; ++index) {
-    sum += hashed(bits[index], static_cast<uint32_t>(first + index));
+uint32_t fingerprint_of(const Narrow* elements, int64_t start, int64_t count) {
+  constexpr int64_t kInWord = sizeof(uint32_t) / sizeof(Narrow);  // elements
+  const auto first = static_cast<uint32_t>(start / kInWord);
+  uint32_t sum = 0, bits = 0;
+  for (int64_t word = 0; word < count / kInWord; ++word) {
+    std::memcpy(&bits, elements + word * kInWord, sizeof(bits));
+    sum += hashed(bits, first + static_cast<uint32_t>(word));
+  }
+  if (count % kInWord != 0) {
+    uint16_t last;
+    std::memcpy(&last, elements + count - 1, sizeof(last));
+    sum += hashed(last, first + static_cast<uint32_t>(count / kInWord));
   }
   return sum;
 }
@@ -306,6 +321,7 @@ STABLE_TORCH_LIBRARY_IMPL(ampatch, CPU, m) {
   m.impl("unscale_copy", TORCH_BOX(&ampatch::unscale_copy));
   m.impl("unscale_add", TORCH_BOX(&ampatch::unscale_add));
   m.impl("found_inf_norm", TORCH_BOX(&ampatch::found_inf_norm));
+  m.impl("clip_factor", TORCH_BOX(&ampatch::clip_factor));
   m.impl("copy_to_half", TORCH_BOX(&ampatch::copy_to_half));
   m.impl("copy_to_half_grads", TORCH_BOX(&ampatch::copy_to_half_grads));
   m.impl("fingerprint", TORCH_BOX(&ampatch::fingerprint));

@@ -1,6 +1,6 @@
 // The operators on NVIDIA GPUs. Each has one kernel, and one launch processes as many tensors as fit in its arguments.
-// Each kernel is compiled for few tensors and for many. Norms and fingerprints have a second kernel, which adds up the
-// sums of chunks.
+// Each kernel is compiled for few tensors and for many. In norms and fingerprints the last block to finish completes
+// the sum over chunks.
 //
 // A launch gets the addresses of the tensors as its arguments. It needs no allocation and no copy for them, so it is
 // safe during the capture of a CUDA graph. Each block processes one chunk of one tensor, 16 bytes at a time if the
@@ -24,9 +24,8 @@ namespace ampatch {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMostThreads = 1024;  // of a block
-constexpr int kVector = 16;         // bytes
-constexpr int kUnroll = 4;          // loads of a thread in flight at once
+constexpr int kVector = 16;  // bytes
+constexpr int kUnroll = 4;   // loads of a thread in flight at once
 
 // The arguments of a launch are limited to 32,764 bytes since CUDA 12.1, and to 4,096 before.
 #if CUDART_VERSION >= 12010
@@ -63,6 +62,12 @@ struct Batch {
 };
 static_assert(sizeof(Batch<kMost>) <= (kMost > 128 ? 32000 : 4000), "the rest is for a kernel's other arguments");
 
+// Numbers by which blocks find out which of them is the last: 0 before and after each launch, as the last block sets
+// them back. A row for each stream, because only launches on one stream run one after the other.
+using Counter = unsigned long long;
+constexpr int kStreams = 64;
+__device__ Counter counters[kStreams * kMost];
+
 // Returns the distance, in bytes, from an address to the next multiple of `bytes`.
 __device__ int to_border(const void* address, int bytes) {
   return static_cast<int>(-reinterpret_cast<uintptr_t>(address) % bytes);
@@ -78,8 +83,11 @@ struct Sums {
 // Adjacent elements that one instruction loads or stores. They are words until the arithmetic needs them: unpacked half
 // elements take a register each, and two of them fit in a word.
 template <class Element, int kLength>
-struct alignas(sizeof(Element) * kLength) Vector {
-  using Word = std::conditional_t<sizeof(Element) * kLength % sizeof(uint32_t) == 0, uint32_t, uint16_t>;
+constexpr size_t kAlignment = kLength == 1 ? alignof(Element) : sizeof(Element) * kLength;
+
+template <class Element, int kLength>
+struct alignas(kAlignment<Element, kLength>) Vector {
+  using Word = std::conditional_t<kAlignment<Element, kLength> % sizeof(uint32_t) == 0, uint32_t, uint16_t>;
   Word words[sizeof(Element) * kLength / sizeof(Word)];
 
   __device__ void load(const Element* from) {
@@ -196,23 +204,29 @@ __device__ void visit_chunk(const Narrow* narrow, const float* wide, int count, 
   visit_slices<Reads, 1>(narrow, wide, count - slices * kLength, rest, work);
 }
 
-// Returns the sum of the values of all threads of a block; only the first thread gets it.
-template <int kSize>
-__device__ double block_sum(double value) {
-  __shared__ double sums[kSize / 32];
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_down_sync(0xffffffff, value, distance);
-  }
-  if (threadIdx.x % 32 == 0) {
-    sums[threadIdx.x / 32] = value;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int warp = 1; warp < kSize / 32; ++warp) {
-      value += sums[warp];
+// Returns the sum of the values of all threads of a block; only the first thread gets it. Adds first values before
+// second ones, and so on, as if other threads had these.
+template <int kValues>
+__device__ double block_sum(double (&values)[kValues]) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ double sums[kValues * kWarps];
+#pragma unroll
+  for (int index = 0; index < kValues; ++index) {
+    for (int distance = 16; distance > 0; distance /= 2) {
+      values[index] += __shfl_down_sync(0xffffffff, values[index], distance);
+    }
+    if (threadIdx.x % 32 == 0) {
+      sums[index * kWarps + threadIdx.x / 32] = values[index];
     }
   }
-  return value;
+  __syncthreads();
+  double sum = sums[0];
+  if (threadIdx.x == 0) {
+    for (int warp = 1; warp < kValues * kWarps; ++warp) {
+      sum += sums[warp];
+    }
+  }
+  return sum;
 }
 
 // The chunk that a block processes.
@@ -234,9 +248,9 @@ __device__ Place place_of_block(const Batch<kCapacity>& batch) {
   return {low, start, static_cast<int>(min(kChunk, batch.count[low] - start))};
 }
 
-// Processes the chunk of this block.
+// Processes the chunk of this block. Returns the sums of this thread.
 template <class Operation, int kCapacity>
-__device__ void visit(const Batch<kCapacity>& batch, const Operation& operation, float* found_inf, double* chunk_sums) {
+__device__ Sums visit(const Batch<kCapacity>& batch, const Operation& operation, float* found_inf) {
   const Place place = place_of_block(batch);
   Sums sums;
   bool finite = true;
@@ -250,23 +264,19 @@ __device__ void visit(const Batch<kCapacity>& batch, const Operation& operation,
   if (__syncthreads_or(!finite) && threadIdx.x == 0) {
     *found_inf = 1;
   }
-  if constexpr (Operation::kSums) {
-    double sum = 0;
-#pragma unroll
-    for (int index = 0; index < kRunningSums; ++index) {
-      sum += sums.of[index];
-    }
-    sum = block_sum<kThreads>(sum);
-    if (threadIdx.x == 0) {
-      chunk_sums[blockIdx.x] = sum;
-    }
-  }
+  return sums;
+}
+
+// Loads a factor without waiting for it. `threadIdx.y` is 0, but the compiler does not know that. If it knows that all
+// threads load the same number, it moves it to a uniform register, and a block waits for it before it loads elements.
+__device__ float loaded(const float* factor) {
+  return factor[threadIdx.y];
 }
 
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     unscale_kernel(const __grid_constant__ Batch<kCapacity> batch, const float* inv_scale, float* found_inf) {
-  visit(batch, Unscale{*inv_scale}, found_inf, nullptr);
+  visit(batch, Unscale{loaded(inv_scale)}, found_inf);
 }
 
 template <int kCapacity>
@@ -274,7 +284,7 @@ __global__ void __launch_bounds__(kThreads) unscale_copy_kernel(const __grid_con
                                                                 const float* inv_scale,
                                                                 float* found_inf,
                                                                 bool write_back) {
-  visit(batch, UnscaleCopy{*inv_scale, write_back}, found_inf, nullptr);
+  visit(batch, UnscaleCopy{loaded(inv_scale), write_back}, found_inf);
 }
 
 template <int kCapacity>
@@ -282,33 +292,63 @@ __global__ void __launch_bounds__(kThreads) unscale_add_kernel(const __grid_cons
                                                                const float* inv_scale,
                                                                float* found_inf,
                                                                bool write_back) {
-  visit(batch, UnscaleAdd{*inv_scale, write_back}, found_inf, nullptr);
+  visit(batch, UnscaleAdd{loaded(inv_scale), write_back}, found_inf);
 }
 
+// Where the norm of all launches of a call is added up.
+struct Norm {
+  double* chunk_sums;
+  int64_t first_chunk;  // of this launch
+  int64_t chunks;       // of all launches
+  Counter* finished;    // chunks of the last launch; null for the others
+  double* sum_of_squares;
+};
+
+// The last block of the last launch adds up the sums of all chunks, always in the same order, so that a norm has the
+// same bits every time.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads) found_inf_norm_kernel(const __grid_constant__ Batch<kCapacity> batch,
                                                                   const float* inv_scale,
                                                                   float* found_inf,
-                                                                  double* chunk_sums) {
-  visit(batch, FoundInfNorm{*inv_scale}, found_inf, chunk_sums);
-}
-
-// One block adds up the sums of the chunks, always in the same order, so that a norm has the same bits every time.
-__global__ void __launch_bounds__(kMostThreads)
-    found_inf_norm_sum_kernel(const double* chunk_sums, int64_t chunks, double* sum_of_squares) {
-  double sum = 0;
-  for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += kMostThreads) {
-    sum += chunk_sums[chunk];
+                                                                  const Norm norm) {
+  const Sums sums = visit(batch, FoundInfNorm{loaded(inv_scale)}, found_inf);
+  double of_thread[1] = {};
+#pragma unroll
+  for (int index = 0; index < kRunningSums; ++index) {
+    of_thread[0] += sums.of[index];
   }
-  sum = block_sum<kMostThreads>(sum);
+  const double of_chunk = block_sum(of_thread);
+  __shared__ bool is_last;
   if (threadIdx.x == 0) {
-    *sum_of_squares += sum;
+    norm.chunk_sums[norm.first_chunk + blockIdx.x] = of_chunk;
+    __threadfence();  // a block that sees this one counted must see its sum
+    is_last = norm.finished != nullptr && atomicAdd(norm.finished, Counter{1}) + 1 == batch.chunks;
+    if (is_last) {
+      __threadfence();
+    }
+  }
+  __syncthreads();
+  if (is_last) {
+    double of_chunks[4] = {};
+#pragma unroll 2
+    for (int64_t first = threadIdx.x; first < norm.chunks; first += 4 * kThreads) {
+#pragma unroll
+      for (int index = 0; index < 4; ++index) {
+        const int64_t chunk = first + index * kThreads;
+        of_chunks[index] += chunk < norm.chunks ? __ldcg(norm.chunk_sums + chunk) : 0;  // not from a stale cache
+      }
+    }
+    const double sum = block_sum(of_chunks);
+    if (threadIdx.x == 0) {
+      *norm.sum_of_squares += sum;
+      *norm.finished = 0;
+    }
   }
 }
 
 template <bool kOfGradients, int kCapacity>
 __global__ void __launch_bounds__(kThreads) copy_to_half_kernel(const __grid_constant__ Batch<kCapacity> batch) {
-  visit(batch, CopyToHalf<kOfGradients>{}, nullptr, nullptr);
+  visit(batch, CopyToHalf<kOfGradients>{}, nullptr);
 }
 
 // What a kernel loads that applies no operation.
@@ -319,11 +359,16 @@ struct ReadsPairs {
   static constexpr bool kReadsNarrow = true, kHasWide = true, kReadsWide = true;
 };
 
-// Returns the sum of the hashes of a slice whose first element has an index in its tensor.
-template <class Bits, int kLength>
+// Two half elements, which may begin at any even address, or a float32 one.
+struct Bits {
+  uint16_t low, high;
+};
+
+// Returns the sum of the hashes of a slice whose first word has an index in its tensor.
+template <int kLength>
 __device__ uint32_t sum_of_hashes(const Slice<ReadsNarrow, Bits, kLength>& slice, uint32_t first) {
-  Bits bits[kLength];
-  slice.narrow.unpack(bits);
+  uint32_t bits[kLength];
+  std::memcpy(bits, slice.narrow.words, sizeof(bits));
   uint32_t sum = 0;
 #pragma unroll
   for (int index = 0; index < kLength; ++index) {
@@ -332,39 +377,31 @@ __device__ uint32_t sum_of_hashes(const Slice<ReadsNarrow, Bits, kLength>& slice
   return sum;
 }
 
-// The sums of a block's threads add up to less than 2**40, which float64 holds exactly.
+// The sums of a block's threads add up to less than 2**40, which float64 holds exactly. The sums of chunks are added up
+// modulo 2**32 in the upper half of a number whose lower half counts the chunks.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    fingerprint_kernel(const __grid_constant__ Batch<kCapacity> batch, double* chunk_sums) {
+    fingerprint_kernel(const __grid_constant__ Batch<kCapacity> batch, Counter* sums, double* fingerprints) {
   const Place place = place_of_block(batch);
+  const int is_half = batch.type[place.tensor] != static_cast<int8_t>(ScalarType::Float);
+  const auto first = static_cast<uint32_t>(place.start >> is_half);
+  const auto* words = static_cast<const Bits*>(batch.narrow[place.tensor]) + (place.start >> is_half);
+  const int count = place.count >> is_half;
   uint32_t sum = 0;
-  with_type(static_cast<ScalarType>(batch.type[place.tensor]), [&](auto* type) {
-    using Bits = std::conditional_t<sizeof(*type) == 2, uint16_t, uint32_t>;
-    const Bits* bits = static_cast<const Bits*>(batch.narrow[place.tensor]) + place.start;
-    visit_chunk<ReadsNarrow>(bits, nullptr, place.count, [&](const auto& slice, int element, int) {
-      sum += sum_of_hashes(slice, static_cast<uint32_t>(place.start + element));
-    });
-  });
-  const double total = block_sum<kThreads>(sum);
-  if (threadIdx.x == 0) {
-    chunk_sums[blockIdx.x] = total;
+  visit_chunk<ReadsNarrow>(
+      words, nullptr, count, [&](const auto& slice, int word, int) { sum += sum_of_hashes(slice, first + word); });
+  if (threadIdx.x == 0 && count << is_half != place.count) {
+    sum += hashed(words[count].low, first + count);
   }
-}
-
-// One block per tensor adds up the sums of its chunks.
-template <int kCapacity>
-__global__ void __launch_bounds__(kThreads) fingerprint_sum_kernel(const __grid_constant__ Batch<kCapacity> batch,
-                                                                   const double* chunk_sums,
-                                                                   double* fingerprints) {
-  const int tensor = blockIdx.x;
-  const int end = tensor + 1 < batch.tensors ? batch.first_chunk[tensor + 1] : batch.chunks;
-  uint32_t sum = 0;
-  for (int chunk = batch.first_chunk[tensor] + threadIdx.x; chunk < end; chunk += kThreads) {
-    sum += static_cast<uint32_t>(static_cast<int64_t>(chunk_sums[chunk]));
-  }
-  const double total = block_sum<kThreads>(sum);
+  double of_thread[1] = {static_cast<double>(sum)};
+  const double of_chunk = block_sum(of_thread);
   if (threadIdx.x == 0) {
-    fingerprints[tensor] = static_cast<double>(static_cast<uint32_t>(static_cast<int64_t>(total)));
+    const Counter counted = (static_cast<Counter>(of_chunk) << 32) + 1;
+    const Counter all = atomicAdd(sums + place.tensor, counted) + counted;
+    if (static_cast<uint32_t>(all) == (batch.count[place.tensor] + kChunk - 1) / kChunk) {
+      fingerprints[place.tensor] = static_cast<double>(all >> 32);
+      sums[place.tensor] = 0;
+    }
   }
 }
 
@@ -400,10 +437,39 @@ __global__ void __launch_bounds__(kThreads) follow_kernel(const __grid_constant_
   });
 }
 
+__global__ void clip_factor_kernel(
+    const double* sum_of_squares, const float* found_inf, float* norm, float* factor, ClipFactor clip) {
+  clip(*sum_of_squares, *found_inf, *norm, *factor);
+}
+
 __global__ void update_scale_kernel(
     float* scale, int32_t* unskipped, int32_t* hysteresis_left, const float* found_inf, UpdateScale update) {
   update(*scale, *unskipped, *hysteresis_left, *found_inf);
 }
+
+// The counters for the launches of one call, one for each tensor of a launch.
+class Counters {
+ public:
+  Counters(const OnDevice& device, const Tensor& of_64_bits) {
+    const int stream = device.number_of_stream();
+    if (stream < kStreams) {
+      void* rows = nullptr;
+      check(cudaGetSymbolAddress(&rows, counters), "the counters of the kernels were not found");
+      data_ = static_cast<Counter*>(rows) + stream * kMost;
+    } else {
+      own_ = torch::stable::new_zeros(of_64_bits, {kMost});
+      data_ = static_cast<Counter*>(own_->data_ptr());
+    }
+  }
+
+  Counter* data() const {
+    return data_;
+  }
+
+ private:
+  std::optional<Tensor> own_;
+  Counter* data_;
+};
 
 // Returns the total number of chunks, each of which takes one block.
 int64_t chunks_of(const std::vector<Piece>& pieces) {
@@ -502,12 +568,12 @@ void found_inf_norm(
   }
   const Tensor sums = torch::stable::new_empty(sum_of_squares, {chunks});
   double* chunk_sums = static_cast<double*>(sums.data_ptr());
+  const Counters counters(device, sum_of_squares);
   in_batches(lists.pieces(), [&](const auto& batch, int64_t first_chunk) {
-    found_inf_norm_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(
-        batch, factor, flag, chunk_sums + first_chunk);
+    const bool is_last = first_chunk + batch.chunks == chunks;
+    const Norm norm{chunk_sums, first_chunk, chunks, is_last ? counters.data() : nullptr, total};
+    found_inf_norm_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, factor, flag, norm);
   });
-  found_inf_norm_sum_kernel<<<1, kMostThreads, 0, device.stream()>>>(chunk_sums, chunks, total);
-  check(cudaGetLastError(), "a kernel could not be launched");
 }
 
 template <class Launch>
@@ -545,15 +611,9 @@ void fingerprint(std::vector<Tensor> grads, Tensor fingerprints, std::optional<T
   const OnDevice device(name, fingerprints);
   Lists lists(name, fingerprints, grads, false, more);
   double* found = one_for_each(name, "fingerprints", fingerprints, fingerprints, lists.pieces());
-  const int64_t chunks = chunks_of(lists.pieces());
-  if (chunks == 0) {
-    return;
-  }
-  const Tensor sums = torch::stable::new_empty(fingerprints, {chunks});
-  double* chunk_sums = static_cast<double*>(sums.data_ptr());
-  in_batches(lists.pieces(), [&](const auto& batch, int64_t first_chunk) {
-    fingerprint_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, chunk_sums + first_chunk);
-    fingerprint_sum_kernel<<<batch.tensors, kThreads, 0, device.stream()>>>(batch, chunk_sums + first_chunk, found);
+  const Counters counters(device, fingerprints);
+  in_batches(lists.pieces(), [&](const auto& batch, int64_t) {
+    fingerprint_kernel<<<batch.chunks, kThreads, 0, device.stream()>>>(batch, counters.data(), found);
     found += batch.tensors;
   });
 }
@@ -575,6 +635,18 @@ void copy_edits(std::vector<Tensor> halves,
     found += batch.tensors;
   });
   lists.finish();
+}
+
+void clip_factor(Tensor sum_of_squares, Tensor found_inf, Tensor norm, Tensor factor, double max_norm) {
+  const char* name = "ampatch::clip_factor";
+  const OnDevice device(name, sum_of_squares);
+  clip_factor_kernel<<<1, 1, 0, device.stream()>>>(
+      scalar<double>(name, "sum_of_squares", sum_of_squares, sum_of_squares),
+      scalar<float>(name, "found_inf", found_inf, sum_of_squares),
+      scalar<float>(name, "norm", norm, sum_of_squares),
+      scalar<float>(name, "factor", factor, sum_of_squares),
+      ClipFactor{max_norm});
+  check(cudaGetLastError(), "a kernel could not be launched");
 }
 
 void update_scale(Tensor scale,
@@ -610,5 +682,6 @@ STABLE_TORCH_LIBRARY_IMPL(ampatch, CUDA, m) {
   m.impl("copy_to_half_grads", TORCH_BOX(&ampatch::copy_to_half_grads));
   m.impl("fingerprint", TORCH_BOX(&ampatch::fingerprint));
   m.impl("copy_edits", TORCH_BOX(&ampatch::copy_edits));
+  m.impl("clip_factor", TORCH_BOX(&ampatch::clip_factor));
   m.impl("update_scale", TORCH_BOX(&ampatch::update_scale));
 }

@@ -4,8 +4,12 @@
 
 #include <cuda_runtime.h>
 
+#include <limits>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/tensor.h>
@@ -24,14 +28,28 @@ inline void check(cudaError_t status, const char* what) {
 // Makes the device of a tensor the current one, and holds torch's current stream of that device.
 class OnDevice {
  public:
-  OnDevice(const char* name, const torch::stable::Tensor& tensor) : guard_(checked(name, tensor)) {
+  OnDevice(const char* name, const torch::stable::Tensor& tensor) : device_(checked(name, tensor)), guard_(device_) {
     // torch's guard does not suffice: this library has a CUDA runtime of its own, which is linked into it.
-    check(cudaSetDevice(tensor.get_device_index()), name);
-    stream_ = static_cast<cudaStream_t>(current_stream(tensor.get_device_index()));
+    check(cudaSetDevice(device_), name);
+    stream_ = static_cast<cudaStream_t>(current_stream(device_));
   }
 
   cudaStream_t stream() const {
     return stream_;
+  }
+
+  // Returns a number that belongs to the stream alone, from 0 on. Returns the largest int if launches on the stream may
+  // run beside each other: a captured graph may be replayed on any stream, and `cudaStreamPerThread` means several.
+  int number_of_stream() const {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream_, &status), "the current stream cannot be used");
+    if (status != cudaStreamCaptureStatusNone || stream_ == cudaStreamPerThread) {
+      return std::numeric_limits<int>::max();
+    }
+    static std::mutex mutex;
+    static std::map<std::pair<int, cudaStream_t>, int> numbers;
+    const std::lock_guard<std::mutex> lock(mutex);
+    return numbers.try_emplace({device_, stream_}, static_cast<int>(numbers.size())).first->second;
   }
 
  private:
@@ -40,6 +58,7 @@ class OnDevice {
     return tensor.get_device_index();
   }
 
+  int32_t device_;
   torch::stable::accelerator::DeviceGuard guard_;
   cudaStream_t stream_;
 };

@@ -50,8 +50,9 @@ C10_HOST_DEVICE inline void copy_edit(Narrow half, float& master, bool of_gradie
   }
 }
 
-// Returns the hash of one element; the fingerprint of a tensor is the sum over its elements. At a given index different
-// values have different hashes. The mixing keeps the effects of regular edits, such as flipped signs, from cancelling.
+// Returns the hash of a word of 32 bits; the fingerprint of a tensor is the sum over its words. Two half elements make
+// a word, the first of them its lower bits; an odd last one has a word of its own. At a given index different words
+// have different hashes. The mixing keeps the effects of regular edits, such as flipped signs, from cancelling.
 C10_HOST_DEVICE inline uint32_t hashed(uint32_t bits, uint32_t index) {
   uint32_t hash = (bits + index * 0x9e3779b1u) * 0x85ebca6bu;
   hash ^= hash >> 15;
@@ -120,6 +121,18 @@ struct FoundInfNorm {
     const Value unscaled = grad * inv_scale;
     sum += unscaled * unscaled;
     return is_finite(grad);
+  }
+};
+
+// The norm of gradients, and the factor that clips them: 1 after an overflow. In torch's order of operations.
+struct ClipFactor {
+  double max_norm;
+
+  C10_HOST_DEVICE void operator()(double sum_of_squares, float found_inf, float& norm, float& factor) const {
+    const double exact = sqrt(sum_of_squares);
+    const double clipping = (1 / (exact + 1e-6)) * max_norm;
+    norm = static_cast<float>(exact);
+    factor = found_inf != 0 || max_norm == INFINITY || clipping > 1 ? 1 : static_cast<float>(clipping);
   }
 };
 

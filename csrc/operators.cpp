@@ -19,6 +19,8 @@ STABLE_TORCH_LIBRARY(ampatch, m) {
   m.def(
       "found_inf_norm(Tensor[] grads, Tensor inv_scale, Tensor(a!) found_inf, Tensor(b!) sum_of_squares, "
       "Tensor? more=None) -> ()");
+  m.def(
+      "clip_factor(Tensor sum_of_squares, Tensor found_inf, Tensor(a!) norm, Tensor(b!) factor, float max_norm) -> ()");
   m.def("copy_to_half(Tensor[] masters, Tensor(a!)[] halves, Tensor? more=None) -> ()");
   m.def("copy_to_half_grads(Tensor[] master_grads, Tensor(a!)[] grads, Tensor? more=None) -> ()");
   m.def("fingerprint(Tensor[] halves, Tensor(a!) fingerprints, Tensor? more=None) -> ()");

@@ -41,10 +41,14 @@ pytest_plugins = ["accounting", "covering", "far_devices"]
 # hand this on to them.
 os.environ.setdefault("AMPATCH_CACHE", str(Path(__file__).parent.parent / "build" / "extension"))
 # Which kernels a test runs on must not hang on what was compiled before it; tests of the extension select that. To run
-# all of them on it, set this to "extension".
-os.environ.setdefault("AMPATCH_KERNELS", "torch")
-# So with calls of patched functions: "compiled" has all tests run them in C++.
-os.environ.setdefault("AMPATCH_CALLS", "python")
+# all of them on it, set the first to "extension". So with calls of patched functions: "compiled" has all tests run them
+# in C++.
+CHOSEN_HERE = {
+    name: value
+    for name, value in {"AMPATCH_KERNELS": "torch", "AMPATCH_CALLS": "python"}.items()
+    if name not in os.environ
+}
+os.environ.update(CHOSEN_HERE)
 
 # Files that import a package which a machine without a network may lack. There they are left out; the summary says so.
 NEEDED = {
@@ -55,12 +59,14 @@ NEEDED = {
     "integration/test_half_architectures.py": "transformers",
     "integration/test_ignite.py": "ignite",
     "integration/test_lightning.py": "lightning",
+    "integration/test_pages.py": "sybil",
     "integration/test_peft.py": "peft",
     "integration/test_skorch.py": "skorch",
     "integration/test_traced_architectures.py": "transformers",
     "integration/test_transformers.py": "transformers",
     "test_casting.py": "transformers",
     "test_convert_model.py": "onnx",
+    "test_documentation.py": "sybil",
 }
 LEFT_OUT = {file: package for file, package in NEEDED.items() if find_spec(package) is None}
 collect_ignore = list(LEFT_OUT)
@@ -68,7 +74,7 @@ collect_ignore = list(LEFT_OUT)
 # The machines that run this are shared: a slow example is no fault of the code. Every run draws the same examples, and
 # `make slow` more of them.
 hypothesis_settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=100)
-hypothesis_settings.register_profile("quick", parent=hypothesis_settings.get_profile("thorough"), max_examples=25)
+hypothesis_settings.register_profile("quick", parent=hypothesis_settings.get_profile("thorough"), max_examples=15)
 hypothesis_settings.load_profile("quick")
 
 # Most tensors here are tiny, and threads that wait for one another cost minutes.
@@ -161,13 +167,27 @@ SEEN_UNPATCHED = [identities()]  # and then once more for each time that a modul
 
 
 def pytest_collection_finish() -> None:
-    """Leaves what was imported and collected out of what the garbage collector looks through from here on.
-
-    That is most of the objects, and tests of what is freed ask for a collection each; so does Python, every few tests.
-    """
-    gc.collect()
-    gc.freeze()
+    """Makes Python collect garbage less often."""
     gc.set_threshold(700, 10, 100)  # of the oldest a tenth as many as usual
+    spare_the_garbage_collector()
+
+
+MODULES_SPARED = [0]
+TESTS_SINCE = [0]
+
+
+def spare_the_garbage_collector() -> None:
+    """Leaves what there is so far out of what the garbage collector looks through from here on.
+
+    That is most of the objects: torch.compile alone imports more than a thousand modules, and keeps what it compiled.
+    Tests of what is freed ask for a collection each, Python asks for one every few tests, and `amp.explain` looks
+    through the same objects.
+    """
+    TESTS_SINCE[0] += 1
+    if len(sys.modules) > MODULES_SPARED[0] + 100 or TESTS_SINCE[0] >= 100:
+        gc.collect()
+        gc.freeze()
+        MODULES_SPARED[0], TESTS_SINCE[0] = len(sys.modules), 0
 
 
 # The implementations that amp chose in this run, in all of its processes.
@@ -190,7 +210,10 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Prints the implementations that the tests ran with, and the files that were left out."""
     for chosen in sorted(RAN_WITH):
-        terminalreporter.line(f"Ran with {chosen}.")
+        told = chosen
+        for name, value in CHOSEN_HERE.items():
+            told = told.replace(f"{name}={value} asks for", f"tests do by default; {name}=auto tests what is built")
+        terminalreporter.line(f"Ran with {told}.")
     for file, package in LEFT_OUT.items():
         terminalreporter.line(f"Not run: tests/{file}, as {package} is not installed.")
 
@@ -227,6 +250,7 @@ def torch_is_unpatched() -> Iterator[None]:
         SEEN_UNPATCHED.append(now)
     assert not _global_optimizer_post_hooks
     assert torch._C._len_torch_function_stack() == 0
+    spare_the_garbage_collector()
 
 
 def _serves_every_gpu(library: Library) -> bool:
@@ -245,8 +269,7 @@ def compiled() -> ModuleType:
     library = extension.loaded() or extension.find()
     if library is None or not _serves_every_gpu(library):
         try:
-            # Kernels for GPUs take longer to compile, and would not run where there is none.
-            library = extension_build.build("auto" if torch.cuda.is_available() else "cpu").library
+            library = extension_build.build().library
         except KernelError as error:
             if "there is no C++ compiler" in str(error):
                 pytest.skip(f"the extension cannot be compiled: {error}")

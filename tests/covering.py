@@ -1,30 +1,40 @@
 """Few cases of many settings: a plugin for pytest, loaded by `conftest.py`.
 
 A test may be parametrised over the product of several settings. What breaks one combination alone is rare: nearly every
-fault shows at one value, or where two of them meet. `@pytest.mark.covering(2)` keeps as few cases as have every two
-values meet, `covering(1)` as few as have every value, and marks the others slow. Whether the compiled libraries are
-there is a setting too: those that are kept run with them and without, and of the others about half with them and half
-without. Must never drop a case.
+fault shows at one value, or where two of them meet. So `make test` runs as few cases as have every value, and `make
+slow` those that are missing for every two values to meet. With `@pytest.mark.covering(2)` it is every two values, and
+then every three. Whatever is beyond that runs nowhere. The two half types are one value in `make test`, where about
+half of the tests run in either: the code tells them apart in a few lines only.
+
+Whether the compiled libraries are there is a setting too: what is kept for `make test` runs with them and without, and
+of the others about half with them and half without. Cases that need a GPU are all kept, unless the test has the mark.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import is_dataclass
 
 import pytest
+import torch
 
+# In the text of a type, a name, a mapping of options, or a dataclass.
+_HALF_TYPE = re.compile(r"\bb?float16\b")
 _BY_TURNS = pytest.mark.with_libraries, pytest.mark.without_libraries
 
 
-def covered(cases: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
+def covered(cases: Sequence[Sequence[Hashable]], strength: int, kept: Sequence[int] = ()) -> list[int]:
     """Returns which cases to keep, greedily: each covers the most combinations that none before it does.
 
     Args:
         cases: the values of each, one a setting.
         strength: how many values of different settings make a combination; 1 or 2, or more.
+        kept: cases that are kept in any event.
     """
 
     def combinations(case: Sequence[Hashable]) -> Iterator[tuple[tuple[int, Hashable], ...]]:
@@ -33,13 +43,21 @@ def covered(cases: Sequence[Sequence[Hashable]], strength: int) -> list[int]:
             yield tuple((setting, case[setting]) for setting in chosen)
 
     of_each = [set(combinations(case)) for case in cases]
-    missing = set().union(*of_each)
-    kept = []
+    chosen = list(kept)
+    missing = set().union(*of_each).difference(*(of_each[number] for number in kept))
+    # What a case adds only ever shrinks: the first whose number is up to date adds most.
+    most = [(-len(of_each[number]), number) for number in range(len(cases))]
+    heapq.heapify(most)
     while missing:
-        best = max(range(len(cases)), key=lambda number: (len(of_each[number] & missing), -number))
-        missing -= of_each[best]
-        kept.append(best)
-    return sorted(kept)
+        adds, number = most[0]
+        now = -len(of_each[number] & missing)
+        if now != adds:
+            heapq.heapreplace(most, (now, number))
+            continue
+        heapq.heappop(most)
+        missing -= of_each[number]
+        chosen.append(number)
+    return sorted(chosen)
 
 
 def _told_apart(value: object) -> Hashable:
@@ -53,18 +71,47 @@ def _told_apart(value: object) -> Hashable:
 
 @pytest.hookimpl(tryfirst=True)  # before tests marked slow are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks slow what a test's `covering` leaves out, and with what it runs. On each device, cases are kept apart."""
+    """Marks slow what `make test` does without, and drops what is beyond that. On each device, cases are kept apart."""
     tests: dict[tuple[object, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("covering") is not None:
-            tests[item.nodeid.partition("[")[0], "gpu" in item.keywords].append(item)
-    for same in tests.values():
+        on_gpu, marker = "gpu" in item.keywords, item.get_closest_marker("covering")
+        if hasattr(item, "callspec") and "slow" not in item.keywords and (marker is not None or not on_gpu):
+            tests[item.nodeid.partition("[")[0], on_gpu].append(item)
+    beyond = set()
+    for (_, on_gpu), same in tests.items():
         marker = same[0].get_closest_marker("covering")
-        assert marker is not None
+        strength = 1 if marker is None else marker.args[0]
         cases = [[_told_apart(value) for value in item.callspec.params.values()] for item in same]
-        kept = set(covered(cases, *marker.args))
-        for number, item in enumerate(same):
-            if number not in kept:
-                item.add_marker(pytest.mark.slow)
-                # By a checksum, since every second one may have the same value of the last setting.
-                item.add_marker(_BY_TURNS[hashlib.sha256(item.nodeid.encode()).digest()[0] % 2])
+        kept = covered(cases, strength) if on_gpu or strength > 1 else _of_one_half_type(same)
+        beyond |= {same[number] for number in set(range(len(same))).difference(covered(cases, strength + 1, kept))}
+        for number in set(range(len(same))).difference(kept):
+            item = same[number]
+            item.add_marker(pytest.mark.slow)
+            # By a checksum, since every second one may have the same value of the last setting.
+            item.add_marker(_BY_TURNS[_checksum(item.nodeid) % 2])
+    items[:] = [item for item in items if item not in beyond]
+
+
+def _of_one_half_type(same: Sequence[pytest.Item]) -> list[int]:
+    """Returns the cases of a test that have every value, of either half type one: which, differs from test to test."""
+    other = ("float16", "bfloat16")[_checksum(same[0].nodeid.partition("[")[0]) % 2]
+    cases = [list(item.callspec.params.values()) for item in same]
+    order = sorted(range(len(same)), key=lambda number: any(other in _half_types(value) for value in cases[number]))
+    values = [[_but_for_half_types(value) for value in cases[number]] for number in order]
+    return [order[number] for number in covered(values, 1)]
+
+
+def _text(value: object) -> str:
+    return repr(value) if isinstance(value, str | dict | torch.dtype) or is_dataclass(value) else ""
+
+
+def _half_types(value: object) -> list[str]:
+    return _HALF_TYPE.findall(_text(value))
+
+
+def _but_for_half_types(value: object) -> Hashable:
+    return _HALF_TYPE.sub("half", _text(value)) if _half_types(value) else _told_apart(value)
+
+
+def _checksum(name: str) -> int:
+    return hashlib.sha256(name.encode()).digest()[0]

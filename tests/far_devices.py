@@ -82,7 +82,7 @@ class FarDevices(TorchDispatchMode):
 
     Attributes:
         current: index of the current device.
-        waits: what the host has waited for so far, by operator.
+        waits: what the host has waited for so far, by operator; "event" if an event was waited for.
         slow: number of tensors of lists for which an operator took a launch each.
     """
 
@@ -93,6 +93,7 @@ class FarDevices(TorchDispatchMode):
         self.current = 0
         self.waits: list[str] = []
         self.slow = 0
+        self._sent_from = [0] * COUNT
         self._under_way: list[tuple[int, Tensor, Tensor]] = []  # the device, the copy, and the values it is to have
 
     def of(self, values: Any, index: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,14 +107,18 @@ class FarDevices(TorchDispatchMode):
 
     def deliver(self, index: int, count: int | None = None) -> None:
         """Ends the first copies of a device, or all."""
-        arrived = [each for each in self._under_way if each[0] == index][:count]
-        self._under_way = [each for each in self._under_way if not any(each is done for done in arrived)]
-        for _, copied, values in arrived:
+        there = [each for each in self._under_way if each[0] == index][:count]
+        self._under_way = [each for each in self._under_way if not any(each is done for done in there)]
+        for _, copied, values in there:
             copied.copy_(values)
 
-    def under_way(self, index: int) -> int:
-        """Returns the number of copies from a device that have not arrived."""
-        return sum(each[0] == index for each in self._under_way)
+    def sent(self, index: int) -> int:
+        """Returns the number of copies from a device that did not block."""
+        return self._sent_from[index]
+
+    def arrived(self, index: int) -> int:
+        """Returns the number of those copies that have arrived."""
+        return self._sent_from[index] - sum(each[0] == index for each in self._under_way)
 
     def _wait(self, function: Any, index: int) -> None:
         self.waits.append(str(function.overloadpacket))
@@ -180,6 +185,7 @@ class FarDevices(TorchDispatchMode):
     def _sent(self, function: Any, index: int, copied: Tensor, is_under_way: bool) -> Tensor:
         """Returns a copy on the host, which holds its values only if the host waits for them now."""
         if is_under_way:
+            self._sent_from[index] += 1
             self._under_way.append((index, copied, copied.clone()))
             copied.fill_(TOO_EARLY)
         else:
@@ -206,17 +212,18 @@ def event_of(devices: FarDevices) -> type:
 
     class Event:
         def __init__(self, device: Any = None) -> None:
-            self._index, self._behind = None, 0
+            self._index, self._before = None, 0
 
         def record(self, stream: Any = None) -> None:
             self._index = devices.current if stream is None else stream.device.index
-            self._behind = devices.under_way(self._index)
+            self._before = devices.sent(self._index)
 
         def query(self) -> bool:
-            return False
+            return devices.arrived(self._index) >= self._before
 
         def synchronize(self) -> None:
-            devices.deliver(self._index, self._behind)
+            devices.waits.append("event")
+            devices.deliver(self._index, self._before - devices.arrived(self._index))
 
     return Event
 

@@ -52,6 +52,7 @@ def test_a_test_that_takes_too_long_fails_the_run_and_is_named(suite: pytest.Pyt
     ended.stdout.re_match_lines([r"ERROR \S+::test_busy( .*)?"])
 
 
+@pytest.mark.slow
 def test_the_phases_and_the_rows_of_a_test_are_added_up(suite: pytest.Pytester) -> None:
     ended = suite.runpytest_inprocess(*OPTIONS, "--processor-limit", "0.35", "-k", "test_busy or test_rows")
     ended.assert_outcomes(passed=3, errors=1, deselected=2)

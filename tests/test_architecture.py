@@ -90,6 +90,7 @@ def test_files_that_contributors_are_sent_to_are_there() -> None:
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.slow
 def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_used(fresh):
     code = "import sys, ampatch.apex.amp; print(*(name for name in sys.modules if 'ampatch.diagnostics.' in name))"
     names = {name.rpartition(".")[2] for name in fresh.run(code).stdout.split()}

@@ -540,6 +540,7 @@ def test_failure_after_torch_was_patched_takes_the_patches_out_again() -> None:
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
 
 
+@pytest.mark.slow
 def test_something_that_is_no_function_in_the_place_of_one_is_told(fresh: Fresh) -> None:
     # In a process of its own, as torch builds its tables only once.
     script = (

@@ -173,7 +173,7 @@ class TestArguments:
     @pytest.mark.parametrize("original", [seen, seen_with_names])
     @every_kind
     @both_halves
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_whatever_they_are_both_hand_over_the_same_and_count_the_same(self, implementations, kind, half, original):
         python, compiled = implementations(kind, half, original)
         cast = set()
@@ -200,6 +200,21 @@ class TestArguments:
         assert given_[0].dtype == torch.float32
         assert found is not given_
         assert found[2] is given_[2]
+
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+    def test_a_nested_half_tensor_is_cast_as_torch_refuses_it_with_dtype(self, implementations):
+        nested = torch.nested.nested_tensor([torch.ones(2)], dtype=torch.float16)
+        for each in implementations("via dtype", torch.float16, seen):
+            (found,), kwargs = each.function(nested)
+            assert (found.dtype, kwargs) == (torch.float32, {})
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    def test_whitelisted_functions_get_float32_beside_a_sparse_tensor(self, implementations, dtype):
+        sparse = torch.ones(2, 2).to(dtype).to_sparse()
+        for each in implementations("whitelist", torch.float16, seen):
+            found, kwargs = each.function(torch.ones(2), sparse, other=torch.ones(2).half())
+            assert {tensor.dtype for tensor in (*found, *kwargs.values())} == {torch.float32}
+            assert found[1].layout is torch.sparse_coo
 
     def test_a_keyword_may_be_a_text_of_another_class(self, implementations):
         name = enum.StrEnum("Name", {"DTYPE": "dtype"}).DTYPE
@@ -450,7 +465,7 @@ class TestWeights:
 
     @pytest.mark.gpu
     def test_no_python_runs_to_serve_one_on_a_gpu(self, in_cpp):
-        weight = nn.Linear(8, 8).cuda().weight  # read here, as nn.Module.__getattr__ is Python
+        weight = nn.Linear(8, 8).cuda().weight  # not within the call: nn.Module.__getattr__ is Python
         with amp.init(half_dtype=torch.float16):
             value = torch.ones(8, 8, device="cuda", dtype=torch.float16)
             F.linear(value, weight)
@@ -772,6 +787,7 @@ class TestChoice:
         ):
             amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
 
+    @pytest.mark.slow
     def test_so_is_a_library_that_is_asked_for_and_not_there(self, fresh, tmp_path):
         environment = {**os.environ, "AMPATCH_CALLS": "compiled", "AMPATCH_CACHE": str(tmp_path)}
         code = "import torch; from ampatch import amp; amp.initialize(torch.nn.Linear(1, 1), opt_level='O1')"

@@ -956,6 +956,7 @@ class TestCompiled:
         assert counter.frame_count == 1
         assert_cast(found, value, castable_to(torch.float16))
 
+    @pytest.mark.slow
     def test_gradients_flow_through_the_graph(self):
         module = Hooked(lambda fields: {"loss": (fields.first * fields.second).sum()})
         x = torch.full((2,), 3.0, requires_grad=True)

@@ -181,7 +181,7 @@ class TestASkippedStep:
     @every_optimizer
     @pytest.mark.parametrize("far", [False, True], ids=["", "far-away"])
     @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_leaves_everything_as_it_is_however_gradients_got_there(
         self, way, far, make, loss_scale, options, request, log
     ):
@@ -545,12 +545,14 @@ def fsdp() -> tuple[list[bool], bool]:
 
 
 class TestSeveralRanks:
+    @pytest.mark.slow
     @pytest.mark.parametrize("level", ["O4", "O5"])
     def test_of_ddp_skip_together(self, two, level):
         (skipped, weights), (others, other_weights) = two.run(ddp, {"opt_level": level})
         assert skipped == others == [False, True, False]
         assert_same_state(weights, other_weights)
 
+    @pytest.mark.slow
     def test_of_fsdp2_skip_where_one_has_a_nan_in_its_shard(self, two):
         assert two.run(fsdp) == [([False, True, False], True)] * 2
 

@@ -115,7 +115,7 @@ class TestAgreesWithTorch:
     @every_level
     @every_optimizer
     @pytest.mark.parametrize("delayed", [False, True], ids=["unscaled", "delayed"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_training_goes_the_same_way(self, make, options, delayed):
         expected_weights, expected_norms, expected_scale = train(make, torchs, False, **options)
         actual_weights, norms, scale = train(make, amp.clip_grad_norm_, delayed, **options)

@@ -118,6 +118,7 @@ class TestCompiledCode:
             found = run(compiled(call_each))
         check_rows(subtests, zip(names, found[0], eager[0], found[1], eager[1], strict=True), check)
 
+    @pytest.mark.slow
     def test_casts_after_torch_distributed_has_cleared_tables(self):
         call, x = CALLS["convolution"], torch.linspace(-1, 1, 24).view(3, 8)
         torch._dynamo.trace_rules.clear_lru_cache()  # as init_process_group does
@@ -186,6 +187,7 @@ class TestOnAndOff:
         fast = compiled(KINDS[kind], backend)
         return lambda: fast(weights, x).dtype
 
+    @pytest.mark.slow
     @pytest.mark.covering(1)
     def test_before_amp_with_it_and_after_it(self, kind, backend):
         run = self.run(kind, backend)

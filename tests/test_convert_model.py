@@ -729,6 +729,7 @@ class TestTracing:
 
         check_rows(subtests, [(name, name) for name in OPERATORS], check)
 
+    @pytest.mark.slow
     @OF_STRICT_EXPORT
     @EACH_HALF
     @pytest.mark.parametrize("trace", ["compile", "strict", "export"])
@@ -748,6 +749,7 @@ class TestTracing:
             assert_same_bits(found, wanted)
         assert torch.backends.mha.get_fastpath_enabled()
 
+    @pytest.mark.slow
     @ONE_HALF
     def test_casts_go_on_after_a_graph_break(self, half):
         def breaking(x: Tensor, w: Tensor) -> Tensor:
@@ -764,6 +766,7 @@ class TestTracing:
         encoder = made.encoder
         assert_same_bits(torch.compile(made, backend="eager")(torch.ones(4, 4)), expected)
 
+    @pytest.mark.slow
     def test_compiled_after_a_session_in_which_the_first_was_made(self, monkeypatch):
         torch._dynamo.reset()
         monkeypatch.setattr(casting_mode, "_globals_by_module", {})
@@ -785,6 +788,7 @@ class TestTracing:
         thread.join()
         assert_same_bits(found[0], of_o1(mixed(), torch.bfloat16, INDICES))
 
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec.:FutureWarning")  # in torch's exporter
     def test_onnx_has_casts_and_half_weights(self):
         made = amp.convert_model(nn.Sequential(nn.Linear(4, 3), nn.Softmax(-1)).eval(), "float16")

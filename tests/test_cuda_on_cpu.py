@@ -662,6 +662,7 @@ class TestTraining:
         assert network.weight_ih_l0.grad is not None
 
     # torch's own complaint about its own look at a tensor, where what is compiled goes on after a call that is not.
+    @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
     def test_torch_compile_compiles(self, model: nn.Module) -> None:
         def function(x: Tensor) -> Tensor:

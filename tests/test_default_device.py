@@ -70,7 +70,7 @@ class TestADefaultDevice:
         with default_device("cuda"):
             model = nn.Linear(4, 3)
             optimizer = torch.optim.Adam(model.parameters(), fused=True)
-            # Not the default scale, which is no float16, while the gradient of the sum is the scale itself.
+            # The gradient of the sum is the scale itself, and the default scale of 65536 is no float16.
             amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", init_scale=2.0**8, verbosity=0)
             for factor in (1.0, torch.inf, 1.0):
                 optimizer.zero_grad()

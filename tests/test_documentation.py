@@ -199,6 +199,7 @@ def modules(monkeypatch):
     return importlib.import_module("ampatch_docs.modules")
 
 
+@pytest.mark.slow
 def test_the_plan_has_the_order_that_imports_are_checked_by(modules):
     assert list(modules.order()) == test_architecture.rooms()
     assert set(modules.modules()) == set(test_architecture.MODULES)

@@ -177,7 +177,7 @@ def one_each(optimizer: Callable[..., Any]) -> Callable[..., Any]:
 
 @every_level
 @pytest.mark.parametrize("change", MEANS.values(), ids=MEANS)
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 class TestByEveryMeans:
     def test_before_the_step(self, change, opt_level, half_dtype):
         def script(run: Run) -> None:
@@ -281,7 +281,7 @@ class TestOfMasters:
 
 
 @every_level
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 class TestMoreMeans:
     @pytest.mark.parametrize("overlapping", [False, True])
     @pytest.mark.parametrize("when", ["before the step", "before a block", "in a block"])
@@ -404,7 +404,7 @@ FUSED = [torch.optim.SGD, lambda parameters, lr: torch.optim.SGD(parameters, lr=
 @pytest.mark.parametrize("optimizer", FUSED, ids=["SGD", "fused"])
 @pytest.mark.parametrize("clear", CLEARINGS.values(), ids=CLEARINGS)
 @pytest.mark.parametrize("floor", [1.0, 8.0], ids=["above-the-floor", "at-the-floor"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 class TestVerdicts:
     """A verdict goes when the gradients go that it was about; the scale has backed off all the same."""
 
@@ -459,7 +459,7 @@ def test_a_scaler_by_hand_that_is_updated_before_backward() -> None:
 @every_level
 @pytest.mark.parametrize("loss_scale", [8.0, 1.0])
 @pytest.mark.parametrize("clear", ["optimizer", "model", "none", "data.zero_"])
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 def test_clearing_between_blocks_under_a_static_scale(clear, loss_scale, opt_level, half_dtype):
     def script(run: Run) -> None:
         for _ in range(2):

@@ -73,7 +73,7 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 @every_level
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 class TestOfTheModel:
     @pytest.mark.parametrize("name", [*MEANS, *UNSEEN])
     def test_before_the_first_step(self, name, opt_level, half_dtype):

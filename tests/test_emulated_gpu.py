@@ -79,6 +79,11 @@ for count in map(int, sys.argv[3:]):
     torch.ops.ampatch.unscale_(tensors, torch.tensor(0.5), torch.zeros(()))
     assert all(bool((tensor == 1).all()) for tensor in tensors)
     print("launches", count, library.emulated_launches() - before[0], library.emulated_argument_bytes() - before[1])
+before = library.emulated_launches()
+large = [torch.ones(100_000).half()]
+torch.ops.ampatch.found_inf_norm(large, torch.tensor(0.5), torch.zeros(()), torch.zeros((), dtype=torch.float64))
+torch.ops.ampatch.fingerprint(large, torch.zeros(1, dtype=torch.float64))
+assert library.emulated_launches() - before == 2
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not gpu and not slow", sys.argv[2]]))
 """
 
@@ -137,6 +142,7 @@ class TestTheCurrentStream:
         )
         return compile_library(source, to=tmp_path / "asks.so", include=extension.source_directory())
 
+    @pytest.mark.slow
     @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a library of that name")
     def test_is_found_where_torch_has_loaded_that_library_for_itself(
         self, fresh: Fresh, asks: Path, tmp_path: Path
@@ -156,6 +162,7 @@ class TestTheCurrentStream:
         )
         assert told == 43
 
+    @pytest.mark.slow
     @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
     def test_is_an_error_where_torch_has_no_cuda(self, fresh: Fresh, asks: Path) -> None:
         assert self.told(fresh, f"library = ctypes.CDLL({str(asks)!r})") == -1

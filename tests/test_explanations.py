@@ -25,6 +25,7 @@ from ampatch.diagnostics.explanation_report import Explanation, Ruling, Spelling
 from ampatch.diagnostics.explanation_rulings import Rulings
 from ampatch.diagnostics.explanation_settings import Settings
 from ampatch.diagnostics.explanation_subjects import Finder, Subject
+from ampatch.patching import function_places
 from ampatch.runtime import runtime
 
 
@@ -68,6 +69,22 @@ def changes(explanation: Explanation) -> dict[str, tuple[str, str]]:
 def reasons(explanation: Explanation) -> list[str | None]:
     assert explanation.call is not None
     return [each.why for each in explanation.call.prediction.arguments]
+
+
+@functools.cache
+def loaded_before() -> frozenset[str]:
+    return frozenset(sys.modules) - {__name__}
+
+
+@pytest.fixture(autouse=True)
+def _searches_what_tests_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the modules of all other tests: with their tables the search would take most of the time."""
+    loaded, before = function_places.loaded_modules, loaded_before()
+
+    def searched(*internal: str) -> list[types.ModuleType]:
+        return [each for each in loaded(*internal) if object.__getattribute__(each, "__name__") not in before]
+
+    monkeypatch.setattr(function_places, "loaded_modules", searched)
 
 
 @pytest.fixture

@@ -422,6 +422,7 @@ for process in (extension._process, extension._Process()):
 
 
 class TestLoad:
+    @pytest.mark.slow
     @pytest.mark.usefixtures("compiled")
     def test_once_for_each_process_and_no_other_beside_it(self, fresh: Fresh, tmp_path: Path) -> None:
         done = fresh.run(LOADING, cwd=tmp_path)

@@ -128,7 +128,25 @@ class TestPlan:
         assert planned.note == ""
 
     @needs_cxx
-    def test_without_nvcc_auto_builds_cpu_kernels_and_says_so(self, sources: Path, no_nvcc: None) -> None:
+    def test_without_a_gpu_auto_builds_cpu_kernels_and_says_so(
+        self, sources: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(extension_build, "_nvcc", lambda: pytest.fail("there may be one, and it takes long"))
+
+        planned = plan()
+
+        assert not planned.compiler.is_nvcc
+        assert planned.sources == (sources / "operators.cpp",)
+        assert planned.note.startswith("CPU kernels only: torch sees no GPU here.")
+        assert "`ampatch build --device cuda`" in planned.note
+
+    @needs_cxx
+    def test_without_nvcc_auto_builds_cpu_kernels_and_says_so(
+        self, sources: Path, no_nvcc: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
         planned = plan()
 
         assert not planned.compiler.is_nvcc
@@ -146,6 +164,7 @@ class TestPlan:
         self, sources: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.version, "hip", "6.4")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
         assert plan().note == "CPU kernels only: this torch is built for ROCm, which the extension has no kernels for."
         with pytest.raises(KernelError, match="ROCm"):
@@ -214,7 +233,7 @@ class TestPlan:
     def test_and_without_one_for_the_usual_ones(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-        assert plan().architectures == ("80", "90")
+        assert plan("cuda").architectures == ("80", "90")
 
 
 class TestTheCxxCompiler:
@@ -971,10 +990,10 @@ def kernels(library: extension.Library) -> list[kernel_table.Kernel]:
     return kernel_table.kernels_of(library.path)
 
 
-def test_every_operator_but_that_of_the_scale_moves_elements() -> None:
+def test_every_operator_moves_elements_but_those_of_single_numbers() -> None:
     defined = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc" / "operators.cpp").read_text())
 
-    assert sorted(defined) == sorted([*MAIN_LOOPS, "update_scale"])
+    assert sorted(defined) == sorted([*MAIN_LOOPS, "clip_factor", "update_scale"])
 
 
 @pytest.mark.slow
@@ -1003,8 +1022,11 @@ class TestMachineCode:
             if (kernel.name, kernel.architecture) == (name, architecture):
                 loops = kernel.main_loops
                 moved = [(dict(loop.loads), loop.stores) for loop in loops]
-                assert sorted(moved, key=str) == sorted([half, half, full], key=str)
+                expected = [full] if operator == "fingerprint" else [half, half, full]
+                assert sorted(moved, key=str) == sorted(expected, key=str)
                 assert [loop.in_flight for loop in loops] == [loop.loads.total() for loop in loops]
+                # Moves a number to a uniform register, and so waits for it, as for a factor that was just loaded.
+                assert [each.operands for each in kernel.instructions if each.opcode.startswith("R2UR")] == []
 
     def test_no_thread_needs_more_memory_than_its_registers(self, kernels: list[kernel_table.Kernel]) -> None:
         assert [kernel.name for kernel in kernels if kernel.spills] == []
@@ -1063,9 +1085,10 @@ class TestMachineCode:
         dtypes = {name: sorted(cell[4] for cell in cells if cell[0] == name) for name in {cell[0] for cell in cells}}
 
         for operator, (kernel, *_) in MAIN_LOOPS.items():
-            expected = ["float32", "half"] if operator == "fingerprint" else ["bfloat16", "float16", "float32"]
+            # One loop of `fingerprint` is for words of all dtypes.
+            expected = ["float32"] if operator == "fingerprint" else ["bfloat16", "float16", "float32"]
             assert dtypes.pop(kernel.replace("_kernel", "")) == expected
-        assert dtypes == {"fingerprint_sum": [""], "found_inf_norm_sum": [""], "update_scale": [""]}
+        assert dtypes == {"clip_factor": [""], "update_scale": [""]}
 
     def test_a_library_of_gpu_kernels_loads_without_a_gpu(self, library: extension.Library) -> None:
         program = (

@@ -122,6 +122,7 @@ class TestDigits:
         assert model.head.weight.grad is not None
         assert model.body[0].weight.grad is not None
 
+    @pytest.mark.slow
     def test_compiled(self, half_dtype):
         model = Net()
         initialize(model, half_dtype=half_dtype)

@@ -45,6 +45,7 @@ def test_names_in_modules(module: types.ModuleType) -> None:
     assert found(module.other) == {(Kind.MODULE, "other")}
 
 
+@pytest.mark.slow
 def test_containers_and_partials_of_modules(module: types.ModuleType) -> None:
     function = fresh()
     module.table = {"deep": [function]}
@@ -79,12 +80,14 @@ def test_attributes_and_containers_of_models() -> None:
     assert model.act is function
 
 
+@pytest.mark.slow
 def test_models_that_are_not_initialised_are_searched_too() -> None:
     function, unfinished = fresh(), Model.__new__(Model)
     vars(unfinished)["act"] = function
     assert found(function) == {(Kind.MODEL, "act")}
 
 
+@pytest.mark.slow
 def test_torchs_own_modules_are_left_out_but_for_one() -> None:
     swept = swept_modules()
     assert swept[0] is torch.functional
@@ -93,6 +96,7 @@ def test_torchs_own_modules_are_left_out_but_for_one() -> None:
     assert not any(place.owner is torch.nn.functional for place in places({id(function): function}))
 
 
+@pytest.mark.slow
 def test_a_caller_may_build_a_tuple_from_them() -> None:
     """The garbage collector also returns a tuple that is just being built, which then could not grow."""
     function = fresh()

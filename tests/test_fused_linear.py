@@ -226,6 +226,30 @@ def test_other_sizes_have_the_same_bits(subtests: pytest.Subtests) -> None:
     check_each({str(kind): case(*kind) for kind in kinds}, subtests)
 
 
+def test_the_forward_pass_has_torch_s_products(subtests: pytest.Subtests) -> None:
+    """On some processors two products of the same operands have the same bits, on others not."""
+    kinds = list(itertools.product(INPUTS, (True, False)))
+
+    def products(**options: Any) -> dict[Any, list[str]]:
+        found = {}
+        with casts_on(**options):
+            for shape, has_bias in kinds:
+                weight, bias = nn.Parameter(column_major(6, 8)), nn.Parameter(drawn(6)) if has_bias else None
+                with torch.autograd.profiler.profile() as profile:
+                    result = F.linear(INPUTS[shape](), weight, bias)
+                assert is_fused(result) == bool(options)
+                names = (event.name for event in profile.function_events)
+                found[shape, has_bias] = [name for name in names if name.endswith(("mm", "mv"))]
+        return found
+
+    wanted, found = products(), products(fused_linear=True)
+
+    def compare(kind: tuple[str, bool]) -> None:
+        assert found[kind] == wanted[kind] != []
+
+    check_rows(subtests, ((str(kind), kind) for kind in kinds), compare)
+
+
 def asked(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
 
@@ -1108,6 +1132,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @given(
     kinds=LAYERS,
     half=st.sampled_from(HALF_DTYPES),
@@ -1353,6 +1378,7 @@ def test_half_weights_refuse_it(level: str) -> None:
     rejected("contradicts opt_level", opt_level=level, patch_torch_functions=True)
 
 
+@pytest.mark.slow
 def test_another_library_s_function_is_refused_whenever_it_came(fresh: Fresh) -> None:
     script = """
 import torch
@@ -1689,6 +1715,7 @@ def test_a_report_changes_no_bits_and_counts_the_same_calls() -> None:
     assert str(fused)
 
 
+@pytest.mark.slow
 def test_explanations() -> None:
     with casts_on(**PLAIN):
         wanted = str(amp.explain(F.linear, drawn(4, 3), nn.Parameter(drawn(2, 3))))

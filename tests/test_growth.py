@@ -45,12 +45,14 @@ class TestExponent:
 
 
 class TestPlot:
+    @pytest.mark.slow
     def test_the_same_figures_give_the_same_bytes(self, growth: ModuleType, tmp_path: Path) -> None:
         files = [tmp_path / "first.svg", tmp_path / "second.svg"]
         for file in files:
             growth.plot(result(growth), file)
         assert files[0].read_bytes() == files[1].read_bytes()
 
+    @pytest.mark.slow
     def test_it_has_a_title_for_everything_that_grows(self, growth: ModuleType, tmp_path: Path) -> None:
         growth.plot(result(growth), tmp_path / "plot.svg")
         text = (tmp_path / "plot.svg").read_text(encoding="utf-8")

@@ -96,7 +96,21 @@ class TestHostCopy:
         copied = HostCopy(far_devices.of([1.0, 2.0]))
         assert not copied.has_arrived
         assert copied.values == (1, 2)
+        assert far_devices.waits == ["event"]
+
+    def test_waits_for_nothing_once_it_has_arrived(self, far_devices):
+        copied = HostCopy(far_devices.of([1.0, 2.0]))
+        far_devices.deliver(0)
+        assert copied.values == (1, 2)
         assert far_devices.waits == []
+
+    def test_has_arrived_when_the_copies_before_it_have_and_no_others(self, far_devices):
+        first, second = HostCopy(far_devices.of([1.0])), HostCopy(far_devices.of([2.0]))
+        far_devices.deliver(0, 1)
+        assert first.has_arrived
+        assert not second.has_arrived
+        assert (first.values, second.values) == ((1,), (2,))
+        assert far_devices.waits == ["event"]
 
     @pytest.mark.parametrize("current", [0, 1])
     @pytest.mark.parametrize("index", [0, 1])

@@ -347,6 +347,7 @@ class TestCompiled:
         assert F.linear(INPUTS, torch.ones(2, 8)).dtype is torch.bfloat16  # casts are on again
         torch._dynamo.reset()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     @pytest.mark.parametrize("keep", ["1", "1.1"], ids=["region", "part of it"])
     def test_in_a_checkpoint(self, backend: str, keep: str) -> None:

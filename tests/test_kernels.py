@@ -434,7 +434,7 @@ class TestFoundInfNorm:
         tensors = [torch.full((2,), 2.0, device=device) for device in ("cpu", "cuda", "cpu", "cuda")]
         found_inf, total = torch.zeros((), device="cuda"), torch.zeros((), device="cuda", dtype=torch.float64)
         kernels.found_inf_norm(tensors, torch.full((), 0.5, device="cuda"), found_inf, total)
-        # torch's kernels take roots, of each device apart, and these are squared.
+        # torch's kernels take the root of each device's sum, and square it again.
         assert (total.item(), found_inf.item()) == (pytest.approx(8), 0)
 
 
@@ -697,6 +697,7 @@ class TestChoice:
             unchosen("extension")
         assert "AMPATCH_KERNELS=torch" in kernels.in_use()
 
+    @pytest.mark.slow
     def test_an_error_at_initialize_comes_before_anything_is_changed(self, fresh, tmp_path):
         program = """
 import torch

@@ -487,6 +487,7 @@ class TestCompiled:
         assert torch.cumsum(INPUTS, 0).dtype is FULL
         torch._dynamo.reset()
 
+    @pytest.mark.slow
     def test_exported_programs_have_the_types(self) -> None:
         model = ruled({"two": OWN, "three": "float32"}, Several())
         for strict in (False, True):
@@ -494,6 +495,7 @@ class TestCompiled:
             assert types_of(exported(INPUTS)) == [BY_SESSION, BY_OWN, IN_FLOAT32, BY_SESSION]
             assert thread_rules.in_force() not in thread_rules.TOKENS
 
+    @pytest.mark.slow
     def test_around_a_graph_break(self) -> None:
         torch._dynamo.reset()
 
@@ -516,6 +518,7 @@ class TestCompiled:
         assert found == [[FULL] * 3, [HALF] * 3, [FULL] * 3]
         torch._dynamo.reset()
 
+    @pytest.mark.slow
     def test_a_function_is_compiled_for_each_part_that_calls_it(self) -> None:
         torch._dynamo.reset()
         run = torch.compile(Types().forward, backend="aot_eager", fullgraph=True)

@@ -509,7 +509,7 @@ class TestReadsOfAGradScaler:
 class TestSkippedStep:
     @pytest.mark.parametrize("at", [0, 2], ids=["first-step", "third-step"])
     @every_fused_at_every_level
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_leaves_everything_bit_for_bit_and_the_next_step_is_as_if_it_had_not_been(self, make, options, at):
         def run(skipping: bool) -> Any:
             model = network()
@@ -835,6 +835,25 @@ class TestFloor:
         with pytest.raises(LossScaleError, match=r"0\.weight"):
             self.overflow(model, optimizer)
         assert amp.skipped_steps(optimizer) == 5
+
+    def test_that_is_known_only_after_the_clipping_leaves_no_gradient_scaled(self):
+        """Then amp decides about the step, whose gradients `clip_grad_norm_` had left to the optimizer's kernel."""
+        stepped = []
+        for is_known_before in (True, False):
+            model = network()
+            optimizer = ADAM(model.parameters())
+            self.initialize(model, optimizer, init_scale=2.0, **LEVELS["O1"])
+            train(model, optimizer, False)
+            self.overflow(model, optimizer)
+            if is_known_before:
+                assert amp.step_was_skipped(optimizer)
+            optimizer.zero_grad()
+            backward(loss_of(model, 0), optimizer, delay_unscale=True)
+            amp.clip_grad_norm_(optimizer, 0.1)
+            optimizer.step()
+            stepped.append(everything(model, optimizer))
+            amp.deinitialize()
+        assert_same_state(*stepped)
 
     @every_level
     def test_error_comes_at_once_with_exact_hooks(self, options):

@@ -20,10 +20,10 @@ import torch
 from helpers import HALF_DTYPES, assert_same_bits, dtype_name
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampatch.native import calls, extension, extension_kernels, torch_kernels
+from ampatch.native import calls, extension, extension_kernels, kernels, torch_kernels
 
 DTYPES = (*HALF_DTYPES, torch.float32)
 NOT_FINITE = (math.inf, -math.inf, math.nan)
@@ -538,10 +538,10 @@ class TestShow:
 
 def sum_of_hashes(grad: Tensor) -> int:
     """The fingerprint by the definition in csrc/operations.h, in integers without limit."""
-    words = grad.view(torch.int32 if grad.dtype is torch.float32 else torch.int16).tolist()
+    data = grad.reshape(-1).view(torch.uint8).numpy().tobytes()
     total = 0
-    for index, word in enumerate(words):
-        bits = word % 2 ** (8 * grad.element_size())
+    for index in range(-(-len(data) // 4)):
+        bits = int.from_bytes(data[4 * index : 4 * index + 4], "little")
         hash_ = (bits + index * 0x9E3779B1) * 0x85EBCA6B % 2**32
         hash_ = (hash_ ^ hash_ >> 15) * 0xC2B2AE35 % 2**32
         total += hash_ ^ hash_ >> 13
@@ -685,6 +685,32 @@ class TestUpdateScale:
         assert ours == theirs
 
 
+class TestClipFactor:
+    @on_each_device
+    @pytest.mark.parametrize("found", [0.0, 1.0])
+    @pytest.mark.parametrize("max_norm", [0.1, 1.0, 3.0, 1e30, math.inf])
+    def test_does_what_torch_does(self, device, found, max_norm):
+        for total in (0.0, 1e-30, 0.01, 0.99, 1.0, 1.1, 2.0, 9.0, 1e9, 1e70, math.inf, math.nan):
+            results = []
+            for operators in (extension_kernels, torch_kernels):
+                written = scalar(-1.0, device), scalar(-1.0, device)
+                given = scalar(total, device, torch.float64), scalar(found, device)
+                operators.clip_factor(*given, *written, max_norm)
+                results.append([each.item() for each in (*given, *written)])
+            ours, theirs = results
+            assert_same(torch.tensor(ours), torch.tensor(theirs))
+
+    @on_each_device
+    def test_clips_with_the_margin_of_torch(self, device):
+        parameters = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(2)]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 2.0)
+        sum_of_squares, found_inf = scalar(24.0, device, torch.float64), scalar(0.0, device)
+        norm, factor = kernels.clip_factor(sum_of_squares, found_inf, 1.5)
+        assert norm == nn.utils.clip_grad_norm_(parameters, 1.5)
+        torch.testing.assert_close(parameters[0].grad, (2 * factor).expand(3), rtol=1e-7, atol=0)
+
+
 @on_each_device
 def test_an_empty_list_is_nothing_to_do(device: str) -> None:
     factor, flag, total = scalar(0.5, device), scalar(0.0, device), scalar(3.0, device, torch.float64)
@@ -742,6 +768,9 @@ REFUSED: dict[str, tuple[str, list[object]]] = {
     "integers, norm": ("found_inf_norm", [[ones(2), ones(2, dtype=torch.int32)], FACTOR, FLAG, SUM]),
     "a sum in float32": ("found_inf_norm", [[ones(2)], FACTOR, FLAG, FLAG]),
     "two sums": ("found_inf_norm", [[ones(2)], FACTOR, FLAG, ones(2, dtype=DOUBLE)]),
+    "a norm of doubles": ("clip_factor", [SUM, FLAG, SUM, FACTOR, 1.0]),
+    "a sum of squares in float32": ("clip_factor", [FLAG, FLAG, FACTOR, FACTOR, 1.0]),
+    "factors for one": ("clip_factor", [SUM, FLAG, FACTOR, ones(2), 1.0]),
     "more masters than halves": ("copy_to_half", [[ones(2), ones(2)], [ones(2, dtype=HALF)]]),
     "half to full": ("copy_to_half", [[ones(2, dtype=HALF)], [ones(2)]]),
     "halves of another shape": ("copy_to_half", [[ones(2), ones(6)], [ones(2, dtype=HALF), ones(2, 3, dtype=HALF)]]),
@@ -1173,6 +1202,33 @@ class TestOnAGpu:
         work.found_inf.zero_()
         graph.replay()
         assert work.found_inf == 1
+
+    def test_norms_and_fingerprints_on_several_streams_at_once(self, gpu: torch.device) -> None:
+        grads = [torch.randn(300 * CHUNK + size, device=gpu).half() for size in range(3)]
+        factor, flag = torch.full((), 0.5, device=gpu), torch.zeros((), device=gpu)
+
+        def found(grad: Tensor) -> Tensor:
+            total, numbers = torch.zeros(2, 1, device=gpu, dtype=DOUBLE).unbind()
+            extension_kernels.found_inf_norm([grad], factor, flag, total)
+            extension_kernels.fingerprint([grad], numbers)
+            return torch.cat([total, numbers])
+
+        expected = torch.stack([found(grad) for grad in grads])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = found(grads[2])
+        streams = [torch.cuda.Stream() for _ in grads]
+        torch.cuda.synchronize()
+        rounds = []
+        for _ in range(50):
+            for grad, stream in zip(grads, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    if grad is grads[2]:
+                        graph.replay()
+                    rounds.append(captured.clone() if grad is grads[2] else found(grad))
+        torch.cuda.synchronize()
+
+        assert_all_same(rounds, [*expected] * 50)
 
     def test_the_host_does_not_wait(self, gpu: torch.device, expected: Work) -> None:
         work = Work(gpu)

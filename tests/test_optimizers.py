@@ -478,7 +478,7 @@ class TestLearningRateScheduler:
     @pytest.mark.parametrize("skipped_first", [False, True], ids=["steps", "first-step-skipped"])
     @pytest.mark.parametrize("made", ["before", "after"])
     @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_made_before_or_after_initialize_goes_its_way(self, make, made, skipped_first, level):
         def rates(model: nn.Module, with_amp: bool) -> list[float]:
             optimizer = MOMENTUM(model.parameters())

@@ -696,11 +696,13 @@ def fsdp() -> list[dict[str, Any]]:
 
 
 class TestSeveralRanks:
+    @pytest.mark.slow
     def test_of_ddp_all_have_the_same_event(self, two):
         first, second = two.run(ddp, [1.0, math.inf], False)
         assert first == second
         assert len(first[0]["gradients"]) == 4
 
+    @pytest.mark.slow
     def test_of_ddp_with_parameters_beside_it_the_other_says_so(self, two):
         (first,), (second,) = two.run(ddp, [1.0, math.inf], True)
         assert (first["gradients"], first["remark"]) == ([], overflows.OF_ANOTHER_RANK)

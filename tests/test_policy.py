@@ -172,6 +172,7 @@ class TestGuide:
 
 
 class TestHash:
+    @pytest.mark.slow
     def test_is_the_same_in_another_process_and_for_a_reordered_file(self, tmp_path: Path) -> None:
         files = [tmp_path / "one.yaml", tmp_path / "reordered.yaml"]
         for file, text in zip(files, [LISTS, REORDERED], strict=True):

@@ -725,6 +725,7 @@ class TestCommand:
         assert "Give it a smaller batch." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_time_and_memory_of_every_level() -> None:
     result = flight(nn.Linear(64, 64), torch.randn(4, 64), [("O2", BFLOAT16), ("O3", BFLOAT16)], measure=True)
     assert result.float32_milliseconds > 0

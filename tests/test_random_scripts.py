@@ -199,6 +199,7 @@ def play(seed: int, opt_level: str, half_dtype: torch.dtype) -> None:
     ("opt_level", "half_dtype"), LEVELS, ids=[f"{level}-{dtype_name(dtype)}" for level, dtype in LEVELS]
 )
 class TestScripts:
+    @pytest.mark.slow
     def test_a_few(self, opt_level, half_dtype):
         for seed in range(30 if is_thorough() else 12):
             play(seed, opt_level, half_dtype)

@@ -155,7 +155,7 @@ class TestRecurrentLayers:
     @pytest.mark.parametrize("name", LAYERS)
     @mixes
     @both_halves
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_hidden_states_of_either_type_are_taken(self, name, half_input, half_states, half):
         layer = seeded(lambda: LAYERS[name](FEATURES, HIDDEN, num_layers=2))
 
@@ -169,7 +169,7 @@ class TestRecurrentLayers:
     @pytest.mark.parametrize("name", LAYERS)
     @givens
     @both_halves
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_packed_sequence_comes_back_packed(self, name, given, half):
         layer = seeded(lambda: LAYERS[name](FEATURES, HIDDEN, bidirectional=True))
         lengths = torch.tensor([2, 5, 3])
@@ -204,7 +204,7 @@ class TestRecurrentCells:
     @pytest.mark.parametrize("name", CELLS)
     @mixes
     @both_halves
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_runs_and_trains_over_several_steps(self, name, half_input, half_states, half):
         cell = seeded(lambda: CELLS[name](FEATURES, HIDDEN))
 
@@ -226,7 +226,7 @@ class TestRecurrentCells:
     @pytest.mark.parametrize("name", CELLS)
     @givens
     @both_halves
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_makes_its_own_states(self, name, given, half):
         cell = seeded(lambda: CELLS[name](FEATURES, HIDDEN))
         actual = assert_trains_as_in_float32(
@@ -292,7 +292,7 @@ class TestMultiheadAttention:
     @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
     @givens
     @both_halves
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_runs_and_trains(self, masks, given, half):
         attention = seeded(lambda: nn.MultiheadAttention(EMBEDDING, HEADS))
         result = assert_trains_as_in_float32(
@@ -306,7 +306,7 @@ class TestMultiheadAttention:
     @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
     @evaluations
     @both_halves
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_evaluates(self, masks, mode, half):
         attention = seeded(lambda: nn.MultiheadAttention(EMBEDDING, HEADS, batch_first=True))
         result = assert_evaluates_as_in_float32(
@@ -377,7 +377,7 @@ class TestTransformers:
     @pytest.mark.parametrize("name", TRANSFORMERS)
     @givens
     @both_halves
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_runs_and_trains(self, name, given, half):
         build, call = TRANSFORMERS[name]
         module = seeded(build)
@@ -393,7 +393,7 @@ class TestTransformers:
     @pytest.mark.parametrize("name", TRANSFORMERS)
     @evaluations
     @both_halves
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_evaluates(self, name, mode, half):
         build, call = TRANSFORMERS[name]
         assert assert_evaluates_as_in_float32(seeded(build), call, mode, half).dtype == torch.float32

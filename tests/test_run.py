@@ -238,6 +238,7 @@ class TestApexIsThere:
         found = ampatch_run(["train.py"], tmp_path)
         assert (found.returncode, found.stderr) == (0, "")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("launched", ["by the command", pytest.param("by the script", marks=pytest.mark.slow)])
     def test_its_launcher_names_torchrun(self, launched: str, tmp_path: Path) -> None:
         (tmp_path / "start.py").write_text(
@@ -271,6 +272,7 @@ class TestApexIsThere:
         found = ampatch_run(["train.py"], tmp_path)
         assert found.stdout == f"ampatch.apex.amp {main}\nampatch.apex.amp\n", found.stderr
 
+    @pytest.mark.slow
     def test_not_where_a_real_one_has_amp_unless_forced(self, tmp_path: Path) -> None:
         (tmp_path / "apex" / "amp").mkdir(parents=True)
         (tmp_path / "apex" / "__init__.py").write_text("")
@@ -353,6 +355,7 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class TestAScriptThatAsksForAGpuWhereThereIsNone:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "question",
         [
@@ -446,6 +449,7 @@ class TestTheCommandItself:
         program = "import ampatch.cli.main, sys; assert 'torch' not in sys.modules"
         assert python(["-c", program], tmp_path).returncode == 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "option", ["-E", *(pytest.param(option, marks=pytest.mark.slow) for option in ("-I", "-S"))]
     )

@@ -109,7 +109,7 @@ class TestAStep:
         assert amp.get_loss_scale() == (SCALE if overflowing is None else SCALE / 2)
 
     @every_fused
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_of_a_fused_optimizer_skips_by_itself_on_every_device(self, far, loss_on, overflowing, make):
         optimizer = make(far.model.parameters())
         initialize(far, optimizer)
@@ -125,6 +125,30 @@ class TestAStep:
         else:
             assert far.weights() == before
         assert amp.step_was_skipped(optimizer) == (overflowing is not None)
+
+
+@every_fused
+@pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["one-GPU", "two-GPUs"])
+@pytest.mark.parametrize("is_clipped", [False, True], ids=["unclipped", "clipped"])
+def test_a_fused_step_starts_one_copy_to_the_host_and_waits_for_none(far, make, is_clipped, caplog):
+    optimizer, devices = make(far.model.parameters()), far.devices
+    initialize(far, optimizer, verbosity=1)
+    block(far, optimizer, (SCALE, SCALE))
+    optimizer.step()
+    for index, overflows in enumerate((False, True, False)):
+        optimizer.zero_grad()
+        devices.deliver(0)  # what was copied in the last step arrives before the next one ends
+        devices.waits.clear()
+        before = devices.sent(0)
+        block(far, optimizer, (SCALE, math.inf if overflows else SCALE), delay_unscale=is_clipped)
+        if is_clipped:
+            amp.clip_grad_norm_(optimizer, 1.0)
+        optimizer.step()
+        assert (devices.sent(0) - before, devices.waits) == (1, [])
+        # The log line of a skipped step comes with the next step.
+        assert ["skipping" in each.message.lower() for each in caplog.records] == [True] * (index == 2)
+    assert amp.skipped_steps(optimizer) == 1
+    assert devices.waits == ["event"]  # for the last step, as the number was asked for
 
 
 @pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["one-GPU", "two-GPUs"])
@@ -282,7 +306,7 @@ class TestOtherWays:
 
     @pytest.mark.parametrize("make", [SGD, *FUSED.values()], ids=["not-fused", *FUSED])
     @pytest.mark.parametrize("clips", [False, True], ids=["", "unscaled-before"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_a_grad_scaler(self, far, overflowing, make, clips):
         scaler = ampatch.GradScaler("cpu", init_scale=SCALE)
         optimizer = make(far.model.parameters())
@@ -331,7 +355,7 @@ class TestOnARealGpu:
                 scaled_loss.backward()
             torch.cuda._sleep(20_000_000)  # so that whoever does not wait reads too early
             optimizer.step()
-            # Clones, since float() and cpu() return what is float32 on the CPU as it is.
+            # Clones: float() and cpu() return a float32 tensor on the CPU itself, which the next step changes.
             weights.append([parameter.detach().float().cpu().clone() for parameter in amp.master_params(optimizer)])
         return weights, amp.skipped_steps(optimizer)
 

@@ -198,6 +198,7 @@ class TestStepsThatGoPast:
         with pytest.raises(UsageError, match=r"bound, or compiled, before"):
             torch.optim.SGD.step(optimizer)
 
+    @pytest.mark.slow
     @pytest.mark.usefixtures("no_warning")
     def test_compiled_afterwards_go_amps_way(self):
         model, optimizer = begun()

@@ -157,6 +157,7 @@ def test_two_culprits_move_and_nothing_else() -> None:
     assert [path for path, without in tuning.needed if without.verdict == "fails"] == list(tuning.float32)
 
 
+@pytest.mark.slow
 def test_a_culprit_that_a_part_of_the_model_treats_otherwise_moves_elsewhere() -> None:
     lists = {**WHITELISTED, "modules": {"part": {"blacklist": {__name__: ["spread"]}}}}
     tuning = Probe(only_spread).tuned(cast_lists=lists)
@@ -186,6 +187,7 @@ def test_a_function_that_no_list_knows_moves_alone() -> None:
     assert (tuning.float32, tuning.share) == (("torch.Tensor.exp",), 1)
 
 
+@pytest.mark.slow
 def test_functions_inside_of_a_whitelisted_one_move_with_it() -> None:
     def off(_: Trained, x: Tensor) -> float:
         torch.manual_seed(0)
@@ -202,6 +204,7 @@ def test_functions_inside_of_a_whitelisted_one_move_with_it() -> None:
     assert not any("scaled_dot_product_attention (in the whitelist)" in note for note in tuning.notes)
 
 
+@pytest.mark.slow
 def test_warnings_of_amp_about_the_result_are_told() -> None:
     def off(_: Trained, x: Tensor) -> float:
         warnings.warn("mind this", AmpWarning, stacklevel=1)
@@ -222,6 +225,7 @@ def test_a_function_that_only_the_evaluation_calls_moves_too() -> None:
     assert tuning.float32 == (f"{__name__}.spread",)
 
 
+@pytest.mark.slow
 def test_the_share_of_flops_in_half_is_measured() -> None:
     def off(model: Trained, x: Tensor) -> float:
         if x.dtype is torch.float32 and runtime.live is not None and runtime.live.patches_functions:
@@ -336,6 +340,7 @@ def test_noise_beyond_the_tolerance_is_told(tmp_path: Path) -> None:
         tuning.save(tmp_path / "casts.yaml")
 
 
+@pytest.mark.slow
 def test_a_loss_beyond_the_noise_is_found_in_spite_of_it() -> None:
     tuning = noisy(0.01, half_is_worse_by=5.0).tuned(1.0, seeds=3)
     assert tuning.float32 == (f"{__name__}.spread",)
@@ -350,6 +355,7 @@ def test_a_trial_that_fails_beyond_doubt_stops_after_one_seed() -> None:
     assert len(tuning.first.metrics) == 3
 
 
+@pytest.mark.slow
 def test_noise_that_float32_would_have_too_is_told_as_such() -> None:
     tuning = noisy(1.0, half_is_worse_by=50.0).tuned(0.01, seeds=3)
     assert (tuning.first.verdict, tuning.verdict, tuning.complete) == ("fails", "cannot tell", True)
@@ -460,6 +466,7 @@ def whole() -> Any:
     return Probe(all_three).tuned()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [1, 2, 3, 5, 8])
 def test_no_more_runs_than_the_budget_has(runs: int, whole: Any) -> None:
     probe = Probe(all_three)
@@ -524,6 +531,7 @@ def test_a_search_that_was_stopped_goes_on_where_it_was(tmp_path: Path, whole: A
     assert third.calls == []
 
 
+@pytest.mark.slow
 def test_more_seeds_reuse_the_journal(tmp_path: Path) -> None:
     Probe(only_spread).tuned(journal=tmp_path / "tune.json", seeds=1)
     probe = Probe(only_spread)

@@ -544,7 +544,7 @@ class TestFrozenStore:
         assert cast.grad_fn is None
 
     @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_is_never_stale_after_a_weight_was_changed_between_two_forwards(self, frozen, model, half, change):
         with frozen(model):
             model(x())
@@ -730,6 +730,7 @@ class TestNothingGrows:
         assert sum(weight() is not None for weight in weights) <= WeightCache._SWEEP_FROM
         assert weights[0]() is None
 
+    @pytest.mark.slow
     def test_over_adopted_models_that_come_and_go(self):
         adopt(nn.Module())
         weights, steps = [], len(runtime.live.ledger._steps)
@@ -754,6 +755,7 @@ class TestNothingGrows:
             optimizer.step()
             assert len(cache()) == 0
 
+    @pytest.mark.slow
     def test_whatever_mode_the_package_is_imported_in(self, fresh):
         code = "import torch\nwith torch.inference_mode():\n    torch.set_default_dtype(torch.bfloat16)\n"
         code += "    from ampatch.patching import weight_cache\nprint(weight_cache._REFERENCES_OF_ABANDONED)"

@@ -438,7 +438,7 @@ class TestSubclasses:
     @both_halves
     @pytest.mark.parametrize("kind", OVERRIDDEN)
     @pytest.mark.parametrize(("given", "comes_out"), [(Traced, Traced), (Image, Tensor)], ids=["stays-one", "does-not"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_subclass_is_cast_and_its_result_is_what_it_says(self, given, comes_out, kind, half):
         _, call = OVERRIDDEN[kind]
         with casts_on(half):
@@ -502,7 +502,7 @@ class TestReach:
         ],
     )
     @pytest.mark.parametrize("swap", [False, True], ids=["half first", "float first"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_mixed_operands_meet_in_half_however_it_is_called(self, half, call, swap):
         operands = [torch.full((2, 2), 0.5, dtype=half), nn.Parameter(ones(2, 2))]
         with casts_on(half):

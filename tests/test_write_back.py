@@ -277,6 +277,7 @@ class TestResults:
         assert batch.keys() == {"x", "out"}
         assert batch["out"].dtype is hidden[1].dtype is FLOAT32
 
+    @pytest.mark.slow
     def test_of_compiled_parts_take_no_compiling_for_each_batch(self) -> None:
         counter = CompileCounter()
         model = half(set_item)
@@ -696,6 +697,7 @@ class TestWhatIsLeftAlone:
         assert batch.x.requires_grad
         assert "y" not in vars(batch)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("strict", [False, True])
     def test_is_what_is_exported_to(self, strict: bool) -> None:
         batch = {"x": ones()}

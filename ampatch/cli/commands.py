@@ -533,7 +533,8 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=extension_build.DEVICES,
         default="auto",
-        help="cuda: kernels for the CPU and for GPUs; cpu: for the CPU only; auto: for GPUs too if there is an nvcc",
+        help="cuda: kernels for the CPU and for GPUs; cpu: for the CPU only; auto: for GPUs too if torch sees one and "
+        "there is an nvcc",
     )
     parser.add_argument(
         "--arch",

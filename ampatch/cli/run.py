@@ -75,7 +75,7 @@ def run(
 def _is_installed() -> bool:
     """Returns True if Python finds ampatch without sys.path[0], the folder of the script or the current one.
 
-    With -P or PYTHONSAFEPATH that folder is not there, and the first place is one of PYTHONPATH.
+    With -P or PYTHONSAFEPATH Python adds no such folder: sys.path[0] is the first one of PYTHONPATH then.
     """
     path = sys.path if sys.flags.safe_path else sys.path[1:]
     return any(

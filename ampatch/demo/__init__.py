@@ -2,8 +2,8 @@
 
 This module owns the command: its arguments, its messages and its exit status. Every number it prints comes from
 `training.run`, which uses the public API only; it must never bypass that function. After Ctrl-C the demo finishes the
-step, saves and stops. `--resume` continues from there and, on the same machine with the same torch, reaches the same
-results.
+step, saves and stops. `--resume` continues from there, on the CPU or a GPU. On the same CPU, with the same torch, it
+reaches the same results.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ DEFAULTS = Plan()
 # Test accuracy that every default level reaches with the default number of epochs.
 GOAL = 0.97
 DEFAULT_CHECKPOINT = Path("ampatch-demo.pt")
+# What to say of the times, by device.
+_TIMES = {
+    "cpu": "The times are those of this CPU. Few CPUs have float16 arithmetic, so float16 is slow here; GPUs have it.",
+    "cuda": "The times are those of this GPU. The network is too small to keep a GPU busy, so they show no speed-up.",
+}
 # The fields of a plan, and the arguments that set them.
 _PLAN_ARGUMENTS = {
     "opt_levels": "--opt-levels",
@@ -72,6 +77,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_integer(0, 2**32 - 1, DEFAULTS.seed),
         metavar="N",
         help=f"seed of the initial weights and of the order of the digits (default: {DEFAULTS.seed})",
+    )
+    parser.add_argument(
+        "--device",
+        type=_device,
+        metavar="cpu|cuda",
+        help="device to train on (default: cuda if torch sees a GPU, or else cpu)",
     )
     parser.add_argument(
         "--json", type=_writable(report.check_writable), metavar="FILE", help="also write the results to FILE, as JSON"
@@ -116,14 +127,15 @@ def run(arguments: argparse.Namespace) -> int:
             start = _start(arguments)
             recorded = _recorded(start, is_typed=arguments.report is not None)
             target = arguments.save or arguments.resume or DEFAULT_CHECKPOINT
-            results = _train(start, _Keeper(interrupt, start, target), recorded)
+            device = arguments.device or _default_device()
+            results = _train(start, _Keeper(interrupt, start, target, device), recorded)
     except KeyboardInterrupt as interruption:
         _say(str(interruption) or "Interrupted: nothing was saved.")
         raise
     print(report.table(results))
     if (note := _still_learning(start.plan, results)) is not None:
         _say(note)
-    _say("The times are those of this CPU. Few CPUs have float16 arithmetic, so float16 is slow here; GPUs have it.")
+    _say(_TIMES[device])
     status = 0
     if recorded is not None:
         for line in recorded.lines:
@@ -201,9 +213,10 @@ def _recorded(start: Checkpoint, *, is_typed: bool) -> RunReport | None:
 
 
 def _train(start: Checkpoint, keeper: _Keeper, recorded: RunReport | None) -> list[Result]:
-    train, test = digits.split(digits.load())
+    train, test = (part.to(keeper.device) for part in digits.split(digits.load()))
     plan, results, state = start.plan, list(start.finished), start.running
-    _say(f"Training on {len(train)} digits, testing on {len(test)}, on the CPU, {_epochs(plan.epochs)} a run.")
+    where = "the CPU" if keeper.device == "cpu" else f"the GPU ({torch.cuda.get_device_name()})"
+    _say(f"Training on {len(train)} digits, testing on {len(test)}, on {where}, {_epochs(plan.epochs)} a run.")
     runs = plan.runs()
     if results or state is not None:
         _say(f"Resuming after {len(results)} of {len(runs)} runs{'' if state is None else ' and a part of the next'}.")
@@ -262,11 +275,13 @@ class _Keeper:
         interrupt: record of whether Ctrl-C was pressed.
         start: checkpoint that the demo started from.
         target: file to save to.
+        device: "cpu" or "cuda": device of the runs.
     """
 
     interrupt: interrupts.Interrupt
     start: Checkpoint
     target: Path
+    device: str
 
     def stop_if_asked(self, finished: list[Result], state: Callable[[], State] | None) -> None:
         """Saves and stops if Ctrl-C was pressed.
@@ -288,8 +303,9 @@ class _Keeper:
                 f"Interrupted, and the progress could not be saved: {error}. Type --save FILE to save it elsewhere "
                 "next time."
             ) from error
+        device = "" if self.device == _default_device() else f" --device {self.device}"
         raise KeyboardInterrupt(
-            f"Interrupted. To go on, type: {_program()} demo --resume {shlex.quote(str(self.target))}"
+            f"Interrupted. To go on, type: {_program()} demo --resume {shlex.quote(str(self.target))}{device}"
         )
 
 
@@ -350,6 +366,18 @@ def _one_or_more(known: Collection[str], expected: str, example: str) -> Callabl
         return list(dict.fromkeys(names))
 
     return read
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device(text: str) -> str:
+    if text not in _TIMES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(_TIMES)}. Type for example cpu")
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch sees no GPU here. Type cpu, or leave --device out")
+    return text
 
 
 def _integer(minimum: int, maximum: int, example: int) -> Callable[[str], int]:

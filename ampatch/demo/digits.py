@@ -41,6 +41,10 @@ class Digits:
         """Returns the digits at the positions in ``index``."""
         return Digits(self.images[index], self.labels[index])
 
+    def to(self, device: torch.device | str) -> Digits:
+        """Returns the digits on a device."""
+        return Digits(self.images.to(device), self.labels.to(device))
+
 
 def load() -> Digits:
     """Returns all 1,797 digits, in the order of the file."""

@@ -2,7 +2,7 @@
 
 This is the loop that a user would write, so it must never bypass `ampatch.amp`. It must always leave torch as it found
 it, and must not print: it calls a callback after every step. The callback can get the state of the run, and a run that
-starts from that state reaches the same result, bit for bit.
+starts from that state reaches the same result: on the CPU bit for bit.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def run(
     """Trains a new network and tests it.
 
     Args:
-        train: training set.
-        test: test set.
+        train: training set, on the device to train on.
+        test: test set, on the same device.
         opt_level: argument of ``amp.initialize``.
         half_dtype: argument of ``amp.initialize``; None if the level uses none.
         epochs: number of epochs over ``train``, at least 1.
@@ -135,7 +135,7 @@ def run(
     with ExitStack() as recorded:
         if recording is not None:
             recorded.enter_context(recording)
-        model, optimizer = _set_up(opt_level, half_dtype, seed)
+        model, optimizer = _set_up(opt_level, half_dtype, seed, train.images.device)
         try:
             # A step has the same learning rate at every level, so that the runs differ in precision only.
             steps = epochs * steps_per_epoch(train)
@@ -158,10 +158,9 @@ def run(
                 for batch in torch.randperm(len(train), generator=generator).split(BATCH_SIZE)[so_far.step :]:
                     batch_of_digits = train[batch]
                     started = time.perf_counter()
-                    loss = _step(model, optimizer, batch_of_digits)
+                    so_far.losses.append(_step(model, optimizer, batch_of_digits).item())  # waits for a GPU
                     so_far.seconds.append(time.perf_counter() - started)
                     scheduler.step()
-                    so_far.losses.append(loss.item())
                     so_far.step += 1
                     on_step(so_far.losses[-1], state)
                 so_far.epoch, so_far.step = so_far.epoch + 1, 0
@@ -198,7 +197,7 @@ def peak_memory(digits: Digits, opt_level: str, half_dtype: torch.dtype | None, 
     """
 
     def prepare() -> Callable[[], Tensor]:
-        model, optimizer = _set_up(opt_level, half_dtype, seed)
+        model, optimizer = _set_up(opt_level, half_dtype, seed, digits.images.device)
         model.train()
         step = partial(_step, model, optimizer, digits[torch.arange(min(BATCH_SIZE, len(digits)))])
         for _ in range(_STEPS_UNTIL_MEASURED):
@@ -206,6 +205,9 @@ def peak_memory(digits: Digits, opt_level: str, half_dtype: torch.dtype | None, 
         return step
 
     try:
+        if digits.images.is_cuda:
+            prepare()  # CUDA's libraries allocate memory at their first use, and keep it
+            amp.deinitialize()
         return peak_allocated(prepare)
     finally:
         amp.deinitialize()
@@ -220,14 +222,14 @@ def seconds_per_step(digits: Digits, opt_level: str, half_dtype: torch.dtype | N
         half_dtype: argument of ``amp.initialize``; None if the level uses none.
         seed: seed of the weights.
     """
-    model, optimizer = _set_up(opt_level, half_dtype, seed)
+    model, optimizer = _set_up(opt_level, half_dtype, seed, digits.images.device)
     try:
         model.train()
         batch = digits[torch.arange(min(BATCH_SIZE, len(digits)))]
         seconds = []
         for _ in range(_STEPS_UNTIL_MEASURED):
             started = time.perf_counter()
-            _step(model, optimizer, batch)
+            _step(model, optimizer, batch).item()
             seconds.append(time.perf_counter() - started)
         # The minimum: the first step includes setup, and other processes can slow down any step.
         return min(seconds)
@@ -244,11 +246,13 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
     return recognised / len(digits)
 
 
-def _set_up(opt_level: str, half_dtype: torch.dtype | None, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _set_up(
+    opt_level: str, half_dtype: torch.dtype | None, seed: int, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns a network and its optimizer from amp.initialize; the initial weights depend on ``seed`` only."""
     with torch.random.fork_rng(devices=[]):  # keep the caller's random number state
         torch.manual_seed(seed)
-        model = DigitsNetwork()
+        model = DigitsNetwork().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON)
     model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
     return model, optimizer

@@ -37,7 +37,7 @@ from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_store import Store
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError, did_you_mean, warn
-from ampatch.patching import adopted_model, autocast_checks
+from ampatch.patching import adopted_model, autocast_checks, recurrent_weights
 from ampatch.patching.adapters import Function
 from ampatch.patching.casting_mode import CastingMode, CastRules, thread
 from ampatch.runtime import runtime
@@ -484,7 +484,7 @@ def _copied(
             kept = values.to("cpu", copy=True) if weights.keep_float32 else None
         planned.append((places, state, kept))
     made = adopted_model.without_hooks(copy.deepcopy(source, memo))
-    adopted_model.flatten_recurrent(made)
+    recurrent_weights.flatten(made)
     copies = dict(made.named_modules())
     for places, state, kept in planned:
         name = ".".join(filter(None, places[0]))

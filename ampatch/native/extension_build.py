@@ -40,6 +40,7 @@ DEFAULT_ARCHITECTURES = ("80", "90")
 # Folder in the cache for object files of earlier builds.
 OBJECTS = "objects"
 
+_NO_GPU = "torch sees no GPU here. For a machine with GPUs, type `ampatch build --device cuda`, which needs nvcc."
 _LOG = "build.log"
 _FAILURE = "compiling the extension failed"
 _TORCH = Path(torch.__file__).parent
@@ -115,7 +116,8 @@ def build(
     """Builds the library of operators, unless it is already built.
 
     Args:
-        device: "cuda" for CPU and GPU kernels, "cpu" for CPU kernels only, "auto" for GPU kernels if there is an nvcc.
+        device: "cuda" for CPU and GPU kernels, "cpu" for CPU kernels only, "auto" for GPU kernels if architectures are
+            named, or if there are a GPU and an nvcc.
         architectures: GPU architectures to build for, such as "90", "sm_90" or "9.0"; None for those of this machine's
             GPUs or, if there are none, `DEFAULT_ARCHITECTURES`.
         output: directory for the library and its description; None for the cache, where `extension.find` looks.
@@ -150,15 +152,17 @@ def plan(device: str = "auto", architectures: Sequence[str] | None = None, outpu
             else "architectures: found none. Name at least one, such as '90', or build with device='cpu'."
         )
     note = ""
-    compiler = None if device == "cpu" else _nvcc()
+    asks_for_gpus = device == "cuda" or asked is not None
+    sees_gpu = torch.cuda.is_available()
+    compiler = _nvcc() if asks_for_gpus or (device == "auto" and sees_gpu) else None
     if compiler is None:
-        if device == "cuda" or asked is not None:
+        if asks_for_gpus:
             raise KernelError(
                 f"kernels for GPUs were asked for, and {_no_nvcc()} `ampatch build --device cpu` builds those for the "
                 "CPU."
             )
         if device == "auto":
-            note = f"CPU kernels only: {_no_nvcc()}"
+            note = f"CPU kernels only: {_no_nvcc() if sees_gpu else _NO_GPU}"
         compiler = _cxx()
         asked = ()
     patterns = (".cpp", ".cu") if compiler.is_nvcc else (".cpp",)

@@ -83,6 +83,11 @@ def found_inf_norm(grads: _Tensors, inv_scale: Tensor, found_inf: Tensor, sum_of
     _run("found_inf_norm", grads, None, [], inv_scale, found_inf, sum_of_squares)
 
 
+def clip_factor(*arguments: Any) -> None:
+    """Calls the operator, which writes ``norm`` and ``factor``: new tensors, whose versions no code has read."""
+    _operator("clip_factor")(*arguments)
+
+
 def copy_to_half(masters: _Tensors, halves: _Tensors) -> None:
     """Calls the operator, which writes ``halves``."""
     if masters:  # the dispatcher picks a kernel by the tensors

@@ -76,11 +76,13 @@ class HostCopy:
     @property
     def has_arrived(self) -> bool:
         """True if the numbers can be read without waiting."""
-        return self._event is None or self._event.query()
+        if self._event is not None and self._event.query():
+            self._event = None
+        return self._event is None
 
     @functools.cached_property
     def values(self) -> tuple[float, ...]:
-        """Numbers that were copied; the first read waits for their arrival."""
-        if self._event is not None:
+        """Numbers that were copied; the first read waits for those that have not arrived."""
+        if self._event is not None and not self.has_arrived:
             self._event.synchronize()
         return tuple(self._numbers.tolist())

@@ -337,10 +337,29 @@ def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
         found_inf: overflow flag; 0-dimensional float32.
         sum_of_squares: sum to add to; 0-dimensional float64, on the device of ``found_inf``.
     """
-    values = [values_of(_coalesced(grad.detach())) for grad in grads]
+    values = list(grads)
+    if _ordinary_device(values, may_require_grad=False) is None:
+        values = [values_of(_coalesced(grad.detach())) for grad in values]
     for operators, device, (group,) in _by_implementation(values):
         with _ResultOn(device, found_inf, torch.maximum) as flag, _ResultOn(device, sum_of_squares, torch.add) as total:
             operators.found_inf_norm(group, on_device(inv_scale, device), flag, total)
+
+
+def clip_factor(sum_of_squares: Tensor, found_inf: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
+    """Computes the factor that clips gradients, with the margin of ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        sum_of_squares: sum over all gradients; 0-dimensional float64.
+        found_inf: overflow flag; 0-dimensional float32, on the same device.
+        max_norm: norm to which gradients with a greater norm are scaled down; inf: none are.
+
+    Returns:
+        The norm and the factor, both 0-dimensional float32. After an overflow the factor is 1: otherwise an inf in one
+        gradient would become NaN in all of them.
+    """
+    norm, factor = torch.empty_like(found_inf), torch.empty_like(found_inf)
+    _operators_on(found_inf.device).clip_factor(sum_of_squares, found_inf, norm, factor, max_norm)
+    return norm, factor
 
 
 def zero_after_overflow_(grads: Iterable[Tensor], found_inf: Tensor) -> None:

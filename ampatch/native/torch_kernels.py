@@ -163,6 +163,14 @@ def found_inf_norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, su
         sum_of_squares += (norms * inv_scale).square_().sum()
 
 
+def clip_factor(sum_of_squares: Tensor, found_inf: Tensor, norm: Tensor, factor: Tensor, max_norm: float) -> None:
+    """Writes the norm of gradients, and the factor that clips them; see `ampatch.native.kernels.clip_factor`."""
+    exact = sum_of_squares.sqrt()
+    norm.copy_(exact)
+    factor.copy_(torch.ones_like(exact) if math.isinf(max_norm) else (max_norm / (exact + 1e-6)).clamp_(max=1))
+    factor.masked_fill_(found_inf != 0, 1)
+
+
 def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
     """Copies ``masters`` to ``halves``, rounded."""
     if halves:

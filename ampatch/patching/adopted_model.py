@@ -249,13 +249,6 @@ def note_types(
     )
 
 
-def flatten_recurrent(model: nn.Module) -> None:
-    """Puts each recurrent layer's weights back into one block of memory, as cuDNN expects them."""
-    for module in model.modules():
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
-
-
 def hook_casts(
     model: nn.Module,
     ledger: PatchLedger,

@@ -39,32 +39,28 @@ def announce(ledger: PatchLedger, before_capture: Callable[[], object]) -> None:
     ledger.set(graphs.CUDAGraph, "capture_begin", capture_begin)
 
 
-def accept_adopted_models(
-    ledger: PatchLedger, is_active: Callable[[], bool | None], before_warm_up: Callable[[], object]
-) -> None:
+def accept_adopted_models(ledger: PatchLedger, before_capture: Callable[[], bool | None]) -> None:
     """Lets ``torch.cuda.make_graphed_callables`` take models that have amp's hooks, which torch alone refuses.
 
     The graph holds the forward without the hooks. They run around it in each call, as around any other forward.
 
     Args:
         ledger: records the patches and the graphed forwards. Their graphs hold casts, and addresses of half weights.
-        is_active: returns whether the session still lives.
-        before_warm_up: function to call before torch runs the callables. It must drop kept casts: their graphs hold
-            the gradients' nodes of the caller's stream. The warm-up would use these, and torch keeps what it has made
-            until the capture, which then fails as it would have to wait for that stream.
+        before_capture: function to call before torch runs the callables to warm up, which is before the capture
+            begins. It must drop kept casts: torch keeps the results of the warm-up until the capture, and a capture
+            must not wait for the stream of an older cast. Returns None if the session has ended.
     """
     original = graphs.make_graphed_callables
 
     @functools.wraps(original)
     def make_graphed_callables(callables: Any, sample_args: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_active():
+        if before_capture() is None:
             return original(callables, sample_args, *args, **kwargs)
         is_one = not isinstance(callables, tuple)
         pairs = [(callables, sample_args)] if is_one else list(zip(callables, sample_args, strict=False))
         modules = [each for each, _ in pairs if isinstance(each, nn.Module)]
         samples = tuple(_as_hooks_pass_on(each, given) for each, given in pairs)
         before = [vars(module).get("forward", MISSING) for module in modules]
-        before_warm_up()
         with contextlib.ExitStack() as without_hooks:
             for module in modules:
                 without_hooks.enter_context(adopted_model.without_own_hooks(module))

@@ -1,8 +1,8 @@
-"""The memory of a recurrent layer's cast weights: one buffer, laid out as cuDNN expects it.
+"""The memory of a recurrent layer's half weights: one buffer, laid out as cuDNN expects it.
 
 If the weights of a call are spread over several buffers, cuDNN copies them into one in each forward pass, and warns.
-Owns the choice of the calls that get such a buffer, and the place of each weight in it. Must neither choose dtypes nor
-keep casts.
+Owns the choice of the calls and layers that get such a buffer, and the place of each weight in it. Must neither choose
+dtypes nor keep casts.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.backends.cudnn.rnn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ampatch.casting.nested import CASTABLE
 
-# torch's name of each function's mode, and the number of gates whose matrices are stacked in one weight.
-_MODES: dict[Callable[..., Any], tuple[str, int]] = {
-    torch._VF.lstm: ("LSTM", 4),
-    torch._VF.gru: ("GRU", 3),
-    torch._VF.rnn_tanh: ("RNN_TANH", 1),
-    torch._VF.rnn_relu: ("RNN_RELU", 1),
+# torch's name of each function's mode.
+_MODES: dict[Callable[..., Any], str] = {
+    torch._VF.lstm: "LSTM",
+    torch._VF.gru: "GRU",
+    torch._VF.rnn_tanh: "RNN_TANH",
+    torch._VF.rnn_relu: "RNN_RELU",
 }
+# The number of gates whose matrices are stacked in one weight.
+_GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 
-# The first version of cuDNN whose recurrent layers torch runs in bfloat16.
+# The first version of cuDNN that runs torch's recurrent layers in bfloat16.
 _WITH_BFLOAT16 = 91300
 
 
@@ -111,32 +113,60 @@ def layout_of(function: Callable[..., Any], args: tuple[Any, ...], place: int, d
         dtype: type of the casts.
     """
     weights, _, num_layers, _, _, bidirectional = args[place : place + 6]
-    shapes = tuple(weight.shape for weight in weights)
+    layout = _layout_if_cudnn_runs(_MODES[function], weights, num_layers, bool(bidirectional), dtype)
+    return layout or _in_order(tuple(weight.shape for weight in weights))
+
+
+def flatten(model: nn.Module) -> None:
+    """Puts the weights of each recurrent layer in a model into one buffer, if cuDNN runs the layer.
+
+    torch's own method leaves bfloat16 weights where they are.
+    """
+    for layer in model.modules():
+        if isinstance(layer, nn.RNNBase):
+            layer.flatten_parameters()
+            _flatten_bfloat16(layer)
+
+
+def _flatten_bfloat16(layer: nn.RNNBase) -> None:
+    weights: list[Any] = layer._flat_weights
+    if {(type(weight), getattr(weight, "dtype", None)) for weight in weights} != {(Parameter, torch.bfloat16)}:
+        return
+    if len({weight.data_ptr() for weight in weights}) != len(weights):
+        return  # weights that share memory keep it, as in torch's own method
+    layout = _layout_if_cudnn_runs(layer.mode, weights, layer.num_layers, layer.bidirectional, torch.bfloat16)
+    if layout is not None and not layout.holds(weights):
+        with torch.inference_mode(False), torch.no_grad():
+            laid = layout.cast(weights, torch.bfloat16)
+        for weight, data in zip(weights, laid, strict=True):
+            weight.data = data
+
+
+def _layout_if_cudnn_runs(
+    mode: str, weights: Sequence[Tensor], num_layers: int, bidirectional: bool, dtype: torch.dtype
+) -> Layout | None:
+    """Returns cuDNN's layout of weights in a type, under the conditions of `nn.RNNBase.flatten_parameters`."""
     device = weights[0].device
     layers = num_layers * (2 if bidirectional else 1)
-    # Those of RNNBase.flatten_parameters, and bfloat16. If the number of weights is wrong, the function itself raises.
-    if (
-        _cudnn_takes(dtype, device)
-        and torch._use_cudnn_rnn_flatten_weight()
-        and layers
-        and len(weights) % layers == 0
-    ):
-        return _layout_of_cudnn(function, shapes, num_layers, bool(bidirectional), dtype, device)
-    return _in_order(shapes)
+    # If the number of weights is wrong, the function itself raises.
+    if _cudnn_takes(dtype, device) and torch._use_cudnn_rnn_flatten_weight() and layers and len(weights) % layers == 0:
+        shapes = tuple(weight.shape for weight in weights)
+        return _layout_of_cudnn(mode, shapes, num_layers, bidirectional, dtype, device)
+    return None
 
 
 def _cudnn_takes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns True if torch runs recurrent layers of a type by cuDNN.
+    """Returns True if cuDNN runs torch's recurrent layers in a type.
 
-    Of bfloat16, `is_acceptable` denies it, while torch's C++ asks for a version and a device.
+    `is_acceptable` denies bfloat16. torch's C++ takes it, if the version of cuDNN and the device do.
     """
-    if dtype is not torch.bfloat16:
-        return torch.backends.cudnn.is_acceptable(torch.empty(0, dtype=dtype, device=device))
-    return (
-        torch.backends.cudnn.is_acceptable(torch.empty(0, dtype=torch.float16, device=device))
-        and (torch.backends.cudnn.version() or 0) >= _WITH_BFLOAT16
-        and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
+    is_bfloat16 = dtype is torch.bfloat16
+    asked = torch.empty(0, dtype=torch.float16 if is_bfloat16 else dtype, device=device)
+    if not torch.backends.cudnn.is_acceptable(asked):
+        return False
+    if not is_bfloat16:
+        return True
+    return bool(torch.backends.cudnn.version() >= _WITH_BFLOAT16) and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @functools.cache
@@ -147,7 +177,7 @@ def _in_order(shapes: tuple[torch.Size, ...]) -> Layout:
 
 @functools.cache
 def _layout_of_cudnn(
-    function: Callable[..., Any],
+    mode: str,
     shapes: tuple[torch.Size, ...],
     num_layers: int,
     bidirectional: bool,
@@ -155,7 +185,6 @@ def _layout_of_cudnn(
     device: torch.device,
 ) -> Layout:
     """Lets cuDNN move tensors without values into one buffer, and reads off where it has put them."""
-    mode, gates = _MODES[function]
     per_layer = len(shapes) // (num_layers * (2 if bidirectional else 1))
     has_projection = per_layer % 2 == 1  # of two matrices, two biases and the projection
     with torch.inference_mode(False), torch.no_grad():
@@ -166,7 +195,7 @@ def _layout_of_cudnn(
             per_layer,
             shapes[0][1],
             torch.backends.cudnn.rnn.get_cudnn_mode(mode),
-            shapes[0][0] // gates,
+            shapes[0][0] // _GATES[mode],
             shapes[per_layer - 1][0] if has_projection else 0,
             num_layers,
             False,  # whether the batch comes first, which does not concern the weights

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from ampatch.distributed import Group, Ranks, redistribute_gradient
+from ampatch.distributed import Group, Ranks
 from ampatch.errors import UsageError
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
@@ -28,6 +29,8 @@ from ampatch.scaling.optimizer_gradients import NOT_REDUCED, OptimizerGradients
 from ampatch.scaling.optimizer_step import AdoptedOptimizer
 from ampatch.scaling.unscaling import Unscaling
 from ampatch.weights.optimizer_state import gradients_of
+
+_IS_RECORDED = operator.attrgetter("requires_grad")
 
 # The process groups over which gradients are sharded, and this rank's shards of them.
 _Part = tuple[tuple[Group, ...], list[Tensor]]
@@ -142,18 +145,19 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
     grads = [grad for _, part in parts for grad in part]
     one = torch.ones((), dtype=torch.float32, device=grads[0].device if grads else "cpu")
     found_inf = torch.zeros_like(one)
-    norm = _norm(parts, one, found_inf)
+    sum_of_squares = _sum_of_squares(parts, one, found_inf)
     ranks.reduce_overflow_(found_inf, parameters)
+    norm, factor = kernels.clip_factor(sum_of_squares, found_inf, max_norm)
     if not math.isinf(max_norm):
         with torch.no_grad():
-            kernels.multiply_(grads, _factor(norm, max_norm, found_inf))
-    return norm.float()
+            kernels.multiply_(grads, factor)
+    return norm
 
 
 def _are_plain(gradients: OptimizerGradients) -> bool:
     """Returns True if one factor can unscale and clip all gradients: none is a sum of blocks, and none has a graph."""
     scaled = [*gradients.tensors(), *gradients.masters.gradients.new()]
-    return not gradients.masters.gradients.has_sums() and not any(grad.requires_grad for grad in scaled)
+    return not gradients.masters.gradients.has_sums() and not any(map(_IS_RECORDED, scaled))
 
 
 def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: float) -> Tensor:
@@ -162,10 +166,12 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
     try:
         step_observers.tell_unscaling(scale_use, unscaling.gradients)
         inv_scale, found_inf = scale_use.scale.reciprocal(), torch.zeros_like(scale_use.scale)
-        parts = [*_parts(gradients.parameters(), gradients.ranks), ((), gradients.masters.gradients.new())]
-        norm = _norm(parts, inv_scale, found_inf)
+        parts = list(_parts(gradients.parameters(), gradients.ranks))
+        if of_masters := gradients.masters.gradients.new():
+            parts.append(((), of_masters))
+        sum_of_squares = _sum_of_squares(parts, inv_scale, found_inf)
         gradients.ranks.reduce_overflow_(found_inf, gradients.parameters())
-        factor = _factor(norm, max_norm, found_inf)
+        norm, factor = kernels.clip_factor(sum_of_squares, found_inf, max_norm)
         defers = optimizer.may_defer()
         if not defers:
             kernels.multiply_(gradients.tensors(), inv_scale * factor)
@@ -176,32 +182,22 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
     except BaseException:
         unscaling.abandon()
         raise
-    return norm.float()
+    return norm
 
 
 def _parts(parameters: Iterable[Tensor], ranks: Ranks) -> Iterator[_Part]:
     for groups, part in ranks.by_shard_groups(parameters):
-        for parameter in part:
-            redistribute_gradient(parameter)
         yield groups, gradients_of(part)
 
 
-def _norm(parts: Iterable[_Part], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """Returns the norm of gradients times ``inv_scale``, 0-dimensional float64; sets ``found_inf`` for this rank."""
+def _sum_of_squares(parts: Iterable[_Part], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
+    """Returns that of gradients times ``inv_scale``, 0-dimensional float64; sets ``found_inf`` for this rank."""
     total = torch.zeros((), dtype=torch.float64, device=found_inf.device)
     for groups, grads in parts:
-        sum_of_squares = torch.zeros_like(total)
-        kernels.found_inf_norm(grads, inv_scale, found_inf, sum_of_squares)
+        of_part = torch.zeros_like(total) if groups else total
+        kernels.found_inf_norm(grads, inv_scale, found_inf, of_part)
         for group in groups:
-            group.reduce_(sum_of_squares, dist.ReduceOp.SUM)
-        total += sum_of_squares
-    return total.sqrt_()
-
-
-def _factor(norm: Tensor, max_norm: float, found_inf: Tensor) -> Tensor:
-    """Returns the factor that clips, 0-dimensional float32, with the margin of ``torch.nn.utils.clip_grad_norm_``.
-
-    It is 1 after an overflow: otherwise an inf in one gradient would become NaN in all of them.
-    """
-    factor = torch.ones_like(norm) if math.isinf(max_norm) else (max_norm / (norm + 1e-6)).clamp_(max=1)
-    return factor.float().masked_fill_(found_inf != 0, 1)
+            group.reduce_(of_part, dist.ReduceOp.SUM)
+        if groups:
+            total += of_part
+    return total

@@ -5,10 +5,14 @@ Owns the divisor, and which tensors it applies to. Must not know the optimizer o
 
 from __future__ import annotations
 
+import operator
+
 from torch import Tensor
 
 from ampatch.errors import warn
 from ampatch.native import kernels
+
+_VERSION = operator.attrgetter("_version")
 
 
 class DeferredUnscaling:
@@ -24,7 +28,8 @@ class DeferredUnscaling:
 
     def __init__(self, grads: list[Tensor], divisor: Tensor) -> None:
         self.divisor = divisor
-        self._grads = [(grad, grad._version) for grad in grads]
+        self._grads = grads
+        self._versions = list(map(_VERSION, grads))
 
     def divide(self, there: list[Tensor]) -> None:
         """Divides in place those gradients that still exist.
@@ -33,7 +38,7 @@ class DeferredUnscaling:
             there: the optimizer's present gradients. New ones, from a backward pass without a scale, stay unchanged.
         """
         ids = set(map(id, there))
-        kernels.multiply_([grad for grad, _ in self._grads if id(grad) in ids], self.divisor.reciprocal())
+        kernels.multiply_([grad for grad in self._grads if id(grad) in ids], self.divisor.reciprocal())
 
     def are(self, there: list[Tensor]) -> bool:
         """Returns True if all present gradients are among these.
@@ -44,7 +49,10 @@ class DeferredUnscaling:
         Warns:
             AmpWarning: user code has written to one of them.
         """
-        versions = {id(grad): version for grad, version in self._grads}
+        is_same = len(there) == len(self._grads) and all(map(operator.is_, there, self._grads))
+        if is_same and list(map(_VERSION, there)) == self._versions:  # nearly every step
+            return True
+        versions = dict(zip(map(id, self._grads), self._versions, strict=True))
         written = [grad for grad in there if versions.get(id(grad), grad._version) != grad._version]
         # Syncs with the device only if a version counter has changed. Zeros count as cleared.
         if any(bool(kernels.values_of(grad.detach()).any()) for grad in written):

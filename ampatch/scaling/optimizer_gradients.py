@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from ampatch.distributed import Ranks
 from ampatch.errors import UsageError, warn
@@ -82,7 +81,7 @@ class OptimizerGradients:
         self._counts_non_finite = counts_non_finite
         self.deferred: DeferredUnscaling | None = None
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
-        self._left_scaled: list[TensorWeakRef] = []
+        self._left_scaled: Sequence[Mapping[str, Any]] = ()  # the optimizer's groups, which outlive it here
         self._warned_of_clipping: ScaleUse | None = None
 
     @property
@@ -178,14 +177,14 @@ class OptimizerGradients:
                 _set_gradient(parameter, grad.float(), torch.float32)
 
     def note_scaled(self) -> None:
-        """Remembers which parameters keep scaled gradients after the block, in case the optimizer is deleted."""
+        """Remembers the parameters, which keep scaled gradients after the block, in case the optimizer is deleted."""
         self.masters.gradients.note_left_scaled()
-        self._left_scaled = [TensorWeakRef(each) for each in self.model_parameters() if each.grad is not None]
+        self._left_scaled = () if self.optimizer is None else self.optimizer.param_groups
 
     def note_unscaled(self) -> None:
         """Notes that the gradients are unscaled or gone, and makes those half again that `widen` made float32."""
         self.scaled_by = self.deferred = None
-        self._left_scaled.clear()
+        self._left_scaled = ()
         for parameter, own, allowed, dtype in self._widened:
             if parameter.dtype is not own:  # amp.deinitialize was called inside the block, and restored its type
                 continue
@@ -414,7 +413,9 @@ class OptimizerGradients:
 
     def optimizer_died(self) -> None:
         """Drops the gradients that a deleted optimizer left scaled, since another would take them for unscaled ones."""
-        left = [parameter for reference in self._left_scaled if (parameter := reference()) is not None]
+        updated = [parameter for group in self._left_scaled for parameter in group["params"]]
+        left = [each for each in map(self.masters.parameter_of, updated) if each.grad is not None]
+        self._left_scaled = ()
         if left and self.scaled_by is not None and not self.scaled_by.is_one:
             for parameter in left:
                 parameter.grad = None

@@ -292,6 +292,7 @@ class AdoptedOptimizer:
         Warns:
             AmpWarning: the scale is dynamic, and the gradients came from no ``amp.scale_loss`` block.
         """
+        self._read_verdicts(wait=False)  # first, as these decide whether the optimizer's kernel may skip
         deferred = self.gradients.deferred
         if deferred is None and self.gradients.scaled_by is not None:
             self.gradients.check_unscaled("optimizer.step() was called on gradients that are")
@@ -317,7 +318,7 @@ class AdoptedOptimizer:
             _check_not_captured(judged)
             # An optimizer's kernel that skips by itself is slower: it serves only where reading the verdict would sync.
             would_wait = not all(map(_IS_AT_HAND, judged))
-            if (would_wait or self.gradients.deferred is not None) and self._skips_by_itself(args, kwargs):
+            if self.gradients.deferred is not None or (would_wait and self._skips_by_itself(args, kwargs)):
                 is_left_to_kernel = True
                 return self._step_or_skip(original, judged)
             if would_wait and is_capturing():
@@ -341,8 +342,6 @@ class AdoptedOptimizer:
             step_observers.tell_stepped(self.gradients, judged, skipped)
 
     def _prepare_step(self) -> None:
-        if self._unread:
-            self._read_verdicts(wait=False)
         if self.masters.wanted:
             self._prepare_masters(self.masters)
             self.gradients.synchronise(weights_too=True)
@@ -392,8 +391,7 @@ class AdoptedOptimizer:
 
     def _note_verdicts_read(self, pending: Sequence[ScaleUse]) -> None:
         """Updates the record of steps before one whose verdict the host has read."""
-        if self._unread:
-            self._read_verdicts(wait=bool(pending))
+        self._read_verdicts(wait=bool(pending))
         if self._unread:
             self._unread.append([])  # behind earlier steps, in their order
         else:
@@ -594,7 +592,7 @@ class AdoptedOptimizer:
         Args:
             wait: whether to sync with the device; otherwise stops at the first verdict that has not arrived.
         """
-        if is_capturing():  # a capturing stream must not be queried
+        if not self._unread or is_capturing():  # a capturing stream must not be queried
             return
         while self._unread and (wait or all(scale_use.has_arrived for scale_use in self._unread[0])):
             overflowed = list(filter(_OVERFLOWED, self._unread.popleft()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -24,6 +25,8 @@ from ampatch.opt_levels import HALVES
 
 _PARAMETERS = operator.itemgetter("params")
 _GRAD = operator.attrgetter("grad")
+_VALUES = operator.methodcaller("values")
+_IS_NONE = functools.partial(operator.is_, None)
 
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
@@ -215,14 +218,17 @@ def has_state(optimizer: torch.optim.Optimizer) -> bool:
 
     SGD with momentum would even continue from uninitialised memory (torch 2.13).
     """
-    for group in optimizer.param_groups:
-        stateless = isinstance(optimizer, torch.optim.SGD) and not group["momentum"]
-        for parameter in group["params"]:
-            if parameter.grad is not None and not stateless:
-                state = optimizer.state.get(parameter)
-                if not state or any(value is None for value in state.values()):
-                    return False
-    return True
+    may_be_stateless = isinstance(optimizer, torch.optim.SGD)
+    # By id: hashing a tensor runs Python, and every step asks this.
+    states = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))
+    found = [
+        states.get(id(parameter))
+        for group in optimizer.param_groups
+        if not may_be_stateless or group["momentum"]
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    return all(found) and not any(map(_IS_NONE, itertools.chain.from_iterable(map(_VALUES, found))))
 
 
 class Snapshot:

@@ -264,7 +264,13 @@ Tensor Linear::in_one_node(Product product) const {
   node->product = product;
   Tensor result;
   {
-    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::NoGradGuard without_graph;
+    std::optional<at::AutoDispatchBelowADInplaceOrView> below;
+    // torch multiplies the rows of a strided input at once only if the weight's transpose requires grad, which a view
+    // made below autograd does not. Its other product rounds differently on some processors.
+    if (input.is_contiguous()) {
+      below.emplace();
+    }
     result = at::linear(input, half_weight, bias.defined() ? std::make_optional(half_bias) : std::nullopt);
   }
   set_history(result, node);

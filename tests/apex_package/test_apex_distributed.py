@@ -318,6 +318,7 @@ class TestFlatCollectives:
         assert_same_state(list(unflatten(flatten(tensors), tensors)), tensors)
 
 
+@pytest.mark.slow
 def test_the_launcher_says_what_to_type_instead(fresh: Fresh) -> None:
     code = "runpy.run_module('ampatch.apex.parallel.multiproc', run_name='__main__', alter_sys=True)"
     outcome = fresh.run(code, "train.py", "--name", "a b")

@@ -116,6 +116,7 @@ class TestStatisticsOverProcesses:
     def test_need_more_than_one_value(self, two):
         two.run(of_one_value)
 
+    @pytest.mark.slow
     def test_hold_within_their_group_only(self, four):
         for (mine, whole), expected in zip(four.run(within_groups), [0, 0, 1, 1], strict=True):
             assert mine == pytest.approx(expected)
@@ -255,5 +256,6 @@ def grouped() -> None:
 
 
 class TestGroups:
+    @pytest.mark.slow
     def test_divide_all_processes(self, four):
         four.run(grouped)

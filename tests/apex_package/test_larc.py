@@ -226,7 +226,7 @@ class TestWithAmp:
     @LEVELS
     @pytest.mark.parametrize("wrapped", ["before", "after"])
     @pytest.mark.parametrize("overflow_at", [0, 2])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_skips_steps(self, level, wrapped, overflow_at):
         assert all(bool(p.isfinite().all()) for p in self.trained(level, wrapped, overflow_at))
 

@@ -19,10 +19,11 @@ from ampatch.demo import digits
 
 @contextmanager
 def few() -> Iterator[None]:
-    """Leaves the demo every ninth digit inside the block: an epoch has 5 steps."""
+    """Leaves the demo every ninth digit inside the block, on the CPU by default: an epoch has 5 steps."""
     left = digits.load()[torch.arange(0, 1797, 9)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(digits, "load", lambda: left)
+        patch.setattr(demo, "_default_device", lambda: "cpu")
         yield
 
 

@@ -227,6 +227,7 @@ class TestArguments:
             ),
             (["--epochs", "0"], "argument --epochs: '0' is not a whole number from 1 to 1000. Type for example"),
             (["--epochs", "many"], "argument --epochs: 'many' is not a whole number from 1 to 1000"),
+            (["--device", "gpu"], "argument --device: 'gpu' is not one of cpu, cuda. Type for example cpu"),
             (["--seed", "-1"], "argument --seed: '-1' is not a whole number from 0 to 4294967295"),
             (["--json", "no/such/folder/out.json"], "argument --json: cannot write 'no/such/folder/out.json'"),
             (["--json", "."], "argument --json: cannot write '.'"),
@@ -253,7 +254,10 @@ class TestRun:
         target = tmp_path / "results.json"
 
         status = demo.run(
-            parsed("--opt-levels", "O0,O1", "--half-dtype", "bfloat16", "--epochs", "1", "--json", str(target))
+            parsed(
+                *("--opt-levels", "O0,O1", "--half-dtype", "bfloat16", "--epochs", "1"),
+                *("--device", "cpu", "--json", str(target)),
+            )
         )
 
         assert status == 0
@@ -291,6 +295,50 @@ class TestRun:
         printed = capsys.readouterr()
         assert column(printed.out, "level") == ["O0"]
         assert printed.err.splitlines()[-1].startswith("The results could not be written")
+
+
+@pytest.mark.usefixtures("few_digits")
+class TestDevice:
+    def test_without_a_gpu_cuda_is_one_clear_line(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit, match="2"):
+            parsed("--device", "cuda")
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            "ampatch demo: error: argument --device: torch sees no GPU here. Type cpu, or leave --device out"
+        )
+
+    @pytest.mark.parametrize(("default", "named"), [("cpu", "the CPU"), ("cuda", "the GPU (NVIDIA X1)")])
+    def test_it_says_which_one_it_used_and_whose_times_these_are(
+        self, default: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Stands the CPU in for a GPU."""
+        asked = []
+        monkeypatch.setattr(demo, "_default_device", lambda: default)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X1")
+        monkeypatch.setattr(digits.Digits, "to", lambda self, device: asked.append(device) or self)
+
+        demo.run(parsed("--opt-levels", "O0", "--epochs", "1"))
+
+        first, *_, last = capsys.readouterr().err.splitlines()
+        assert f", on {named}, 1 epoch a run." in first
+        assert last.startswith(f"The times are those of this {default.replace('cuda', 'GPU').replace('cpu', 'CPU')}.")
+        assert asked == [default, default]
+
+    @pytest.mark.gpu
+    def test_on_a_gpu_every_run_learns_there_and_shows_its_memory(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        target = tmp_path / "results.json"
+        demo.run(parsed("--opt-levels", "O0,O1,O2:float16", "--epochs", "3", "--device", "cuda", "--json", str(target)))
+
+        assert f"on the GPU ({torch.cuda.get_device_name()})" in capsys.readouterr().err
+        float32, *mixed = [Result(**entry) for entry in json.loads(target.read_text())]
+        for result in mixed:
+            assert result.final_loss == pytest.approx(float32.final_loss, rel=0.1)
+            # Without cuBLAS's workspace, which the first run would have alone: 32 MiB on an H100.
+            assert abs(result.peak_memory_mib - float32.peak_memory_mib) < 16
 
 
 class TestTraining:
@@ -343,7 +391,7 @@ class TestFewEpochs:
 def accuracies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """The test accuracy of every run that `ampatch demo` offers, with its own number of epochs."""
     target = tmp_path_factory.mktemp("claims") / "results.json"
-    demo.run(parsed("--opt-levels", ",".join(OPT_LEVELS), "--json", str(target)))
+    demo.run(parsed("--opt-levels", ",".join(OPT_LEVELS), "--device", "cpu", "--json", str(target)))
     results = [Result(**entry) for entry in json.loads(target.read_text())]
     return {str(Run(result.opt_level, result.half_dtype)): result.test_accuracy for result in results}
 

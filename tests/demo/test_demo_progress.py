@@ -107,6 +107,7 @@ class TestDemo:
         assert float32.startswith("O0: ")
         assert mixed.startswith("O4 bfloat16: ")
 
+    @pytest.mark.slow
     def test_measuring_steps_takes_no_part_in_the_training(self) -> None:
         train, test = digits.split(digits.load())
         losses: list[float] = []

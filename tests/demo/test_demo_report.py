@@ -109,6 +109,7 @@ class TestReport:
             cli.main(["demo", *CHOSEN, "--report", name])
         assert told in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_or_no_longer_is_said_after_the_table(
         self, shown: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -124,6 +125,7 @@ class TestReport:
 
 
 class TestResumed:
+    @pytest.mark.slow
     def test_a_part_of_a_run_is_told_to_be_one(
         self, shown: list[dict[str, Any]], ctrl_c_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -138,6 +140,7 @@ class TestResumed:
         assert told in Path("r.html").read_text(encoding="utf-8")
         assert len(data["steps"]) == STEPS_OF_A_RUN - 3
 
+    @pytest.mark.slow
     def test_a_run_that_has_not_begun_is_reported_as_a_whole(
         self, shown: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]
     ) -> None:
@@ -148,6 +151,7 @@ class TestResumed:
         assert len(data["steps"]) == STEPS_OF_A_RUN
         assert not [note for note in data["notes"] if "covers steps" in note]
 
+    @pytest.mark.slow
     def test_a_run_that_has_ended_was_reported_then(
         self, shown: list[dict[str, Any]], ctrl_c_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -112,6 +112,26 @@ class TestInterrupting:
         results = [Result(**entry) for entry in json.loads(Path("results.json").read_text())]
         assert capsys.readouterr().out == report.table(results) + "\n"
 
+    @pytest.mark.gpu
+    @pytest.mark.parametrize(("device", "other"), [("cuda", "cpu"), ("cpu", "cuda")], ids=["to_the_cpu", "to_the_gpu"])
+    def test_a_run_goes_on_on_another_device(
+        self, device: str, other: str, uninterrupted: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]
+    ) -> None:
+        ctrl_c_after(STEPS_OF_A_RUN + 3)
+        assert cli.main(["demo", *CHOSEN, "--device", device]) == 130
+        assert cli.main(["demo", "--resume", DEFAULT, "--device", other, "--json", "results.json"]) == 0
+        for found, right in zip(without_times(Path("results.json")), uninterrupted, strict=True):
+            assert found["final_loss"] == pytest.approx(right["final_loss"], rel=0.1)
+
+    def test_the_line_to_type_names_a_device_that_is_not_the_default(
+        self, ctrl_c_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(demo, "_default_device", lambda: "cuda")
+        ctrl_c_after(1)
+        assert cli.main(["demo", *CHOSEN, "--device", "cpu"]) == 130
+        assert last_line(capsys).endswith(f"demo --resume {DEFAULT} --device cpu")
+
+    @pytest.mark.slow
     def test_again_and_again(self, uninterrupted: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]) -> None:
         ctrl_c_after(6)
         assert cli.main(["demo", *CHOSEN, "--save", "mine.pt"]) == 130

@@ -26,12 +26,34 @@ inline cudaError_t cudaGetLastError() {
   return cudaSuccess;
 }
 
+template <class Symbol>
+cudaError_t cudaGetSymbolAddress(void** address, Symbol& symbol) {
+  *address = &symbol;
+  return cudaSuccess;
+}
+
+// One thread runs at a time.
+template <class Value>
+Value atomicAdd(Value* address, Value value) {
+  const Value before = *address;
+  *address += value;
+  return before;
+}
+
+template <class Value>
+Value __ldcg(const Value* address) {
+  return *address;
+}
+
+inline void __threadfence() {
+}
+
 using std::min;
 
 namespace emulated {
 
 struct Index {
-  unsigned x;
+  unsigned x, y = 0;
 };
 extern Index thread, block;
 extern long launches, argument_bytes;

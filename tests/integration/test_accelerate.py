@@ -539,6 +539,7 @@ class TestSeveral:
         assert (found - expected).norm() < 0.1 * expected.norm()
         of_second.step()
 
+    @pytest.mark.slow
     @EACH_LEVEL
     @pytest.mark.parametrize("how", HIDING)
     def test_leaves_that_a_graph_hides_and_no_optimizer_updates_get_unscaled_gradients(

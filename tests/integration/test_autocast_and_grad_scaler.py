@@ -65,7 +65,7 @@ class TestRegionUnderCasts:
     """A region of `torch.autocast` decides the half type in it, and the lists decide what runs in it."""
 
     @pytest.mark.parametrize("name", WHITELISTED)
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_whitelisted_functions_run_in_its_type_and_each_operand_is_cast_once(self, name, half, region, device):
         call, (x, w) = WHITELISTED[name], operands(device)
         with casts_on(region), Casts() as alone:
@@ -78,7 +78,7 @@ class TestRegionUnderCasts:
         assert casts.seen == alone.seen != []
 
     @pytest.mark.parametrize("name", BLACKLISTED)
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_blacklisted_functions_run_in_float32_and_their_operand_is_cast_once(self, name, half, region, device):
         x = operands(device)[0].to(region)
         with casts_on(half), torch.autocast(device, region), Casts() as casts:
@@ -275,7 +275,7 @@ class TestGradScaler:
             return run(GradScaler(device, init_scale=64.0), model, optimizer, x, clips)
 
     @pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_steps_and_skips_with_an_optimizer_that_amp_has(self, half, device, fused, clips):
         expected = self.expected(half, device, fused, clips)
         model, optimizer, x = problem(device, fused)

@@ -170,7 +170,7 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 @ON_DEVICES
 class TestGradients:
     @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_are_those_without_a_checkpoint(self, kind, level, half, device):
         assert_same(gradients(KINDS[kind], level, half, device), expected_gradients(level, half, device))
 
@@ -202,7 +202,7 @@ class TestGradients:
 class TestCastsOfBefore:
     @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "saves-casts"])
     @pytest.mark.parametrize(("warm", "clear"), [(True, False), (False, True), (True, True)])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_make_no_difference_whether_they_are_there_or_dropped(self, kind, half, device, warm, clear):
         """Saved tensors must agree in number and kind, or torch raises a `CheckpointError`."""
         assert_same(gradients(KINDS[kind], "O1", half, device, warm, clear), expected_gradients("O1", half, device))
@@ -221,7 +221,7 @@ class TestWithoutCasts:
     @pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT")
     @pytest.mark.parametrize("kind", ["reentrant", "saves-products", "composable", *CheckpointImpl.__members__])
     @pytest.mark.parametrize("off", [False, True], ids=["on", "off"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_every_recomputation_runs_as_the_forward_did(self, kind, half, device, off):
         block = Block().to(device)
         run: Checkpoint = KINDS.get(kind, directly)
@@ -298,7 +298,7 @@ class TestTraining:
     @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "saves-products"])
     @LEVELS
     @HALVES
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_ends_in_the_same_bits_over_steps_of_which_one_is_skipped(self, kind, level, half):
         def trained(run: Checkpoint) -> list[Tensor]:
             model = Blocks(run)

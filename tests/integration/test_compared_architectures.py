@@ -34,6 +34,7 @@ def test_rounding_explains_all_of_a_sound_model(name: str, level: str, half: str
     assert {row.operator for row in result.rows if row.unmatched} == {"cast"}
 
 
+@pytest.mark.slow
 def test_convnexts_layer_scale_is_lost_in_float16() -> None:
     first = compared("ConvNext", "O2", "float16").first
     assert first.source == "features = self.layer_scale_parameter * features"
@@ -42,6 +43,7 @@ def test_convnexts_layer_scale_is_lost_in_float16() -> None:
     assert compared("ConvNext", "O2", "bfloat16").first is None
 
 
+@pytest.mark.slow
 def test_t5_clamps_in_float16_only() -> None:
     result = compared("T5", "O2", "float16")
     clamps = [row for row in result.rows if row.function == "torch.clamp" and row.phase == "forward"]

@@ -276,15 +276,15 @@ def graph_it(model: nn.Module, *shapes: tuple[int, ...], device: str, **options:
     return torch.cuda.make_graphed_callables(model, samples, **options)
 
 
-# What was computed before a capture is detached: its graph would hold the gradients' nodes of another stream.
-# torch's own warm-up leaves such a graph on its own stream, and says so.
+# Results from before a capture are detached here: their autograd graphs hold nodes of another stream, and a capture
+# must not wait for it. The results of torch's own warm-up hold nodes of its stream, of which torch warns afterwards.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 class TestGraphedModels:
     @pytest.mark.filterwarnings("ignore:the loss of a skipped step is nan:UserWarning")
     @makes
     @halves
     @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_train_as_they_do_without_a_graph(self, level, half, make, device):
         halves_of = {"O4": torch.bfloat16, "O5": torch.bfloat16}
 
@@ -415,9 +415,8 @@ class TestGraphedModels:
         make_graphed(model, (torch.randn(5, 8, device=device),))
         assert model(torch.randn(5, 8, device=device)).dtype == torch.float32
 
-
-    def test_are_run_without_casts_of_before(self, device):
-        """Their graphs belong to this stream, for which a capture must not wait."""
+    def test_warm_up_without_kept_casts(self, device):
+        """Their autograd graphs belong to this stream, and a capture must not wait for it."""
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O1", half_dtype=torch.bfloat16)
         loop.loss().backward()
         assert len(runtime.live.cache) > 0

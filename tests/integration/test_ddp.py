@@ -192,6 +192,7 @@ class TestOneStep:
     def test_with_unused_parameters(self, two, level, half, device, postpone):
         assert_as_one(two, level, half, device, postpone=postpone, find_unused_parameters=True)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("hook", [through_float16, through_bfloat16])
     @pytest.mark.covering(1)
     def test_with_gradients_that_travel_in_half(self, two, level, half, device, hook):
@@ -243,6 +244,7 @@ def fifty_steps(level: str, half: torch.dtype, device: str, accumulate: bool, fu
 class TestFiftySteps:
     """Overflows in one process skip the step in all, and all stay bit for bit the same."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("accumulate", "fused"), [(False, False), (True, False), (False, True)])
     @pytest.mark.covering(1)
     def test_of_two_processes(self, two, level, half, device, accumulate, fused):
@@ -573,6 +575,7 @@ class TestAccumulation:
     def test_is_none_where_a_backward_reduces_all_the_same(self, two):
         the_same(two, with_a_forward_between)
 
+    @pytest.mark.slow
     @LEVELS
     @pytest.mark.parametrize("hands_in_all", [False, True], ids=["its optimizer", "all optimizers"])
     def test_is_reduced_after_a_block_for_another_model(self, two, level, hands_in_all):
@@ -657,6 +660,7 @@ def reduced_by_hand(half: torch.dtype, how: str) -> list[Tensor | None]:
 
 
 class TestReducedByHand:
+    @pytest.mark.slow
     @HALVES
     @pytest.mark.parametrize("how", ["all_reduce", "averaged", "broadcast"])
     @pytest.mark.covering(1)
@@ -686,7 +690,7 @@ class TestWeightsSentByHand:
     @LEVELS
     @HALVES
     @pytest.mark.parametrize("how", ["parameter", "data", "masters"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_count_for_the_next_forward_and_step(self, two, level, half, how):
         (first, first_masters), (second, second_masters) = two.run(broadcast_weights, level, half, how)
         assert not torch.equal(first[0], second[0])

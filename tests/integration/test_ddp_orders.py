@@ -349,6 +349,7 @@ def check_random_orders(workers: Workers, level: str, seeds: range) -> None:
 
 @LEVELS
 class TestRandomOrders:
+    @pytest.mark.slow
     def test_a_few(self, two: Workers, level):
         check_random_orders(two, level, range(60 if is_thorough() else 8))
 

@@ -104,6 +104,7 @@ def three_steps(make: Callable[..., Any], half: torch.dtype, fused: bool) -> tup
     return found, states
 
 
+@pytest.mark.slow
 @HALVES
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore")

@@ -429,6 +429,7 @@ def compiled(how: str, before: bool, half: torch.dtype, graphs: list[Graphs], fu
     return found, (states, state(model))
 
 
+@pytest.mark.slow
 @TORCHS_OWN
 @pytest.mark.parametrize("before", [True, False], ids=["before initialize", "after initialize"])
 @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
@@ -513,6 +514,7 @@ class Stop(torch.autograd.Function):
         return None
 
 
+@pytest.mark.slow
 @TORCHS_OWN
 @HALVES
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -525,6 +527,7 @@ def test_compiled_autograd_gives_the_same(how, backend, half):
     assert graphs
 
 
+@pytest.mark.slow
 @TORCHS_OWN
 def test_compiled_autograd_runs_a_second_backward_pass():
     """Weights that are used in both passes have their gradients summed in float32: bits may differ."""
@@ -597,6 +600,7 @@ def functional(fused: bool) -> tuple[int, Any]:
 
 
 class TestTracers:
+    @pytest.mark.slow
     @pytest.mark.parametrize("strict", [True, False])
     def test_export_sees_no_node(self, strict):
         compared(exported, strict)
@@ -827,6 +831,7 @@ def resumed(half: torch.dtype, fused: bool) -> tuple[int, Any]:
     return loop.found, at_once
 
 
+@pytest.mark.slow
 @HALVES
 def test_a_resumed_run_has_the_same_bits(half):
     assert compared(resumed, half)[0] == 8

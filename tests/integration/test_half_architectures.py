@@ -105,6 +105,7 @@ class TestO2:
         expected = float(model(**inputs).loss.detach())
         assert trained(model, inputs, half_dtype=half) == pytest.approx(expected, rel=0.02)
 
+    @pytest.mark.slow
     def test_autoformer_mixes_types_and_is_told_the_cure(self, half: torch.dtype) -> None:
         model, inputs = autoformer()
         expected = float(model(**inputs).loss.detach())
@@ -112,6 +113,7 @@ class TestO2:
         assert kept[0] == "model.encoder.layers.*.self_attn.out_proj"
         assert loss == pytest.approx(expected, rel=0.1)
 
+    @pytest.mark.slow
     def test_ctrl_mixes_types_and_is_told_the_cure(self, half: torch.dtype) -> None:
         model, inputs = ctrl()
         expected = float(model(**inputs).loss.detach())

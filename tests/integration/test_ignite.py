@@ -602,6 +602,7 @@ class TestCheckpoints:
 class TestAverages:
     """Of ignite's own EMAHandler."""
 
+    @pytest.mark.slow
     @EACH_LEVEL
     @pytest.mark.parametrize("is_early", [False, True], ids=["after initialize", "before initialize"])
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)

@@ -34,10 +34,17 @@ def prepared(page: Path) -> Path:
     return page
 
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(pages.ROOT)) for page in PAGES])
+IDS = [str(page.relative_to(pages.ROOT)) for page in PAGES]
+
+#: Pages whose code imports a framework, compiles, or measures whole steps.
+SLOW = {*NEEDS, "timm", "compile", "preflight"}
 
 
-@each_page
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page.stem in SLOW else []) for page in PAGES],
+    ids=IDS,
+)
 def test_the_code_of_the_page_does_what_the_page_says(page, tmp_path):
     PageRun(prepared(page), tmp_path, commands=False).run()
 
@@ -55,7 +62,7 @@ def test_the_commands_of_the_page_do_what_the_page_says(page, tmp_path):
     PageRun(prepared(page), tmp_path, commands=True).run()
 
 
-@each_page
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_every_block_has_a_language_and_each_that_does_not_run_a_reason(page):
     assert unlabelled_blocks(page) == []
     assert skips_without_reason(page) == []

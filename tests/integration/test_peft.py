@@ -208,6 +208,7 @@ class TestTraining:
         initialize(model, level, None)
         assert amp.settings()["half_dtype"] == dtype_name(half)
 
+    @pytest.mark.slow
     @EACH_LEVEL
     def test_frozen_half_base_is_not_copied(self, level: str) -> None:
         base = llama(torch.float16, hidden=256)
@@ -337,7 +338,7 @@ class TestSaving:
     @EACH_HALF
     @EACH_LEVEL
     @EACH_BASE
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_saved_adapter_is_float32_and_goes_on_with_the_same_bits(
         self, half_base: bool, level: str, half: torch.dtype, tmp_path: Path
     ) -> None:
@@ -541,6 +542,7 @@ class TestTrainer:
         trainer.remove_callback(PrinterCallback)
         return trainer
 
+    @pytest.mark.slow
     @EACH_LEVEL
     def test_resumes_with_the_same_bits(self, level: str, tmp_path: Path) -> None:
         whole = self.make(tmp_path, level)

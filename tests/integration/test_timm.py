@@ -137,10 +137,11 @@ def gradients_before_step(optimizer: Any) -> Iterator[list[Tensor]]:
 
 
 class TestTraining:
+    @pytest.mark.slow
     @LEVELS
     @HALVES
     @pytest.mark.parametrize("network", [transformer, convolutions])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_learns_digits(self, level, half, network):
         model, optimizer = make(level, half, network)
         losses = train(model, optimizer, range(60 if network is transformer else 40), clip_grad=1.0)
@@ -154,7 +155,7 @@ class TestTraining:
     @LEVELS
     @HALVES
     @MODES
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_does_what_a_loop_by_hand_does(self, level, half, mode):
         model, optimizer = make(level, half)
         train(model, optimizer, range(4), clip_grad=LIMITS[mode], clip_mode=mode)
@@ -410,6 +411,7 @@ def hessians(model: Any, optimizer: Any, backward: Callable[[Tensor], None]) -> 
 
 
 class TestAverages:
+    @pytest.mark.slow
     @LEVELS
     @HALVES
     @pytest.mark.parametrize(
@@ -417,7 +419,7 @@ class TestAverages:
         [("ModelEmaV2", {}), ("ModelEmaV3", {}), ("ModelEmaV3", {"foreach": False})],
         ids=["v2", "v3", "v3-one-by-one"],
     )
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_average_the_float32_weights(self, level, half, kind, options):
         model, optimizer = make(level, half, convolutions)
         average = getattr(import_timm().utils, kind)(model, decay=0.75, **options)
@@ -454,7 +456,7 @@ class TestCheckpoints:
     @LEVELS
     @HALVES
     @pytest.mark.parametrize("opt", ["adamw", "lookahead_lamb", "adafactor", "muon"])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_a_resumed_run_ends_with_the_same_bits(self, level, half, opt, tmp_path):
         policy = {"scale_window": 3}  # the scale grows within the run, where it is dynamic
         model, optimizer = make(level, half, opt=opt, **policy)
@@ -613,7 +615,7 @@ class TestTwoProcesses:
     @LEVELS
     @HALVES
     @pytest.mark.parametrize("network", [transformer, convolutions])
-    @pytest.mark.covering(2)
+    @pytest.mark.covering(1)
     def test_ranks_agree_and_train_as_one_process_does(self, level, half, network, two: Workers):
         (losses, found), (_, others) = two.run(train_as_rank, level, half, network)
         assert_same_state(found, others)

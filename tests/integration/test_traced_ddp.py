@@ -43,6 +43,7 @@ def traced(opt_level: str) -> tuple[int, dict[str, Any]]:
     return len(event.gradients), event.to_dict()["trace"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.filterwarnings("ignore:the loss of a skipped step:ampatch.errors.AmpWarning")
 def test_each_rank_says_what_it_knows(two: Workers, opt_level: str) -> None:

@@ -18,7 +18,7 @@ from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError
 
 # All of them are torch's own: of its use of TorchScript and of itself, of what its recurrent layers ask of shapes, and
-# of the buffers that it loads programs from.
+# (up to torch 2.11) of the buffer that it loads an exported program from.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated:FutureWarning"),
@@ -135,6 +135,7 @@ class TestGraphs:
             model.weight.mul_(2)
         assert_same_bits(run(x).detach(), model(x).detach())
 
+    @pytest.mark.slow
     def test_train_on(self, half, device):
         model = amp.initialize(Mixed().to(device), half_dtype=half, verbosity=0)
         x = inputs(device)

@@ -209,6 +209,7 @@ class TestTraining:
         assert logged(trainer, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=0.05)
         assert types_of(trainer.model) == {torch.float32}
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", ["O0", {"enabled": False}], ids=str)
     def test_where_amp_is_off_the_bits_are_those_of_trainer(self, options: Any, tmp_path: Path) -> None:
         trainer, plain = trained(tmp_path, options), trained(tmp_path, kind=Trainer)
@@ -256,6 +257,7 @@ class TestTraining:
         make(tmp_path, options, Clipping, max_steps=2).train()
         assert largest == pytest.approx([1e-3] * 2, rel=1e-6)
 
+    @pytest.mark.slow
     @EACH_LEVEL
     def test_schedulers_leave_out_skipped_steps(self, level: str, tmp_path: Path) -> None:
         skipped, told = [], []
@@ -297,6 +299,7 @@ class TestTraining:
         assert logged(compiled, "loss") == pytest.approx(logged(eager, "loss"), rel=5e-3)
         torch._dynamo.reset()
 
+    @pytest.mark.slow
     def test_trains_twice_and_keeps_the_scale(self, tmp_path: Path) -> None:
         scales: list[float] = []
         callback = calling(
@@ -322,6 +325,7 @@ class TestTraining:
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("alike") == 2
 
+    @pytest.mark.slow
     def test_a_batch_size_that_does_not_fit_is_tried_smaller(self, tmp_path: Path) -> None:
         class Full(AmpatchTrainer):
             def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -338,6 +342,7 @@ class TestTraining:
 class TestOverrides:
     """Of methods that users override, with ``super()`` or without."""
 
+    @pytest.mark.slow
     def test_a_training_step_without_super_gives_the_same_bits(self, tmp_path: Path) -> None:
         class Own(AmpatchTrainer):
             def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
@@ -379,6 +384,7 @@ class TestOverrides:
         make(tmp_path, {"half_dtype": "float16"}, Borrowing, max_steps=1).train()
         assert products == [torch.float16]
 
+    @pytest.mark.slow
     @EACH_LEVEL
     @pytest.mark.parametrize("how", ["label smoother", "compute_loss_func", "compute_loss"])
     @pytest.mark.covering(1)
@@ -435,6 +441,7 @@ class TestOverrides:
         with pytest.raises(UsageError, match="outside of train"):
             trainer.training_step(trainer.model, {})
 
+    @pytest.mark.slow
     def test_hyperparameter_search_makes_a_model_for_each_run(self, tmp_path: Path) -> None:
         trainer = make(tmp_path, "O2", model_init=bert)
         trainer.train()
@@ -445,6 +452,7 @@ class TestOverrides:
 
 
 class TestPredicting:
+    @pytest.mark.slow
     @EACH_HALF
     @EACH_LEVEL
     @pytest.mark.covering(1)
@@ -466,6 +474,7 @@ class TestPredicting:
         assert kinds == {half}
         assert_same_state(weights(trainer), before)
 
+    @pytest.mark.slow
     @EACH_LEVEL
     def test_generates_between_steps(self, level: str, tmp_path: Path) -> None:
         model, kinds = t5(), []
@@ -610,6 +619,7 @@ class TestCheckpoints:
 
 
 class TestEndings:
+    @pytest.mark.slow
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
     @pytest.mark.parametrize("where", ["on_step_end", "on_train_begin", "forward"])
     @pytest.mark.covering(1)

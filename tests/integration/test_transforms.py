@@ -133,9 +133,6 @@ CASES: dict[str, Case] = {
     "forward-mode-of-parameters": dual_parameters,
 }
 
-# Some that work by forward-mode derivatives.
-FORWARD_MODE = {"hessian", "forward-mode"}
-
 # Derivatives of derivatives lose more.
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
@@ -230,8 +227,8 @@ class TestHalfWeights:
     def test_are_transformed_before_any_other_forward(self, case, half, device):
         x = torch.linspace(-1, 1, 24, device=device).view(4, 6)
         plain, model = Network(device), Network(device)
-        if device == "cuda" and case in FORWARD_MODE:
-            # Derivatives of torch's layer_norm are float32 there, as its statistics are; the next layer refuses them.
+        if device == "cuda" and case in ("hessian", "forward-mode"):
+            # Forward-mode derivatives of torch's layer_norm are float32 there, and the next half layer refuses them.
             plain.norm, model.norm = nn.Identity(), nn.Identity()
         expected = leaves(CASES[case](plain, plain.values(), x))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ampatch.apex.apex_C import flatten, unflatten
 from ampatch.errors import OptionError
+from ampatch.patching import recurrent_weights
 
 clip_grad_norm = clip_grad_norm_
 
@@ -67,8 +68,7 @@ def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
         if isinstance(module, _BatchNorm) and module.affine:
             continue
         convert_module(module, dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+    recurrent_weights.flatten(network)
     return network
 
 
