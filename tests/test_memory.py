@@ -120,16 +120,16 @@ class TestFunctionsThatCast:
         assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
 
     @pytest.mark.slow
-    def test_so_it_does_where_attention_takes_most(self, half: str, device: str) -> None:
+    def test_nor_where_attention_takes_most(self, half: str, device: str) -> None:
         make, adam = functools.partial(transformer, 32), EVERY_OPTIMIZER["Adam-fused"]
         peaks = [peak_of_step(way, half, make, adam, device=device) for way in ("O1", "autocast")]
-        assert peaks[0] == pytest.approx(peaks[1], rel=TOLERANCE)
+        assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
 
     @pytest.mark.slow
-    def test_so_it_does_where_activations_are_computed_once_more(self, half: str, device: str) -> None:
+    def test_nor_where_activations_are_computed_once_more(self, half: str, device: str) -> None:
         adam = EVERY_OPTIMIZER["Adam-fused"]
         peaks = [peak_of_step(way, half, checkpointed, adam, device=device) for way in ("O1", "autocast")]
-        assert peaks[0] == pytest.approx(peaks[1], rel=TOLERANCE)
+        assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
 
     @every_network
     @pytest.mark.covering(1)

@@ -244,6 +244,10 @@ class TestModes:
             found = trained(model, x, level, half, fused_linear=False)
         # With an observer in place the casts of weights are not kept, for each to be seen.
         assert set(model.seen) == {half}
+        # Under a mode, linear layers are torch's own calls, whose gradients are rounded on a GPU.
+        if device != "cpu":
+            assert_close(found, expected, half)
+            return
         for one, other in zip(found, expected, strict=True):
             assert_same_bits(one, other)
 
