@@ -116,7 +116,7 @@ class TestProductsWithSparseTensors:
         ]
         assert found == [on_cpu, on_cuda]
 
-    @pytest.mark.parametrize("path", ["torch.sparse.mm", "torch.sparse.addmm", "torch.spmm", "torch.dsmm"])
+    @pytest.mark.parametrize("path", ["torch.sparse.mm", "torch.sparse.addmm"])
     def test_are_patched_at_o2_for_cuda_where_the_function_is_for_them_alone(self, path: str) -> None:
         rules = {str(rule.path): rule for rule in shipped().for_half(torch.float16).values()}
         assert rules[path].needs_float32 == ("cuda",)

@@ -242,9 +242,10 @@ class Adapters:
         def to_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             if _is_any_autocast_enabled():
                 return inside(args, kwargs)
-            for value in (*args, *kwargs.values()) if kwargs else args:
-                if isinstance(value, Tensor) and value.layout is not strided and lacks_half_products(value):
-                    return in_float32(args, kwargs)
+            if not is_compiling():  # compilers take no sparse tensors, and Dynamo traces no layouts in a backward pass
+                for value in (*args, *kwargs.values()) if kwargs else args:
+                    if isinstance(value, Tensor) and value.layout is not strided and lacks_half_products(value):
+                        return in_float32(args, kwargs)
             return outside(args, kwargs)
 
         return to_half
