@@ -208,6 +208,14 @@ class TestArguments:
             (found,), kwargs = each.function(nested)
             assert (found.dtype, kwargs) == (torch.float32, {})
 
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+    def test_whitelisted_functions_get_float32_beside_a_sparse_tensor(self, implementations, dtype):
+        sparse = torch.ones(2, 2).to(dtype).to_sparse()
+        for each in implementations("whitelist", torch.float16, seen):
+            found, kwargs = each.function(torch.ones(2), sparse, other=torch.ones(2).half())
+            assert {tensor.dtype for tensor in (*found, *kwargs.values())} == {torch.float32}
+            assert found[1].layout is torch.sparse_coo
+
     def test_a_keyword_may_be_a_text_of_another_class(self, implementations):
         name = enum.StrEnum("Name", {"DTYPE": "dtype"}).DTYPE
         for each in implementations("blacklist", torch.float16, torch.sum):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from ampatch import amp
 from ampatch.cast_lists import list_reports
 from ampatch.cast_lists.lists import shipped
 from ampatch.errors import CastListError, OptionError
+from ampatch.patching.adapters import lacks_half_products
 
 pytestmark = [
     pytest.mark.once,  # the compiled libraries have no part in it
@@ -92,6 +94,32 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         nn.Unflatten(1, (1, 2, 2, 2)), nn.Conv3d(1, 2, 1), nn.AvgPool3d(2), nn.Flatten(), nn.Linear(2, 2)
     ),
 }
+
+
+class TestProductsWithSparseTensors:
+    @pytest.mark.parametrize(
+        ("layout", "on_cpu", "on_cuda"),
+        [
+            (torch.strided, False, False),
+            (torch.jagged, False, False),
+            (torch.sparse_coo, True, True),
+            (torch.sparse_csr, True, False),
+            (torch.sparse_csc, True, False),
+            (torch.sparse_bsr, True, True),
+            (torch.sparse_bsc, True, True),
+        ],
+        ids=str,
+    )
+    def test_lack_half_kernels_by_layout_and_device(self, layout: torch.layout, on_cpu: bool, on_cuda: bool) -> None:
+        found = [
+            lacks_half_products(SimpleNamespace(layout=layout, device=torch.device(kind))) for kind in ("cpu", "cuda")
+        ]
+        assert found == [on_cpu, on_cuda]
+
+    @pytest.mark.parametrize("path", ["torch.sparse.mm", "torch.sparse.addmm"])
+    def test_are_patched_at_o2_for_cuda_where_the_function_is_for_them_alone(self, path: str) -> None:
+        rules = {str(rule.path): rule for rule in shipped().for_half(torch.float16).values()}
+        assert rules[path].needs_float32 == ("cuda",)
 
 
 class TestListedFunctions:

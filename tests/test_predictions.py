@@ -146,6 +146,13 @@ def predicted(path: str, *args: Any, allow_banned: bool = False, **kwargs: Any) 
         ),
         pytest.param("torch.log", (X,), {}, {"input": "it is float32 already"}, id="already"),
         pytest.param(
+            "torch.mm",
+            (X.to_sparse(), X.half()),
+            {},
+            {"input": "torch has no half kernel for products with this sparse tensor", "mat2": None},
+            id="sparse",
+        ),
+        pytest.param(
             "torch.Tensor.addmm_",
             (H, X, X),
             {},

@@ -34,6 +34,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
 Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
+# The layouts of sparse tensors; True for those whose products have half kernels on CUDA, from cuSPARSE.
+_SPARSE = {
+    torch.sparse_coo: False,
+    torch.sparse_csr: True,
+    torch.sparse_csc: True,
+    torch.sparse_bsr: False,
+    torch.sparse_bsc: False,
+}
 _IN_PLACE_OPERATORS = frozenset(
     f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 ) | {"__setitem__"}
@@ -56,6 +64,12 @@ class Adapter:
 def is_in_place(name: str) -> bool:
     """Returns True if a function of this name writes to its first argument."""
     return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def lacks_half_products(tensor: Tensor) -> bool:
+    """Returns True for a sparse tensor if torch has no half kernels for products with it, or only for a few of them."""
+    on_cuda = _SPARSE.get(tensor.layout)
+    return on_cuda is not None and not (on_cuda and tensor.device.type == "cuda")
 
 
 def _instead_of_in_place(name: str) -> str:
@@ -214,11 +228,21 @@ class Adapters:
         return {name: adapter.adapt for name, adapter in adapters.items()}
 
     def _make_to_half(self) -> Adapt:
-        """Makes the cast to half; inside ``torch.autocast``, to autocast's type, or torch would cast a second time."""
+        """Makes the cast to half, or to float32 if an argument is sparse and torch has no half kernel for it.
+
+        Inside ``torch.autocast`` it casts to autocast's type, because torch would otherwise cast a second time.
+        """
         outside, inside = self._to[self.half_dtype], _casting(self._cast_as_autocast)
+        in_float32, strided = self._to[torch.float32], torch.strided
 
         def to_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            return inside(args, kwargs) if _is_any_autocast_enabled() else outside(args, kwargs)
+            if _is_any_autocast_enabled():
+                return inside(args, kwargs)
+            if not is_compiling():  # compilers take no sparse tensors, and Dynamo traces no layouts in a backward pass
+                for value in (*args, *kwargs.values()) if kwargs else args:
+                    if isinstance(value, Tensor) and value.layout is not strided and lacks_half_products(value):
+                        return in_float32(args, kwargs)
+            return outside(args, kwargs)
 
         return to_half
 

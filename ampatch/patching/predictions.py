@@ -20,7 +20,15 @@ from ampatch.cast_lists.signatures import argument_reader, first_argument_reader
 from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.errors import BannedFunctionError
 from ampatch.opt_levels import HALVES
-from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function, is_in_place
+from ampatch.patching.adapters import (
+    Adapt,
+    Adapters,
+    Arguments,
+    Casts,
+    Function,
+    is_in_place,
+    lacks_half_products,
+)
 from ampatch.patching.wrappers import adapted_for_override
 
 
@@ -262,6 +270,8 @@ def _by_treatment(call: _Call, tensor: Tensor) -> str | None:
     if call.treatment is Treatment.BANNED and call.predictor.raises_for_banned():
         return "the ban is for half tensors only"
     is_half = call.treatment is Treatment.WHITELIST
+    if is_half and any(map(lacks_half_products, tensors_in([*call.args, *call.kwargs.values()]))):
+        return "torch has no half kernel for products with this sparse tensor"
     return f"it is {_name(tensor.dtype)} already" if is_half is (tensor.dtype in HALVES) else None
 
 

@@ -3,8 +3,8 @@
 //
 // `accelerate` makes the interpreter run C++ when a function is called. The C++ inspects the arguments, finds kept
 // casts of weights, casts the other tensors and calls the original. It leaves rare cases to the wrapper in Python:
-// subclasses of tensors, modes, tracers, regions without casts, nested containers, an explicit dtype. The wrapper
-// handles every case and is the reference: the C++ must never decide differently.
+// subclasses of tensors, sparse tensors, modes, tracers, regions without casts, nested containers, an explicit dtype.
+// The wrapper handles every case and is the reference: the C++ must never decide differently.
 
 #include "fused_linear.h"
 #include "parameters.h"
@@ -456,27 +456,28 @@ class Arguments {
 
   bool inspect(PyObject* value) {
     if (is_tensor(value)) {
-      look_at(tensor_of(value));
-      return true;
+      return look_at(tensor_of(value));
     }
     if (!is_list(value)) {
       return is_plain(value) || THPDtype_Check(value);
     }
     for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
       PyObject* item = PySequence_Fast_GET_ITEM(value, i);
-      if (is_tensor(item)) {
-        look_at(tensor_of(item));
-      } else if (!is_plain(item)) {
+      if (is_tensor(item) ? !look_at(tensor_of(item)) : !is_plain(item)) {
         return false;
       }
     }
     return true;
   }
 
-  void look_at(const Tensor& tensor) {
+  // Returns false for a sparse tensor: the type that Python chooses depends on its layout, too.
+  bool look_at(const Tensor& tensor) {
+    if (tensor.layout() != at::kStrided) {
+      return false;
+    }
     if (call_->kind != Kind::promote) {
       casts_ = casts_ || call_->caster->casts(tensor, type_);
-      return;
+      return true;
     }
     const ScalarType found = tensor.scalar_type();
     is_mixed_ = is_mixed_ || (last_ != ScalarType::Undefined && found != last_);
@@ -485,6 +486,7 @@ class Arguments {
       is_wider_ = is_wider_ || (type_ != ScalarType::Undefined && found != type_);
       type_ = type_ == ScalarType::Undefined ? found : c10::promoteTypes(type_, found);
     }
+    return true;
   }
 
   // A half first argument is not cast: with `dtype=` the kernel reads it as it is and computes in that type.

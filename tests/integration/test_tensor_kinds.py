@@ -318,16 +318,6 @@ class TestNestedTensors:
         assert_close([dense(found)], [dense(torch.softmax(value.float(), -1))], half)
 
 
-def assert_no_kernel(product: Callable[[], Tensor], half: torch.dtype) -> None:
-    """Sparse products have no half kernels on CUDA: under autocast they raise too."""
-    with torch.autocast("cuda", half), pytest.raises(NotImplementedError, match="addmm_sparse_cuda"):
-        product()
-    with casts_on(half):
-        with pytest.raises(NotImplementedError, match="addmm_sparse_cuda") as caught:
-            product()
-        assert "whitelist" in caught.value.__notes__[0]
-
-
 class ToDense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return dense(x)
@@ -337,28 +327,30 @@ class ToDense(nn.Module):
 @ON_DEVICES
 class TestSparseTensors:
     @pytest.mark.parametrize(
-        ("product", "in_half"),
+        "product",
         [
-            pytest.param(lambda a, x: torch.mm(a, x), True, id="mm"),  # noqa: PLW0108 - looked up when called
-            pytest.param(lambda a, x: a @ x, True, id="operator"),
-            pytest.param(lambda a, x: torch.sparse.mm(a, x), False, id="sparse.mm"),  # noqa: PLW0108 - as above
-            pytest.param(lambda a, x: torch.sparse.addmm(x, a, x), False, id="sparse.addmm"),
+            pytest.param(lambda a, x: torch.mm(a, x), id="mm"),  # noqa: PLW0108 - looked up when called
+            pytest.param(lambda a, x: torch.mm(input=a, mat2=x), id="by keyword"),
+            pytest.param(lambda a, x: a @ x, id="operator"),
+            pytest.param(lambda a, x: torch.addmm(x, a, x), id="addmm"),
+            pytest.param(lambda a, x: torch.bmm(torch.stack([a]), x[None])[0], id="bmm"),
+            pytest.param(lambda a, x: torch.spmm(a, x), id="spmm"),  # noqa: PLW0108 - as above
+            pytest.param(lambda a, x: torch.sparse.mm(a, x), id="sparse.mm"),  # noqa: PLW0108 - as above
+            pytest.param(lambda a, x: torch.sparse.addmm(x, a, x), id="sparse.addmm"),
         ],
     )
-    @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+    @pytest.mark.parametrize("is_half", [(False, False), (False, True), (True, True)], ids=["float32", "mixed", "half"])
     @pytest.mark.covering(2)
-    def test_multiply_as_torch_does_and_meet_half_ones(self, product, in_half, mixed, half, device):
+    def test_multiply_in_float32(self, product, is_half, half, device):
         matrix = torch.tensor([[0.0, 2.0], [1.0, 0.0]], device=device)
         x = torch.tensor([[1.0, 0.5], [0.25, -1.0]], device=device, requires_grad=True)
         expected = product(matrix.to_sparse(), x)
-        if in_half and device == "cuda":
-            assert_no_kernel(lambda: product(matrix.to_sparse(), x.to(half) if mixed else x), half)
-            return
+        left, right = (half if each else torch.float32 for each in is_half)
         with casts_on(half):
-            found = product(matrix.to_sparse(), x.to(half) if mixed else x)
-        assert found.dtype is (half if in_half else torch.float32)
-        assert torch.equal(found.float(), expected)
-        found.float().sum().backward()
+            found = product(matrix.to(left).to_sparse(), x.to(right))
+        assert found.dtype is torch.float32
+        assert torch.equal(found, expected)
+        found.sum().backward()
         assert x.grad.abs().sum() > 0
 
     def test_reduce_in_float32(self, half, device):
@@ -390,11 +382,6 @@ class TestSparseTensors:
 
         pair = (torch.eye(4, device=device).to_sparse(), inputs(device))
         expected = trained(Graph().to(device), pair, None, half)
-        if level == "O2" and device == "cuda":  # where all is half, and torch has no kernel for it
-            with pytest.raises(NotImplementedError, match="addmm_sparse_cuda") as caught:
-                trained(Graph().to(device), pair, level, half)
-            assert "torch has no kernel for these arguments" in caught.value.__notes__[0]
-            return
         assert_close(trained(Graph().to(device), pair, level, half), expected, half)
 
     @pytest.mark.parametrize(
@@ -414,22 +401,19 @@ class TestSparseTensors:
             amp.initialize(model, opt_level="O2", half_dtype=half)
         assert {model.weight.dtype, model.adjacency.dtype} == {torch.float32}
 
-    def test_of_compressed_rows_fail_in_half_where_they_do_under_autocast(self, half, device):
-        """Torch's own kernels on the CPU lack both half types; in float32 they run in a block of `disable_casts`."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            rows = torch.eye(4, device=device).to_sparse_csr()
+    @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "half"])
+    @pytest.mark.parametrize("layout", ["csr", "csc", "bsr"])
+    @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state:UserWarning")
+    def test_multiply_in_float32_where_torch_has_no_half_kernel(self, layout, is_half, half, device):
+        """For compressed rows and columns it has some on a GPU, for blocks it has none, and on the CPU none at all."""
+        compress = {"csr": Tensor.to_sparse_csr, "csc": Tensor.to_sparse_csc, "bsr": lambda m: m.to_sparse_bsr((2, 2))}
+        matrix = compress[layout](torch.eye(4, device=device).to(half if is_half else torch.float32))
         x = inputs(device)
-        with contextlib.suppress(NotImplementedError), torch.autocast(device, half):
-            with casts_on(half):
-                assert (rows @ x).dtype is half
-            return
         with casts_on(half):
-            with pytest.raises(NotImplementedError) as caught:
-                rows @ x
-            assert "whitelist" in caught.value.__notes__[0]
-            with amp.disable_casts():
-                assert torch.equal(rows @ x, x)
+            found = matrix @ x
+        expected = x.to(half) if device == "cuda" and layout != "bsr" else x
+        assert found.dtype is expected.dtype
+        assert torch.equal(found, expected)
 
 
 @HALVES
