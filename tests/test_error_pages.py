@@ -62,6 +62,7 @@ def test_every_message_is_in_one_entry_or_in_one_table_of_checks(errors):
     assert lost == {}, "give each of these one entry in docs/ampatch_docs/errors.yaml"
 
 
+@pytest.mark.slow
 def test_every_piece_in_an_entry_is_in_a_message(errors):
     texts = [message.plain for message in errors.messages()]
     unused = [piece for entry in entries(errors) for piece in entry.has if not any(piece in text for text in texts)]
@@ -124,6 +125,7 @@ def _fail(text):
     }
 
 
+@pytest.mark.slow
 def test_the_page_has_each_message_as_text(errors):
     text = errors.text()
     assert "- `UsageError`: amp is set up already with other settings: *other*." in text

@@ -1016,6 +1016,7 @@ class TestClosure:
         optimizer.step(self.closure(model, optimizer, seen, iter(lambda: 1.0, None)))
         assert not amp.step_was_skipped(optimizer)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("started", [False, True], ids=["first-step", "later-step"])
     @pytest.mark.parametrize("make", [*IMPLEMENTATIONS.values(), OwnWay], ids=[*IMPLEMENTATIONS, "own-way"])
     @pytest.mark.covering(1)

@@ -155,6 +155,7 @@ def test_each_kind_of_install_stands_in_for_apex(installed: tuple[Path, Path], t
     assert found.is_relative_to(home)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_template_of_the_checkout(checkout: Path, built: dict[str, Path]) -> None:
     modules = {path.relative_to(checkout).as_posix() for path in (checkout / "ampatch").rglob("*.py")}
 

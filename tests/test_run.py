@@ -621,6 +621,7 @@ class TestReport:
         assert said.stdout == "False\n"
         assert said.stderr == "ampatch: --report: no report, as the script did not import torch.\n"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("file", "fault"),
         [

@@ -200,6 +200,7 @@ def trained(level: str, passes: int = 1) -> Any:
 
 
 class TestWithAmp:
+    @pytest.mark.slow
     @LEVELS
     @pytest.mark.parametrize("passes", [1, 2])
     @pytest.mark.covering(1)
