@@ -187,6 +187,7 @@ def test_a_wheel_may_carry_a_library_which_is_found_once_installed(
     assert run(programs / "python", "-I", "-c", loads, cwd=tmp_path).strip() == probed["library"][0]
 
 
+@pytest.mark.slow
 def test_the_license_comes_with_the_wheel(built: dict[str, Path]) -> None:
     assert any(name.endswith("/licenses/LICENSE") for name in zipfile.ZipFile(built["wheel"]).namelist())
 
