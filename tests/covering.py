@@ -75,6 +75,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests: dict[tuple[object, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
         on_gpu, marker = "gpu" in item.keywords, item.get_closest_marker("covering")
+        if "slow_on_cpu" in item.keywords and not on_gpu:
+            item.add_marker(pytest.mark.slow)
         if hasattr(item, "callspec") and "slow" not in item.keywords and (marker is not None or not on_gpu):
             tests[item.nodeid.partition("[")[0], on_gpu].append(item)
     beyond = set()

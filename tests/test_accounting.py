@@ -59,6 +59,7 @@ def test_the_phases_and_the_rows_of_a_test_are_added_up(suite: pytest.Pytester) 
     ended.stdout.re_match_lines([r"it took 0\.[4-9] s .*"])
 
 
+@pytest.mark.slow
 def test_a_slow_machine_is_allowed_more(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accounting._slowness", lambda: 10.0)
     ended = suite.runpytest_inprocess(*OPTIONS, "--processor-limit", "0.1", "-k", "not test_rows")
@@ -76,6 +77,7 @@ def test_the_slowest_are_printed_and_without_a_limit_none_fails(suite: pytest.Py
 LEFT_OUT = [r"Not run: 1 tests that need a GPU.*", r"Not run: 1 tests that are slow\. `make slow`.*"]
 
 
+@pytest.mark.slow
 def test_what_was_left_out_is_counted_with_how_to_run_it(suite: pytest.Pytester) -> None:
     ended = suite.runpytest_inprocess(*OPTIONS, "-m", "not slow")
     ended.assert_outcomes(passed=3, deselected=1)

@@ -933,6 +933,7 @@ class TestCompiled:
         torch._dynamo.reset()
 
     # Hooks of the very module that torch.compile is handed are traced apart from its forward: it is put into another.
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", VALUES)
     def test_hooks_are_traced_into_the_one_graph(self, name):
         value = VALUES[name](torch.ones(2))

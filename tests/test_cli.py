@@ -855,6 +855,7 @@ class TestEnds:
         assert cli.main(["demo"]) == 1
         assert capsys.readouterr() == ("", "ampatch: error: out of order: do this first.\n")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "arguments", [["lists", "show"], pytest.param(["--help"], marks=pytest.mark.slow)], ids=" ".join
     )

@@ -197,6 +197,7 @@ class TestOnAndOff:
                 assert run() is dtype_when_cast(kind)
         assert run() is dtype_when_not(kind)
 
+    @pytest.mark.slow
     @pytest.mark.covering(1)
     def test_disabled_and_enabled_again(self, kind, backend):
         run = self.run(kind, backend)
@@ -207,6 +208,7 @@ class TestOnAndOff:
                     assert run() is dtype_when_not(kind)
             assert run() is dtype_when_cast(kind)
 
+    @pytest.mark.slow
     @pytest.mark.covering(1)
     def test_disabled_first(self, kind, backend):
         run = self.run(kind, backend)
@@ -215,6 +217,7 @@ class TestOnAndOff:
                 assert run() is dtype_when_not(kind)
             assert run() is dtype_when_cast(kind)
 
+    @pytest.mark.slow
     @pytest.mark.covering(1)
     def test_in_two_threads_at_once(self, kind, backend):
         run, results = self.run(kind, backend), []

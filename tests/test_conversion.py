@@ -443,6 +443,7 @@ class TestCastsAroundForward:
             assert twin.first.weight.any()
         assert model(torch.ones(1, 4)).dtype is torch.float32
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("fullgraph", [True, False])
     @pytest.mark.covering(1)
     def test_hold_under_torch_compile(self, half_dtype, fullgraph):

@@ -780,6 +780,7 @@ class TestTracing:
         assert_same_bits(compiled(torch.ones(1, 4, 4)), made(torch.ones(1, 4, 4)))
         casting_mode._without_override_check.cache_clear()  # it holds the globals of this test
 
+    @pytest.mark.slow
     def test_compiled_first_in_a_thread(self):
         torch._dynamo.reset()
         compiled, found = torch.compile(amp.convert_model(mixed(), "bfloat16"), backend="eager", fullgraph=True), []

@@ -476,6 +476,7 @@ class TestPatchesByOthers:
         assert foreign() == [f"torch.nn.functional.linear: {said}"]
         assert replaced() == []
 
+    @pytest.mark.slow
     @REPLACEMENTS
     def test_beneath_amps_patch_it_is_found_as_well(self, replacement, said, monkeypatch):
         # Has torch build a table of its functions, once in a process, by their names: some of these have none.

@@ -207,6 +207,7 @@ def test_the_plan_has_the_order_that_imports_are_checked_by(modules):
         assert set(modules.imports(name)) == set(test_architecture.imports(name)), name
 
 
+@pytest.mark.slow
 def test_the_plan_has_every_module_once_with_a_sentence(modules, markdown):
     text = page("design/README.md", markdown)
     rows = re.findall(r"^\| `(.+?)` \| (.+[.!?]) \|$", text.partition("## All modules")[2], re.MULTILINE)

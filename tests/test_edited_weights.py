@@ -603,6 +603,7 @@ class TestWithMasters:
         run.optimizer.step()
 
 
+@pytest.mark.slow
 @every_level
 def test_data_in_compiled_code(opt_level, half_dtype):
     run = Run(opt_level, half_dtype)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from ampatch import errors as package_errors
 
-pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+pytestmark = [pytest.mark.once, pytest.mark.slow]  # it reads all of the package, and the libraries have no part in it
 
 ROOT = Path(__file__).parents[1]
 
@@ -50,7 +50,6 @@ def entries(errors):
     return [entry for section in errors.sections_of_file() for entry in section.entries]
 
 
-@pytest.mark.slow
 def test_every_message_is_in_one_entry_or_in_one_table_of_checks(errors):
     lost = {}
     for message in errors.messages():
@@ -132,7 +131,6 @@ def test_the_page_has_each_message_as_text(errors):
     assert "\x02" not in text
 
 
-@pytest.mark.slow
 def test_classes_stand_in_a_table_with_their_bases(errors):
     rows = errors.classes().splitlines()
     assert any("<ampatch.amp.OptionError>` | `AmpError`, `ValueError` |" in row for row in rows)

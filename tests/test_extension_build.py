@@ -887,6 +887,7 @@ class TestTrial:
         monkeypatch.setattr(extension_build, "_try_out", TRY_OUT)
         return sources
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("source", "message"),
         [

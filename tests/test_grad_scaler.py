@@ -199,6 +199,7 @@ class TestBesideTorchs:
     def test_whatever_is_called_in_whatever_order(self, make, calls):
         self.check(make, calls)
 
+    @pytest.mark.slow
     @EACH_OPTIMIZER
     @given(passes=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=6))
     def test_loops_that_train(self, make, passes):

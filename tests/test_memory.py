@@ -119,18 +119,19 @@ class TestFunctionsThatCast:
         peaks = [peak_of_step(way, half, make, make_optimizer, device=device) for way in ("O1", "autocast")]
         assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
 
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     def test_nor_where_attention_takes_most(self, half: str, device: str) -> None:
         make, adam = functools.partial(transformer, 32), EVERY_OPTIMIZER["Adam-fused"]
         peaks = [peak_of_step(way, half, make, adam, device=device) for way in ("O1", "autocast")]
         assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
 
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     def test_nor_where_activations_are_computed_once_more(self, half: str, device: str) -> None:
         adam = EVERY_OPTIMIZER["Adam-fused"]
         peaks = [peak_of_step(way, half, checkpointed, adam, device=device) for way in ("O1", "autocast")]
         assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
 
+    @pytest.mark.slow_on_cpu
     @every_network
     @pytest.mark.covering(1)
     def test_between_two_steps_there_is_no_cast(self, make: Make, half: str, device: str) -> None:
@@ -159,7 +160,7 @@ class TestFunctionsThatCast:
         yield
         torch.backends.mha.set_fastpath_enabled(before)
 
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     @pytest.mark.parametrize("make", [mlp, convolutions])
     @pytest.mark.covering(1)
     def test_a_forward_without_gradients_peaks_where_it_does_under_autocast(
@@ -168,13 +169,13 @@ class TestFunctionsThatCast:
         ours, theirs = (peak_of_inference(way, make, torch.no_grad) for way in ("O1", "autocast"))
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     @pytest.mark.usefixtures("_attention_that_can_be_cast")
     def test_so_it_does_where_attention_is_called(self, half: str, peak_of_inference: Callable) -> None:
         ours, theirs = (peak_of_inference(way, transformer, torch.no_grad) for way in ("O1", "autocast"))
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     @pytest.mark.usefixtures("_attention_that_can_be_cast")
     @every_network
     @pytest.mark.covering(1)
@@ -273,7 +274,7 @@ class TestHalfWeightsWithMasters:
             rest + parts.master_gradient, rel=SLACK
         )
 
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     def test_weights_that_nobody_updates_are_half_and_nothing_else(self, half: str, device: str) -> None:
         def prepare() -> Callable[[], object]:
             model = mlp()[0].to(device)

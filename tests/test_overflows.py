@@ -708,6 +708,7 @@ class TestSeveralRanks:
         assert (first["gradients"], first["remark"]) == ([], overflows.OF_ANOTHER_RANK)
         assert [each["name"] for each in second["gradients"]] == ["2.weight"]
 
+    @pytest.mark.slow
     def test_of_fsdp2_the_rank_with_the_piece_names_it(self, two):
         (first,), (second,) = two.run(fsdp)
         assert [(each["name"], each["shape"], each["infs"]) for each in first["gradients"]] == [("0.weight", [4, 4], 1)]

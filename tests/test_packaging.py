@@ -155,6 +155,7 @@ def test_each_kind_of_install_stands_in_for_apex(installed: tuple[Path, Path], t
     assert found.is_relative_to(home)
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_template_of_the_checkout(checkout: Path, built: dict[str, Path]) -> None:
     modules = {path.relative_to(checkout).as_posix() for path in (checkout / "ampatch").rglob("*.py")}
 
@@ -186,6 +187,7 @@ def test_a_wheel_may_carry_a_library_which_is_found_once_installed(
     assert run(programs / "python", "-I", "-c", loads, cwd=tmp_path).strip() == probed["library"][0]
 
 
+@pytest.mark.slow
 def test_the_license_comes_with_the_wheel(built: dict[str, Path]) -> None:
     assert any(name.endswith("/licenses/LICENSE") for name in zipfile.ZipFile(built["wheel"]).namelist())
 

@@ -22,8 +22,6 @@ from ampatch.cli import main as cli
 from ampatch.diagnostics import preflight
 from ampatch.errors import OptionError, UsageError
 
-pytestmark = pytest.mark.once  # the compiled libraries have no part in it
-
 HALF, BFLOAT16 = torch.float16, torch.bfloat16
 O1_HALF = [("O1", HALF)]
 

@@ -308,6 +308,7 @@ class TestUnderflow:
         exponents.add([("a", torch.ones(100))])
         assert exponents.read()["a"].by_exponent == {0: 100}
 
+    @pytest.mark.slow
     def test_many_are_counted_as_one_by_one_with_few_operators(self):
         generator = torch.Generator().manual_seed(0)
         sizes = [*range(200), 2**14 + 1]

@@ -568,6 +568,7 @@ def report_in(folder: Path, name: str = "report.json") -> dict[str, Any]:
 
 
 class TestReport:
+    @pytest.mark.slow
     def test_covers_the_whole_script_and_its_path_is_told(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(TRAINS + "print(*sys.argv[1:])\nos.chdir('/')\n")
         said = ampatch_run(["--report", "report.json", "train.py", "--report", "x"], tmp_path)
@@ -621,6 +622,7 @@ class TestReport:
         assert said.stdout == "False\n"
         assert said.stderr == "ampatch: --report: no report, as the script did not import torch.\n"
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("file", "fault"),
         [

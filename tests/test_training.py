@@ -149,6 +149,7 @@ class TestLearning:
         assert all(parameter.dtype is torch.float32 for parameter in run.model.parameters())
         assert amp.cast_counts().casts > 0
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
     def test_with_accumulation_clipping_and_an_averaged_copy(self, options):
         def train(with_amp: bool) -> tuple[float, nn.Module]:

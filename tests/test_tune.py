@@ -39,8 +39,6 @@ from ampatch.diagnostics.tuning_journal import fingerprint
 from ampatch.errors import AmpWarning, CastListError, OptionError, UsageError
 from ampatch.runtime import runtime
 
-pytestmark = pytest.mark.once  # the compiled libraries have no part in it
-
 
 def spread(x: Tensor) -> Tensor:
     """A variance as the difference of two large numbers, of which half types keep no digit."""

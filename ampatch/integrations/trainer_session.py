@@ -571,7 +571,8 @@ def _may_hide_leaves(node: Node) -> bool:
     """Returns True if a node may run a backward pass of its own, as a reentrant checkpoint does."""
     function = getattr(type(node), "_forward_cls", None)  # of nodes that are written in Python
     return function is not None and (
-        function is torch.utils.checkpoint.CheckpointFunction or not function.__module__.startswith("torch.")
+        function is torch.utils.checkpoint.CheckpointFunction
+        or not function.__module__.startswith(("torch.", "ampatch."))
     )
 
 

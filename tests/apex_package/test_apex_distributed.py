@@ -200,6 +200,7 @@ def trained(level: str, passes: int = 1) -> Any:
 
 
 class TestWithAmp:
+    @pytest.mark.slow
     @LEVELS
     @pytest.mark.parametrize("passes", [1, 2])
     @pytest.mark.covering(1)
@@ -255,6 +256,7 @@ class TestReducer:
         first, second = two.run(reduced_by_hand)
         assert_same_bits(second, first)
 
+    @pytest.mark.slow
     @LEVELS
     def test_has_all_processes_skip_together_inside_a_block(self, two, level):
         first, second = two.run(reduced_in_a_block, level)

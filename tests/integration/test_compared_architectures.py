@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ampatch import amp
 
-pytestmark = pytest.mark.once  # the compiled libraries have no part in it
-
 
 def distance_to_noise(output: Any) -> Tensor:
     scores = output.logits

@@ -234,7 +234,7 @@ class TestEachKindOfRule:
         assert graph_breaks() == 0
         check_rows(subtests, zip(kinds, found[0], eager[0], found[1], eager[1], strict=True), check)
 
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     @ON_DEVICES
     @pytest.mark.parametrize(("half", "backend"), [(torch.bfloat16, "eager"), (torch.float16, "aot_eager")])
     @EACH_KIND_AND_ALL
@@ -634,6 +634,7 @@ class TestAdoptedModels:
         with pytest.raises((amp.UsageError, torch._dynamo.exc.Unsupported), match="the model is on 'cpu'"):
             fast(x)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
     @ONE_HALF
     def test_compile_for_shapes_that_change(self, half, dynamic):

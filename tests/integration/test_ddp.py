@@ -192,7 +192,7 @@ class TestOneStep:
     def test_with_unused_parameters(self, two, level, half, device, postpone):
         assert_as_one(two, level, half, device, postpone=postpone, find_unused_parameters=True)
 
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     @pytest.mark.parametrize("hook", [through_float16, through_bfloat16])
     @pytest.mark.covering(1)
     def test_with_gradients_that_travel_in_half(self, two, level, half, device, hook):
@@ -244,7 +244,7 @@ def fifty_steps(level: str, half: torch.dtype, device: str, accumulate: bool, fu
 class TestFiftySteps:
     """Overflows in one process skip the step in all, and all stay bit for bit the same."""
 
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     @pytest.mark.parametrize(("accumulate", "fused"), [(False, False), (True, False), (False, True)])
     @pytest.mark.covering(1)
     def test_of_two_processes(self, two, level, half, device, accumulate, fused):
@@ -562,6 +562,7 @@ def set_down_inside(level: str) -> Any:
 
 
 class TestAccumulation:
+    @pytest.mark.slow
     @HALVES
     @LEVELS
     @pytest.mark.covering(1)

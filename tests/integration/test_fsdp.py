@@ -333,7 +333,7 @@ def interrupted(kind: str, device: str, directory: str) -> Any:
 
 @ON_DEVICES
 class TestCheckpoints:
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     @pytest.mark.parametrize("kind", ["fully_shard", "FSDP1"])
     @pytest.mark.filterwarnings("ignore")
     def test_go_on_as_if_nothing_had_happened(self, two, kind, device, tmp_path: Path):

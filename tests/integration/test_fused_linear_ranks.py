@@ -185,6 +185,7 @@ def replicated(kind: str, half: torch.dtype, fused: bool) -> tuple[int, list[Any
 
 
 class TestDistributedDataParallel:
+    @pytest.mark.slow
     @HALVES
     @pytest.mark.parametrize("kind", DDP)
     @pytest.mark.covering(1)
@@ -235,6 +236,7 @@ def sharded(kind: str, half: torch.dtype, fused: bool) -> tuple[int, list[Any]]:
 
 
 class TestFullySharded:
+    @pytest.mark.slow
     @HALVES
     @pytest.mark.parametrize("kind", FSDP)
     @pytest.mark.covering(1)

@@ -167,6 +167,7 @@ def types_of(model: nn.Module, *, trained: bool) -> set[torch.dtype]:
 
 
 class TestTraining:
+    @pytest.mark.slow
     @pytest.mark.parametrize("method", METHODS)
     @EACH_BASE
     @EACH_LEVEL

@@ -109,7 +109,7 @@ def both(plan: str, half: torch.dtype, device: str, clip: bool) -> tuple[dict[st
 @ON_DEVICES
 @HALVES
 class TestTensorParallelism:
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     @pytest.mark.parametrize("clip", [False, True])
     @pytest.mark.parametrize("plan", ["columns and rows", "sequence"])
     @pytest.mark.covering(1)

@@ -152,6 +152,7 @@ class TestTraining:
         assert right.float().mean() > 0.6
         assert {each.dtype for each in model.state_dict().values() if each.is_floating_point()} == {torch.float32}
 
+    @pytest.mark.slow
     @LEVELS
     @HALVES
     @MODES
@@ -329,6 +330,7 @@ class TestClipping:
 
 
 class TestOptimizers:
+    @pytest.mark.slow
     @LEVELS
     @pytest.mark.parametrize("opt", OPTIMIZERS)
     @pytest.mark.covering(1)

@@ -103,6 +103,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 @HALVES
 @ON_DEVICES
 class TestGraphs:
+    @pytest.mark.slow_on_cpu
     @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 warns of its own load
     @pytest.mark.parametrize("tracer", TRACERS)
     @pytest.mark.parametrize("made_of", [Mixed, pytest.param(Recurrent, marks=pytest.mark.slow)])
@@ -135,7 +136,7 @@ class TestGraphs:
             model.weight.mul_(2)
         assert_same_bits(run(x).detach(), model(x).detach())
 
-    @pytest.mark.slow
+    @pytest.mark.slow_on_cpu
     def test_train_on(self, half, device):
         model = amp.initialize(Mixed().to(device), half_dtype=half, verbosity=0)
         x = inputs(device)

@@ -164,6 +164,7 @@ class TestTransforms:
         assert set(model.products) == {half}
         assert_close(found, expected, half)
 
+    @pytest.mark.slow_on_cpu
     @pytest.mark.covering(1)
     def test_neither_use_nor_leave_what_is_not_theirs(self, case, half, device):
         """Whether its weights were cast before changes no bit, and what a transform has cast serves nobody after it."""

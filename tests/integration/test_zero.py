@@ -57,7 +57,7 @@ def both(half: torch.dtype, device: str) -> tuple[dict[str, Any], dict[str, Any]
     return train(half, device, sharded=True), train(half, device, sharded=False)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_on_cpu
 @ON_DEVICES
 @HALVES
 def test_trains_as_the_optimizer_inside_it(two, half, device):
