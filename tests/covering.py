@@ -3,7 +3,8 @@
 A test may be parametrised over the product of several settings. What breaks one combination alone is rare: nearly every
 fault shows at one value, or where two of them meet. So `make test` runs as few cases as have every value, and `make
 slow` those that are missing for every two values to meet. With `@pytest.mark.covering(2)` it is every two values, and
-then every three. Whatever is beyond that runs nowhere. The two half types are one value in `make test`, where about
+then every three. Whatever is beyond that runs nowhere. Of a test that is slow as a whole, as few cases run as have
+every value, or with the mark every two. The two half types are one value in `make test`, where about
 half of the tests run in either: the code tells them apart in a few lines only.
 
 Whether the compiled libraries are there is a setting too: what is kept for `make test` runs with them and without, and
@@ -72,18 +73,21 @@ def _told_apart(value: object) -> Hashable:
 @pytest.hookimpl(tryfirst=True)  # before tests marked slow are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks slow what `make test` does without, and drops what is beyond that. On each device, cases are kept apart."""
-    tests: dict[tuple[object, bool], list[pytest.Item]] = defaultdict(list)
+    tests: dict[tuple[str, bool, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
         on_gpu, marker = "gpu" in item.keywords, item.get_closest_marker("covering")
         if "slow_on_cpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.slow)
-        if hasattr(item, "callspec") and "slow" not in item.keywords and (marker is not None or not on_gpu):
-            tests[item.nodeid.partition("[")[0], on_gpu].append(item)
+        if hasattr(item, "callspec") and (marker is not None or not on_gpu):
+            tests[item.nodeid.partition("[")[0], on_gpu, "slow" in item.keywords].append(item)
     beyond = set()
-    for (_, on_gpu), same in tests.items():
+    for (_, on_gpu, is_slow), same in tests.items():
         marker = same[0].get_closest_marker("covering")
         strength = 1 if marker is None else marker.args[0]
         cases = [[_told_apart(value) for value in item.callspec.params.values()] for item in same]
+        if is_slow:
+            beyond |= {same[number] for number in set(range(len(same))).difference(covered(cases, strength))}
+            continue
         kept = covered(cases, strength) if on_gpu or strength > 1 else _of_one_half_type(same)
         beyond |= {same[number] for number in set(range(len(same))).difference(covered(cases, strength + 1, kept))}
         for number in set(range(len(same))).difference(kept):

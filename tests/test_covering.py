@@ -85,6 +85,26 @@ def test_without_the_mark_every_value_is_kept_bar_what_is_slow_and_on_a_gpu_ever
     pytester.runpytest_inprocess(*options, "-m", "not slow and gpu").assert_outcomes(passed=5, deselected=10)
 
 
+def test_of_a_slow_test_every_value_is_kept_and_no_more(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.slow
+        @pytest.mark.parametrize("number", range(4))
+        @pytest.mark.parametrize("half", ["float16", "bfloat16"])
+        def test_some(half, number): ...
+
+        @pytest.mark.slow
+        @pytest.mark.parametrize("number", range(4))
+        @pytest.mark.parametrize("half", ["float16", "bfloat16"])
+        @pytest.mark.covering(2)
+        def test_pairs(half, number): ...
+    """)
+    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
+    pytester.runpytest_inprocess(*options, "-k", "some").assert_outcomes(passed=4, deselected=8)
+    pytester.runpytest_inprocess(*options, "-k", "pairs").assert_outcomes(passed=8, deselected=4)
+
+
 def test_of_the_half_types_a_test_has_one_and_the_next_may_have_the_other(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("""
         import pytest, torch

@@ -206,5 +206,5 @@ class TestScripts:
 
     @pytest.mark.slow
     def test_many(self, opt_level, half_dtype):
-        for seed in range(30, 400):
+        for seed in range(30, 160):
             play(seed, opt_level, half_dtype)
