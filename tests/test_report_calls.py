@@ -381,9 +381,9 @@ class TestCasts:
 
     def test_of_sparse_tensors(self) -> None:
         amp.init(half_dtype="float16")
-        x = torch.eye(8).to_sparse()
-        report = recorded(lambda: amp.half_function(torch.Tensor.coalesce)(x))
-        assert (report["totals"]["casts"], report["totals"]["cast_bytes"]) == (1, 8 * 2)
+        x = torch.eye(8).half().to_sparse()
+        report = recorded(lambda: amp.float_function(torch.Tensor.coalesce)(x))
+        assert (report["totals"]["casts"], report["totals"]["cast_bytes"]) == (1, 8 * 4)
 
     def test_undone(self) -> None:
         amp.init(half_dtype="float16")
