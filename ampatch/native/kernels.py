@@ -394,8 +394,8 @@ def update_scale(scale: Tensor, unskipped: Tensor, hysteresis_left: Tensor, foun
         unskipped: number of steps without overflow since the last overflow or growth; 0-dimensional int32.
         hysteresis_left: number of overflows left before the scale backs off; 0-dimensional int32.
         found_inf: overflow flag, not 0 after an overflow; 0-dimensional float32.
-        policy: the factors of growth and backoff, the steps without overflow before the scale grows, the overflows
-            before it backs off, the smallest and the largest scale; if the last is inf, the scale stays finite.
+        policy: growth factor, backoff factor, steps without overflow before the scale grows, overflows before it backs
+            off, smallest scale, largest scale. If the last is inf, the scale stays finite.
     """
     _operators_on(scale.device).update_scale(scale, unskipped, hysteresis_left, found_inf, *policy)
 
