@@ -565,8 +565,12 @@ class Device:
             self.unskipped,
             self.hysteresis_left,
             scalar(overflow),
-            *(policy.growth_factor, policy.backoff_factor, policy.scale_window, policy.hysteresis),
-            *(policy.min_loss_scale, policy.max_loss_scale),
+            policy.growth_factor,
+            policy.backoff_factor,
+            policy.scale_window,
+            policy.hysteresis,
+            policy.min_loss_scale,
+            policy.max_loss_scale,
         )
 
     @property

@@ -23,8 +23,7 @@ from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
 
-_INSTALL = "Type pip install 'accelerate>=1.15'."
-versions.need("this adapter of ampatch", "accelerate", "accelerate", (1, 15), _INSTALL)
+versions.need("this adapter of ampatch", "accelerate", "accelerate", (1, 15))
 
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402

@@ -27,8 +27,7 @@ from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session
 from ampatch.weights.copies import Full
 
-_INSTALL = "Type pip install 'pytorch-ignite>=0.5.2'."
-versions.need("ampatch.integrations.ignite", "pytorch-ignite", "ignite", (0, 5, 2), _INSTALL)
+versions.need("ampatch.integrations.ignite", "pytorch-ignite", "ignite", (0, 5, 2))
 
 from ignite.engine import DeterministicEngine, Engine, Events  # noqa: E402
 from ignite.handlers import EMAHandler  # noqa: E402

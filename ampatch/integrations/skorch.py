@@ -21,7 +21,7 @@ from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
 from ampatch.integrations.trainer_session import Wording, apart, casts_off, casts_on
 
-versions.need("ampatch.integrations.skorch", "skorch", "skorch", (1, 4), "Type pip install 'skorch>=1.4'.")
+versions.need("ampatch.integrations.skorch", "skorch", "skorch", (1, 4))
 
 from skorch import NeuralNet  # noqa: E402
 

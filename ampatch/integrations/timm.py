@@ -21,7 +21,7 @@ from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session
 
-versions.need("ampatch.integrations.timm", "timm", "timm", (1, 0), "Type pip install 'timm>=1.0'.")
+versions.need("ampatch.integrations.timm", "timm", "timm", (1, 0))
 
 from timm.utils import dispatch_clip_grad  # noqa: E402
 

@@ -8,7 +8,7 @@ import re
 from ampatch.errors import IntegrationError
 
 
-def need(adapter: str, framework: str, module: str, least: tuple[int, ...], install: str) -> None:
+def need(adapter: str, framework: str, module: str, least: tuple[int, ...], install: str | None = None) -> None:
     """Imports a framework; raises if it is not installed or too old.
 
     Args:
@@ -16,11 +16,12 @@ def need(adapter: str, framework: str, module: str, least: tuple[int, ...], inst
         framework: name of its package.
         module: name of its module.
         least: oldest version that the adapter works with.
-        install: sentence that says what to type.
+        install: sentence that says what to type; None: to install that package alone.
 
     Raises:
         IntegrationError: it is older, or a module is missing.
     """
+    install = install or f"Type pip install '{framework}>={'.'.join(map(str, least))}'."
     try:
         found = importlib.import_module(module).__version__
     except ModuleNotFoundError as error:

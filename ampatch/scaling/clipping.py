@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -141,7 +141,7 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
         The norm before clipping: 0-dimensional float32, on the device of the first gradient.
     """
     parameters = list(parameters)
-    parts = list(_parts(parameters, ranks))
+    parts = _parts(parameters, ranks)
     grads = [grad for _, part in parts for grad in part]
     one = torch.ones((), dtype=torch.float32, device=grads[0].device if grads else "cpu")
     found_inf = torch.zeros_like(one)
@@ -166,7 +166,7 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
     try:
         step_observers.tell_unscaling(scale_use, unscaling.gradients)
         inv_scale, found_inf = scale_use.scale.reciprocal(), torch.zeros_like(scale_use.scale)
-        parts = list(_parts(gradients.parameters(), gradients.ranks))
+        parts = _parts(gradients.parameters(), gradients.ranks)
         if of_masters := gradients.masters.gradients.new():
             parts.append(((), of_masters))
         sum_of_squares = _sum_of_squares(parts, inv_scale, found_inf)
@@ -185,9 +185,8 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
     return norm
 
 
-def _parts(parameters: Iterable[Tensor], ranks: Ranks) -> Iterator[_Part]:
-    for groups, part in ranks.by_shard_groups(parameters):
-        yield groups, gradients_of(part)
+def _parts(parameters: Iterable[Tensor], ranks: Ranks) -> list[_Part]:
+    return [(groups, gradients_of(part)) for groups, part in ranks.by_shard_groups(parameters)]
 
 
 def _sum_of_squares(parts: Iterable[_Part], inv_scale: Tensor, found_inf: Tensor) -> Tensor:

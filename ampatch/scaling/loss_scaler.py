@@ -359,8 +359,12 @@ class LossScaler:
             self._unskipped,
             self._hysteresis_left,
             on_device(found_inf, self._scale.device),
-            *(policy.growth_factor, policy.backoff_factor, policy.scale_window, policy.hysteresis),
-            *(policy.min_loss_scale, policy.max_loss_scale),
+            policy.growth_factor,
+            policy.backoff_factor,
+            policy.scale_window,
+            policy.hysteresis,
+            policy.min_loss_scale,
+            policy.max_loss_scale,
         )
         self.age += 1
 

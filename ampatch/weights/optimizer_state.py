@@ -218,13 +218,12 @@ def has_state(optimizer: torch.optim.Optimizer) -> bool:
 
     SGD with momentum would even continue from uninitialised memory (torch 2.13).
     """
-    may_be_stateless = isinstance(optimizer, torch.optim.SGD)
     # By id: hashing a tensor runs Python, and every step asks this.
     states = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))
     found = [
         states.get(id(parameter))
         for group in optimizer.param_groups
-        if not may_be_stateless or group["momentum"]
+        if not isinstance(optimizer, torch.optim.SGD) or group["momentum"]
         for parameter in group["params"]
         if parameter.grad is not None
     ]
