@@ -701,6 +701,7 @@ class TestDataParallel:
         ).shape == (4, 1)
 
 
+@pytest.mark.either_way
 class TestWithAmp:
     @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
     def test_a_script_with_amp_trains(self, model: nn.Module, opt_level: str) -> None:

@@ -252,7 +252,7 @@ def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, produ
             # torch cannot differentiate the second form.
             found = (
                 _mm(left.t().float(), right.float())
-                if is_grad_enabled() or not rows.is_cuda
+                if is_grad_enabled() or not _is_on_gpu(rows)
                 else _mm_to_float32(left.t(), right, torch.float32)
             )
     else:
@@ -267,4 +267,9 @@ def _bias_gradient(rows: Tensor, product: str) -> Tensor:
 
 def _is_in_float32(rows: Tensor, product: str) -> bool:
     """Returns True if the gradients of weight and bias are to be computed in float32 from half gradients of a layer."""
-    return product == "float32" or (product == "auto" and rows.is_cuda)
+    return product == "float32" or (product == "auto" and _is_on_gpu(rows))
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    # `ampatch run --cpu` makes is_cuda True on the CPU, which has no kernel for products of halves into float32.
+    return tensor.device.type == "cuda"
