@@ -18,7 +18,7 @@ THOROUGHLY := $(RUN) pytest -n 2 --hypothesis-profile thorough
 # A Chromium of at least version 105; on Debian its package is chromium.
 CHROMIUM ?= chromium
 
-.PHONY: demo picture libraries test how-long slow versions lint types docs drawings notebook clean
+.PHONY: demo picture libraries test how-long slow beyond-ci versions lint types docs drawings notebook clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/ampatch demo
@@ -51,13 +51,19 @@ how-long:
 # torch's kernels for the least of processors: without vector instructions, and without oneDNN's products in half.
 LEAST := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 AMPATCH_KERNELS=torch AMPATCH_CALLS=python
 
-# The suite without the libraries, on torch's kernels for the least of processors; the cases that `make test` left out,
-# with the libraries; and then what takes long.
+# What CI runs beyond `make test`: the suite without the libraries, on torch's kernels for the least of processors; the
+# cases that `make test` left out, with the libraries; and of each test that takes long, one case.
+WITHOUT := not beyond_ci and (not (slow or once) or either_way or without_libraries)
+TAKES_LONG := slow and not (beyond_ci or either_way or with_libraries or without_libraries)
 slow: libraries
-	$(LEAST) $(THOROUGHLY) -m "not (slow or once) or either_way or without_libraries" --ignore $(FRAMEWORKS)
-	$(LEAST) $(THOROUGHLY) -m "not (slow or once) or either_way or without_libraries" $(FRAMEWORKS)
-	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and (either_way or with_libraries)"
-	AMPATCH_KERNELS=torch AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and not (either_way or with_libraries or without_libraries)"
+	$(LEAST) $(THOROUGHLY) -m "$(WITHOUT)" --ignore $(FRAMEWORKS)
+	$(LEAST) $(THOROUGHLY) -m "$(WITHOUT)" $(FRAMEWORKS)
+	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and not beyond_ci and (either_way or with_libraries)"
+	AMPATCH_KERNELS=torch AMPATCH_CALLS=auto $(THOROUGHLY) -m "$(TAKES_LONG)"
+
+# All other cases of the tests that take long, and the tests of the benchmarks: half an hour on two cores.
+beyond-ci: libraries
+	AMPATCH_KERNELS=torch AMPATCH_CALLS=auto $(THOROUGHLY) -m beyond_ci
 
 # Other versions of torch and Python, each in an environment under build/. It downloads a torch for each: not part of CI.
 versions: $(READY)

@@ -116,7 +116,7 @@ class Accounting:
             )
         if self.left_out["slow"]:
             terminalreporter.line(
-                f"Not run: {self.left_out['slow']} tests that are slow. `make slow` runs all of them, "
+                f"Not run: {self.left_out['slow']} tests that are slow. `make slow beyond-ci` runs all of them, "
                 "`pytest -m slow FILE` those of a file."
             )
 

@@ -74,7 +74,7 @@ def test_the_slowest_are_printed_and_without_a_limit_none_fails(suite: pytest.Py
     )
 
 
-LEFT_OUT = [r"Not run: 1 tests that need a GPU.*", r"Not run: 1 tests that are slow\. `make slow`.*"]
+LEFT_OUT = [r"Not run: 1 tests that need a GPU.*", r"Not run: 1 tests that are slow\. `make slow beyond-ci`.*"]
 
 
 @pytest.mark.slow

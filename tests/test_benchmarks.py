@@ -47,6 +47,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_ci
 class TestEagerOverhead:
     @pytest.fixture
     def rows(self, report: dict[str, Any]) -> Rows:
@@ -154,6 +155,7 @@ class TestInstructions:
     SCRIPT = BENCHMARKS / "instructions.py"
 
     @pytest.mark.slow
+    @pytest.mark.beyond_ci
     def test_counts_every_step_and_call(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if shutil.which("valgrind") is None:
             pytest.skip("valgrind is not installed")
@@ -232,6 +234,7 @@ class TestHost:
     """`benchmarks/host.py`."""
 
     @pytest.mark.slow
+    @pytest.mark.beyond_ci
     def test_counts_every_phase_of_a_step(self, tmp_path: Path) -> None:
         if shutil.which("valgrind") is None:
             pytest.skip("valgrind is not installed")
@@ -270,6 +273,7 @@ class TestHost:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_ci
 @pytest.mark.once
 def test_converted_models_are_measured_beside_autocast() -> None:
     command = [sys.executable, str(BENCHMARKS / "converted.py"), "--rounds", "1"]
@@ -282,6 +286,7 @@ def test_converted_models_are_measured_beside_autocast() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_ci
 @pytest.mark.once
 def test_skorch_nets_are_measured_with_amp_and_without() -> None:
     command = [sys.executable, str(BENCHMARKS / "skorch_nets.py"), "--rounds", "2"]
@@ -374,6 +379,7 @@ class TestOnGpu:
         return file
 
     @pytest.mark.slow
+    @pytest.mark.beyond_ci
     @pytest.mark.once
     def test_goes_through_every_line_on_a_cpu(self, tmp_path: Path) -> None:
         done = self.run("--dry-run", tmp_path)
@@ -618,6 +624,7 @@ class TestUnscale:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_ci
 def test_reports_of_architectures_are_saved(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     command = [sys.executable, str(BENCHMARKS / "reports.py"), "--models", "ViT", "--half", "bfloat16", "--rounds", "1"]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
 pytest_plugins = ["pytester"]
 
-MARKERS = "markers=slow\nslow_on_cpu\ngpu\ncovering\nwith_libraries\nwithout_libraries"
+MARKERS = "markers=slow\nbeyond_ci\nslow_on_cpu\ngpu\ncovering\nwith_libraries\nwithout_libraries"
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -173,3 +173,21 @@ def test_the_other_cases_run_with_the_libraries_or_without_about_half_of_each_va
             assert 25 < found["passed"] < 75
             ran += found["passed"]
     assert ran == 198  # all but those that are kept to have these two values
+
+
+def test_ci_runs_one_case_of_a_test_that_is_slow_as_a_whole(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.slow
+        @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+        @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+        def test_some(level, device): ...
+
+        @pytest.mark.slow
+        def test_alone(): ...
+    """)
+    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
+    for left_out, kept, others in (("beyond_ci", 5, 2), ("gpu or beyond_ci", 2, 5)):
+        run = pytester.runpytest_inprocess(*options, "-m", f"slow and not ({left_out})")
+        run.assert_outcomes(passed=kept, deselected=others)

@@ -61,6 +61,7 @@ class TestPlot:
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_ci
 class TestGrowth:
     def test_it_measures_everything_at_each_level(self, growth: ModuleType, tmp_path: Path) -> None:
         file = tmp_path / "growth.json"
