@@ -72,7 +72,7 @@ from ampatch.scaling.overflows import (
 )
 from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings, kept_names
-from ampatch.switch import WithoutCasts, off_in_graph
+from ampatch.switch import OFF, WithoutCasts, in_graph
 from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import parameters_of
 from ampatch.weights.ruled_parts import check_entries
@@ -647,7 +647,7 @@ def disable_casts(function: Any = None) -> Any:
     """
     if function is not None:
         return WithoutCasts()(function)
-    return off_in_graph() if is_dynamo_compiling() else WithoutCasts()
+    return in_graph(OFF) if is_dynamo_compiling() else WithoutCasts()
 
 
 def convert_model(

@@ -47,6 +47,7 @@ _TRACED = {
     "interfaces": ["inference_copy"],
     "patching": [
         "adapters",
+        "adopted_forward",
         "adopted_model",
         "autocast_checks",
         "cast_labels",

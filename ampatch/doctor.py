@@ -270,7 +270,7 @@ def _amp(seen: _Seen) -> Iterator[str]:
         return
     properties = live.settings.properties
     yield f"amp is set up: {properties.opt_level}, {str(properties.half_dtype).removeprefix('torch.')}"
-    if live.switch.thread.off:
+    if live.switch.is_off():
         yield "casts are off in this thread"
     places, waiting = _places(live)
     in_place = [patch for patch in seen.patches if patch.is_in_place]

@@ -21,6 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import compilers, tracing
+from ampatch.cast_lists.rules import Treatment
 from ampatch.casting import cast_observers
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import adopted_model, cast_labels, casting_mode
@@ -30,6 +31,7 @@ from ampatch.patching.wrappers import explain
 from ampatch.replaced import Replaced
 from ampatch.session import Hooks, Session
 from ampatch.settings import Settings
+from ampatch.switch import Switch
 from ampatch.weights import conversion_plan
 
 
@@ -155,6 +157,7 @@ def decorate(function: Any, kind: str) -> Any:
         raise OptionError(f"found {function!r} to decorate; expected a function. Type the decorator above its `def`.")
     name = getattr(function, "__qualname__", repr(function))
     reason = f"ampatch: {name} is decorated for the {kind}."
+    is_float = kind == Treatment.BLACKLIST.value  # in float32, all of it
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -173,6 +176,9 @@ def decorate(function: Any, kind: str) -> Any:
         adapted = None
         try:
             adapted = adapt(args, kwargs)
+            if is_float and mode is None:
+                with Switch.disabled():
+                    return function(*adapted[0], **adapted[1])
             return function(*adapted[0], **adapted[1])
         except Exception as error:
             explain(error, reason, (args, kwargs), adapted)

@@ -46,6 +46,7 @@ from ampatch.patching import (
     thread_rules,
 )
 from ampatch.patching.adapters import Adapters
+from ampatch.patching.adopted_forward import run_in_region
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.complex_numbers import is_complex, modules_that_call
 from ampatch.patching.function_patches import FunctionPatches, Registration
@@ -278,7 +279,7 @@ class Session:
             (hooks.before_forward, hooks.after_forward),
             replaced_forward.own_forwards,
         )
-        if self.patches_functions and (self.settings.keep_fp32 or self.settings.lists.modules):
+        if self.patches_functions:
             replaced_forward.follow_copies(self.ledger)
         if self.patches_functions:
             self._warn_of_undone_edits()
@@ -288,6 +289,7 @@ class Session:
             self._functions.install(self.settings.lists, ())
         if self.patches_functions:
             autocast_checks.patch_autocast_checks(self.ledger, self.switch)
+            autocast_checks.hear_regions(self.ledger, self.settings.properties.half_dtype, self.device_types)
             self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
         # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
         self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)
@@ -473,6 +475,8 @@ class Session:
             if module not in kept
         }
         give_own_rules(ruled, self.ledger, self.switch)
+        if model not in kept and model not in ruled:
+            run_in_region(model, self.ledger, self.switch, self.settings.properties.half_dtype, self.device_types)
 
     def _check_is_no_part(self, model: nn.Module) -> None:
         for other in self._models:

@@ -1,12 +1,13 @@
-"""The on/off switch of casts: it turns them on for the process, and off for a thread.
+"""The region that a thread computes in: whether casts are on there, and to which types.
 
-"On" belongs to the process: autograd runs backward functions, and checkpoint recomputation, on its own threads, and
-these must see casts on. "Off" belongs to the thread: `disable_casts` in one thread must never reach another.
+Regions are those of torch.autocast: every thread has its own, torch.compile guards them, and autograd carries them to
+its threads. In a region, the autocast state of a device type says what amp does with tensors there: nothing if it is
+off, otherwise casts to its half type. A session enters one around the forward of each adopted model. `disable_casts` is
+a region in which autocast is off. Outside of any region, casts are on for the process: autograd runs backward functions
+on threads of its own. To tell that from a region that is off, every region turns autocast on for a device type that no
+tensor here uses.
 
-Compiled code must obey the switch too, but torch.compile does not guard functions that its graphs call by name, such as
-methods of tensors. It always guards, per thread, the device types for which autocast is enabled. Graphs can also set
-that, and torch.compile restores it after any exception. So casts are off while autocast is on for a device type that
-no tensor here uses. Reading this from torch at every call would be too slow, so a count shows whether to read it.
+Owns the state of a thread, and how regions begin and end. Must not know lists or models.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import functools
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch._C import _len_torch_dispatch_stack
-from torch.compiler import is_dynamo_compiling
+from torch._C import _is_any_autocast_enabled
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ampatch.compilers import called_in_graphs, traced_within_others
 from ampatch.errors import OptionError
@@ -32,16 +33,154 @@ from ampatch.ledger import PatchLedger
 # An accelerator whose backend is not public. torch ignores it even in its check whether *any* autocast is enabled.
 _SIGNAL = "maia"
 
+#: The device types of regions that amp begins.
+_accelerator = torch.accelerator.current_accelerator()
+KINDS = tuple(dict.fromkeys(("cpu", "cuda", *([] if _accelerator is None else [_accelerator.type]))))
+
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class State(NamedTuple):
+    """The autocast state of a thread.
+
+    Attributes:
+        in_region: True if the thread is in a region.
+        enabled: whether autocast is on, for each of `KINDS`.
+        dtypes: the type of autocast for each of `KINDS`, None for whatever it is; or None for all.
+    """
+
+    in_region: bool
+    enabled: tuple[bool, ...]
+    dtypes: tuple[torch.dtype | None, ...] | None = None
+
+    def apply(self, found: State | None = None) -> None:
+        """Puts this thread into the state.
+
+        Args:
+            found: state that it is in; None: not known.
+        """
+        if found is None or found.in_region is not self.in_region:
+            torch.set_autocast_enabled(_SIGNAL, self.in_region)
+        for index, kind in enumerate(KINDS):
+            if found is None or found.enabled[index] is not self.enabled[index]:
+                torch.set_autocast_enabled(kind, self.enabled[index])
+            dtype = None if self.dtypes is None else self.dtypes[index]
+            if dtype is not None:
+                torch.set_autocast_dtype(kind, dtype)
+
+    def add(self) -> None:
+        """Turns autocast on in this thread for the device types for which it is on in the state, as there."""
+        for kind, on, dtype in zip(KINDS, self.enabled, self.dtypes or (), strict=True):
+            if on and dtype is not None:
+                torch.set_autocast_enabled(kind, True)
+                torch.set_autocast_dtype(kind, dtype)
+
+
+#: The state of a region without casts.
+OFF = State(True, (False,) * len(KINDS))
+
+
+def state(with_dtypes: bool = True) -> State:
+    """Returns the state of this thread."""
+    return State(
+        is_in_region(),
+        tuple([torch.is_autocast_enabled(kind) for kind in KINDS]),
+        tuple([torch.get_autocast_dtype(kind) for kind in KINDS]) if with_dtypes else None,
+    )
+
+
+def casting_to(dtype: torch.dtype, kinds: Container[str]) -> State:
+    """Returns the state in which amp casts to a half type on devices of some types."""
+    on = tuple([kind in kinds for kind in KINDS])
+    return State(True, on, tuple([dtype if each else None for each in on]))
+
+
+def is_in_region() -> bool:
+    """Returns True if this thread, or under a tracer the traced code, is in a region; then `dtype_in_region` holds."""
+    return torch.is_autocast_enabled(_SIGNAL)
+
+
+def dtype_in_region(kind: str) -> torch.dtype | None:
+    """Returns the half type that a device type's whitelisted functions compute in here; None if nothing is cast."""
+    for each in KINDS if kind == "meta" else (kind,):  # autocast has no "meta"
+        if torch.is_autocast_enabled(each):
+            return torch.get_autocast_dtype(each)
+    return None
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.off = 0
+        self.regions: list[Region] = []  # those that are open, in the order of their beginnings
+        self.without_casts: list[Region] = []  # those of `WithoutCasts`
 
+
+_thread = _Thread()
 
 #: A block that changes nothing; may be entered several times at once.
 _NOTHING = contextlib.nullcontext()
+
+
+def begin_region() -> None:
+    """Notes that this thread is in a region now."""
+    torch.set_autocast_enabled(_SIGNAL, True)
+
+
+def forget_regions() -> None:
+    """Ends the regions of this thread that cast, and those of torch.autocast, because their session ends."""
+    regions = _thread.regions
+    first = next((region for region in regions if any(region._state.enabled)), None)
+    if first is not None:
+        for region in regions[regions.index(first) + 1 :]:
+            region._before = first._before
+    if first is not None and any(regions[-1]._state.enabled):
+        first._before.apply()
+    elif not regions:
+        torch.set_autocast_enabled(_SIGNAL, False)
+
+
+class Region:
+    """A region of code with a given state.
+
+    It is a class, because every optimizer step enters one and a generator is slower. Regions may end in any order, for
+    example those of two generators or of two asyncio tasks.
+    """
+
+    __slots__ = ("_around", "_before", "_innermost", "_state")
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        # The region that `undoing_one` undoes here; and the one around that.
+        self._innermost: Region | None = self
+        self._around: Region | None = None
+
+    @classmethod
+    def undoing_one(cls) -> AbstractContextManager[None]:
+        """Returns a region in the state around the innermost region; then that one counts as left."""
+        innermost = _thread.regions[-1]._innermost if _thread.regions else None
+        if innermost is None:
+            return _NOTHING
+        region = cls(innermost._before)
+        region._innermost = innermost._around
+        return region
+
+    @traced_within_others
+    def __enter__(self) -> None:
+        torch._dynamo.graph_break()  # a graph cannot know in which state it will run
+        self._before = state(self._state.dtypes is not None)
+        if self._innermost is self and _thread.regions:
+            self._around = _thread.regions[-1]._innermost
+        _thread.regions.append(self)
+        self._state.apply(self._before)
+
+    @traced_within_others
+    def __exit__(self, *_: object) -> None:
+        regions = _thread.regions
+        place = regions.index(self)
+        del regions[place]
+        if place == len(regions):
+            self._before.apply(self._state)
+        else:  # one that began later is still open
+            regions[place]._before = self._before
 
 
 class Switch:
@@ -53,44 +192,36 @@ class Switch:
     Attributes:
         active: True if casts are on for the process; set once the session is installed, cleared for good when it is
             taken down.
-        thread: ``thread.off`` is the number of regions without casts that this thread is in. If it is 0 and no tracer
-            is active, casts are on; otherwise `is_off` decides. All sessions share it.
     """
 
     __slots__ = ("_patches", "active")
-    thread = _Thread()
 
     def __init__(self, patches: bool = True) -> None:
         self.active = False
         self._patches = patches
 
-    @classmethod
-    def is_off(cls) -> bool:
-        """Returns True if casts are off in this thread, or, under a tracer, at this point of the traced code."""
-        asks = is_dynamo_compiling() or cls.thread.off or _len_torch_dispatch_stack()
-        return bool(asks) and cls.is_signalled_off()
+    @staticmethod
+    def is_off() -> bool:
+        """Returns True if this thread, or under a tracer the traced code, is in a region that casts nothing."""
+        return is_in_region() and not _is_any_autocast_enabled()
 
     @staticmethod
-    def is_signalled_off() -> bool:
-        """Returns what `is_off` returns, without its quick check; the caller must have made that check."""
-        return torch.is_autocast_enabled(_SIGNAL)
-
-    def disabled(self) -> AbstractContextManager[None]:
+    def disabled() -> AbstractContextManager[None]:
         """Turns casts off in this thread until the block ends; nests. In compiled code the graph turns them off."""
-        return off_in_graph() if is_dynamo_compiling() else _Region(self._count() + 1)
+        return in_graph(OFF) if is_dynamo_compiling() else Region(OFF)
 
     def suspended(self) -> AbstractContextManager[None]:
         """Turns casts off for amp's own arithmetic, which is never traced; a no-op if no functions are patched."""
-        if not self._patches:
-            return _NOTHING
-        return _Region(self._count() + 1 if self.thread.off else 1)
+        return Region(OFF) if self._patches else _NOTHING
 
     def resumed(self) -> AbstractContextManager[None]:
         """Undoes one `suspended` until the block ends: for a closure that an optimizer's step calls."""
-        return _Region(self._count() - 1) if self._patches else _NOTHING
+        return Region.undoing_one() if self._patches else _NOTHING
 
     def patch_checkpoint(self, ledger: PatchLedger, recomputed: Callable[[], object]) -> None:
-        """Patches `torch.utils.checkpoint`, so that it recomputes a region with casts on or off as in its first run.
+        """Patches `torch.utils.checkpoint`, so that it recomputes a region in the state of its first run.
+
+        torch remembers the types of autocast itself, but not whether the thread was in a region.
 
         Args:
             ledger: records the patches.
@@ -104,11 +235,11 @@ class Switch:
     ) -> Callable[..., Any]:
         @functools.wraps(checkpoint)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            off, function = self._count(), args[position]
+            here, function = state(), args[position]
 
             def as_it_ran(*args: Any, **kwargs: Any) -> Any:
                 try:
-                    with _Region(off):
+                    with Region(here):
                         return function(*args, **kwargs)
                 finally:
                     if torch._C._current_graph_task_id() != -1:  # in the backward pass
@@ -126,20 +257,15 @@ class Switch:
     def _carried_by(self, parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(parallel_apply)
         def wrapper(modules: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
-            off = self._count()
+            here = state()
 
             def as_here(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                with _Region(off):
+                with Region(here):
                     return module(*args, **kwargs)
 
             return parallel_apply([functools.partial(as_here, module) for module in modules], *args, **kwargs)
 
         return wrapper
-
-    @classmethod
-    def _count(cls) -> int:
-        """Returns the number of regions that this thread is in, without regions of graphs that raised."""
-        return cls.thread.off if cls.is_off() else 0
 
 
 class WithoutCasts:
@@ -155,14 +281,13 @@ class WithoutCasts:
 
     @traced_within_others
     def __enter__(self) -> None:
-        torch._dynamo.graph_break()  # as in `_Region`
-        Switch.thread.off = Switch._count() + 1
-        torch.set_autocast_enabled(_SIGNAL, True)
+        region = Region(OFF)
+        region.__enter__()
+        _thread.without_casts.append(region)
 
     @traced_within_others
     def __exit__(self, *_: object) -> None:
-        Switch.thread.off = max(0, Switch.thread.off - 1)
-        torch.set_autocast_enabled(_SIGNAL, Switch.thread.off > 0)
+        _thread.without_casts.pop().__exit__()
 
     def __call__(self, function: _F) -> _F:
         """Returns a function that runs without casts; a generator or a coroutine does so in each of its steps.
@@ -193,7 +318,7 @@ class WithoutCasts:
 
             @functools.wraps(function)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with off_in_graph() if is_dynamo_compiling() else self:
+                with in_graph(OFF) if is_dynamo_compiling() else self:
                     return function(*args, **kwargs)
 
         return wrapper  # type: ignore[no-any-return]
@@ -247,53 +372,43 @@ def parallel_apply_owners() -> list[Any]:
     return [torch.nn.parallel, *modules]
 
 
-class _Region:
-    """A region of code with a given number of reasons for casts to be off; they are on if it is 0.
-
-    It is a class, because every optimizer step enters one and a generator is slower. Regions may end in any order, for
-    example those of two generators or of two asyncio tasks.
-    """
-
-    __slots__ = ("_before", "_off", "_signal")
-
-    def __init__(self, off: int) -> None:
-        self._off = off
-
-    @traced_within_others
-    def __enter__(self) -> None:
-        # A graph cannot know in how many regions it will run.
-        torch._dynamo.graph_break()
-        thread = Switch.thread
-        self._before, self._signal = thread.off, torch.is_autocast_enabled(_SIGNAL)
-        thread.off = self._off
-        torch.set_autocast_enabled(_SIGNAL, self._off > 0)
-
-    @traced_within_others
-    def __exit__(self, *_: object) -> None:
-        thread = Switch.thread
-        if thread.off == self._off:
-            thread.off = self._before
-            torch.set_autocast_enabled(_SIGNAL, self._signal)
-        else:  # a region that began later is still open, or one that began earlier has ended
-            thread.off = max(0, thread.off - self._off + self._before)
-            torch.set_autocast_enabled(_SIGNAL, thread.off > 0)
-
-
 @contextlib.contextmanager
-def off_in_graph() -> Iterator[None]:
-    """Replaces a region under torch.compile: turns casts off between two places in the graph."""
-    before = torch.is_autocast_enabled(_SIGNAL)
-    with torch.autocast(_SIGNAL, torch.bfloat16):  # tracing restores this wherever it stops or restarts
-        _count_region(1, True)
-        try:
-            yield
-        finally:
-            _count_region(-1, before)
+def in_graph(wanted: State) -> Iterator[None]:
+    """Replaces a region under torch.compile, which restores blocks of autocast wherever it stops or restarts."""
+    before = state(wanted.dtypes is not None)
+    if is_exporting():  # a block would become a graph of its own
+        _set_in_graph(*_told(wanted))
+        yield
+        _set_in_graph(*_told(before))
+        return
+    first, second, third, fourth = blocks_of(wanted)
+    with first, second, third, fourth:
+        yield
+
+
+def blocks_of(wanted: State) -> list[AbstractContextManager[Any]]:
+    """Returns four blocks, in which code that Dynamo traces is in a state."""
+    blocks: list[AbstractContextManager[Any]] = [torch.autocast(_SIGNAL, torch.bfloat16)]
+    for index in range(3):
+        on = index < len(KINDS) and wanted.enabled[index]
+        if on or (index < len(KINDS) and torch.is_autocast_enabled(KINDS[index])):
+            dtype = wanted.dtypes[index] if wanted.dtypes else None
+            blocks.append(torch.autocast(KINDS[index], dtype, on))
+        else:
+            blocks.append(contextlib.nullcontext())
+    return blocks
+
+
+def _told(wanted: State) -> tuple[bool, str, str]:
+    dtypes = ",".join([str(dtype) for dtype in wanted.dtypes or ()])
+    return wanted.in_region, "".join(["01"[on] for on in wanted.enabled]), dtypes
 
 
 @called_in_graphs
-def _count_region(step: int, off: bool) -> None:
-    """Notes that a graph enters or leaves a region; sets autocast, since export records it without entering it."""
-    torch.set_autocast_enabled(_SIGNAL, off)
-    if not _len_torch_dispatch_stack():  # the graph runs as it was traced ("eager" backend), and is not traced further
-        Switch.thread.off += step
+def _set_in_graph(in_region: bool, enabled: str, dtypes: str) -> None:
+    """Sets the state when export traces the graph, and does nothing to the graph."""
+    State(
+        in_region,
+        tuple([on == "1" for on in enabled]),
+        tuple([getattr(torch, name.removeprefix("torch."), None) for name in dtypes.split(",")]) if dtypes else None,
+    ).apply()

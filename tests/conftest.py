@@ -96,6 +96,8 @@ PATCHED_OWNERS = {
 }
 OWN_ATTRIBUTES = {
     "torch.nn.RNNBase": torch.nn.RNNBase,
+    "torch.nn.Module": torch.nn.Module,
+    "torch.autocast": torch.autocast,
     "torch.backends.mha": torch.backends.mha,
     "torch.nn.parallel.DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
     "torch.nn.parallel": torch.nn.parallel,
@@ -129,8 +131,14 @@ OWN_ATTRIBUTES = {
 STATEFUL = (torch.cuda, torch.distributed, torch.distributed.distributed_c10d)
 
 
+# Others of it torch.compile replaces when it is first used.
+OF_MODULES = ("__call__", "__copy__", "_replicate_for_data_parallel", "zero_grad")
+
+
 def held_by(owner: object) -> dict[str, object]:
-    held = vars(owner)
+    held = dict(vars(owner))
+    if owner is torch.nn.Module:
+        return {name: held.get(name) for name in OF_MODULES}
     return {name: value for name, value in held.items() if type(value) is FunctionType} if owner in STATEFUL else held
 
 

@@ -265,6 +265,11 @@ def test_gradients_of_leaves_have_the_same_strides() -> None:
     check(run)
 
 
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_in_a_region_of_autocast(half: torch.dtype) -> None:
+    check(lambda: torch.autocast("cpu", half)(nn.Linear(3, 2))(drawn(4, 3)))
+
+
 CALLS = {
     "positional": lambda x, w, b: F.linear(x, w, b),  # noqa: PLW0108 - looked up in the session
     "bias by name": lambda x, w, b: F.linear(x, w, bias=b),
@@ -543,8 +548,6 @@ UNFUSED = {
     "meta weights": lambda: nn.Linear(3, 2, device="meta")(torch.empty(4, 3, device="meta")).shape,
     "a meta input": lambda: nn.Linear(3, 2)(torch.empty(4, 3, device="meta")).shape,
     "a meta weight": lambda: nn.Linear(3, 2, device="meta")(torch.empty(4, 3)).shape,
-    "autocast": lambda: torch.autocast("cpu", torch.bfloat16)(nn.Linear(3, 2))(drawn(4, 3)),
-    "autocast to the other half": lambda: torch.autocast("cpu", torch.float16)(nn.Linear(3, 2))(drawn(4, 3)),
     "disable_casts": lambda: amp.disable_casts()(nn.Linear(3, 2))(drawn(4, 3)),
     "jit.trace": lambda: traced(nn.Linear(3, 2), drawn(4, 3)),
     "make_fx": lambda: torch.fx.experimental.proxy_tensor.make_fx(nn.Linear(3, 2))(drawn(4, 3)).code,

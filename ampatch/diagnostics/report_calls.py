@@ -41,6 +41,7 @@ from ampatch.errors import UsageError
 from ampatch.opt_levels import HALVES
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of, runtime
+from ampatch.switch import is_in_region
 from ampatch.tracing import ObservingMode, is_capturing, is_recording
 
 _Casts = TypeVar("_Casts", Tensor, list[Tensor])
@@ -195,7 +196,7 @@ class CallRecorder:
         with _unseen():
             given = _dtypes((args, kwargs)) if kwargs else _dtypes(args)
             # Not for a backward pass, whose results would all stay alive until its end.
-            is_autocast = info.is_of_torch and not info.casts and _is_any_autocast_enabled()
+            is_autocast = info.is_of_torch and not info.casts and _is_any_autocast_enabled() and not is_in_region()
             autocast = _Autocast.of(args, kwargs) if is_autocast else None
         before = thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch
         thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch = (

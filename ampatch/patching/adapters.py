@@ -27,6 +27,7 @@ from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
 from ampatch.patching.fused_linear import LINEAR, LinearCalls
 from ampatch.patching.recurrent_weights import Layout
+from ampatch.switch import dtype_in_region, is_in_region
 
 Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -112,6 +113,7 @@ class Adapters:
         allow_banned: True to run banned functions in float32 instead of raising.
         labelled: True if the cache labels casts with the function's name; then `Adapter.plain_cast` is always None.
         linear: object that makes calls of linear layers whose arguments were cast to half; None: torch does.
+        hears_regions: True to cast nothing in regions in which autocast is off.
     """
 
     def __init__(
@@ -122,11 +124,13 @@ class Adapters:
         allow_banned: bool = False,
         labelled: bool = False,
         linear: LinearCalls | None = None,
+        hears_regions: bool = True,
     ) -> None:
         self.half_dtype = half_dtype
+        self._hears_regions = hears_regions
         self._linear = linear
         self._cache = cache
-        self._device_types = device_types
+        self.device_types = device_types
         # Devices of these types: a set lookup is faster than reading a device's type. All existing devices are added
         # now, because torch.compile would recompile after the set has grown.
         self._devices = {
@@ -234,28 +238,28 @@ class Adapters:
     def _make_to_half(self) -> Adapt:
         """Makes the cast to half, or to float32 if an argument is sparse and torch has no half kernel for it.
 
-        Inside ``torch.autocast`` it casts to autocast's type, because torch would otherwise cast a second time.
+        In a region it casts to the region's type.
         """
-        outside, inside = self._to[self.half_dtype], _casting(self._cast_as_autocast)
+        outside, inside = self._to[self.half_dtype], _casting(self._cast_in_region)
         in_float32, strided = self._to[torch.float32], torch.strided
 
         def to_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            if _is_any_autocast_enabled():
-                return inside(args, kwargs)
             if not is_compiling():  # compilers take no sparse tensors, and Dynamo traces no layouts in a backward pass
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     if isinstance(value, Tensor) and value.layout is not strided and lacks_half_products(value):
                         return in_float32(args, kwargs)
-            return outside(args, kwargs)
+            return inside(args, kwargs) if is_in_region() or _is_any_autocast_enabled() else outside(args, kwargs)
 
         return to_half
 
-    def _cast_as_autocast(self, tensor: Tensor) -> Tensor:
-        return self._casts[self._half_dtype_for(tensor)](tensor) if self._is_cast_on_device(tensor) else tensor
+    def _cast_in_region(self, tensor: Tensor) -> Tensor:
+        dtype = self._half_dtype_for(tensor)
+        return tensor if dtype is None else self._casts[dtype](tensor)
 
-    def _half_dtype_for(self, tensor: Tensor) -> torch.dtype:
-        kind = tensor.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.half_dtype
+    def _half_dtype_for(self, tensor: Tensor) -> torch.dtype | None:
+        """Returns the half type for a tensor here; None if it is not cast."""
+        dtype = dtype_in_region(tensor.device.type)
+        return self.half_dtype if dtype is None and not (self._hears_regions and is_in_region()) else dtype
 
     def _with_weights_together(self, to_half: Adapt, original: Function) -> Adapt:
         """Returns an adapter that casts the weights of a recurrent layer into one buffer, the rest by ``to_half``."""
@@ -265,7 +269,11 @@ class Adapters:
             if place is not None and args[place]:
                 weights = args[place]
                 dtype = self._half_dtype_for(weights[0])
-                if recurrent_weights.can_share_memory(weights, dtype) and self._is_cast_on_device(weights[0]):
+                if (
+                    dtype is not None
+                    and recurrent_weights.can_share_memory(weights, dtype)
+                    and self._is_cast_here(weights[0])
+                ):
                     layout_of = functools.partial(recurrent_weights.layout_of, original, args, place, dtype)
                     casts = self._cache.cast_together(weights, dtype, layout_of)
                     args = (*args[:place], casts, *args[place + 1 :])
@@ -281,7 +289,7 @@ class Adapters:
             found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
             if len({tensor.dtype for tensor in found}) < 2:
                 return args, kwargs
-            dtypes = {tensor.dtype for tensor in found if tensor.dtype in casts and self._is_cast_on_device(tensor)}
+            dtypes = {tensor.dtype for tensor in found if tensor.dtype in casts and self._is_cast_here(tensor)}
             if len(dtypes) < 2:
                 return args, kwargs
             return casts[functools.reduce(torch.promote_types, dtypes)](args, kwargs)
@@ -405,27 +413,28 @@ class Adapters:
 
         return banned
 
-    def _is_cast_on_device(self, tensor: Tensor) -> bool:
-        return tensor.device in self._devices or self._meet(tensor.device)
+    def _is_cast_here(self, tensor: Tensor) -> bool:
+        device = tensor.device
+        return (device in self._devices or self._meet(device)) and (
+            not self._hears_regions or not is_in_region() or dtype_in_region(device.type) is not None
+        )
 
     def _meet(self, device: torch.device) -> bool:
         """Returns True if tensors on this new device are cast, and then remembers the device."""
-        if device.type in self._device_types:
+        if device.type in self.device_types:
             self._devices.add(device)
             return True
         return False
 
     def _is_half(self, tensor: Tensor) -> bool:
-        return tensor.dtype in (torch.float16, torch.bfloat16) and self._is_cast_on_device(tensor)
+        return tensor.dtype in (torch.float16, torch.bfloat16) and self._is_cast_here(tensor)
 
     def _tensor_cast(self, dtype: torch.dtype) -> TensorCast:
-        cache, devices, meet = self._cache, self._devices, self._meet
+        cache, is_cast_here = self._cache, self._is_cast_here
 
         def cast(tensor: Tensor) -> Tensor:
             found = tensor.dtype
-            if found is dtype or found not in CASTABLE:
-                return tensor
-            if tensor.device not in devices and not meet(tensor.device):
+            if found is dtype or found not in CASTABLE or not is_cast_here(tensor):
                 return tensor
             return cache.cast(tensor, dtype)
 

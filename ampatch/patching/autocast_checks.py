@@ -1,11 +1,15 @@
-"""Patches the places where torch would raise, or bypass the patched functions, because autocast is off.
+"""Makes regions of torch.autocast count: the session's around the forward of a model, and the user's everywhere.
 
-Installs through the ledger while a session is live. Must not know lists or rules.
+Also patches the places where torch would raise, or bypass the patched functions, because autocast is off. Installs
+through the ledger while a session is live. Must not know lists or rules.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
+import types
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -13,8 +17,55 @@ import torch.backends.mha
 from torch import Tensor, nn
 
 from ampatch.casting.nested import CASTABLE
+from ampatch.compilers import traced_within_others
 from ampatch.ledger import PatchLedger
-from ampatch.switch import Switch
+from ampatch.switch import KINDS, Switch, begin_region, casting_to, forget_regions, state
+
+# Modules of torch that carry the state of autocast to where code of the user runs. The switch carries whether that is a
+# region.
+_CARRIERS = ("torch.utils.checkpoint", "torch.nn.parallel.parallel_apply")
+
+
+def _carries_state(frame: types.FrameType, is_on: bool) -> bool:
+    """Returns True if torch itself enters a block, to go on in the state of other code, which may be no region."""
+    code, home = frame.f_code.co_name, frame.f_globals.get("__name__")
+    return home in _CARRIERS or (home == torch.autocast.__module__ and code == "decorate_bwd" and not is_on)
+
+
+def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str]) -> None:
+    """Patches `torch.autocast`, so that a region of it is a region for amp, too, also where it is off.
+
+    Args:
+        ledger: records the patches.
+        dtype: half type that is cast to outside of regions.
+        kinds: device types whose tensors are cast there; the set may grow.
+    """
+    enter: Any = torch.autocast.__enter__
+    leave: Any = torch.autocast.__exit__
+
+    @traced_within_others
+    @functools.wraps(enter)
+    def entering(self: Any) -> Any:
+        before = state()
+        vars(self).setdefault("_before_for_amp", []).append(before)  # a decorator enters one object again and again
+        result = enter(self)
+        if self.device in KINDS and not _carries_state(sys._getframe(1), self._enabled):
+            if not before.in_region:  # of other device types the block says nothing
+                casting_to(dtype, kinds - {self.device}).add()
+            begin_region()
+        return result
+
+    @traced_within_others
+    @functools.wraps(leave)
+    def leaving(self: Any, *error: Any) -> Any:
+        result, before = leave(self, *error), vars(self).get("_before_for_amp")
+        if before:
+            before.pop().apply()  # of all device types, as torch.compile ends regions of its own only if tracing stops
+        return result
+
+    ledger.on_undo(forget_regions)
+    ledger.set(torch.autocast, "__enter__", entering)
+    ledger.set(torch.autocast, "__exit__", leaving)
 
 
 def patch_autocast_checks(ledger: PatchLedger, switch: Switch) -> None:

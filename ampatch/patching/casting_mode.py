@@ -110,7 +110,7 @@ class CastRules:
         self._rules, self._registered = tuple(rules), tuple(registered)
         accelerator = torch.accelerator.current_accelerator()
         kinds = {"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type}
-        adapters = Adapters(half_dtype, _CASTS_OF_THE_BLOCK, kinds)
+        adapters = Adapters(half_dtype, _CASTS_OF_THE_BLOCK, kinds, hears_regions=False)
         self.adapters = adapters.by_kind()
         self.outside_torch: list[Rule] = []
         self.entries: dict[Any, _Entry] = {

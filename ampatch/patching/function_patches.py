@@ -20,9 +20,10 @@ import wrapt
 from torch import fx, nn
 
 from ampatch.cast_lists.list_edits import Edit
-from ampatch.cast_lists.lists import CastLists
+from ampatch.cast_lists.lists import PEERS, CastLists, peer
 from ampatch.cast_lists.paths import Path, PathError, find_owner, unwrapped
 from ampatch.cast_lists.rules import Rule, Treatment, unlistable_reason
+from ampatch.cast_lists.spellings import called_by
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
@@ -30,8 +31,9 @@ from ampatch.patching import thread_rules
 from ampatch.patching.adapters import Adapter, Adapters, Function, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
+from ampatch.patching.fused_linear import LINEAR
 from ampatch.patching.thread_rules import Token
-from ampatch.patching.wrappers import Reason, wrap, wrap_for_half_models
+from ampatch.patching.wrappers import Reason, overridable, wrap, wrap_for_half_models
 from ampatch.switch import Switch
 
 
@@ -157,7 +159,7 @@ class FunctionPatches:
         for known in reversed(list(registered)):
             adapter = functools.partial(self._adapters.for_registration, known.path, known.treatment, known.dtype)
             reason = _reason(known.path, f"registered for the {known.treatment.value}")
-            self._patch(known.owner, known.name, adapter, reason)
+            self._patch(known.owner, known.name, adapter, reason, treatments=[known.treatment])
         owner_of = functools.cache(find_owner)
         half = self._adapters.half_dtype
         rules = lists.for_half(half)
@@ -171,6 +173,10 @@ class FunctionPatches:
                 self._later.setdefault(rule.path.namespace, []).append(rule)
             else:
                 self._patch_rule(owner, rule)
+        for path in () if self._for_half_models else _cast_by_autocast(self._adapters.device_types) - rules.keys():
+            owner = owner_of(path.namespace)
+            if id(getattr(owner, path.name, None)) in overridable():  # not what another library has put there
+                self._patch(owner, path.name, lambda _: Adapter(thread_rules.unchanged), _reason_of(path, None))
         self._rebind_modules()
         for namespace in self._later:
             _watch(namespace, self)
@@ -358,9 +364,17 @@ class FunctionPatches:
         known = self._differing.get(rule.path)
         if known is None:
             adapter = functools.partial(self._adapters.for_rule, rule)
-            self._patch(owner, rule.path.name, adapter, _reason_of(rule.path, rule), rule.needs_float32)
+            reason = _reason_of(rule.path, rule)
+            self._patch(owner, rule.path.name, adapter, reason, rule.needs_float32, [rule.treatment])
         else:
-            self._patch(owner, rule.path.name, functools.partial(self._choosing, known), known.reason)
+            rules = [known.of_session, *known.of_parts.values()]
+            self._patch(
+                owner,
+                rule.path.name,
+                functools.partial(self._choosing, known),
+                known.reason,
+                treatments=[each.treatment if each else None for each in rules],
+            )
 
     def _choosing(self, known: _Differing, original: Function) -> Adapter:
         """Returns the adapter of a function that parts of a model treat otherwise than the session does."""
@@ -381,6 +395,7 @@ class FunctionPatches:
         make_adapter: Callable[[Function], Adapter],
         reason: Reason,
         needs_float32: Sequence[str] = (),
+        treatments: Sequence[Treatment | None] = (None,),
     ) -> None:
         held = _own_attribute(owner, name)
         kind = type(held) if isinstance(held, (staticmethod, classmethod)) else None
@@ -395,19 +410,57 @@ class FunctionPatches:
             if self._for_half_models:
                 wrapper = wrap_for_half_models(original, adapter, self._switch, reason, frozenset(needs_float32))
             else:
-                wrapper = wrap(original, adapter, self._switch, reason)
+                known_as = Path(_name_of(owner), name)
+                needs_block = any(_needs_block(original, known_as, treatment) for treatment in treatments)
+                wrapper = wrap(original, adapter, self._switch, reason, needs_block)
                 self.fuses_linear |= adapter.call is not None
             # By this name pickle finds the wrapper while it is installed, and the original otherwise.
             if isinstance(owner, type):
                 wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
             else:
                 wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
-            if not self._for_half_models and isinstance(reason, str):
+            encloses = not self._for_half_models and needs_block and isinstance(original, types.FunctionType)
+            if not self._for_half_models and isinstance(reason, str) and not encloses:
                 wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason)
             self._originals[id(wrapper)] = (wrapper, original)
             _original_of[wrapper] = original
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
+
+
+@functools.cache
+def _lists_of_autocast(kind: str) -> Mapping[Path, Treatment]:
+    """Returns what torch's autocast does to which functions on devices of a type."""
+    name = f"torch_autocast_{kind}"
+    return {path: rule.treatment for path, rule in peer(name).for_half(torch.float16).items()} if name in PEERS else {}
+
+
+def _cast_by_autocast(kinds: Iterable[str]) -> set[Path]:
+    return {
+        path for kind in kinds for path, known in _lists_of_autocast(kind).items() if known is not Treatment.PROMOTE
+    }
+
+
+# Functions of torch in C++ that multiply matrices on their way, beside those of torch.linalg.
+_MULTIPLYING = frozenset({"corrcoef", "cov", "matrix_exp", "matrix_power", "pinverse"})
+
+
+@functools.cache
+def _multiplies(function: Function) -> bool:
+    """Returns True if a function of torch in Python calls a linear layer's function."""
+    return id(LINEAR) in called_by(function)
+
+
+def _needs_block(original: Function, path: Path, treatment: Treatment | None) -> bool:
+    """Returns True if a function needs a region without casts around it, whatever its arguments are cast to."""
+    known = {_lists_of_autocast(kind).get(path) for kind in ("cpu", "cuda")} - {None, Treatment.PROMOTE, treatment}
+    if isinstance(original, types.FunctionType):
+        if treatment is Treatment.BLACKLIST:  # in float32, all of it
+            return id(original) not in overridable() or _multiplies(original)
+        return treatment is None and bool(known)
+    if treatment is not Treatment.BLACKLIST:
+        return bool(known)
+    return bool(known) or path.namespace == "torch.linalg" or path.name in _MULTIPLYING
 
 
 # Packages whose containers are not user code.
@@ -496,6 +549,10 @@ def _is_being_imported(namespace: str, but: object) -> bool:
     spec = getattr(module, "__spec__", None)
     # Compares specs, since a module may have put another object in its own place, and given it its spec.
     return spec is not getattr(but, "__spec__", None) and bool(getattr(spec, "_initializing", False))
+
+
+def _name_of(owner: object) -> str:
+    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else getattr(owner, "__name__", "")
 
 
 def _own_attribute(owner: object, name: str) -> object:

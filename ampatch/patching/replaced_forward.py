@@ -88,8 +88,12 @@ class ReplacedForward(ABC):
         first = None if is_dynamo_compiling() else _next_number()
         result = self.run(args, kwargs)
         if first is not None and _next_number() != first:
-            _enclose_backward(result, first, self.block)
+            self.enclose_backward(result, first)
         return result
+
+    def enclose_backward(self, result: object, first: int) -> None:
+        """Runs the backward passes of users' functions, from a node's number on, in the block as well."""
+        _enclose_backward(result, first, self.block)
 
 
 def check_replaceable(module: nn.Module, name: str, asked: str) -> None:

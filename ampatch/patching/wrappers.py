@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 import weakref
 from collections.abc import Callable, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,14 +27,24 @@ from ampatch.casting.nested import cast_tensors, tensors_in
 from ampatch.compilers import give_own_code
 from ampatch.opt_levels import HALVES
 from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
-from ampatch.switch import Switch
+from ampatch.switch import Switch, is_in_region
 from ampatch.tracing import is_below_operators
+
+_without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
+
+_NOTHING = nullcontext()
 
 #: A note for errors: names a function and the list entry that applies. A function returns the entry in force.
 Reason = str | Callable[[], str]
 
 
-def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -> Function:
+def wrap(
+    original: Function,
+    adapter: Adapter,
+    switch: Switch,
+    reason: Reason,
+    needs_block: bool = False,
+) -> Function:
     """Returns a plain function that adapts its arguments while casts are on, then calls the original.
 
     Args:
@@ -40,16 +52,21 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -
         adapter: adapter of the function's rule.
         switch: switch of the session.
         reason: note that names the function and the list entry; added to errors that a cast may have caused.
+        needs_block: True if what the original calls must cast nothing. Otherwise only builtins run without torch's
+            autocast, which has lists of its own; and graphs need not, where its casts are the same.
     """
-    thread, adapt, call = switch.thread, adapter.adapt, adapter.call
-    overridden = _asking_overrides(original)
+    adapt, call = adapter.adapt, adapter.call
+    is_python = isinstance(original, types.FunctionType)
+    enclosed = _without_casts if needs_block else _as_it_is
+    overridden, run = enclosed(_asking_overrides(original), False), enclosed(original, is_python)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not switch.active:
             return original(*args, **kwargs)
-        if is_dynamo_compiling() or thread.off or _len_torch_dispatch_stack():
-            if switch.is_signalled_off():
+        in_region = is_in_region()
+        if is_dynamo_compiling() or in_region or _len_torch_dispatch_stack():
+            if in_region and switch.is_off():
                 return overridden(*args, **kwargs)
             # Under a tracer, Python code may run in place of an operator's kernel: its calls are not user code.
             if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
@@ -65,9 +82,10 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -
                 adapted = adapted_for_override(adapt, args, kwargs)
                 return overridden(*adapted[0], **adapted[1])
             adapted = adapt(args, kwargs)
-            if call is not None and not is_dynamo_compiling():
-                return call((args, kwargs), adapted)
-            return original(*adapted[0], **adapted[1])
+            if is_python or is_dynamo_compiling():
+                return run(*adapted[0], **adapted[1])
+            with _without_autocast() if in_region else _NOTHING:
+                return original(*adapted[0], **adapted[1]) if call is None else call((args, kwargs), adapted)
         except Exception as error:
             explain(error, reason, (args, kwargs), adapted)
             raise
@@ -75,6 +93,22 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -
     give_own_code(wrapper, original)
     itself = weakref.ref(wrapper)  # weak, so that a wrapper dies with its session
     return wrapper
+
+
+def _without_casts(function: Function, always: bool) -> Function:
+    """Returns a function that runs without casts: always, or only in a region."""
+
+    def enclosed(*args: Any, **kwargs: Any) -> Any:
+        if always or is_in_region():
+            with Switch.disabled():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return enclosed
+
+
+def _as_it_is(function: Function, _: bool) -> Function:
+    return function
 
 
 def wrap_for_half_models(
@@ -125,7 +159,7 @@ def _asking_overrides(original: Function) -> Function:
     Overrides know the original. But torch's Python functions pass on the object under their global name, which is the
     wrapper now. So the returned function checks for overrides first. If torch allows none, it is the original itself.
     """
-    if id(original) not in _overridable():
+    if id(original) not in overridable():
         return original
 
     def overridden(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +172,7 @@ def _asking_overrides(original: Function) -> Function:
 
 
 @functools.cache
-def _overridable() -> frozenset[int]:
+def overridable() -> frozenset[int]:
     """Returns the ids of functions that ``__torch_function__`` can override; torch keeps these functions alive."""
     return frozenset(id(function) for functions in get_overridable_functions().values() for function in functions)
 

@@ -13,6 +13,7 @@
 #include "tensors.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_to_copy.h>
@@ -80,11 +81,6 @@ struct Caster {
 
   bool is_here(const Tensor& tensor) const {
     return (device_types >> static_cast<int>(tensor.device().type()) & 1) != 0;
-  }
-
-  bool casts(const Tensor& tensor, ScalarType type) const {
-    const ScalarType found = tensor.scalar_type();
-    return found != type && is_castable(found) && is_here(tensor);
   }
 
   // True if torch says that no CUDA graph records this thread's operators. In a process forked from one that uses a
@@ -289,13 +285,37 @@ bool is_named(PyObject* name, PyObject* text) {
   return name == text || PyUnicode_Compare(name, text) == 0;
 }
 
-// True if no mode, tracer, transform, autocast or region without casts is active in this thread: only the Python code
-// handles these.
-bool is_ordinary_here() {
-  const auto here = c10::impl::tls_local_dispatch_key_set();
-  return (here.included_ - c10::default_included_set).empty() && (c10::default_excluded_set - here.excluded_).empty() &&
-         !at::impl::torch_function_mode_enabled();
-}
+using c10::DispatchKey;
+
+// What this thread's state says about casts. ampatch/switch.py says what a region is.
+class Here {
+ public:
+  // True if no mode, tracer, transform, or autocast outside of regions is active: only the Python code handles these.
+  bool is_ordinary() const {
+    return (keys_.included_ - c10::default_included_set).empty() && (is_in_region() ? others_.empty() : on_.empty()) &&
+           !at::impl::torch_function_mode_enabled();
+  }
+
+  bool is_in_region() const {
+    return on_.has(DispatchKey::AutocastMAIA);
+  }
+
+  // Returns false if only the Python code knows whether tensors on a device are cast.
+  bool knows(at::DeviceType device) const {
+    return !is_in_region() || device == at::kCPU || device == at::kCUDA;
+  }
+
+  bool casts_on(at::DeviceType device) const {
+    return !is_in_region() ||
+           on_.has(device == at::kCUDA ? DispatchKey::AutocastCUDA : DispatchKey::AutocastCPU);
+  }
+
+ private:
+  const c10::impl::LocalDispatchKeySet keys_ = c10::impl::tls_local_dispatch_key_set();
+  const c10::DispatchKeySet on_ = c10::default_excluded_set - keys_.excluded_;
+  const c10::DispatchKeySet others_ =
+      on_ - c10::DispatchKeySet({DispatchKey::AutocastMAIA, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
+};
 
 // True if a hook evaluates every frame, such as the one that torch.compile installs to compile frames.
 bool are_frames_watched() {
@@ -305,8 +325,9 @@ bool are_frames_watched() {
 // The arguments of one call.
 class Arguments {
  public:
-  Arguments(const Call* call, PyObject* const* args, Py_ssize_t positional, PyObject* names)
+  Arguments(const Call* call, const Here& here, PyObject* const* args, Py_ssize_t positional, PyObject* names)
       : call_(call),
+        here_(here),
         args_(args),
         names_(names),
         positional_(positional),
@@ -333,6 +354,11 @@ class Arguments {
   }
 
   PyObject* call_original(size_t flags) {
+    // torch's autocast would cast by lists of its own. Functions in Python call others, which amp casts.
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> without_autocast;
+    if (here_.is_in_region() && !call_->has_frame) {
+      without_autocast.emplace(c10::autocast_dispatch_keyset);
+    }
     return casts_ || tells_dtype_ ? explained(call_with_cast())
                                   : PyObject_Vectorcall(call_->original, args_, flags, names_);
   }
@@ -431,17 +457,22 @@ class Arguments {
 
   // Returns false for a sparse tensor: the type that Python chooses depends on its layout, too.
   bool look_at(const Tensor& tensor) {
-    if (tensor.layout() != at::kStrided) {
+    const at::DeviceType device = tensor.device().type();
+    if (tensor.layout() != at::kStrided || !here_.knows(device)) {
       return false;
     }
     if (call_->kind != Kind::promote) {
-      casts_ = casts_ || call_->caster->casts(tensor, type_);
+      if (is_half(type_) && here_.is_in_region() && here_.casts_on(device) &&
+          at::autocast::get_autocast_dtype(device) != type_) {
+        return false;  // a region of another type
+      }
+      casts_ = casts_ || is_cast(tensor);
       return true;
     }
     const ScalarType found = tensor.scalar_type();
     is_mixed_ = is_mixed_ || (last_ != ScalarType::Undefined && found != last_);
     last_ = found;
-    if (index_of(found) >= 0 && call_->caster->is_here(tensor)) {
+    if (index_of(found) >= 0 && is_here(tensor)) {
       is_wider_ = is_wider_ || (type_ != ScalarType::Undefined && found != type_);
       type_ = type_ == ScalarType::Undefined ? found : c10::promoteTypes(type_, found);
     }
@@ -454,7 +485,7 @@ class Arguments {
       return false;
     }
     const Tensor& first = tensor_of(args_[0]);
-    if (!is_half(first.scalar_type()) || !call_->caster->is_here(first) || first.is_nested()) {
+    if (!is_half(first.scalar_type()) || !is_here(first) || first.is_nested()) {
       return true;
     }
     for (Py_ssize_t i = 1; i < positional_; ++i) {
@@ -516,13 +547,22 @@ class Arguments {
     return names_ == nullptr || !dtype ? Ref::shared(dtype.get()) : Ref::taken(PySequence_Concat(names_, dtype.get()));
   }
 
+  bool is_here(const Tensor& tensor) const {
+    return call_->caster->is_here(tensor) && here_.casts_on(tensor.device().type());
+  }
+
+  bool is_cast(const Tensor& tensor) const {
+    const ScalarType found = tensor.scalar_type();
+    return found != type_ && is_castable(found) && is_here(tensor);
+  }
+
   bool is_cast(PyObject* value) const {
     if (is_tensor(value)) {
-      return call_->caster->casts(tensor_of(value), type_);
+      return is_cast(tensor_of(value));
     }
     for (Py_ssize_t i = 0; is_list(value) && i < PySequence_Fast_GET_SIZE(value); ++i) {
       PyObject* item = PySequence_Fast_GET_ITEM(value, i);
-      if (is_tensor(item) && call_->caster->casts(tensor_of(item), type_)) {
+      if (is_tensor(item) && is_cast(tensor_of(item))) {
         return true;
       }
     }
@@ -536,7 +576,7 @@ class Arguments {
     Ref items = Ref::taken(PySequence_List(value));
     for (Py_ssize_t i = 0; items && i < PyList_GET_SIZE(items.get()); ++i) {
       PyObject* item = PyList_GET_ITEM(items.get(), i);
-      if (is_tensor(item) && call_->caster->casts(tensor_of(item), type_)) {
+      if (is_tensor(item) && is_cast(tensor_of(item))) {
         Ref made = call_->caster->cast(item, type_);
         if (!made || PyList_SetItem(items.get(), i, made.release()) < 0) {
           return Ref();
@@ -547,6 +587,7 @@ class Arguments {
   }
 
   const Call* call_;
+  const Here& here_;
   PyObject* const* args_;
   PyObject* names_;
   Py_ssize_t positional_;
@@ -573,8 +614,9 @@ PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject*
   if (!call->caster->is_active()) {
     return PyObject_Vectorcall(call->original, args, flags, names);
   }
-  if (is_ordinary_here() && !(call->has_frame && are_frames_watched())) {
-    Arguments arguments(call, args, PyVectorcall_NARGS(flags), names);
+  const Here here;
+  if (here.is_ordinary() && !(call->has_frame && are_frames_watched())) {
+    Arguments arguments(call, here, args, PyVectorcall_NARGS(flags), names);
     bool is_known = false;
     try {
       is_known = arguments.inspect();

@@ -145,7 +145,7 @@ class TestThreads:
         train_side_by_side(device, 0.2, half_dtype=torch.bfloat16)
         gc.collect()
         assert len(runtime.live.cache) == 0
-        assert not Switch.thread.off
+        assert not Switch.is_off()
         assert torch.mm(torch.ones(2, 2, device=device), torch.ones(2, 2, device=device)).dtype is torch.bfloat16
 
     def test_evaluate_one_model_at_once(self):
