@@ -4,8 +4,8 @@ A test may be parametrised over the product of several settings. What breaks one
 fault shows at one value, or where two of them meet. So `make test` runs as few cases as have every value, and `make
 slow` those that are missing for every two values to meet. With `@pytest.mark.covering(2)` it is every two values, and
 then every three. Whatever is beyond that runs nowhere. Of a test that is slow as a whole, as few cases run as have
-every value, or with the mark every two; and CI runs one of these cases. The two half types are one value in `make test`, where about
-half of the tests run in either: the code tells them apart in a few lines only.
+every value, or with the mark every two; and CI runs one of these cases. The two half types are one value in `make
+test`, where about half of the tests run in either: the code tells them apart in a few lines only.
 
 Whether the compiled libraries are there is a setting too: what is kept for `make test` runs with them and without, and
 of the others about half with them and half without. Cases that need a GPU are all kept, unless the test has the mark.
