@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import compilers, tracing
-from ampatch.casting import cast_observers
+from ampatch.casting import cast_observers, write_back
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import adopted_model, cast_labels, casting_mode
 from ampatch.patching.adapters import Adapt
@@ -173,7 +173,7 @@ def decorate(function: Any, kind: str) -> Any:
         adapted = None
         try:
             adapted = adapt(args, kwargs)
-            return function(*adapted[0], **adapted[1])
+            return write_back.call(function, (args, kwargs), adapted)
         except Exception as error:
             explain(error, reason, (args, kwargs), adapted)
             raise
