@@ -160,8 +160,10 @@ def call(function: Callable[..., Any], original: Arguments, passed: Arguments, m
     Returns:
         The function's result. Arguments in it that the function has written to are replaced by the caller's own.
     """
-    before, after = ((*args, *kwargs.values()) for args, kwargs in (original, passed))
-    if is_exporting() or all(map(operator.is_, after, before)):  # as in `begin`
+    unchanged = all(map(operator.is_, passed[0], original[0])) and (
+        not passed[1] or all(map(operator.is_, passed[1].values(), original[1].values()))
+    )
+    if unchanged or is_exporting():  # as in `begin`
         return function(*passed[0], **passed[1])
     # Not in a list outside of this call: torch.compile refuses changes of such a list in a checkpoint.
     written = _Forward(module)
