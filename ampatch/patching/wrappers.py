@@ -19,7 +19,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
-from ampatch.casting import cast_observers
+from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_errors import may_be_caused_by_casts
 from ampatch.casting.nested import cast_tensors, tensors_in
 from ampatch.compilers import give_own_code
@@ -41,7 +41,7 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -
         switch: switch of the session.
         reason: note that names the function and the list entry; added to errors that a cast may have caused.
     """
-    thread, adapt, call = switch.thread, adapter.adapt, adapter.call
+    thread, adapt, call, may_write = switch.thread, adapter.adapt, adapter.call, adapter.may_write
     overridden = _asking_overrides(original)
 
     @functools.wraps(original)
@@ -61,10 +61,10 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -
                 return observer.call(original, itself(), args, kwargs)  # type: ignore[arg-type]
         adapted = None
         try:
-            if has_torch_function((*args, *kwargs.values()) if kwargs else args):
-                adapted = adapted_for_override(adapt, args, kwargs)
-                return overridden(*adapted[0], **adapted[1])
-            adapted = adapt(args, kwargs)
+            overrides = has_torch_function((*args, *kwargs.values()) if kwargs else args)
+            adapted = adapted_for_override(adapt, args, kwargs) if overrides else adapt(args, kwargs)
+            if may_write or overrides:
+                return (write_back.call if may_write else _call)(overridden, (args, kwargs), adapted)
             if call is not None and not is_dynamo_compiling():
                 return call((args, kwargs), adapted)
             return original(*adapted[0], **adapted[1])
@@ -75,6 +75,10 @@ def wrap(original: Function, adapter: Adapter, switch: Switch, reason: Reason) -
     give_own_code(wrapper, original)
     itself = weakref.ref(wrapper)  # weak, so that a wrapper dies with its session
     return wrapper
+
+
+def _call(function: Function, _: Arguments, adapted: Arguments) -> Any:
+    return function(*adapted[0], **adapted[1])
 
 
 def wrap_for_half_models(
