@@ -1287,7 +1287,10 @@ def register_promote_function(module: Any, name: str) -> None:
 
 
 def half_function(function: _F) -> _F:
-    """Decorates a function: casts its floating arguments to the half type while amp patches functions."""
+    """Decorates a function: casts its floating arguments to the half type while amp patches functions.
+
+    If the function writes to an argument, the caller's tensor or container has the change afterwards.
+    """
     return decorate(function, "whitelist")  # type: ignore[no-any-return]
 
 

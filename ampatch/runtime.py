@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import compilers, tracing
 from ampatch.cast_lists.rules import Treatment
-from ampatch.casting import cast_observers
+from ampatch.casting import cast_observers, write_back
+from ampatch.casting.cast_errors import note_half
+from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import adopted_model, cast_labels, casting_mode
 from ampatch.patching.adapters import Adapt
@@ -178,8 +180,8 @@ def decorate(function: Any, kind: str) -> Any:
             adapted = adapt(args, kwargs)
             if is_float and mode is None:
                 with Switch.disabled():
-                    return function(*adapted[0], **adapted[1])
-            return function(*adapted[0], **adapted[1])
+                    return write_back.call(function, (args, kwargs), adapted)
+            return write_back.call(function, (args, kwargs), adapted)
         except Exception as error:
             explain(error, reason, (args, kwargs), adapted)
             raise
@@ -228,20 +230,19 @@ def before_forward(model: nn.Module, _: object) -> None:
 
 
 @compilers.traced_within_others
-def after_forward(model: nn.Module, _: object, outputs: object) -> None:
+def after_forward(model: nn.Module, inputs: object, outputs: object) -> None:
     """Runs after the forward of an adopted model, whether it returned or raised."""
     session = runtime.live
     if session is not None and not torch.compiler.is_compiling():
         session.cache.exit_forward(model)
-        if outputs is None and session.has_half_weights:  # if the forward raised, torch is still handling the error
-            settings = session.settings
-            adopted_model.note_types(
-                model,
-                sys.exc_info()[1],
-                settings.properties.half_dtype,
-                settings.keep_fp32,
-                settings.float32_outputs,
-            )
+        error, settings = sys.exc_info()[1], session.settings
+        if outputs is None and error is not None:  # if the forward raised, torch is still handling the error
+            half = settings.properties.half_dtype
+            is_own = not session.has_half_weights and half in {tensor.dtype for tensor in tensors_in(inputs)}
+            if session.has_made_half() and not is_own:
+                note_half(error, half)
+            if session.has_half_weights:
+                adopted_model.note_types(model, error, half, settings.keep_fp32, settings.float32_outputs)
 
 
 @compilers.traced_within_others

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import glob
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, identity
 from ampatch.cast_lists.rules import Rule
 from ampatch.casting import write_back
+from ampatch.casting.cast_errors import note_half
 from ampatch.distributed import Ranks
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
@@ -259,8 +261,9 @@ class Session:
         is_scaled = not all(scaler.is_one for scaler in self.scalers)
         if is_scaled:
             clipping.watch(self.ledger, self._while_active(Session._check_clipped))
-        if is_scaled or self.has_masters:
-            unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._blocks))
+        if is_scaled or self.patches_any:
+            explain = self._while_active(Session._explain_backward)
+            unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._blocks), explain)
         if self._hears_steps:
             self.ledger.on_undo(register_optimizer_step_pre_hook(self._unadopted.before_step).remove)
         if self.has_masters or self.patches_functions:
@@ -269,6 +272,17 @@ class Session:
         cuda_graphs.announce(self.ledger, before_capture)
         cuda_graphs.accept_adopted_models(self.ledger, before_capture)
         self.switch.active = True
+
+    def has_made_half(self) -> bool:
+        """Returns True if a tensor may be half because of amp."""
+        dynamo: Any = sys.modules.get("torch._dynamo.utils")
+        has_compiled = dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0  # casts there do not count
+        return self.has_half_weights or self.cache.counts().casts > 0 or has_compiled
+
+    def _explain_backward(self, error: BaseException) -> None:
+        if self.has_made_half():
+            cure = "opt_level='O1', " if self.has_half_weights else ""  # with half weights, all results are half again
+            note_half(error, self.settings.properties.half_dtype, f"{cure}keep_fp32=nn.BatchNorm1d")
 
     def _patch_functions(self) -> None:
         hooks = self._hooks

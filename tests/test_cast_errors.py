@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -140,3 +141,151 @@ class TestCalls:
             with pytest.raises(RuntimeError) as raised:
                 fails(ones(2), "not implemented for 'Half'")
             assert "decorated" in raised.value.__notes__[0]
+
+
+MASK, PLACES = ones(4, 4, dtype=torch.bool), torch.tensor([0])
+LARGE = {
+    "masked_fill": lambda x: x.masked_fill(MASK, -1e9),
+    "masked_fill_": lambda x: x.clone().masked_fill_(MASK, -1e9),
+    "clamp": lambda x: x.clamp(min=-1e9),
+    "clamp_": lambda x: x.clone().clamp_(max=1e9),
+    "full_like": lambda x: torch.full_like(x, -1e9),
+    "new_full": lambda x: x.new_full((2,), -1e9),
+    "full": lambda x: torch.full((2,), -1e9, dtype=x.dtype),
+    "index_fill": lambda x: x.index_fill(0, PLACES, -1e9),
+    "pad": lambda x: F.pad(x, (1, 1), value=-1e9),
+    "fill_diagonal_": lambda x: x.detach().fill_diagonal_(-1e9),
+    "fill_": lambda x: x.detach().fill_(-1e9),
+    "scatter": lambda x: x.scatter(0, torch.zeros(1, 4, dtype=torch.long), -1e9),
+    "threshold": lambda x: F.threshold(x, 0.0, -1e9),
+    "hardtanh": lambda x: F.hardtanh(x, -1e9, 1e9),
+    "softshrink": lambda x: F.softshrink(x, 1e9),
+    "add": lambda x: torch.add(x, x, alpha=1e9),
+    "pad_sequence": lambda x: nn.utils.rnn.pad_sequence([x, x[:1]], padding_value=-1e9),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, work: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.layer, self.work = nn.Linear(4, 4), work
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.work(self.layer(x))
+
+
+def adopted(model: nn.Module, level: str, half: torch.dtype = HALF, **options: Any) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return amp.initialize(model, optimizer, opt_level=level, half_dtype=half, verbosity=0, **options)[0]
+
+
+def notes_of(function: Callable[[], object]) -> list[str]:
+    with pytest.raises(RuntimeError) as raised:
+        function()
+    return getattr(raised.value, "__notes__", [])
+
+
+@pytest.mark.usefixtures("_each_implementation")
+class TestNumbers:
+    """A number is too large for a half tensor of amp's, in a function that no wrapper sees."""
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.parametrize("work", LARGE.values(), ids=LARGE)
+    def test_a_note_says_what_to_type(self, work: Callable[[torch.Tensor], object], level: str) -> None:
+        (note,) = notes_of(lambda: adopted(Net(work), level)(ones(4, 4)))
+        assert "made tensors torch.float16, which holds no number beyond 65504" in note
+        assert "Type torch.finfo(x.dtype).min" in note
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.parametrize(
+        "cure", [lambda x: x.masked_fill(MASK, torch.finfo(x.dtype).min), lambda x: x.float().masked_fill(MASK, -1e9)]
+    )
+    def test_what_the_note_says_to_type_works(self, cure: Callable[[torch.Tensor], object], level: str) -> None:
+        adopted(Net(cure), level)(ones(4, 4))
+
+    @pytest.mark.parametrize("level", ["O4", "O5"])
+    def test_bfloat16_holds_less_than_float32(self, level: str) -> None:
+        least = torch.finfo(torch.float32).min
+        (note,) = notes_of(lambda: adopted(Net(lambda x: x.masked_fill(MASK, least)), level, BFLOAT)(ones(4, 4)))
+        assert "torch.bfloat16, which holds no number beyond 3.38953e+38" in note
+
+    def test_in_a_model_in_another_there_is_one_note(self) -> None:
+        inner = Net(LARGE["masked_fill"])
+        outer = nn.Sequential(inner)
+        amp.initialize([inner, outer], opt_level="O1", half_dtype=HALF, verbosity=0)
+        assert len(notes_of(lambda: outer(ones(4, 4)))) == 1
+
+    def test_in_compiled_code(self) -> None:
+        model = torch.compile(adopted(Net(LARGE["masked_fill"]), "O1"), backend="eager")
+        (note,) = notes_of(lambda: model(ones(4, 4)))
+        assert "torch.finfo(x.dtype).min" in note
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            pytest.param(lambda _: LARGE["masked_fill"](ones(4, 4).half()), id="outside"),
+            pytest.param(lambda model: model(ones(4, 4)), id="no cast"),
+            pytest.param(lambda model: (torch.mm(MASK * 1.0, MASK * 1.0), model(ones(4, 4).half())), id="argument"),
+            pytest.param(lambda model: (torch.mm(MASK * 1.0, MASK * 1.0), model(ones(4, 4), BFLOAT)), id="other type"),
+        ],
+    )
+    def test_no_note_where_the_user_made_it_half(self, call: Callable[[nn.Module], object]) -> None:
+        class Own(nn.Module):
+            def forward(self, x: torch.Tensor, dtype: torch.dtype = HALF) -> object:
+                return x.to(dtype).masked_fill(MASK, -1e39)
+
+        model = amp.initialize(Own(), opt_level="O1", half_dtype=HALF, verbosity=0)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()  # it counts what earlier tests have compiled
+        assert notes_of(lambda: call(model)) == []
+
+    def test_no_note_about_other_errors(self) -> None:
+        assert notes_of(lambda: adopted(Net(lambda x: x.view(5)), "O1")(ones(4, 4))) == []
+
+
+class TestBackward:
+    """A function of torch's meets half and float32 in the backward pass, where no wrapper is."""
+
+    @staticmethod
+    def gradients(level: str, transform: str, **options: Any) -> object:
+        net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1))
+        net = adopted(net, level, **options)
+
+        def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = torch.func.functional_call(net, weights, (x,))
+            return result.float().square().mean()
+
+        weights = dict(net.named_parameters())
+        if transform == "jacrev":
+            return torch.func.jacrev(loss)(weights, ones(5, 4))
+        return torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, ones(3, 5, 4))
+
+    @pytest.mark.parametrize("transform", ["grad", "jacrev"])
+    @pytest.mark.parametrize("half", [HALF, BFLOAT])
+    def test_a_note_says_what_to_type(self, transform: str, half: torch.dtype) -> None:
+        (note,) = notes_of(lambda: self.gradients("O1", transform, half=half))
+        assert f"made tensors {half}, and the backward pass of a function met float32" in note
+        assert "type amp.initialize(..., keep_fp32=nn.BatchNorm1d)" in note
+        amp.deinitialize()
+        self.gradients("O1", transform, half=half, keep_fp32=nn.BatchNorm1d)
+
+    def test_a_note_says_what_to_type_where_weights_are_half(self) -> None:
+        (note,) = notes_of(lambda: self.gradients("O2", "jacrev"))
+        assert "type amp.initialize(..., opt_level='O1', keep_fp32=nn.BatchNorm1d)" in note
+
+    def test_no_note_without_casts(self) -> None:
+        class Raises(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                raise RuntimeError("expected scalar type Half but found Float")
+
+        leaf = ones(2, requires_grad=True)
+        torch._dynamo.utils.counters.clear()
+        with casts_on(HALF):
+            assert notes_of(lambda: Raises.apply(leaf).sum().backward()) == []
+            torch.mm(ones(2, 2), ones(2, 2))
+            assert len(notes_of(lambda: Raises.apply(leaf).sum().backward())) == 1

@@ -164,6 +164,8 @@ CALLS = (
     lambda: torch.cdist(half(2, 2), half(2, 2)),
     lambda: torch.linalg.svd(torch.ones(2, 2, dtype=torch.bfloat16)),
     lambda: torch.linalg.inv(half(2, 2)),
+    lambda: half(2).masked_fill(ones > 0, -1e9),
+    lambda: F.softshrink(half(2), 1e9),
     lambda: half(2).index_put_((first,), one),
     lambda: half(2).scatter_(0, first, one),
     lambda: half(2).index_add_(0, first, one),

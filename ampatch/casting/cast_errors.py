@@ -30,6 +30,7 @@ _CPP_FLOATS = {torch.float32: re.compile(r"(?<!\w)float(?!\w)"), torch.float64: 
 
 _OF_TYPES = re.compile(r"(?<!\w)(?:dtypes?|(?:data|scalar) types?)(?!\w)")
 _OF_KERNELS = re.compile(r"not implemented for|not supported|unsupported dtype", re.IGNORECASE)
+_OF_NUMBERS = re.compile(r"without overflow|out of bounds for|for input dtype")
 _OF_VALUES = re.compile(
     r"(?<!\w)(?:inf|nan|(?:non-?)?finite|infinity|overflow|underflow|converge|singular|positive-definite)(?!\w)",
     re.IGNORECASE,
@@ -99,6 +100,34 @@ def may_be_of_mixed_types(error: BaseException, half: torch.dtype) -> bool:
     if half in named and not named.isdisjoint(_CPP_FLOATS):
         return True
     return named <= {half, *_CPP_FLOATS} and _OF_TYPES.search(text) is not None
+
+
+def note_half(error: BaseException, half: torch.dtype, in_backward: str = "") -> None:
+    """Adds a note to an error about half tensors that amp has made: it says what to type.
+
+    Args:
+        error: error of a forward or backward pass; no note, unless its text names a number that is too large for the
+            half type, or in a backward pass both this type and float32.
+        half: the half type.
+        in_backward: arguments for ``amp.initialize`` that keep a layer in float32; empty for a forward pass.
+    """
+    text = str(error)
+    if _OF_NUMBERS.search(text) and _TYPES[half].search(text):
+        note = (
+            f"ampatch: amp has made tensors {half}, which holds no number beyond {torch.finfo(half).max:g}. Type "
+            "torch.finfo(x.dtype).min in place of a number such as -1e9, with the tensor of this call as x; or call "
+            "the function on x.float()."
+        )
+    elif in_backward and may_be_of_mixed_types(error, half):
+        note = (
+            f"ampatch: amp has made tensors {half}, and the backward pass of a function met float32 beside them. Keep "
+            f"its layer in float32: type amp.initialize(..., {in_backward}), as for a batch norm under torch.func. Or "
+            "decorate the forward and backward of your autograd.Function by amp.float_function."
+        )
+    else:
+        return
+    if note not in getattr(error, "__notes__", ()):  # of a model in another model, or of nested backward passes
+        error.add_note(note)
 
 
 def names_missing_kernel(error: BaseException, half: torch.dtype) -> bool:

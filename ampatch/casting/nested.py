@@ -90,7 +90,7 @@ def cast_tensors(value: object, cast: TensorCast) -> object:
     return value
 
 
-def cast_floating(value: object, dtype: torch.dtype, known: Replacements | None = None) -> object:
+def cast_floating(value: object, dtype: torch.dtype | None, known: Replacements | None = None) -> Any:
     """Returns ``value`` with every float32, float16 and bfloat16 tensor in it cast to ``dtype``.
 
     Opens lists, tuples, named tuples, dicts, other mappings, and the fields of dataclasses. Casts any other object by
@@ -98,7 +98,7 @@ def cast_floating(value: object, dtype: torch.dtype, known: Replacements | None 
 
     Args:
         value: any object. It is never written to.
-        dtype: a floating dtype.
+        dtype: a floating dtype; None casts nothing, and only makes the known replacements.
         known: replacements of objects in ``value``; new ones are added.
 
     Returns:
@@ -121,7 +121,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _cast_floating(value: Any, dtype: torch.dtype, known: Replacements) -> Any:
+def _cast_floating(value: Any, dtype: torch.dtype | None, known: Replacements) -> Any:
     if type(value) in PLAIN:
         return value
     cast: object = known.find(value)
@@ -129,12 +129,12 @@ def _cast_floating(value: Any, dtype: torch.dtype, known: Replacements) -> Any:
         return cast
     value = value if cast is None else cast
     if isinstance(value, Tensor):
-        cast = value.to(dtype) if value.dtype in CASTABLE and value.dtype != dtype else value
+        cast = value.to(dtype) if dtype and value.dtype in CASTABLE and value.dtype != dtype else value
     elif isinstance(value, tuple):  # can hold itself only through a container of another class
         return _cast_sequence(value, dtype, known)
     else:
         cast_opened = _floating_cast_of(value)
-        if cast_opened is None:
+        if cast_opened is None or (dtype is None and cast_opened is _cast_by_to):
             return value
         known.add(value, value)  # found if it holds itself
         cast = cast_opened(value, dtype, known)
@@ -147,7 +147,7 @@ def is_opened(value: object) -> bool:
     return isinstance(value, tuple) or _floating_cast_of(value) is not None
 
 
-def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Replacements], object] | None:
+def _floating_cast_of(value: object) -> Callable[[Any, Any, Replacements], object] | None:
     """Returns the function that casts an object that is neither a tensor nor a tuple; None if it stays unchanged."""
     kind = type(value)
     if isinstance(value, list):
@@ -164,17 +164,17 @@ def _floating_cast_of(value: object) -> Callable[[Any, torch.dtype, Replacements
     return _cast_by_to if callable(getattr(kind, "to", None)) else None
 
 
-def _cast_sequence(value: list[object] | tuple[object, ...], dtype: torch.dtype, known: Replacements) -> object:
+def _cast_sequence(value: list[object] | tuple[object, ...], dtype: torch.dtype | None, known: Replacements) -> object:
     items = [_cast_floating(item, dtype, known) for item in value]
     return value if all(map(_same, items, value)) else _like_sequence(value, items)
 
 
-def _cast_dict(value: dict[Any, object], dtype: torch.dtype, known: Replacements) -> object:
+def _cast_dict(value: dict[Any, object], dtype: torch.dtype | None, known: Replacements) -> object:
     values = {key: _cast_floating(item, dtype, known) for key, item in value.items()}
     return value if all(map(_same, values.values(), value.values())) else _like_dict(value, values)
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype, known: Replacements) -> object:
+def _cast_dataclass(value: Any, dtype: torch.dtype | None, known: Replacements) -> object:
     """Casts the fields; if the dataclass is also a dict, such as Hugging Face's ModelOutput, the items too."""
     items = dict(value.items()) if isinstance(value, dict) else {}
     held = {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
@@ -193,7 +193,7 @@ def _cast_dataclass(value: Any, dtype: torch.dtype, known: Replacements) -> obje
     return like
 
 
-def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype, known: Replacements) -> object:
+def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype | None, known: Replacements) -> object:
     # A user's class keeps its items where it likes. They are not set in a copy, which may share its stores with the
     # original. Instead, the attributes that store the items are cast; they are found by their contents.
     items = dict(value.items())

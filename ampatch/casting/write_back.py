@@ -1,15 +1,18 @@
-"""Copies the writes of a forward pass to its arguments back to the caller's objects.
+"""Copies the writes of a forward pass, or of a user's function, to its arguments back to the caller's objects.
 
 If amp casts the arguments, the forward pass gets its own containers and tensors. Results in these containers (a key in
 a batch, an item at the end of a list, an attribute) would be lost, like in-place writes to tensors. Owns which forward
 passes are running, and which arguments they got. Must not decide on dtypes, and must never write to an object that the
 forward pass has not written to.
+
+Functions that are decorated or registered count as forward passes.
 """
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
-from torch.compiler import is_compiling, is_exporting
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 from ampatch.casting.nested import PLAIN, Replacements, attributes_of, cast_floating, is_opened
+from ampatch.errors import UsageError
 
 #: Positional arguments and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -60,23 +63,23 @@ class _Copy:
     Attributes:
         original: the caller's tensor.
         passed: the copy.
-        version: version counter of the copy when the forward pass began.
-        node: ``grad_fn`` of the copy when the forward pass began.
+        version: version counter of the copy when the forward pass began; None if torch keeps none, in inference mode.
+        node: id of the ``grad_fn`` of the copy when the forward pass began.
     """
 
     original: Tensor
     passed: Tensor
-    version: int
-    node: Node | None
+    version: int | None
+    node: int
 
 
 class _Forward:
     """A running forward pass.
 
     Attributes:
-        module: module that it belongs to.
+        module: module that it belongs to; None if `call` runs it.
         frame: frame of the module's call; once it has left the stack, the forward pass has ended. None if torch.compile
-            traces it, or if `call_in_float32` runs it.
+            traces it, or if `call` runs it.
         containers: containers among its arguments, and containers in these.
         known: the caller's object for each tensor and container that the forward pass got.
         copies: copies of the caller's tensors that it got, if torch counts the writes to them.
@@ -84,7 +87,7 @@ class _Forward:
 
     __slots__ = ("containers", "copies", "frame", "known", "module")
 
-    def __init__(self, module: nn.Module, frame: FrameType | None) -> None:
+    def __init__(self, module: nn.Module | None = None, frame: FrameType | None = None) -> None:
         self.module = module
         self.frame = frame
         self.containers: list[_Container] = []
@@ -113,7 +116,7 @@ def begin(module: nn.Module, original: Arguments, passed: Arguments) -> None:
     if is_exporting():  # an exported program cannot write to its arguments, and torch warns about objects kept here
         return
     if is_compiling():
-        forwards, forward = _traced, _Forward(module, None)
+        forwards, forward = _traced, _Forward(module)
     else:
         drop_interrupted()
         forwards, forward = _stack.forwards, _Forward(module, _call())
@@ -144,30 +147,32 @@ def end(module: nn.Module, dtype: torch.dtype | None, result: object) -> object:
     return result if dtype is None else cast_floating(result, dtype, known)
 
 
-def call_in_float32(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Calls a module's forward with floating arguments in float32; its writes to them reach the caller's objects.
+def call(function: Callable[..., Any], original: Arguments, passed: Arguments, module: nn.Module | None = None) -> Any:
+    """Calls a function with cast arguments; its writes to them reach the caller's objects, also if it raises.
 
     Args:
-        module: module that the forward belongs to.
-        forward: function that calls the module's own forward, with casts off.
-        args: positional arguments as the caller passed them.
-        kwargs: keyword arguments.
+        function: function to call.
+        original: arguments as the caller passed them.
+        passed: the same, with casts in place of some tensors.
+        module: module whose forward the function is; None for a function of its own. Only that writes to the caller's
+            tensors in compiled code and in inference mode too, where torch keeps no versions. The latter compares.
 
     Returns:
-        The forward's result, as it is.
+        The function's result. Arguments in it that the function has written to are replaced by the caller's own.
     """
-    given: Any = cast_floating((args, kwargs), torch.float32)
-    if is_exporting():  # as in `begin`
-        return forward(*given[0], **given[1])
+    unchanged = all(map(operator.is_, passed[0], original[0])) and (
+        not passed[1] or all(map(operator.is_, passed[1].values(), original[1].values()))
+    )
+    if unchanged or is_exporting():  # as in `begin`
+        return function(*passed[0], **passed[1])
     # Not in a list outside of this call: torch.compile refuses changes of such a list in a checkpoint.
-    written = _Forward(module, None)
-    _track_arguments(written, (args, kwargs), given)
+    written = _Forward(module)
+    _track_arguments(written, original, passed)
     try:
-        return forward(*given[0], **given[1])
+        result = function(*passed[0], **passed[1])
     finally:
         _write_all(written, None)
+    return cast_floating(result, None, written.known)
 
 
 def drop_interrupted() -> None:
@@ -226,12 +231,41 @@ def _track(forward: _Forward, original: Any, passed: Any) -> None:
 
 
 def _track_tensor(forward: _Forward, original: Any, passed: Tensor) -> None:
-    if passed is original or not isinstance(original, Tensor) or is_compiling() or passed.is_inference():
+    if passed is original or not isinstance(original, Tensor):
+        return
+    if forward.module is not None and (is_compiling() or passed.is_inference()):
         return
     if forward.known.find(passed) is None:
         # `end` replaces the copy by the caller's tensor, after it has copied in-place writes to that.
         forward.known.add(passed, original)
-        forward.copies.append(_Copy(original, passed, passed._version, passed.grad_fn))
+        forward.copies.append(_Copy(original, passed, *_state_of(passed)))
+
+
+def _state_of(tensor: Any) -> tuple[int | None, int]:
+    """Returns the version counter of a tensor, None in inference mode, and the id of its ``grad_fn``.
+
+    Under torch.compile both are constants, as they are at this point of the trace.
+    """
+    if is_dynamo_compiling():
+        # In the graph a version is a number that no branch can depend on.
+        from torch._dynamo.comptime import comptime
+
+        comptime(lambda trace: _noted.append(_state_of(trace.get_local("tensor").as_fake())))
+        return _noted_state()
+    counted = tensor
+    while torch._C._functorch.is_functorch_wrapped_tensor(counted):  # those of torch.vmap count nothing themselves
+        counted = torch._C._functorch.get_unwrapped(counted)
+    return None if counted.is_inference() else counted._version, id(tensor.grad_fn)
+
+
+_noted: list[tuple[int | None, int]] = []
+
+
+def _noted_state() -> tuple[int | None, int]:
+    return _noted.pop()
+
+
+_noted_state._dynamo_marked_constant = True  # type: ignore[attr-defined]  # without an import of torch._dynamo
 
 
 def _track_items(forward: _Forward, original: Any, passed: Any, read: Callable[[Any], dict[Any, Any]]) -> None:
@@ -247,29 +281,47 @@ def _by_key(value: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _write_all(forward: _Forward, dtype: torch.dtype | None) -> None:
-    """Copies all writes of a forward pass to the caller's objects; casts new tensors to ``dtype`` if it is given."""
+    """Copies all writes of a forward pass to the caller's objects; casts new tensors to ``dtype`` if it is given.
+
+    A forward pass that casts no result gave the caller its copies. So it knows only the objects that it has written to.
+    """
     known = forward.known
     for copy in forward.copies:
-        if copy.passed._version != copy.version and not _write_tensor(copy):
+        if not (_write_tensor(copy, forward.module is None) if _is_written(copy) else dtype is not None):
             known.forget(copy.passed)
     for container in forward.containers:
-        _write_container(container, lambda item: item if dtype is None else cast_floating(item, dtype, known))
+        if not _write_container(container, lambda item: cast_floating(item, dtype, known)) and dtype is None:
+            known.forget(container.passed)
 
 
-def _write_tensor(copy: _Copy) -> bool:
+def _is_written(copy: _Copy) -> bool:
+    if copy.version is not None:
+        return _state_of(copy.passed)[0] != copy.version
+    return not is_compiling() and not torch.equal(copy.passed, copy.original.to(copy.passed.dtype))
+
+
+def _write_tensor(copy: _Copy, is_function: bool) -> bool:
     """Copies in-place writes from a copy to the caller's tensor, together with their graph.
 
     In a strided tensor, elements that the forward pass has not changed keep all their digits.
 
     Returns:
         True if it could; False if the copy has another shape or layout than the caller's tensor.
+
+    Raises:
+        UsageError: it has another one, and the caller has called a function.
     """
     original, passed = copy.original, copy.passed
     if passed.shape != original.shape or passed.layout is not original.layout:
+        if is_function:
+            raise UsageError(
+                f"a function gave shape {tuple(passed.shape)} to an argument of shape {tuple(original.shape)} in "
+                "place, but amp had cast it. Type x = x.unsqueeze(0) instead of x.unsqueeze_(0), and return x."
+            )
         return False
     with torch.no_grad():
         before = original.clone()
-    with contextlib.nullcontext() if passed.grad_fn is not copy.node else torch.no_grad():
+    with contextlib.nullcontext() if _state_of(passed)[1] != copy.node else torch.no_grad():
         original.copy_(passed)
     if passed.layout is torch.strided:
         with torch.no_grad():
@@ -277,12 +329,14 @@ def _write_tensor(copy: _Copy) -> bool:
     return True
 
 
-def _write_container(container: _Container, as_original: Callable[[Any], Any]) -> None:
+def _write_container(container: _Container, as_original: Callable[[Any], Any]) -> bool:
+    """Copies the changes of a container to the caller's; returns True if there are any."""
     now, before, original = container.read(container.passed), container.items, container.original
     if isinstance(now, list) or isinstance(before, list):
-        if len(now) != len(before) or any(item is not before[place] for place, item in enumerate(now)):
+        changed = len(now) != len(before) or any(item is not before[place] for place, item in enumerate(now))
+        if changed:
             original[:] = _items_of_list(now, before, list(container.outer), as_original)
-        return
+        return changed
     written = {key: as_original(item) for key, item in now.items() if key not in before or item is not before[key]}
     # An item may be an attribute too, and be gone already.
     gone = [key for key in before if key not in now and key in container.read(original)]
@@ -292,6 +346,7 @@ def _write_container(container: _Container, as_original: Callable[[Any], Any]) -
             _put_in_order(original, list(now))
     else:
         _write_attributes(original, written, gone)
+    return bool(written or gone)
 
 
 def _items_of_list(now: Items, before: Items, outer: list[Any], as_original: Callable[[Any], Any]) -> Iterator[Any]:

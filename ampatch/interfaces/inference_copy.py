@@ -35,6 +35,7 @@ from ampatch.cast_lists.paths import Path, PathError, find, unwrapped
 from ampatch.cast_lists.rules import FLOAT32, Rule
 from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_store import Store
+from ampatch.casting.nested import cast_floating
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError, did_you_mean, warn
 from ampatch.patching import adopted_model, autocast_checks, recurrent_weights
@@ -368,7 +369,8 @@ class _CopyRunner:
             finally:
                 mode.off -= 1
 
-        result = write_back.call_in_float32(module, without_casts, args, kwargs)
+        given = cast_floating((args, kwargs), torch.float32)
+        result = write_back.call(without_casts, (args, kwargs), given, module)
         _check_complete(result)
         return result
 

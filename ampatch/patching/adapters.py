@@ -42,6 +42,11 @@ _SPARSE = {
     torch.sparse_bsr: False,
     torch.sparse_bsc: False,
 }
+# The listed functions that return a view of their argument, and in which calls they do. These compute nothing.
+_VIEWS: dict[Function, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
+    torch.einsum: lambda args, _: len(list(tensors_in(args))) == 1,
+    Tensor.sum_to_size: lambda args, kwargs: _has_size(*args, *kwargs.values()),
+}
 _IN_PLACE_OPERATORS = frozenset(
     f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 ) | {"__setitem__"}
@@ -57,16 +62,22 @@ class Adapter:
             depends on more than the arguments' types.
         call: function that makes the call in place of the original, given the arguments before and after ``adapt``;
             None: the original does, with those after it. Compiled code calls the original.
+        may_write: True if the function may write to its arguments, so that its writes are copied to the caller's.
     """
 
     adapt: Adapt
     plain_cast: PlainCast | None = None
     call: Callable[[Arguments, Arguments], Any] | None = None
+    may_write: bool = False
 
 
 def is_in_place(name: str) -> bool:
     """Returns True if a function of this name writes to its first argument."""
     return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _has_size(tensor: Tensor, *size: Any) -> bool:
+    return [*tensor.shape] == [*(size[0] if isinstance(size[0], (list, tuple)) else size)]
 
 
 def lacks_half_products(tensor: Tensor) -> bool:
@@ -373,7 +384,13 @@ class Adapters:
         return args, kwargs
 
     def _unless_in_place(self, adapter: Adapter, path: Path, original: Function | None, refuse_half: bool) -> Adapter:
-        """Treats calls with ``inplace=True`` as in-place: after a cast they would write to a copy, not to the input."""
+        """Treats calls with ``inplace=True`` as in-place: after a cast they would write to a copy, not to the input.
+
+        Calls that return a view of an argument keep it, for the same reason.
+        """
+        is_view = next((is_view for function, is_view in _VIEWS.items() if function is original), None)
+        if is_view is not None:
+            return Adapter(lambda *given: given if is_view(*given) else adapter.adapt(*given))
         asked = argument_reader(original, "inplace") if original is not None and may_have(original, "inplace") else None
         if asked is None:
             return adapter

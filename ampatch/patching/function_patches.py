@@ -13,7 +13,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import wrapt
@@ -406,7 +406,14 @@ class FunctionPatches:
         is_class = isinstance(owner, type)
         wrapper = None if is_class else self._wrappers.get(id(original))
         if wrapper is None:
+            # By this name pickle finds the wrapper while it is installed, and the original otherwise.
+            if isinstance(owner, type):
+                module, qualified = owner.__module__, f"{owner.__qualname__}.{name}"
+            else:
+                module, qualified = getattr(owner, "__name__", getattr(original, "__module__", "")), name
             adapter = make_adapter(original)
+            if name in _WRITING or module.partition(".")[0] != "torch":
+                adapter = replace(adapter, plain_cast=None, may_write=True)
             if self._for_half_models:
                 wrapper = wrap_for_half_models(original, adapter, self._switch, reason, frozenset(needs_float32))
             else:
@@ -414,11 +421,7 @@ class FunctionPatches:
                 needs_block = any(_needs_block(original, known_as, treatment) for treatment in treatments)
                 wrapper = wrap(original, adapter, self._switch, reason, needs_block)
                 self.fuses_linear |= adapter.call is not None
-            # By this name pickle finds the wrapper while it is installed, and the original otherwise.
-            if isinstance(owner, type):
-                wrapper.__module__, wrapper.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
-            else:
-                wrapper.__module__, wrapper.__qualname__ = getattr(owner, "__name__", wrapper.__module__), name
+            wrapper.__module__, wrapper.__qualname__ = module, qualified
             encloses = not self._for_half_models and needs_block and isinstance(original, types.FunctionType)
             if not self._for_half_models and isinstance(reason, str) and not encloses:
                 wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason)
@@ -462,6 +465,9 @@ def _needs_block(original: Function, path: Path, treatment: Treatment | None) ->
         return bool(known)
     return bool(known) or path.namespace == "torch.linalg" or path.name in _MULTIPLYING
 
+
+# Functions of torch that may write to an argument although their name does not say so: with max_norm=.
+_WRITING = frozenset({"embedding", "embedding_bag"})
 
 # Packages whose containers are not user code.
 _NOT_USERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})

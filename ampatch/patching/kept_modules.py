@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ampatch.casting import write_back
+from ampatch.casting.nested import cast_floating
 from ampatch.errors import OptionError
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES
@@ -58,4 +60,5 @@ class _ForwardInFloat32(ReplacedForward):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward on float32 arguments."""
-        return write_back.call_in_float32(self.module, self.in_block, args, kwargs)
+        given = cast_floating((args, kwargs), torch.float32)
+        return write_back.call(self.in_block, (args, kwargs), given, self.module)

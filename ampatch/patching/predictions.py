@@ -182,7 +182,7 @@ class _Call:
 
     def reason(self, tensor: Tensor) -> str:
         """Returns why a tensor is not cast: the first reason that holds."""
-        return next(filter(None, (reason(self, tensor) for reason in _REASONS)), "the rule leaves it as it is")
+        return next(filter(None, (reason(self, tensor) for reason in _REASONS)), "the result may be a view of it")
 
     def explicit_dtype(self) -> object:
         """Returns the value that the caller passes for ``dtype``; None if there is none."""

@@ -21,7 +21,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
-from ampatch.casting import cast_observers
+from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_errors import may_be_caused_by_casts
 from ampatch.casting.nested import cast_tensors, tensors_in
 from ampatch.compilers import give_own_code
@@ -55,10 +55,10 @@ def wrap(
         needs_block: True if what the original calls must cast nothing. Otherwise only builtins run without torch's
             autocast, which has lists of its own; and graphs need not, where its casts are the same.
     """
-    adapt, call = adapter.adapt, adapter.call
+    adapt, call, may_write = adapter.adapt, adapter.call, adapter.may_write
     is_python = isinstance(original, types.FunctionType)
     enclosed = _without_casts if needs_block else _as_it_is
-    overridden, run = enclosed(_asking_overrides(original), False), enclosed(original, is_python)
+    overridden, run = enclosed(_asking_overrides(original), is_python), enclosed(original, is_python)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -78,10 +78,10 @@ def wrap(
                 return observer.call(original, itself(), args, kwargs)  # type: ignore[arg-type]
         adapted = None
         try:
-            if has_torch_function((*args, *kwargs.values()) if kwargs else args):
-                adapted = adapted_for_override(adapt, args, kwargs)
-                return overridden(*adapted[0], **adapted[1])
-            adapted = adapt(args, kwargs)
+            overrides = has_torch_function((*args, *kwargs.values()) if kwargs else args)
+            adapted = adapted_for_override(adapt, args, kwargs) if overrides else adapt(args, kwargs)
+            if may_write or overrides:
+                return (write_back.call if may_write else _call)(overridden, (args, kwargs), adapted)
             if is_python or is_dynamo_compiling():
                 return run(*adapted[0], **adapted[1])
             with _without_autocast() if in_region else _NOTHING:
@@ -109,6 +109,10 @@ def _without_casts(function: Function, always: bool) -> Function:
 
 def _as_it_is(function: Function, _: bool) -> Function:
     return function
+
+
+def _call(function: Function, _: Arguments, adapted: Arguments) -> Any:
+    return function(*adapted[0], **adapted[1])
 
 
 def wrap_for_half_models(

@@ -20,12 +20,13 @@ from ampatch.ledger import PatchLedger
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 
 
-def watch(ledger: PatchLedger, active: Callable[[], Blocks | None]) -> None:
+def watch(ledger: PatchLedger, active: Callable[[], Blocks | None], explain: Callable[[BaseException], None]) -> None:
     """Makes torch's backward passes report to blocks, and warn or raise if they would mix scaled and other gradients.
 
     Args:
         ledger: records what is installed.
         active: returns what the blocks of the live session share; None: there is no such session.
+        explain: called with each error of torch's in a backward pass, to which it may add a note.
     """
     # Tensor.backward and torch.autograd.backward call this one, and may have been bound by name before.
     original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
@@ -42,7 +43,11 @@ def watch(ledger: PatchLedger, active: Callable[[], Blocks | None]) -> None:
             _check_left_scaled(outputs, inputs, blocks)
         adds_in_ddp = accumulates and blocks.ranks.replicates
         before = blocks.ranks.before_backward(blocks.is_any_open) if adds_in_ddp else []
-        result = original(outputs, *args, **kwargs)
+        try:
+            result = original(outputs, *args, **kwargs)
+        except RuntimeError as error:
+            explain(error)
+            raise
         if before:
             blocks.ranks.after_backward(before)
         if blocks.watched:
