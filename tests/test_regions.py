@@ -1,0 +1,396 @@
+"""Regions of torch.autocast: inside them amp does what they say, and an adopted model's forward is one."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from helpers import casts_on
+from torch import Tensor, nn
+from torch.amp import custom_bwd, custom_fwd
+
+from ampatch import amp
+
+HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+SETTINGS = [("O1", torch.float16), ("O1", torch.bfloat16), ("O4", torch.bfloat16)]
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.* is deprecated:FutureWarning")
+
+FREQUENCIES = 1.0 / 10000 ** (torch.arange(0, 64, 2).float() / 64)
+POSITIONS = torch.arange(4096)[None].float()  # in half, those beyond 2,048 are rounded
+
+
+def angles() -> Tensor:
+    return (FREQUENCIES[None, :, None] @ POSITIONS[:, None, :]).cos()
+
+
+def by_context() -> Tensor:
+    with torch.autocast(device_type="cpu", enabled=False):
+        return angles()
+
+
+@torch.autocast(device_type="cpu", enabled=False)
+def by_decorator() -> Tensor:
+    return angles()
+
+
+def by_name_of_the_device() -> Tensor:
+    with torch.cpu.amp.autocast(enabled=False):
+        return angles()
+
+
+def by_state() -> Tensor:
+    before = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        return angles()
+    finally:
+        torch.set_autocast_enabled("cpu", before)
+
+
+def if_asked() -> Tensor:
+    """As transformers 5 opens its guards: only if torch says that autocast is on."""
+    return by_context() if torch.is_autocast_enabled("cpu") else angles()
+
+
+def by_disable_casts() -> Tensor:
+    with amp.disable_casts():
+        return angles()
+
+
+@amp.float_function
+def by_float_function() -> Tensor:
+    return angles()
+
+
+GUARDS = {
+    function.__name__: function
+    for function in (
+        by_context,
+        by_decorator,
+        by_name_of_the_device,
+        by_state,
+        if_asked,
+        by_disable_casts,
+        by_float_function,
+    )
+}
+
+
+class Guarded(nn.Module):
+    def __init__(self, guard: Callable[[], Tensor], checkpointed: bool = False) -> None:
+        super().__init__()
+        self.guard, self.checkpointed = guard, checkpointed
+        self.layer = nn.Linear(4, 4)
+
+    def part(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found, hidden = self.guard(), self.layer(x)
+        return hidden @ hidden.t(), found
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.checkpointed:
+            result: tuple[Tensor, Tensor] = torch.utils.checkpoint.checkpoint(self.part, x, use_reentrant=False)
+            return result
+        return self.part(x)
+
+
+def adopted(model: nn.Module, **options: Any) -> Any:
+    return amp.initialize(model, verbosity=0, **options)
+
+
+def check_guarded(run: Callable[[Tensor], tuple[Tensor, Tensor]], half: torch.dtype) -> None:
+    product, found = run(torch.randn(3, 4))
+    assert product.dtype is half
+    assert torch.equal(found, angles_in_float32())
+
+
+def angles_in_float32() -> Tensor:
+    with amp.disable_casts():
+        return angles()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_region() -> Iterator[None]:
+    before = torch.get_autocast_dtype("cpu")
+    yield
+    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled("maia")
+    assert torch.get_autocast_dtype("cpu") is before
+    assert torch.is_autocast_cache_enabled()
+
+
+class TestGuards:
+    @pytest.mark.parametrize(("level", "half"), SETTINGS)
+    @pytest.mark.parametrize("guard", GUARDS)
+    def test_are_heard(self, guard: str, level: str, half: torch.dtype) -> None:
+        check_guarded(adopted(Guarded(GUARDS[guard]), opt_level=level, half_dtype=half), half)
+
+    def test_without_one_positions_are_noise(self) -> None:
+        _, found = adopted(Guarded(angles), half_dtype=torch.bfloat16)(torch.randn(3, 4))
+        assert (found.float() - angles_in_float32()).abs().max() > 1
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("guard", [by_context, by_decorator, if_asked, by_disable_casts, by_float_function])
+    def test_are_heard_in_compiled_code(self, guard: Callable[[], Tensor], backend: str) -> None:
+        model = adopted(Guarded(guard), half_dtype=torch.bfloat16)
+        check_guarded(torch.compile(model, backend=backend, fullgraph=True), torch.bfloat16)
+
+    @pytest.mark.parametrize("guard", GUARDS)
+    def test_are_heard_when_a_checkpoint_recomputes(self, guard: str) -> None:
+        seen = []
+
+        def noted() -> Tensor:
+            seen.append(GUARDS[guard]())
+            return seen[-1]
+
+        product, _ = adopted(Guarded(noted, checkpointed=True), half_dtype=torch.bfloat16)(torch.randn(3, 4))
+        product.sum().backward()
+        assert len(seen) == 2
+        assert all(torch.equal(each, angles_in_float32()) for each in seen)
+
+    def test_are_heard_in_another_thread(self) -> None:
+        model, found = adopted(Guarded(by_context), half_dtype=torch.bfloat16), []
+        thread = threading.Thread(target=lambda: found.append(model(torch.randn(3, 4))))
+        thread.start()
+        thread.join()
+        check_guarded(lambda _: found[0], torch.bfloat16)
+
+    def test_outside_of_a_model_too(self) -> None:
+        with casts_on():
+            assert torch.equal(by_context(), angles_in_float32())
+
+    def test_leave_half_tensors_half(self) -> None:
+        x = torch.ones(2, 2, dtype=torch.bfloat16)
+        with casts_on(), torch.autocast("cpu", enabled=False):
+            assert x.softmax(-1).dtype is torch.bfloat16
+
+    def test_of_a_transformer_beyond_2048_positions(self) -> None:
+        transformers = pytest.importorskip("transformers")
+        config = transformers.LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=4096,
+            attn_implementation="eager",
+        )
+        torch.manual_seed(0)
+        model = transformers.LlamaForCausalLM(config)
+        given = {"input_ids": torch.randint(64, (1, 8)), "position_ids": torch.arange(4000, 4008)[None]}
+        expected = model(**given).logits
+        for level, half in SETTINGS:
+            with torch.autocast("cpu", half):
+                allowed = (model(**given).logits.float() - expected).abs().max()
+            found = adopted(model, opt_level=level, half_dtype=half)(**given).logits.float()
+            amp.deinitialize()
+            assert (found - expected).abs().max() < 2 * allowed
+
+
+class TestRegions:
+    @HALVES
+    def test_of_another_type_have_it(self, half: torch.dtype) -> None:
+        other = torch.bfloat16 if half is torch.float16 else torch.float16
+        seen = []
+
+        def forward(x: Tensor) -> Tensor:
+            seen.append((x @ x).dtype)
+            with torch.autocast("cpu", dtype=other):
+                seen.append((x @ x).dtype)
+                with torch.autocast("cpu", enabled=False):
+                    seen.append((x @ x).dtype)
+                seen.append((x @ x).dtype)
+            return x
+
+        adopted(Calling(forward), half_dtype=half)(torch.ones(2, 2))
+        assert seen == [half, other, torch.float32, other]
+
+    @pytest.mark.parametrize("settings", [{"enabled": False}, {"dtype": torch.bfloat16}], ids=str)
+    def test_around_a_model_count(self, settings: dict[str, Any]) -> None:
+        model = adopted(nn.Linear(2, 2), half_dtype=torch.float16)
+        with torch.autocast("cpu", **settings):
+            assert model(torch.ones(2, 2)).dtype is settings.get("dtype", torch.float32)
+        assert model(torch.ones(2, 2)).dtype is torch.float16
+
+    def test_end_where_they_raise(self) -> None:
+        def forward(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                raise KeyError(x @ x)
+
+        with pytest.raises(KeyError):
+            adopted(Calling(forward), half_dtype=torch.float16)(torch.ones(2, 2))
+
+    def test_may_be_one_object_that_is_entered_again_and_again(self) -> None:
+        region = torch.autocast("cpu", dtype=torch.bfloat16)
+        x = torch.ones(2, 2)
+        with casts_on(torch.float16):
+            for _ in range(2):
+                with region:
+                    assert (x @ x).dtype is torch.bfloat16
+                assert (x @ x).dtype is torch.float16
+
+    def test_end_with_the_session(self) -> None:
+        def forward(x: Tensor) -> Tensor:
+            amp.deinitialize()
+            return x @ x
+
+        model = adopted(Calling(forward), half_dtype=torch.float16)
+        assert model(torch.ones(2, 2)).dtype is torch.float32
+        with torch.autocast("cpu", enabled=False):
+            adopted(nn.Linear(2, 2), half_dtype=torch.float16)
+            amp.deinitialize()
+
+
+class Calling(nn.Module):
+    """Calls a function in its forward."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*args)
+
+
+class TestWhatTorchIsAsked:
+    @HALVES
+    def test_describes_amps_casts_inside_a_forward_and_torchs_own_outside(self, half: torch.dtype) -> None:
+        def asked(*_: Tensor) -> tuple[bool, torch.dtype]:
+            return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+        before = asked()
+        model = adopted(Calling(asked), half_dtype=half)
+        assert model(torch.ones(1)) == (True, half)
+        assert asked() == before == (False, torch.bfloat16)
+
+    def test_at_o2_nothing_changes(self) -> None:
+        model = adopted(Calling(lambda _: torch.is_autocast_enabled("cpu")), opt_level="O2", half_dtype=torch.float16)
+        assert model(torch.ones(1)) is False
+
+
+class Exact(torch.autograd.Function):
+    seen: list[torch.dtype]
+
+    @staticmethod
+    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Exact.seen = [x.dtype]
+        return x @ x
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Exact.seen.append((grad.float() @ grad.float()).dtype)
+        return grad
+
+
+class Following(torch.autograd.Function):
+    seen: list[torch.dtype]
+
+    @staticmethod
+    @custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Following.seen = [(x.float() @ x.float()).dtype]
+        return x * 2
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Following.seen.append((grad.float() @ grad.float()).dtype)
+        return grad * 2
+
+
+class TestCodeWrittenForAutocast:
+    def test_that_asks_for_float32_gets_it(self) -> None:
+        x = torch.full((100, 100), 64.0, requires_grad=True)  # a product of 409,600 is beyond float16
+        found = adopted(Calling(Exact.apply), half_dtype=torch.float16)(x)
+        assert found.dtype is torch.float32
+        assert found.max() == 64 * 64 * 100
+        assert Exact.seen == [torch.float32]
+
+    @pytest.mark.parametrize("enabled", [True, False])
+    def test_has_the_forwards_state_in_its_backward(self, enabled: bool) -> None:
+        def forward(x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=enabled, dtype=torch.float16):
+                return Following.apply(x)  # type: ignore[no-any-return]
+
+        x = torch.ones(2, 2, requires_grad=True)
+        adopted(Calling(forward), half_dtype=torch.float16)(x).sum().backward()
+        assert Following.seen[0] is (torch.float16 if enabled else torch.float32)
+        if enabled:
+            assert Following.seen[1] is torch.float16
+
+    def test_operators_follow_their_rules_for_autocast(self) -> None:
+        @torch.library.custom_op("ampatch_test::scaled", mutates_args=())
+        def scaled(x: Tensor) -> Tensor:
+            return x * 2
+
+        scaled.register_fake(torch.empty_like)
+        scaled.register_autocast("cpu", torch.float32)
+        model = adopted(Calling(lambda x: scaled(x @ x)), half_dtype=torch.float16)
+        assert model(torch.ones(2, 2)).dtype is torch.float32
+        assert torch.compile(model, backend="aot_eager")(torch.ones(2, 2)).dtype is torch.float32
+
+
+class TestListsOfAutocast:
+    """They have no say where amp's say something else, or nothing."""
+
+    def type_of(self, function: Callable[[Tensor], Tensor], **options: Any) -> torch.dtype:
+        model = adopted(Calling(function), half_dtype=torch.float16, **options)
+        x = torch.ones(1, 2, 4, 4)
+        kinds = {model(x).dtype, torch.compile(model, backend="aot_eager", fullgraph=True)(x).dtype}
+        amp.deinitialize()
+        assert len(kinds) == 1
+        return kinds.pop()
+
+    def test_of_what_amp_has_on_no_list(self) -> None:
+        assert self.type_of(lambda x: F.pad(x.half(), (1, 1))) is torch.float16
+        assert self.type_of(lambda x: F.max_pool3d(x.half(), 1)) is torch.float16
+        unlisted = {"unlisted": {"torch": ["mm"], "torch.Tensor": ["softmax"], "torch.nn.functional": ["softmax"]}}
+        assert self.type_of(lambda x: torch.mm(x[0, 0], x[0, 1]), cast_lists=unlisted) is torch.float32
+        assert self.type_of(lambda x: x.half().softmax(-1), cast_lists=unlisted) is torch.float16
+
+    def test_of_what_a_user_has_moved(self) -> None:
+        black = {"blacklist": {"torch": ["mm"]}}
+        assert self.type_of(lambda x: torch.mm(x[0, 0].half(), x[0, 1]), cast_lists=black) is torch.float32
+        white = {"whitelist": {"torch": ["exp"], "torch.Tensor": ["prod"]}}
+        assert self.type_of(lambda x: torch.exp(x), cast_lists=white) is torch.float16  # noqa: PLW0108 - patched later
+        assert self.type_of(lambda x: x.prod(-1), cast_lists=white) is torch.float16
+
+    def test_of_what_a_float32_function_calls(self) -> None:
+        x = torch.randn(4, 4, dtype=torch.float64).float()
+        expected = torch.linalg.pinv(x)
+        model = adopted(Calling(torch.linalg.pinv), half_dtype=torch.bfloat16)
+        assert torch.equal(model(x), expected)
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        torch.testing.assert_close(found, expected)
+
+
+class TestFloatFunctions:
+    def test_compute_in_float32_all_of_it(self) -> None:
+        seen = []
+
+        @amp.float_function
+        def energy(x: Tensor) -> Tensor:
+            seen.append((x @ x).dtype)
+            return F.linear(x, x)
+
+        model = adopted(Calling(lambda x: energy(x @ x)), half_dtype=torch.float16)
+        assert model(torch.ones(2, 2)).dtype is torch.float32
+        assert energy(torch.ones(2, 2)).dtype is torch.float32
+        assert seen == [torch.float32] * 2
+
+    def test_registered_ones_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        library: Any = types.ModuleType("library")
+        library.energy = lambda x: x @ x
+        monkeypatch.setitem(sys.modules, "library", library)
+        amp.register_float_function(library, "energy")
+        model = adopted(Calling(lambda x: library.energy(x)), half_dtype=torch.float16)  # noqa: PLW0108 - looked up in the session
+        assert model(torch.ones(2, 2)).dtype is torch.float32
+        amp.deinitialize()
