@@ -17,9 +17,10 @@ import functools
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -40,59 +41,64 @@ KINDS = tuple(dict.fromkeys(("cpu", "cuda", *([] if _accelerator is None else [_
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class State(NamedTuple):
-    """The autocast state of a thread.
-
-    Attributes:
-        in_region: True if the thread is in a region.
-        enabled: whether autocast is on, for each of `KINDS`.
-        dtypes: the type of autocast for each of `KINDS`, None for whatever it is; or None for all.
-    """
-
-    in_region: bool
-    enabled: tuple[bool, ...]
-    dtypes: tuple[torch.dtype | None, ...] | None = None
-
-    def apply(self, found: State | None = None) -> None:
-        """Puts this thread into the state.
-
-        Args:
-            found: state that it is in; None: not known.
-        """
-        if found is None or found.in_region is not self.in_region:
-            torch.set_autocast_enabled(_SIGNAL, self.in_region)
-        for index, kind in enumerate(KINDS):
-            if found is None or found.enabled[index] is not self.enabled[index]:
-                torch.set_autocast_enabled(kind, self.enabled[index])
-            dtype = None if self.dtypes is None else self.dtypes[index]
-            if dtype is not None:
-                torch.set_autocast_dtype(kind, dtype)
-
-    def add(self) -> None:
-        """Turns autocast on in this thread for the device types for which it is on in the state, as there."""
-        for kind, on, dtype in zip(KINDS, self.enabled, self.dtypes or (), strict=True):
-            if on and dtype is not None:
-                torch.set_autocast_enabled(kind, True)
-                torch.set_autocast_dtype(kind, dtype)
-
+#: The autocast state of a thread: whether it is in a region; whether autocast is on for each of `KINDS`, and its types;
+#: whether autocast keeps its casts. None stands for what is left as it is; for the types, also for that of one kind.
+State = tuple[bool, tuple[bool, ...], tuple[torch.dtype | None, ...] | None, bool | None]
 
 #: The state of a region without casts.
-OFF = State(True, (False,) * len(KINDS))
+OFF: State = (True, (False,) * len(KINDS), None, None)
 
 
 def state(with_dtypes: bool = True) -> State:
     """Returns the state of this thread."""
-    return State(
+    return (
         is_in_region(),
         tuple([torch.is_autocast_enabled(kind) for kind in KINDS]),
         tuple([torch.get_autocast_dtype(kind) for kind in KINDS]) if with_dtypes else None,
+        torch.is_autocast_cache_enabled() if with_dtypes else None,
     )
 
 
-def casting_to(dtype: torch.dtype, kinds: Container[str]) -> State:
-    """Returns the state in which amp casts to a half type on devices of some types."""
+def casting_to(dtype: torch.dtype, kinds: Collection[str]) -> State:
+    """Returns the state in which amp casts to a half type on devices of some types, and keeps the casts itself."""
     on = tuple([kind in kinds for kind in KINDS])
-    return State(True, on, tuple([dtype if each else None for each in on]))
+    return True, on, tuple([dtype if each else None for each in on]), False
+
+
+def turn_on(dtype: torch.dtype, kinds: Collection[str]) -> None:
+    """Begins a region in this thread, with autocast on for some device types, and as it is for the others."""
+    enabled = state(with_dtypes=False)[1]
+    _, on, dtypes, _ = casting_to(dtype, kinds)
+    exchange((True, tuple([one or other for one, other in zip(on, enabled, strict=True)]), dtypes, None))
+
+
+def exchange(wanted: State) -> State:
+    """Puts this thread into a state; returns the one that it was in."""
+    in_region, enabled, dtypes, is_cached = wanted
+    before = state(dtypes is not None)
+    if is_cached is not None:
+        torch.set_autocast_cache_enabled(is_cached)
+    if before[0] is not in_region:
+        torch.set_autocast_enabled(_SIGNAL, in_region)
+    for index, kind in enumerate(KINDS):
+        if before[1][index] is not enabled[index]:
+            torch.set_autocast_enabled(kind, enabled[index])
+        dtype = None if dtypes is None else dtypes[index]
+        if dtype is not None:
+            torch.set_autocast_dtype(kind, dtype)
+    return before
+
+
+class _Implementation:
+    """What exchanges states: `exchange`, or the same in C++."""
+
+    exchange: Callable[[State], State] = staticmethod(exchange)
+
+
+def run_in(module: ModuleType | None) -> None:
+    """Exchanges states by the compiled library from now on; None: in Python."""
+    is_known = module is not None and KINDS == ("cpu", "cuda")
+    _Implementation.exchange = staticmethod(module.exchange if is_known else exchange)  # type: ignore[union-attr]
 
 
 def is_in_region() -> bool:
@@ -120,20 +126,15 @@ _thread = _Thread()
 _NOTHING = contextlib.nullcontext()
 
 
-def begin_region() -> None:
-    """Notes that this thread is in a region now."""
-    torch.set_autocast_enabled(_SIGNAL, True)
-
-
 def forget_regions() -> None:
     """Ends the regions of this thread that cast, and those of torch.autocast, because their session ends."""
     regions = _thread.regions
-    first = next((region for region in regions if any(region._state.enabled)), None)
+    first = next((region for region in regions if any(region._state[1])), None)
     if first is not None:
         for region in regions[regions.index(first) + 1 :]:
             region._before = first._before
-    if first is not None and any(regions[-1]._state.enabled):
-        first._before.apply()
+    if first is not None and any(regions[-1]._state[1]):
+        _Implementation.exchange(first._before)
     elif not regions:
         torch.set_autocast_enabled(_SIGNAL, False)
 
@@ -166,11 +167,10 @@ class Region:
     @traced_within_others
     def __enter__(self) -> None:
         torch._dynamo.graph_break()  # a graph cannot know in which state it will run
-        self._before = state(self._state.dtypes is not None)
         if self._innermost is self and _thread.regions:
             self._around = _thread.regions[-1]._innermost
         _thread.regions.append(self)
-        self._state.apply(self._before)
+        self._before = _Implementation.exchange(self._state)
 
     @traced_within_others
     def __exit__(self, *_: object) -> None:
@@ -178,7 +178,7 @@ class Region:
         place = regions.index(self)
         del regions[place]
         if place == len(regions):
-            self._before.apply(self._state)
+            _Implementation.exchange(self._before)
         else:  # one that began later is still open
             regions[place]._before = self._before
 
@@ -375,7 +375,7 @@ def parallel_apply_owners() -> list[Any]:
 @contextlib.contextmanager
 def in_graph(wanted: State) -> Iterator[None]:
     """Replaces a region under torch.compile, which restores blocks of autocast wherever it stops or restarts."""
-    before = state(wanted.dtypes is not None)
+    before = state(wanted[2] is not None)
     if is_exporting():  # a block would become a graph of its own
         _set_in_graph(*_told(wanted))
         yield
@@ -390,9 +390,9 @@ def blocks_of(wanted: State) -> list[AbstractContextManager[Any]]:
     """Returns four blocks, in which code that Dynamo traces is in a state."""
     blocks: list[AbstractContextManager[Any]] = [torch.autocast(_SIGNAL, torch.bfloat16)]
     for index in range(3):
-        on = index < len(KINDS) and wanted.enabled[index]
+        on = index < len(KINDS) and wanted[1][index]
         if on or (index < len(KINDS) and torch.is_autocast_enabled(KINDS[index])):
-            dtype = wanted.dtypes[index] if wanted.dtypes else None
+            dtype = wanted[2][index] if wanted[2] else None
             blocks.append(torch.autocast(KINDS[index], dtype, on))
         else:
             blocks.append(contextlib.nullcontext())
@@ -400,15 +400,12 @@ def blocks_of(wanted: State) -> list[AbstractContextManager[Any]]:
 
 
 def _told(wanted: State) -> tuple[bool, str, str]:
-    dtypes = ",".join([str(dtype) for dtype in wanted.dtypes or ()])
-    return wanted.in_region, "".join(["01"[on] for on in wanted.enabled]), dtypes
+    in_region, enabled, dtypes, _ = wanted
+    return in_region, "".join(["01"[on] for on in enabled]), ",".join([str(dtype) for dtype in dtypes or ()])
 
 
 @called_in_graphs
 def _set_in_graph(in_region: bool, enabled: str, dtypes: str) -> None:
     """Sets the state when export traces the graph, and does nothing to the graph."""
-    State(
-        in_region,
-        tuple([on == "1" for on in enabled]),
-        tuple([getattr(torch, name.removeprefix("torch."), None) for name in dtypes.split(",")]) if dtypes else None,
-    ).apply()
+    types = tuple([getattr(torch, name.removeprefix("torch."), None) for name in dtypes.split(",")]) if dtypes else None
+    exchange((in_region, tuple([on == "1" for on in enabled]), types, None))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ampatch import compilers
+from ampatch import switch as switches
 from ampatch.casting import cast_errors
 from ampatch.casting.cast_store import CacheState, Store
 from ampatch.errors import KernelError
@@ -144,6 +145,7 @@ class Accelerator:
     ) -> None:
         # The type of the state decides, so that no session uses two implementations.
         self._module = None if type(state) is CacheState else _selection.current().compiled
+        switches.run_in(self._module)
         if self._module is not None:
             self._caster = self._module.Caster(state, switch, cast, torch._C._cuda_isCurrentStreamCapturing)
         self.set_device_types(device_types)

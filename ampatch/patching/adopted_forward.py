@@ -51,13 +51,17 @@ class _ForwardInRegion(ReplacedForward):
     ) -> None:
         super().__init__(module, own, switch)
         self._dtype, self._kinds = dtype, kinds
+        self._state: State | None = None  # as of the last forward
 
     def block(self) -> Block:
         """Returns a region, or a block that changes nothing in a region of other code."""
         if is_in_region() or _is_any_autocast_enabled():
             return contextlib.nullcontext()
-        state = casting_to(self._dtype, self._kinds)
-        return in_graph(state) if is_dynamo_compiling() else _RegionWithoutCache(state)
+        if is_dynamo_compiling():
+            return in_graph(casting_to(self._dtype, self._kinds))
+        if self._state is None or len(self._kinds) > sum(self._state[1]):
+            self._state = casting_to(self._dtype, self._kinds)
+        return Region(self._state)
 
     @traced_within_others
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -74,21 +78,3 @@ class _ForwardInRegion(ReplacedForward):
     def copied(self, module: nn.Module, own: Callable[..., Any]) -> Self:
         """Returns the forward of a copy of the module."""
         return type(self)(module, own, self.switch, self._dtype, self._kinds)
-
-
-class _RegionWithoutCache(Region):
-    """A region in which autocast keeps no casts: amp has a cache of its own, which knows when a weight changes."""
-
-    __slots__ = ("_is_cached",)
-
-    def __init__(self, state: State) -> None:
-        super().__init__(state)
-
-    def __enter__(self) -> None:
-        self._is_cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        torch.set_autocast_cache_enabled(self._is_cached)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ampatch.casting.nested import CASTABLE
 from ampatch.compilers import traced_within_others
 from ampatch.ledger import PatchLedger
-from ampatch.switch import KINDS, Switch, begin_region, casting_to, forget_regions, state
+from ampatch.switch import KINDS, Switch, exchange, forget_regions, state, turn_on
 
 # Modules of torch that carry the state of autocast to where code of the user runs. The switch carries whether that is a
 # region.
@@ -50,9 +50,8 @@ def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str]) -> No
         vars(self).setdefault("_before_for_amp", []).append(before)  # a decorator enters one object again and again
         result = enter(self)
         if self.device in KINDS and not _carries_state(sys._getframe(1), self._enabled):
-            if not before.in_region:  # of other device types the block says nothing
-                casting_to(dtype, kinds - {self.device}).add()
-            begin_region()
+            # Of other device types, a block says nothing.
+            turn_on(dtype, () if before[0] else kinds - {self.device})
         return result
 
     @traced_within_others
@@ -60,7 +59,7 @@ def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str]) -> No
     def leaving(self: Any, *error: Any) -> Any:
         result, before = leave(self, *error), vars(self).get("_before_for_amp")
         if before:
-            before.pop().apply()  # of all device types, as torch.compile ends regions of its own only if tracing stops
+            exchange(before.pop())  # of all device types: where tracing stops, torch.compile ends blocks one by one
         return result
 
     ledger.on_undo(forget_regions)

@@ -306,8 +306,7 @@ class Here {
   }
 
   bool casts_on(at::DeviceType device) const {
-    return !is_in_region() ||
-           on_.has(device == at::kCUDA ? DispatchKey::AutocastCUDA : DispatchKey::AutocastCPU);
+    return !is_in_region() || on_.has(device == at::kCUDA ? DispatchKey::AutocastCUDA : DispatchKey::AutocastCPU);
   }
 
  private:
@@ -754,7 +753,54 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef functions[] = {{"accelerate", accelerate, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+// The device types of a state, in the order of `KINDS` in ampatch/switch.py.
+constexpr std::pair<at::DeviceType, DispatchKey> kKinds[] = {{at::kCPU, DispatchKey::AutocastCPU},
+                                                             {at::kCUDA, DispatchKey::AutocastCUDA}};
+
+// exchange(wanted): puts this thread into a state, and returns the one that it was in: `_exchange` of
+// ampatch/switch.py.
+PyObject* exchange(PyObject*, PyObject* wanted) {
+  HANDLE_TH_ERRORS
+  PyObject *in_region, *enabled, *dtypes, *is_cached;
+  if (!PyArg_ParseTuple(wanted, "O!O!OO", &PyBool_Type, &in_region, &PyTuple_Type, &enabled, &dtypes, &is_cached)) {
+    return nullptr;
+  }
+  const bool has_types = dtypes != Py_None;
+  constexpr Py_ssize_t count = std::size(kKinds);
+  TORCH_CHECK_TYPE(PyTuple_GET_SIZE(enabled) == count, "expected a state of as many device types as there are");
+  TORCH_CHECK_TYPE(!has_types || (PyTuple_Check(dtypes) && PyTuple_GET_SIZE(dtypes) == count), "expected a state");
+  const auto on = c10::default_excluded_set - c10::impl::tls_local_dispatch_key_set().excluded_;
+  Ref was_enabled = Ref::taken(PyTuple_New(count));
+  Ref had_types = has_types ? Ref::taken(PyTuple_New(count)) : Ref::shared(Py_None);
+  if (!was_enabled || !had_types) {
+    return nullptr;
+  }
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const auto [device, key] = kKinds[i];
+    PyTuple_SET_ITEM(was_enabled.get(), i, Py_NewRef(on.has(key) ? Py_True : Py_False));
+    if (has_types) {
+      PyObject* found = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(device)));
+      PyTuple_SET_ITEM(had_types.get(), i, Py_NewRef(found));
+      PyObject* type = PyTuple_GET_ITEM(dtypes, i);
+      if (THPDtype_Check(type)) {
+        at::autocast::set_autocast_dtype(device, reinterpret_cast<THPDtype*>(type)->scalar_type);
+      }
+    }
+    c10::impl::tls_set_dispatch_key_excluded(key, PyTuple_GET_ITEM(enabled, i) != Py_True);
+  }
+  c10::impl::tls_set_dispatch_key_excluded(DispatchKey::AutocastMAIA, in_region != Py_True);
+  PyObject* was_in_region = on.has(DispatchKey::AutocastMAIA) ? Py_True : Py_False;
+  PyObject* was_cached = !has_types ? Py_None : at::autocast::is_autocast_cache_enabled() ? Py_True : Py_False;
+  if (is_cached != Py_None) {
+    at::autocast::set_autocast_cache_enabled(is_cached == Py_True);
+  }
+  return PyTuple_Pack(4, was_in_region, was_enabled.get(), had_types.get(), was_cached);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions[] = {{"accelerate", accelerate, METH_VARARGS, nullptr},
+                           {"exchange", exchange, METH_O, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "_calls", nullptr, -1, functions};
 
