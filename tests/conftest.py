@@ -28,7 +28,7 @@ from samples import LIST_NAMES, entries, resolve
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from workers import Workers
 
-from ampatch import amp
+from ampatch import amp, switch
 from ampatch.errors import KernelError
 from ampatch.native import calls, extension, extension_build, extension_kernels, kernels
 from ampatch.native.extension import Library
@@ -130,6 +130,9 @@ OWN_ATTRIBUTES = {
 # Modules that keep other things as well, which tests change.
 STATEFUL = (torch.cuda, torch.distributed, torch.distributed.distributed_c10d)
 
+
+#: The state of a thread that is in no region.
+OUTSIDE = switch.state()
 
 # Others of it torch.compile replaces when it is first used.
 OF_MODULES = ("__call__", "__copy__", "_replicate_for_data_parallel", "zero_grad")
@@ -258,6 +261,7 @@ def torch_is_unpatched() -> Iterator[None]:
         SEEN_UNPATCHED.append(now)
     assert not _global_optimizer_post_hooks
     assert torch._C._len_torch_function_stack() == 0
+    assert switch.exchange(OUTSIDE) == OUTSIDE  # once: the next test has it right
     spare_the_garbage_collector()
 
 

@@ -161,6 +161,32 @@ class TestGuards:
         thread.join()
         check_guarded(lambda _: found[0], torch.bfloat16)
 
+    def test_of_one_object_are_heard_in_two_threads_at_once(self) -> None:
+        inside, outside = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
+        region, found = torch.autocast("cpu", enabled=False), []
+
+        def forward(x: Tensor, first: bool) -> None:
+            for barrier in (inside, outside):
+                if first:
+                    with region:
+                        barrier.wait()
+                        found.append((x @ x).dtype is torch.float32)
+                        barrier.wait()
+                else:
+                    barrier.wait()
+                    found.append((x @ x).dtype is torch.float16)
+                    with region:
+                        barrier.wait()
+                found.append((x @ x).dtype is torch.float16)
+
+        model = adopted(Calling(forward), half_dtype=torch.float16)
+        threads = [threading.Thread(target=model, args=(torch.ones(2, 2), first)) for first in (True, False)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [True] * 8
+
     def test_outside_of_a_model_too(self) -> None:
         with casts_on():
             assert torch.equal(by_context(), angles_in_float32())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 from collections.abc import Set
 from typing import Any
@@ -19,11 +20,20 @@ from torch import Tensor, nn
 from ampatch.casting.nested import CASTABLE
 from ampatch.compilers import traced_within_others
 from ampatch.ledger import PatchLedger
-from ampatch.switch import KINDS, Switch, exchange, forget_regions, state, turn_on
+from ampatch.switch import KINDS, State, Switch, exchange, forget_regions, state, turn_on
 
 # Modules of torch that carry the state of autocast to where code of the user runs. The switch carries whether that is a
 # region.
 _CARRIERS = ("torch.utils.checkpoint", "torch.nn.parallel.parallel_apply")
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        # The blocks that this thread is in, each with the state before it. A decorator is one block for all calls.
+        self.open: list[tuple[object, State]] = []
+
+
+_thread = _Thread()
 
 
 def _carries_state(frame: types.FrameType, is_on: bool) -> bool:
@@ -47,8 +57,8 @@ def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str]) -> No
     @functools.wraps(enter)
     def entering(self: Any) -> Any:
         before = state()
-        vars(self).setdefault("_before_for_amp", []).append(before)  # a decorator enters one object again and again
         result = enter(self)
+        _thread.open.append((self, before))
         if self.device in KINDS and not _carries_state(sys._getframe(1), self._enabled):
             # Of other device types, a block says nothing.
             turn_on(dtype, () if before[0] else kinds - {self.device})
@@ -57,11 +67,13 @@ def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str]) -> No
     @traced_within_others
     @functools.wraps(leave)
     def leaving(self: Any, *error: Any) -> Any:
-        result, before = leave(self, *error), vars(self).get("_before_for_amp")
-        if before:
-            exchange(before.pop())  # of all device types: where tracing stops, torch.compile ends blocks one by one
+        result = leave(self, *error)
+        places = [place for place, (block, _) in enumerate(_thread.open) if block is self]
+        if places:
+            exchange(_thread.open.pop(places[-1])[1])  # of all device types: torch.compile may end blocks in any order
         return result
 
+    ledger.on_undo(_thread.open.clear)
     ledger.on_undo(forget_regions)
     ledger.set(torch.autocast, "__enter__", entering)
     ledger.set(torch.autocast, "__exit__", leaving)
