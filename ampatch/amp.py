@@ -635,6 +635,9 @@ def disable_casts(function: _F) -> _F: ...
 def disable_casts(function: Any = None) -> Any:
     """Turns casts off in this thread: as a context manager, or as a decorator, with parentheses or without.
 
+    It turns off `torch.autocast` as well. ``torch.autocast(device_type, enabled=False)`` does the same for one type of
+    device.
+
     Blocks may be nested, and one object may be entered again. Casts come back when the block ends, also by an
     exception. In a decorated generator or coroutine casts are off while it runs, and not between its steps. The block
     also works if amp is set up inside it.
@@ -1277,7 +1280,10 @@ def register_bfloat16_function(module: Any, name: str) -> None:
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Registers a function to cast its half arguments to float32; see `register_half_function`."""
+    """Registers a function to run on float32 casts of its half arguments, without casts inside.
+
+    See `register_half_function`.
+    """
     _register(module, name, Treatment.BLACKLIST)
 
 
@@ -1300,7 +1306,7 @@ def bfloat16_function(function: _F) -> _F:
 
 
 def float_function(function: _F) -> _F:
-    """Decorates a function: casts its half arguments to float32; see `half_function`."""
+    """Decorates a function: casts its half arguments to float32, and casts nothing inside; see `half_function`."""
     return decorate(function, "blacklist")  # type: ignore[no-any-return]
 
 

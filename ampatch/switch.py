@@ -378,8 +378,10 @@ def in_graph(wanted: State) -> Iterator[None]:
     before = state(wanted[2] is not None)
     if is_exporting():  # a block would become a graph of its own
         _set_in_graph(*_told(wanted))
-        yield
-        _set_in_graph(*_told(before))
+        try:
+            yield
+        finally:
+            _set_in_graph(*_told(before))
         return
     first, second, third, fourth = blocks_of(wanted)
     with first, second, third, fourth:
