@@ -308,8 +308,6 @@ class Session:
         # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
         self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)
         self.switch.patch_data_parallel(self.ledger)
-        if self.lists_of_parts:
-            thread_rules.carry(self.ledger)
         compilers.forget_compiled()
 
     def check_fuses_linear(self) -> None:

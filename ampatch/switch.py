@@ -38,38 +38,43 @@ _SIGNAL = "maia"
 _accelerator = torch.accelerator.current_accelerator()
 KINDS = tuple(dict.fromkeys(("cpu", "cuda", *([] if _accelerator is None else [_accelerator.type]))))
 
+#: The device type whose autocast stands for the lists of a part of a model: see `ampatch.patching.thread_rules`. torch
+#: has it on macOS only, where ampatch does not run, and ignores it in its check whether any autocast is on.
+RULES = "mps"
+
+_PLACES = (*KINDS, RULES)
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-#: The autocast state of a thread: whether it is in a region; whether autocast is on for each of `KINDS`, and its types;
-#: whether autocast keeps its casts. None stands for what is left as it is; for the types, also for that of one kind.
-State = tuple[bool, tuple[bool, ...], tuple[torch.dtype | None, ...] | None, bool | None]
+#: The autocast state of a thread: whether it is in a region; for each of `KINDS` and for `RULES`, whether autocast is
+#: on, and its type; whether autocast keeps its casts. Everywhere None stands for what is left as it is.
+State = tuple[bool | None, tuple[bool | None, ...], tuple[torch.dtype | None, ...] | None, bool | None]
 
 #: The state of a region without casts.
-OFF: State = (True, (False,) * len(KINDS), None, None)
+OFF: State = (True, (*(False for _ in KINDS), None), None, None)
 
 
 def state(with_dtypes: bool = True) -> State:
     """Returns the state of this thread."""
     return (
         is_in_region(),
-        tuple([torch.is_autocast_enabled(kind) for kind in KINDS]),
-        tuple([torch.get_autocast_dtype(kind) for kind in KINDS]) if with_dtypes else None,
+        tuple([torch.is_autocast_enabled(kind) for kind in _PLACES]),
+        tuple([torch.get_autocast_dtype(kind) for kind in _PLACES]) if with_dtypes else None,
         torch.is_autocast_cache_enabled() if with_dtypes else None,
     )
 
 
 def casting_to(dtype: torch.dtype, kinds: Collection[str]) -> State:
     """Returns the state in which amp casts to a half type on devices of some types, and keeps the casts itself."""
-    on = tuple([kind in kinds for kind in KINDS])
+    on = (*[kind in kinds for kind in KINDS], None)
     return True, on, tuple([dtype if each else None for each in on]), False
 
 
 def turn_on(dtype: torch.dtype, kinds: Collection[str]) -> None:
     """Begins a region in this thread, with autocast on for some device types, and as it is for the others."""
-    enabled = state(with_dtypes=False)[1]
-    _, on, dtypes, _ = casting_to(dtype, kinds)
-    exchange((True, tuple([one or other for one, other in zip(on, enabled, strict=True)]), dtypes, None))
+    here = [kind in kinds for kind in _PLACES]
+    exchange((True, tuple([each or None for each in here]), tuple([dtype if each else None for each in here]), None))
 
 
 def exchange(wanted: State) -> State:
@@ -78,12 +83,10 @@ def exchange(wanted: State) -> State:
     before = state(dtypes is not None)
     if is_cached is not None:
         torch.set_autocast_cache_enabled(is_cached)
-    if before[0] is not in_region:
-        torch.set_autocast_enabled(_SIGNAL, in_region)
-    for index, kind in enumerate(KINDS):
-        if before[1][index] is not enabled[index]:
-            torch.set_autocast_enabled(kind, enabled[index])
-        dtype = None if dtypes is None else dtypes[index]
+    for kind, was_on, on in zip((_SIGNAL, *_PLACES), (before[0], *before[1]), (in_region, *enabled), strict=True):
+        if on is not None and on is not was_on:
+            torch.set_autocast_enabled(kind, on)
+    for kind, dtype in zip(_PLACES, dtypes or (), strict=False):
         if dtype is not None:
             torch.set_autocast_dtype(kind, dtype)
     return before
@@ -392,8 +395,8 @@ def blocks_of(wanted: State) -> list[AbstractContextManager[Any]]:
     """Returns four blocks, in which code that Dynamo traces is in a state."""
     blocks: list[AbstractContextManager[Any]] = [torch.autocast(_SIGNAL, torch.bfloat16)]
     for index in range(3):
-        on = index < len(KINDS) and wanted[1][index]
-        if on or (index < len(KINDS) and torch.is_autocast_enabled(KINDS[index])):
+        on = wanted[1][index] if index < len(KINDS) else None
+        if on or (on is False and torch.is_autocast_enabled(KINDS[index])):
             dtype = wanted[2][index] if wanted[2] else None
             blocks.append(torch.autocast(KINDS[index], dtype, on))
         else:
@@ -401,13 +404,15 @@ def blocks_of(wanted: State) -> list[AbstractContextManager[Any]]:
     return blocks
 
 
-def _told(wanted: State) -> tuple[bool, str, str]:
+def _told(wanted: State) -> tuple[str, str]:
     in_region, enabled, dtypes, _ = wanted
-    return in_region, "".join(["01"[on] for on in enabled]), ",".join([str(dtype) for dtype in dtypes or ()])
+    states = "".join(["-" if on is None else "01"[on] for on in (in_region, *enabled)])
+    return states, ",".join([str(dtype) for dtype in dtypes or ()])
 
 
 @called_in_graphs
-def _set_in_graph(in_region: bool, enabled: str, dtypes: str) -> None:
+def _set_in_graph(states: str, dtypes: str) -> None:
     """Sets the state when export traces the graph, and does nothing to the graph."""
     types = tuple([getattr(torch, name.removeprefix("torch."), None) for name in dtypes.split(",")]) if dtypes else None
-    exchange((in_region, tuple([on == "1" for on in enabled]), types, None))
+    in_region, *enabled = [None if on == "-" else on == "1" for on in states]
+    exchange((in_region, tuple(enabled), types, None))

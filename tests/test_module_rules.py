@@ -25,6 +25,7 @@ from ampatch.cast_lists import list_reports
 from ampatch.cast_lists.lists import shipped
 from ampatch.errors import BannedFunctionError, CastListError, OptionError, UsageError
 from ampatch.patching import thread_rules
+from ampatch.switch import Switch
 
 INPUTS = torch.linspace(-1, 1, 24).view(3, 8)
 OWN = {"whitelist": ["cumsum"], "unlisted": ["softmax"], "blacklist": ["gelu"]}
@@ -330,19 +331,11 @@ class TestThreads:
         class Parallel(nn.Module):
             def forward(self, x: Tensor) -> list[torch.dtype]:
                 run = [lambda x: torch.cumsum(x, 0)] * 2
-                by_rules, plain = thread_rules._carried_to_threads(parallel_apply), parallel_apply
+                by_rules, plain = Switch()._carried_by(parallel_apply), parallel_apply
                 return [each.dtype for apply in (by_rules, plain) for each in apply(run, [x, x])]
 
         model = ruled({"0": OWN}, nn.ModuleList([Parallel(), Parallel()]))
         assert [each(INPUTS) for each in model] == [[HALF, HALF, FULL, FULL], [FULL] * 4]
-
-    def test_data_parallel_is_patched_only_if_a_part_has_rules(self) -> None:
-        before = torch.nn.parallel.parallel_apply
-        ruled({"head": "float32"})
-        assert torch.nn.parallel.parallel_apply.__wrapped__ is before
-        amp.deinitialize()
-        ruled({"head": OWN})
-        assert torch.nn.parallel.parallel_apply.__wrapped__.__wrapped__ is before
 
 
 class TestEnds:

@@ -59,7 +59,7 @@ class _ForwardInRegion(ReplacedForward):
             return contextlib.nullcontext()
         if is_dynamo_compiling():
             return in_graph(casting_to(self._dtype, self._kinds))
-        if self._state is None or len(self._kinds) > sum(self._state[1]):
+        if self._state is None or len(self._kinds) > self._state[1].count(True):
             self._state = casting_to(self._dtype, self._kinds)
         return Region(self._state)
 

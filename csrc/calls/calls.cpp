@@ -753,48 +753,59 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// The device types of a state, in the order of `KINDS` in ampatch/switch.py.
-constexpr std::pair<at::DeviceType, DispatchKey> kKinds[] = {{at::kCPU, DispatchKey::AutocastCPU},
-                                                             {at::kCUDA, DispatchKey::AutocastCUDA}};
+// The device types of a state, in the order of ampatch/switch.py.
+constexpr std::pair<at::DeviceType, DispatchKey> kPlaces[] = {
+    {at::kCPU, DispatchKey::AutocastCPU}, {at::kCUDA, DispatchKey::AutocastCUDA}, {at::kMPS, DispatchKey::AutocastMPS}};
 
-// exchange(wanted): puts this thread into a state, and returns the one that it was in: `_exchange` of
+PyObject* as_bool(bool value) {
+  return value ? Py_True : Py_False;
+}
+
+// Turns autocast on or off, or leaves it as it is: `wanted` is True, False or None.
+void set_autocast(DispatchKey key, PyObject* wanted) {
+  if (wanted != Py_None) {
+    c10::impl::tls_set_dispatch_key_excluded(key, wanted != Py_True);
+  }
+}
+
+// exchange(wanted): puts this thread into a state, and returns the one that it was in, as `exchange` of
 // ampatch/switch.py.
 PyObject* exchange(PyObject*, PyObject* wanted) {
   HANDLE_TH_ERRORS
   PyObject *in_region, *enabled, *dtypes, *is_cached;
-  if (!PyArg_ParseTuple(wanted, "O!O!OO", &PyBool_Type, &in_region, &PyTuple_Type, &enabled, &dtypes, &is_cached)) {
+  if (!PyArg_ParseTuple(wanted, "OO!OO", &in_region, &PyTuple_Type, &enabled, &dtypes, &is_cached)) {
     return nullptr;
   }
+  constexpr Py_ssize_t count = std::size(kPlaces);
   const bool has_types = dtypes != Py_None;
-  constexpr Py_ssize_t count = std::size(kKinds);
-  TORCH_CHECK_TYPE(PyTuple_GET_SIZE(enabled) == count, "expected a state of as many device types as there are");
-  TORCH_CHECK_TYPE(!has_types || (PyTuple_Check(dtypes) && PyTuple_GET_SIZE(dtypes) == count), "expected a state");
+  TORCH_CHECK_TYPE(PyTuple_GET_SIZE(enabled) == count &&
+                       (!has_types || (PyTuple_Check(dtypes) && PyTuple_GET_SIZE(dtypes) == count)),
+                   "expected a state of as many device types as there are");
   const auto on = c10::default_excluded_set - c10::impl::tls_local_dispatch_key_set().excluded_;
-  Ref was_enabled = Ref::taken(PyTuple_New(count));
-  Ref had_types = has_types ? Ref::taken(PyTuple_New(count)) : Ref::shared(Py_None);
+  const Ref was_enabled = Ref::taken(PyTuple_New(count));
+  const Ref had_types = has_types ? Ref::taken(PyTuple_New(count)) : Ref::shared(Py_None);
   if (!was_enabled || !had_types) {
     return nullptr;
   }
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const auto [device, key] = kKinds[i];
-    PyTuple_SET_ITEM(was_enabled.get(), i, Py_NewRef(on.has(key) ? Py_True : Py_False));
+    const auto [device, key] = kPlaces[i];
+    PyTuple_SET_ITEM(was_enabled.get(), i, Py_NewRef(as_bool(on.has(key))));
     if (has_types) {
-      PyObject* found = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(device)));
+      auto* found = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(device)));
       PyTuple_SET_ITEM(had_types.get(), i, Py_NewRef(found));
       PyObject* type = PyTuple_GET_ITEM(dtypes, i);
       if (THPDtype_Check(type)) {
         at::autocast::set_autocast_dtype(device, reinterpret_cast<THPDtype*>(type)->scalar_type);
       }
     }
-    c10::impl::tls_set_dispatch_key_excluded(key, PyTuple_GET_ITEM(enabled, i) != Py_True);
+    set_autocast(key, PyTuple_GET_ITEM(enabled, i));
   }
-  c10::impl::tls_set_dispatch_key_excluded(DispatchKey::AutocastMAIA, in_region != Py_True);
-  PyObject* was_in_region = on.has(DispatchKey::AutocastMAIA) ? Py_True : Py_False;
-  PyObject* was_cached = !has_types ? Py_None : at::autocast::is_autocast_cache_enabled() ? Py_True : Py_False;
+  set_autocast(DispatchKey::AutocastMAIA, in_region);
+  PyObject* was_cached = has_types ? as_bool(at::autocast::is_autocast_cache_enabled()) : Py_None;
   if (is_cached != Py_None) {
     at::autocast::set_autocast_cache_enabled(is_cached == Py_True);
   }
-  return PyTuple_Pack(4, was_in_region, was_enabled.get(), had_types.get(), was_cached);
+  return PyTuple_Pack(4, as_bool(on.has(DispatchKey::AutocastMAIA)), was_enabled.get(), had_types.get(), was_cached);
   END_HANDLE_TH_ERRORS
 }
 
