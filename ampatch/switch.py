@@ -17,6 +17,7 @@ import functools
 import importlib
 import inspect
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
@@ -51,6 +52,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 #: on, and its type; whether autocast keeps its casts. Everywhere None stands for what is left as it is.
 State = tuple[bool | None, tuple[bool | None, ...], tuple[torch.dtype | None, ...] | None, bool | None]
 
+_NO_TYPES = (None,) * len(_PLACES)
+
 #: The state of a region without casts.
 OFF: State = (True, (*(False for _ in KINDS), None), None, None)
 
@@ -78,18 +81,39 @@ def turn_on(dtype: torch.dtype, kinds: Collection[str]) -> None:
 
 
 def exchange(wanted: State) -> State:
-    """Puts this thread into a state; returns the one that it was in."""
+    """Puts this thread into a state; returns the one that it was in, as far as it has changed."""
     in_region, enabled, dtypes, is_cached = wanted
-    before = state(dtypes is not None)
+    before: list[bool | None] = []
+    for kind, on in zip((_SIGNAL, *_PLACES), (in_region, *enabled), strict=True):
+        before.append(None if on is None else torch.is_autocast_enabled(kind))
+        if on is not None and on is not before[-1]:
+            torch.set_autocast_enabled(kind, on)
+    had = None if dtypes is None else tuple(map(_exchange_dtype, _PLACES, dtypes))
+    was_cached = None if is_cached is None else torch.is_autocast_cache_enabled()
     if is_cached is not None:
         torch.set_autocast_cache_enabled(is_cached)
-    for kind, was_on, on in zip((_SIGNAL, *_PLACES), (before[0], *before[1]), (in_region, *enabled), strict=True):
-        if on is not None and on is not was_on:
-            torch.set_autocast_enabled(kind, on)
-    for kind, dtype in zip(_PLACES, dtypes or (), strict=False):
-        if dtype is not None:
-            torch.set_autocast_dtype(kind, dtype)
+    return before[0], tuple(before[1:]), had, was_cached
+
+
+def _exchange_dtype(kind: str, dtype: torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    before = torch.get_autocast_dtype(kind)
+    torch.set_autocast_dtype(kind, dtype)
     return before
+
+
+_T = TypeVar("_T")
+
+
+def _over(wanted: State, other: State) -> State:
+    """Returns a state; what it leaves as it is, it has from the other."""
+    dtypes = _each(wanted[2] or _NO_TYPES, other[2] or _NO_TYPES)
+    return *_each(wanted[:1], other[:1]), _each(wanted[1], other[1]), dtypes, *_each(wanted[3:], other[3:])  # type: ignore[return-value]
+
+
+def _each(wanted: Sequence[_T | None], other: Sequence[_T | None]) -> tuple[_T | None, ...]:
+    return tuple([two if one is None else one for one, two in zip(wanted, other, strict=True)])
 
 
 class _Implementation:
@@ -129,17 +153,68 @@ _thread = _Thread()
 _NOTHING = contextlib.nullcontext()
 
 
+# The numbers of autograd's nodes that were made in regions, the latest last: thread, first, and the one behind them.
+_made: deque[tuple[int, int, int]] = deque(maxlen=256)
+
+
+def _next_number() -> int:
+    """Returns the number that autograd gives to the next node of this thread."""
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
+
+
+def _note_made(first: int) -> None:
+    """Notes that the nodes of this thread from a number on were made in a region."""
+    thread, end = threading.get_ident(), _next_number()
+    if end > first:
+        while _made and _made[-1][0] == thread and _made[-1][1] >= first:  # in a region inside
+            _made.pop()
+        _made.append((thread, first, end))
+
+
+def was_made_in_region(number: int) -> bool:
+    """Returns True if a node of autograd was made in a region, so that its backward pass has the state of that."""
+    return any(first <= number < end for _, first, end in list(_made))
+
+
+def enter_block(block: object, before: State) -> None:
+    """Notes that this thread has entered a block of torch.autocast, and the state that it was in before."""
+    region = Region(OFF)
+    region._block, region._before, region._first = block, before, _next_number()
+    region._innermost = _thread.regions[-1]._innermost if _thread.regions else None
+    _thread.regions.append(region)
+
+
+def leave_block(block: object, leave: Callable[[], object]) -> object:
+    """Leaves a block of torch.autocast, by torch's own function; other blocks and regions may still be open."""
+    region = next((region for region in reversed(_thread.regions) if region._block is block), None)
+    now = None if region is None or region is _thread.regions[-1] else state()
+    result = leave()
+    if region is not None:
+        region.__exit__()
+    if now is not None:
+        exchange(now)
+    return result
+
+
 def forget_regions() -> None:
     """Ends the regions of this thread that cast, and those of torch.autocast, because their session ends."""
     regions = _thread.regions
-    first = next((region for region in regions if any(region._state[1])), None)
-    if first is not None:
-        for region in regions[regions.index(first) + 1 :]:
-            region._before = first._before
-    if first is not None and any(regions[-1]._state[1]):
-        _Implementation.exchange(first._before)
-    elif not regions:
-        torch.set_autocast_enabled(_SIGNAL, False)
+    has_blocks = any(region._block is not None for region in regions)
+    before: State | None = None
+    for region in list(regions):
+        if region._block is not None:
+            regions.remove(region)
+        elif before is not None:  # behind a region that casts
+            before = region._before = _over(before, region._before)
+        elif region is regions[0]:
+            region._before = (False, *region._before[1:])
+        if region._block is None and before is None and any(region._state[1]):
+            before = region._before
+    if before is not None and any(regions[-1]._state[1]):
+        exchange(before)
+    elif not regions and is_in_region():  # only a compiler that failed has left it so without a block
+        exchange((False, OFF[1] if not has_blocks else _NO_TYPES, None, None))
 
 
 class Region:
@@ -149,10 +224,11 @@ class Region:
     example those of two generators or of two asyncio tasks.
     """
 
-    __slots__ = ("_around", "_before", "_innermost", "_state")
+    __slots__ = ("_around", "_before", "_block", "_first", "_innermost", "_state")
 
     def __init__(self, state: State) -> None:
         self._state = state
+        self._block: object = None  # the block of torch.autocast that it stands for, if it is one
         # The region that `undoing_one` undoes here; and the one around that.
         self._innermost: Region | None = self
         self._around: Region | None = None
@@ -173,17 +249,21 @@ class Region:
         if self._innermost is self and _thread.regions:
             self._around = _thread.regions[-1]._innermost
         _thread.regions.append(self)
+        self._first = _next_number()
         self._before = _Implementation.exchange(self._state)
 
     @traced_within_others
     def __exit__(self, *_: object) -> None:
         regions = _thread.regions
+        if self not in regions:  # a generator has ended in another thread
+            return
+        _note_made(self._first)
         place = regions.index(self)
         del regions[place]
         if place == len(regions):
             _Implementation.exchange(self._before)
         else:  # one that began later is still open
-            regions[place]._before = self._before
+            regions[place]._before = _over(self._before, regions[place]._before)
 
 
 class Switch:
@@ -290,7 +370,8 @@ class WithoutCasts:
 
     @traced_within_others
     def __exit__(self, *_: object) -> None:
-        _thread.without_casts.pop().__exit__()
+        if _thread.without_casts:
+            _thread.without_casts.pop().__exit__()
 
     def __call__(self, function: _F) -> _F:
         """Returns a function that runs without casts; a generator or a coroutine does so in each of its steps.

@@ -299,6 +299,7 @@ def test_skorch_nets_are_measured_with_amp_and_without() -> None:
     assert [ratio for name, ratio in rows if name == "skorch"] == ["1.00", "1.00"]
 
 
+@pytest.mark.once
 def test_lists_are_measured_as_tensors_and_as_addresses(
     compiled, compiled_calls, select, select_calls, monkeypatch, capsys
 ):

@@ -56,6 +56,7 @@ def test_the_stored_outputs_are_of_one_run_and_name_no_machine():
 
 
 @pytest.mark.slow
+@pytest.mark.beyond_ci
 def test_the_tutorial_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     notebooks = importlib.import_module("ampatch_docs.notebooks")

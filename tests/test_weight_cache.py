@@ -733,6 +733,7 @@ class TestNothingGrows:
     @pytest.mark.slow
     def test_over_adopted_models_that_come_and_go(self):
         adopt(nn.Module())
+        gc.collect()
         weights, steps = [], len(runtime.live.ledger._steps)
         for _ in range(100):
             model = adopt(Thrice())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import types
 from collections.abc import Set
 from typing import Any
@@ -20,26 +19,19 @@ from torch import Tensor, nn
 from ampatch.casting.nested import CASTABLE
 from ampatch.compilers import traced_within_others
 from ampatch.ledger import PatchLedger
-from ampatch.switch import KINDS, State, Switch, exchange, forget_regions, state, turn_on
+from ampatch.switch import KINDS, Switch, enter_block, forget_regions, leave_block, state, turn_on, was_made_in_region
 
 # Modules of torch that carry the state of autocast to where code of the user runs. The switch carries whether that is a
 # region.
 _CARRIERS = ("torch.utils.checkpoint", "torch.nn.parallel.parallel_apply")
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        # The blocks that this thread is in, each with the state before it. A decorator is one block for all calls.
-        self.open: list[tuple[object, State]] = []
-
-
-_thread = _Thread()
-
-
 def _carries_state(frame: types.FrameType, is_on: bool) -> bool:
     """Returns True if torch itself enters a block, to go on in the state of other code, which may be no region."""
-    code, home = frame.f_code.co_name, frame.f_globals.get("__name__")
-    return home in _CARRIERS or (home == torch.autocast.__module__ and code == "decorate_bwd" and not is_on)
+    home = frame.f_globals.get("__name__")
+    if home == torch.autocast.__module__ and frame.f_code.co_name == "decorate_bwd" and not is_on:  # custom_bwd
+        return not was_made_in_region(frame.f_locals["args"][0]._sequence_nr())
+    return home in _CARRIERS
 
 
 def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str]) -> None:
@@ -58,7 +50,7 @@ def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str]) -> No
     def entering(self: Any) -> Any:
         before = state()
         result = enter(self)
-        _thread.open.append((self, before))
+        enter_block(self, before)
         if self.device in KINDS and not _carries_state(sys._getframe(1), self._enabled):
             # Of other device types, a block says nothing.
             turn_on(dtype, () if before[0] else kinds - {self.device})
@@ -67,13 +59,8 @@ def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str]) -> No
     @traced_within_others
     @functools.wraps(leave)
     def leaving(self: Any, *error: Any) -> Any:
-        result = leave(self, *error)
-        places = [place for place, (block, _) in enumerate(_thread.open) if block is self]
-        if places:
-            exchange(_thread.open.pop(places[-1])[1])  # of all device types: torch.compile may end blocks in any order
-        return result
+        return leave_block(self, lambda: leave(self, *error))
 
-    ledger.on_undo(_thread.open.clear)
     ledger.on_undo(forget_regions)
     ledger.set(torch.autocast, "__enter__", entering)
     ledger.set(torch.autocast, "__exit__", leaving)

@@ -761,15 +761,17 @@ PyObject* as_bool(bool value) {
   return value ? Py_True : Py_False;
 }
 
-// Turns autocast on or off, or leaves it as it is: `wanted` is True, False or None.
-void set_autocast(DispatchKey key, PyObject* wanted) {
-  if (wanted != Py_None) {
-    c10::impl::tls_set_dispatch_key_excluded(key, wanted != Py_True);
+// Turns autocast on or off, and returns whether it was on; leaves it as it is, and returns None, if `wanted` is None.
+PyObject* set_autocast(c10::DispatchKeySet on, DispatchKey key, PyObject* wanted) {
+  if (wanted == Py_None) {
+    return Py_None;
   }
+  c10::impl::tls_set_dispatch_key_excluded(key, wanted != Py_True);
+  return as_bool(on.has(key));
 }
 
-// exchange(wanted): puts this thread into a state, and returns the one that it was in, as `exchange` of
-// ampatch/switch.py.
+// exchange(wanted): puts this thread into a state, and returns the one that it was in, as far as it has changed: as
+// `exchange` of ampatch/switch.py.
 PyObject* exchange(PyObject*, PyObject* wanted) {
   HANDLE_TH_ERRORS
   PyObject *in_region, *enabled, *dtypes, *is_cached;
@@ -789,23 +791,24 @@ PyObject* exchange(PyObject*, PyObject* wanted) {
   }
   for (Py_ssize_t i = 0; i < count; ++i) {
     const auto [device, key] = kPlaces[i];
-    PyTuple_SET_ITEM(was_enabled.get(), i, Py_NewRef(as_bool(on.has(key))));
+    PyTuple_SET_ITEM(was_enabled.get(), i, Py_NewRef(set_autocast(on, key, PyTuple_GET_ITEM(enabled, i))));
     if (has_types) {
-      auto* found = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(device)));
-      PyTuple_SET_ITEM(had_types.get(), i, Py_NewRef(found));
       PyObject* type = PyTuple_GET_ITEM(dtypes, i);
+      PyObject* found = Py_None;
       if (THPDtype_Check(type)) {
+        found = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(device)));
         at::autocast::set_autocast_dtype(device, reinterpret_cast<THPDtype*>(type)->scalar_type);
       }
+      PyTuple_SET_ITEM(had_types.get(), i, Py_NewRef(found));
     }
-    set_autocast(key, PyTuple_GET_ITEM(enabled, i));
   }
-  set_autocast(DispatchKey::AutocastMAIA, in_region);
-  PyObject* was_cached = has_types ? as_bool(at::autocast::is_autocast_cache_enabled()) : Py_None;
+  PyObject* was_in_region = set_autocast(on, DispatchKey::AutocastMAIA, in_region);
+  PyObject* was_cached = Py_None;
   if (is_cached != Py_None) {
+    was_cached = as_bool(at::autocast::is_autocast_cache_enabled());
     at::autocast::set_autocast_cache_enabled(is_cached == Py_True);
   }
-  return PyTuple_Pack(4, as_bool(on.has(DispatchKey::AutocastMAIA)), was_enabled.get(), had_types.get(), was_cached);
+  return PyTuple_Pack(4, was_in_region, was_enabled.get(), had_types.get(), was_cached);
   END_HANDLE_TH_ERRORS
 }
 

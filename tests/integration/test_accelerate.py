@@ -936,7 +936,7 @@ class TestProcesses:
         assert codes == [0, -signal.SIGKILL, 0]
         assert_same_checkpoints(tmp_path / "whole", tmp_path / "killed")
 
-    @pytest.mark.once
+    @pytest.mark.beyond_ci
     def test_two_ranks_resume_to_the_same_bits(self, tmp_path: Path) -> None:
         options = ["--opt-level", "O2", "--half", "float16", "--accumulate", "2"]
         for name, epochs in (("whole", 3), ("broken", 2), ("broken", 3)):

@@ -354,6 +354,7 @@ class TestRandomOrders:
         check_random_orders(two, level, range(60 if is_thorough() else 8))
 
     @pytest.mark.slow
+    @pytest.mark.beyond_ci
     def test_many(self, two: Workers, level):
         for begin in range(60, 200, 20):
             check_random_orders(two, level, range(begin, begin + 20))
