@@ -585,15 +585,15 @@ class Session:
             scripted = adopted_model.scripted_parts(model)
             if scripted:
                 warn(
-                    f"TorchScript has compiled {', '.join(scripted)}: nothing in there is cast, and so it computes in "
-                    "the types that it is given. Use the Python code that it was made of, or hand it tensor.float()."
+                    f"TorchScript has compiled {', '.join(scripted)}: amp casts nothing in there. torch's autocast does, "
+                    "by lists of its own, inside of the model's forward. Use the Python code that it was made of."
                 )
             exported = adopted_model.exported_parts(model)
             if exported:
                 warn(
                     f"torch.export has made {', '.join(exported)}; the graphs call operators below torch's functions: "
-                    "nothing in there is cast. Hand the module that was exported to amp.initialize, and export it "
-                    "afterwards, which records the casts."
+                    "only torch's autocast casts in there, by lists of its own. Hand the module that was exported to "
+                    "amp.initialize, and export it afterwards, which records the casts."
                 )
             # The graph of a cast holds its weight, and so would keep the weights of a deleted model alive.
             self.ledger.on_undo(weakref.finalize(model, self.cache.end_iteration).detach, model)

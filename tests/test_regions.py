@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import types
@@ -261,6 +262,32 @@ class TestRegions:
                     assert (x @ x).dtype is torch.bfloat16
                 assert (x @ x).dtype is torch.float16
 
+    def test_may_end_in_any_order(self) -> None:
+        async def task(count: int) -> None:
+            with torch.autocast("cpu", enabled=False):
+                await asyncio.sleep(0.001 * count)
+
+        async def tasks() -> None:
+            await asyncio.gather(task(1), task(2))
+
+        model = adopted(nn.Linear(2, 2), half_dtype=torch.float16)
+        asyncio.run(tasks())
+        assert model(torch.ones(2, 2)).dtype is torch.float16
+        block, without = torch.autocast("cpu", enabled=False), amp.disable_casts()
+        block.__enter__()
+        without.__enter__()
+        block.__exit__(None, None, None)
+        assert model(torch.ones(2, 2)).dtype is torch.float32
+        without.__exit__(None, None, None)
+        assert model(torch.ones(2, 2)).dtype is torch.float16
+
+    @pytest.mark.parametrize("settings", [{"enabled": False}, {"dtype": torch.bfloat16}], ids=str)
+    def test_leave_nothing_to_the_next_session(self, settings: dict[str, Any]) -> None:
+        model = adopted(nn.Linear(2, 2), half_dtype=torch.float16)
+        with torch.autocast("cpu", **settings), amp.disable_casts():
+            amp.deinitialize()
+        assert adopted(model, half_dtype=torch.float16)(torch.ones(2, 2)).dtype is torch.float16
+
     def test_end_with_the_session(self) -> None:
         def forward(x: Tensor) -> Tensor:
             amp.deinitialize()
@@ -340,17 +367,33 @@ class TestCodeWrittenForAutocast:
         assert found.max() == 64 * 64 * 100
         assert Exact.seen == [torch.float32]
 
-    @pytest.mark.parametrize("enabled", [True, False])
-    def test_has_the_forwards_state_in_its_backward(self, enabled: bool) -> None:
-        def forward(x: Tensor) -> Tensor:
-            with torch.autocast("cpu", enabled=enabled, dtype=torch.float16):
+    @pytest.mark.parametrize("checkpointed", [False, True])
+    @pytest.mark.parametrize(
+        ("region", "seen"),
+        [
+            (lambda: torch.autocast("cpu", dtype=torch.float16), torch.float16),
+            (lambda: torch.autocast("cpu", enabled=False), torch.float32),
+            (amp.disable_casts, torch.float32),
+        ],
+    )
+    def test_has_the_forwards_state_in_its_backward(
+        self, region: Callable[[], Any], seen: torch.dtype, checkpointed: bool
+    ) -> None:
+        def part(x: Tensor) -> Tensor:
+            with region():
                 return Following.apply(x)  # type: ignore[no-any-return]
+
+        def forward(x: Tensor) -> Any:
+            return torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False) if checkpointed else part(x)
 
         x = torch.ones(2, 2, requires_grad=True)
         adopted(Calling(forward), half_dtype=torch.float16)(x).sum().backward()
-        assert Following.seen[0] is (torch.float16 if enabled else torch.float32)
-        if enabled:
-            assert Following.seen[1] is torch.float16
+        assert Following.seen == [seen, seen]
+
+    def test_computes_its_backward_in_float32_if_it_asks_for_it(self) -> None:
+        x = torch.full((100, 100), 1000.0, requires_grad=True)
+        adopted(Calling(Exact.apply), half_dtype=torch.float16)(x).sum().backward()
+        assert Exact.seen == [torch.float32] * 2
 
     def test_operators_follow_their_rules_for_autocast(self) -> None:
         @torch.library.custom_op("ampatch_test::scaled", mutates_args=())
