@@ -585,8 +585,8 @@ class Session:
             scripted = adopted_model.scripted_parts(model)
             if scripted:
                 warn(
-                    f"TorchScript has compiled {', '.join(scripted)}: amp casts nothing in there. In the model's forward, "
-                    "torch's autocast does, by lists of its own. Use the Python code that it was made of."
+                    f"TorchScript has compiled {', '.join(scripted)}: amp casts nothing in there. torch's autocast "
+                    "does, in the model's forward, by lists of its own. Use the Python code that it was made of."
                 )
             exported = adopted_model.exported_parts(model)
             if exported:
