@@ -219,8 +219,8 @@ class TestNumbers:
         model = torch.compile(adopted(Net(LARGE["masked_fill"]), "O1"), backend="eager")
         before = torch.get_autocast_dtype("cpu")
         (note,) = notes_of(lambda: model(ones(4, 4)))
-        # Where a graph that runs as it was traced raises, torch turns autocast off again. It forgets its type, and that the
-        # blocks have ended, so that autocast would never drop its casts.
+        # Where a graph that runs as it was traced raises, torch turns autocast off again. It forgets its type, and that
+        # the blocks have ended, so that autocast would never drop its casts.
         torch.set_autocast_dtype("cpu", before)
         while torch.autocast_increment_nesting() > 1:
             torch.autocast_decrement_nesting()
