@@ -945,6 +945,7 @@ class TestProcesses:
             assert done.returncode == 0, done.stderr
         assert_same_checkpoints(tmp_path / "whole", tmp_path / "broken")
 
+    @pytest.mark.beyond_ci
     def test_two_ranks_train_as_in_float32_and_stay_equal(self, tmp_path: Path) -> None:
         script = str(Path(__file__).with_name("accelerate_ranks.py"))
         done = completed([sys.executable, *TORCHRUN, script, str(tmp_path)], cwd=tmp_path, env=ENVIRONMENT)
