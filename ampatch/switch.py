@@ -83,24 +83,26 @@ def turn_on(dtype: torch.dtype, kinds: Collection[str]) -> None:
 def exchange(wanted: State) -> State:
     """Puts this thread into a state; returns the one that it was in, as far as it has changed."""
     in_region, enabled, dtypes, is_cached = wanted
-    before: list[bool | None] = []
-    for kind, on in zip((_SIGNAL, *_PLACES), (in_region, *enabled), strict=True):
-        before.append(None if on is None else torch.is_autocast_enabled(kind))
-        if on is not None and on is not before[-1]:
-            torch.set_autocast_enabled(kind, on)
-    had = None if dtypes is None else tuple(map(_exchange_dtype, _PLACES, dtypes))
+    signals, switches = (_SIGNAL, *_PLACES), (in_region, *enabled)
+    # All is read first: `ampatch run --cpu` makes one state of two.
+    before = [
+        None if on is None else torch.is_autocast_enabled(kind) for kind, on in zip(signals, switches, strict=True)
+    ]
+    had = None
+    if dtypes is not None:
+        had = tuple(
+            [None if to is None else torch.get_autocast_dtype(at) for at, to in zip(_PLACES, dtypes, strict=True)]
+        )
     was_cached = None if is_cached is None else torch.is_autocast_cache_enabled()
+    for kind, on, was_on in zip(signals, switches, before, strict=True):
+        if on is not None and on is not was_on:
+            torch.set_autocast_enabled(kind, on)
+    for kind, dtype in zip(_PLACES, dtypes or (), strict=False):
+        if dtype is not None:
+            torch.set_autocast_dtype(kind, dtype)
     if is_cached is not None:
         torch.set_autocast_cache_enabled(is_cached)
     return before[0], tuple(before[1:]), had, was_cached
-
-
-def _exchange_dtype(kind: str, dtype: torch.dtype | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    before = torch.get_autocast_dtype(kind)
-    torch.set_autocast_dtype(kind, dtype)
-    return before
 
 
 _T = TypeVar("_T")
