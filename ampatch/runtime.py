@@ -29,11 +29,10 @@ from ampatch.errors import OptionError, UsageError
 from ampatch.patching import adopted_model, cast_labels, casting_mode
 from ampatch.patching.adapters import Adapt
 from ampatch.patching.function_patches import Registration
-from ampatch.patching.wrappers import explain
+from ampatch.patching.wrappers import explain, without_casts
 from ampatch.replaced import Replaced
 from ampatch.session import Hooks, Session
 from ampatch.settings import Settings
-from ampatch.switch import Switch
 from ampatch.weights import conversion_plan
 
 
@@ -159,7 +158,7 @@ def decorate(function: Any, kind: str) -> Any:
         raise OptionError(f"found {function!r} to decorate; expected a function. Type the decorator above its `def`.")
     name = getattr(function, "__qualname__", repr(function))
     reason = f"ampatch: {name} is decorated for the {kind}."
-    is_float = kind == Treatment.BLACKLIST.value  # in float32, all of it
+    enclosed = without_casts(function, True) if kind == Treatment.BLACKLIST.value else function  # in float32, all of it
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -178,10 +177,7 @@ def decorate(function: Any, kind: str) -> Any:
         adapted = None
         try:
             adapted = adapt(args, kwargs)
-            if is_float and mode is None:
-                with Switch.disabled():
-                    return write_back.call(function, (args, kwargs), adapted)
-            return write_back.call(function, (args, kwargs), adapted)
+            return write_back.call(enclosed if mode is None else function, (args, kwargs), adapted)
         except Exception as error:
             explain(error, reason, (args, kwargs), adapted)
             raise

@@ -487,8 +487,7 @@ class Session:
             if module not in kept
         }
         give_own_rules(ruled, self.ledger, self.switch)
-        if model not in kept and model not in ruled:
-            run_in_region(model, self.ledger, self.switch, self.settings.properties.half_dtype, self.device_types)
+        run_in_region(model, self.ledger, self.switch, self.settings.properties.half_dtype, self.device_types)
 
     def _check_is_no_part(self, model: nn.Module) -> None:
         for other in self._models:

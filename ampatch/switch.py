@@ -52,19 +52,19 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 #: on, and its type; whether autocast keeps its casts. Everywhere None stands for what is left as it is.
 State = tuple[bool | None, tuple[bool | None, ...], tuple[torch.dtype | None, ...] | None, bool | None]
 
-_NO_TYPES = (None,) * len(_PLACES)
+_AS_THEY_ARE = (None,) * len(_PLACES)
 
 #: The state of a region without casts.
 OFF: State = (True, (*(False for _ in KINDS), None), None, None)
 
 
-def state(with_dtypes: bool = True) -> State:
+def state() -> State:
     """Returns the state of this thread."""
     return (
         is_in_region(),
         tuple([torch.is_autocast_enabled(kind) for kind in _PLACES]),
-        tuple([torch.get_autocast_dtype(kind) for kind in _PLACES]) if with_dtypes else None,
-        torch.is_autocast_cache_enabled() if with_dtypes else None,
+        tuple([torch.get_autocast_dtype(kind) for kind in _PLACES]),
+        torch.is_autocast_cache_enabled(),
     )
 
 
@@ -110,8 +110,13 @@ _T = TypeVar("_T")
 
 def _over(wanted: State, other: State) -> State:
     """Returns a state; what it leaves as it is, it has from the other."""
-    dtypes = _each(wanted[2] or _NO_TYPES, other[2] or _NO_TYPES)
-    return *_each(wanted[:1], other[:1]), _each(wanted[1], other[1]), dtypes, *_each(wanted[3:], other[3:])  # type: ignore[return-value]
+    in_region, enabled, dtypes, is_cached = wanted
+    return (
+        other[0] if in_region is None else in_region,
+        _each(enabled, other[1]),
+        _each(dtypes or _AS_THEY_ARE, other[2] or _AS_THEY_ARE),
+        other[3] if is_cached is None else is_cached,
+    )
 
 
 def _each(wanted: Sequence[_T | None], other: Sequence[_T | None]) -> tuple[_T | None, ...]:
@@ -133,6 +138,11 @@ def run_in(module: ModuleType | None) -> None:
 def is_in_region() -> bool:
     """Returns True if this thread, or under a tracer the traced code, is in a region; then `dtype_in_region` holds."""
     return torch.is_autocast_enabled(_SIGNAL)
+
+
+def is_set_by_autocast() -> bool:
+    """Returns True if autocast says what amp does here: in a region, or where code has turned it on without one."""
+    return is_in_region() or _is_any_autocast_enabled()
 
 
 def dtype_in_region(kind: str) -> torch.dtype | None:
@@ -159,7 +169,7 @@ _NOTHING = contextlib.nullcontext()
 _made: deque[tuple[int, int, int]] = deque(maxlen=256)
 
 
-def _next_number() -> int:
+def next_number() -> int:
     """Returns the number that autograd gives to the next node of this thread."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
@@ -167,7 +177,7 @@ def _next_number() -> int:
 
 def _note_made(first: int) -> None:
     """Notes that the nodes of this thread from a number on were made in a region."""
-    thread, end = threading.get_ident(), _next_number()
+    thread, end = threading.get_ident(), next_number()
     if end > first:
         while _made and _made[-1][0] == thread and _made[-1][1] >= first:  # in a region inside
             _made.pop()
@@ -182,7 +192,7 @@ def was_made_in_region(number: int) -> bool:
 def enter_block(block: object, before: State) -> None:
     """Notes that this thread has entered a block of torch.autocast, and the state that it was in before."""
     region = Region(OFF)
-    region._block, region._before, region._first = block, before, _next_number()
+    region._block, region._before, region._first = block, before, next_number()
     region._innermost = _thread.regions[-1]._innermost if _thread.regions else None
     _thread.regions.append(region)
 
@@ -216,7 +226,7 @@ def forget_regions() -> None:
     if before is not None and any(regions[-1]._state[1]):
         exchange(before)
     elif not regions and is_in_region():  # only a compiler that failed has left it so without a block
-        exchange((False, OFF[1] if not has_blocks else _NO_TYPES, None, None))
+        exchange((False, OFF[1] if not has_blocks else _AS_THEY_ARE, None, None))
 
 
 class Region:
@@ -251,7 +261,7 @@ class Region:
         if self._innermost is self and _thread.regions:
             self._around = _thread.regions[-1]._innermost
         _thread.regions.append(self)
-        self._first = _next_number()
+        self._first = next_number()
         self._before = _Implementation.exchange(self._state)
 
     @traced_within_others
@@ -461,8 +471,8 @@ def parallel_apply_owners() -> list[Any]:
 @contextlib.contextmanager
 def in_graph(wanted: State) -> Iterator[None]:
     """Replaces a region under torch.compile, which restores blocks of autocast wherever it stops or restarts."""
-    before = state(wanted[2] is not None)
     if is_exporting():  # a block would become a graph of its own
+        before = state()
         _set_in_graph(*_told(wanted))
         try:
             yield

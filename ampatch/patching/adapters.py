@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_compiling
 
 from ampatch.cast_lists.paths import Path
@@ -27,7 +26,7 @@ from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
 from ampatch.patching.fused_linear import LINEAR, LinearCalls
 from ampatch.patching.recurrent_weights import Layout
-from ampatch.switch import dtype_in_region, is_in_region
+from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
 
 Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -259,7 +258,7 @@ class Adapters:
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     if isinstance(value, Tensor) and value.layout is not strided and lacks_half_products(value):
                         return in_float32(args, kwargs)
-            return inside(args, kwargs) if is_in_region() or _is_any_autocast_enabled() else outside(args, kwargs)
+            return inside(args, kwargs) if is_set_by_autocast() else outside(args, kwargs)
 
         return to_half
 

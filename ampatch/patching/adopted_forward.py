@@ -14,13 +14,12 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ampatch.compilers import traced_within_others
 from ampatch.ledger import PatchLedger
 from ampatch.patching.replaced_forward import Block, ReplacedForward, own_forward
-from ampatch.switch import Region, State, Switch, blocks_of, casting_to, in_graph, is_in_region
+from ampatch.switch import Region, State, Switch, blocks_of, casting_to, in_graph, is_set_by_autocast
 
 
 def run_in_region(model: nn.Module, ledger: PatchLedger, switch: Switch, dtype: torch.dtype, kinds: Set[str]) -> None:
@@ -55,7 +54,7 @@ class _ForwardInRegion(ReplacedForward):
 
     def block(self) -> Block:
         """Returns a region, or a block that changes nothing in a region of other code."""
-        if is_in_region() or _is_any_autocast_enabled():
+        if is_set_by_autocast():
             return contextlib.nullcontext()
         if is_dynamo_compiling():
             return in_graph(casting_to(self._dtype, self._kinds))
@@ -66,7 +65,7 @@ class _ForwardInRegion(ReplacedForward):
     @traced_within_others
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward; under Dynamo in plain blocks, within which its graphs may break."""
-        if not is_dynamo_compiling() or is_exporting() or is_in_region() or _is_any_autocast_enabled():
+        if not is_dynamo_compiling() or is_exporting() or is_set_by_autocast():
             return self.in_block(*args, **kwargs)
         first, second, third, fourth = blocks_of(casting_to(self._dtype, self._kinds))
         with first, second, third, fourth:

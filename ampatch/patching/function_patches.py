@@ -414,16 +414,17 @@ class FunctionPatches:
             adapter = make_adapter(original)
             if name in _WRITING or module.partition(".")[0] != "torch":
                 adapter = replace(adapter, plain_cast=None, may_write=True)
+            encloses = False
             if self._for_half_models:
                 wrapper = wrap_for_half_models(original, adapter, self._switch, reason, frozenset(needs_float32))
             else:
-                known_as = Path(_name_of(owner), name)
+                known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
                 needs_block = any(_needs_block(original, known_as, treatment) for treatment in treatments)
                 wrapper = wrap(original, adapter, self._switch, reason, needs_block)
+                encloses = needs_block and isinstance(original, types.FunctionType)
                 self.fuses_linear |= adapter.call is not None
             wrapper.__module__, wrapper.__qualname__ = module, qualified
-            encloses = not self._for_half_models and needs_block and isinstance(original, types.FunctionType)
-            if not self._for_half_models and isinstance(reason, str) and not encloses:
+            if not (self._for_half_models or encloses) and isinstance(reason, str):
                 wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason)
             self._originals[id(wrapper)] = (wrapper, original)
             _original_of[wrapper] = original
@@ -555,10 +556,6 @@ def _is_being_imported(namespace: str, but: object) -> bool:
     spec = getattr(module, "__spec__", None)
     # Compares specs, since a module may have put another object in its own place, and given it its spec.
     return spec is not getattr(but, "__spec__", None) and bool(getattr(spec, "_initializing", False))
-
-
-def _name_of(owner: object) -> str:
-    return f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else getattr(owner, "__name__", "")
 
 
 def _own_attribute(owner: object, name: str) -> object:

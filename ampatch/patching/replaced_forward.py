@@ -26,7 +26,7 @@ from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError
 from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
-from ampatch.switch import InSteps, Switch, in_steps
+from ampatch.switch import InSteps, Switch, in_steps, next_number
 
 Block = AbstractContextManager[None]
 
@@ -85,9 +85,9 @@ class ReplacedForward(ABC):
         switch = self.switch
         if switch is None or not switch.active:
             return self.own(*args, **kwargs)
-        first = None if is_dynamo_compiling() else _next_number()
+        first = None if is_dynamo_compiling() else next_number()
         result = self.run(args, kwargs)
-        if first is not None and _next_number() != first:
+        if first is not None and next_number() != first:
             self.enclose_backward(result, first)
         return result
 
@@ -196,12 +196,6 @@ def _give_own_forward(module: nn.Module) -> None:
 
 async def _awaiting(coroutine: Any, block: Callable[[], Block]) -> Any:
     return await InSteps(coroutine, block)
-
-
-def _next_number() -> int:
-    """Returns the number that autograd gives to the next node of this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
 
 
 def _enclose_backward(result: object, first: int, block: Callable[[], Block]) -> None:

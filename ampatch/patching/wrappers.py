@@ -57,7 +57,7 @@ def wrap(
     """
     adapt, call, may_write = adapter.adapt, adapter.call, adapter.may_write
     is_python = isinstance(original, types.FunctionType)
-    enclosed = _without_casts if needs_block else _as_it_is
+    enclosed = without_casts if needs_block else _as_it_is
     overridden, run = enclosed(_asking_overrides(original), is_python), enclosed(original, is_python)
 
     @functools.wraps(original)
@@ -95,7 +95,7 @@ def wrap(
     return wrapper
 
 
-def _without_casts(function: Function, always: bool) -> Function:
+def without_casts(function: Function, always: bool) -> Function:
     """Returns a function that runs without casts: always, or only in a region."""
 
     def enclosed(*args: Any, **kwargs: Any) -> Any:
