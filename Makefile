@@ -61,7 +61,7 @@ slow: libraries
 	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(THOROUGHLY) -m "slow and not beyond_ci and (either_way or with_libraries)"
 	AMPATCH_KERNELS=torch AMPATCH_CALLS=auto $(THOROUGHLY) -m "$(TAKES_LONG)"
 
-# All other cases of the tests that take long, and the tests of the benchmarks: half an hour on two cores.
+# All other cases of the tests that take long, and the tests of the benchmarks: a quarter of an hour.
 beyond-ci: libraries
 	AMPATCH_KERNELS=torch AMPATCH_CALLS=auto $(THOROUGHLY) -m beyond_ci
 
