@@ -7,17 +7,17 @@ or types.
 
 from __future__ import annotations
 
-import functools
 import pkgutil
+import sys
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch._jit_internal
 import torch.jit._builtins
 import torch.jit._recursive
 import wrapt
@@ -36,6 +36,7 @@ _TRACED = {
         "compilers",
         "cuda_on_cpu",
         "errors",
+        "function_wrapper",
         "runtime",
         "session",
         "switch",
@@ -100,50 +101,6 @@ def give_own_code(wrapper: Any, original: object) -> None:
     wrapper.__code__ = wrapper.__code__.replace(co_name=wrapper.__name__)
     if not isinstance(original, types.FunctionType):
         traced_within_others(wrapper)
-
-
-def trace_instead(function: Any) -> None:
-    """Makes torch.compile trace ``function.__ampatch_python__`` at calls of ``function``, as long as that lives.
-
-    Args:
-        function: instance of a class derived from functions; torch.compile cannot guard its code and closure. Except in
-            calls it stays itself: as a member of a set, a key of a dict, a result.
-    """
-    from torch._dynamo.guards import GuardBuilder
-    from torch._dynamo.source import AttrSource
-    from torch._dynamo.variables.builder import VariableBuilder
-
-    def build(builder: Any, found: Any) -> Any:
-        builder.install_guards(GuardBuilder.ID_MATCH)
-        python = AttrSource(builder.source, "__ampatch_python__")
-        traced = VariableBuilder(builder.tx, python)(found.__ampatch_python__)
-        return _called_as()(found, traced, source=builder.source)
-
-    dispatch: dict[int, Any] = VariableBuilder._id_dispatch()
-    dispatch[id(function)] = build
-    weakref.finalize(function, dispatch.pop, id(function), None).atexit = False
-
-
-@functools.cache
-def _called_as() -> type:
-    """Returns the variable class that represents such functions in torch.compile."""
-    from torch._dynamo.variables.functions import UserFunctionVariable
-
-    class CalledAsAnother(UserFunctionVariable):
-        def __init__(self, fn: Any, traced: Any = None, **kwargs: Any) -> None:
-            super().__init__(fn, **kwargs)
-            self.traced = traced
-
-        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-            return self.traced.call_function(tx, args, kwargs)
-
-        def get_real_python_backed_value(self) -> object:
-            return self.fn
-
-        def python_type(self) -> type:
-            return types.FunctionType
-
-    return CalledAsAnother
 
 
 def build_torch_tables() -> None:
@@ -231,21 +188,25 @@ def _unwrap_for_torchscript(
     TorchScript can compile neither wrappers nor hooks, so the code that it has compiled never casts.
     """
     find_builtin: Callable[[object], object] = torch.jit._builtins._find_builtin
-    compile_function: Callable[[object, object], object] = torch.jit._recursive.try_compile_fn
+    find_dispatched: Callable[[object], object] = torch._jit_internal._try_get_dispatched_fn
     compile_module: Callable[..., object] = torch.jit._recursive.create_script_module
 
     def _find_builtin(function: object) -> object:
         return find_builtin(original_of(function))
 
-    def try_compile_fn(function: object, location: object) -> object:
-        return compile_function(original_of(function), location)
+    def _try_get_dispatched_fn(function: object) -> object:
+        original = original_of(function)
+        if original is function or not isinstance(original, types.FunctionType):
+            return find_dispatched(original)
+        # A choice by an argument that no call has, between the original and itself: TorchScript compiles no objects.
+        return {"index": sys.maxsize, "arg_name": "", "default": True, "if_true": original, "if_false": original}
 
     def create_script_module(module: nn.Module, *args: Any, **kwargs: Any) -> object:
         with _without(hooks, module), own_forwards(module):
             return compile_module(module, *args, **kwargs)
 
     ledger.set(torch.jit._builtins, "_find_builtin", _find_builtin)
-    ledger.set(torch.jit._recursive, "try_compile_fn", try_compile_fn)
+    ledger.set(torch._jit_internal, "_try_get_dispatched_fn", _try_get_dispatched_fn)
     ledger.set(torch.jit._recursive, "create_script_module", create_script_module)
 
 

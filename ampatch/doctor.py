@@ -25,9 +25,10 @@ import yaml
 from ampatch import __version__
 from ampatch.cast_lists import list_reports
 from ampatch.cast_lists.lists import shipped
-from ampatch.cast_lists.paths import Path, PathError, find_owner, is_wrapper, unwrapped
+from ampatch.cast_lists.paths import Path, PathError, find_owner
 from ampatch.cast_lists.rules import Treatment
 from ampatch.errors import AmpError, CastListError
+from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
 from ampatch.ledger import MISSING, bindings, loaded_modules
 from ampatch.native import calls, kernels
 from ampatch.patching import function_places
@@ -405,7 +406,7 @@ def _name_of(owner: object) -> str:
     """Returns the name of a module, class or function; of another object, that of its class."""
     if issubclass(type(owner), types.ModuleType):
         return str(object.__getattribute__(owner, "__dict__").get("__name__"))
-    named = owner if isinstance(owner, (type, types.FunctionType)) else type(owner)
+    named: Any = owner if isinstance(owner, (type, types.FunctionType, FunctionWrapper)) else type(owner)
     return f"{named.__module__}.{named.__qualname__}"
 
 

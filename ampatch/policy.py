@@ -20,8 +20,9 @@ import torch
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.annotations import unlisting, user_entries
 from ampatch.cast_lists.lists import shipped
-from ampatch.cast_lists.paths import Path, PathError, find_owner, function_key, unwrapped
+from ampatch.cast_lists.paths import Path, PathError, find_owner, function_key
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, sorted_conditions, typed_need
+from ampatch.function_wrapper import unwrapped
 from ampatch.opt_levels import HALF_DTYPES, HALVES
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import decorated

@@ -18,6 +18,7 @@ import torch
 import torch._dynamo  # replaces some of torch itself when it is imported, which must not happen within a test
 import torch._functorch.aot_autograd
 import torch._inductor
+import torch._jit_internal
 import torch.backends.mha
 import torch.jit._builtins
 import torch.jit._recursive
@@ -121,6 +122,7 @@ OWN_ATTRIBUTES = {
     "torch.utils.checkpoint._CheckpointFrame": torch.utils.checkpoint._CheckpointFrame,
     "torch.utils.checkpoint.CheckpointFunction": torch.utils.checkpoint.CheckpointFunction,
     "torch.jit._builtins": torch.jit._builtins,
+    "torch._jit_internal": torch._jit_internal,
     "torch.jit._recursive": torch.jit._recursive,
     "torch._functorch.aot_autograd": torch._functorch.aot_autograd,
     **PATCHED_OWNERS,

@@ -139,7 +139,7 @@ class TestNamespaces:
             "torch.nn.parallel.parallel_apply.parallel_apply",
             "torch.nn.parallel.data_parallel.parallel_apply",
             "torch.jit._builtins._find_builtin",
-            "torch.jit._recursive.try_compile_fn",
+            "torch._jit_internal._try_get_dispatched_fn",
             "torch.jit._recursive.create_script_module",
             "torch.cuda.make_graphed_callables",
             "torch.cuda.graphs.make_graphed_callables",

@@ -644,7 +644,7 @@ def test_subclasses_and_modes_see_the_same() -> None:
             result = nn.Linear(3, 2)(torch.empty(4, 3))
             return str(result.dtype), tuple(result.shape), result.grad_fn.name()
 
-    check(of_subclass, fuses=False)
+    check(of_subclass)
     check(of_parameter, fuses=False)
     check(under_dispatch_mode, fuses=False)
     check(fake, fuses=False)

@@ -19,10 +19,11 @@ from torch import overrides
 from torch.torch_version import TorchVersion
 
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, find_owner, function_key, unwrapped
+from ampatch.cast_lists.paths import Path, find_owner, function_key
 from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, spellings
 from ampatch.cast_lists.yaml_tree import compose_own
+from ampatch.function_wrapper import unwrapped
 
 #: File of the package that holds the reasons.
 FILE = "reviewed.yaml"

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import types
 from dataclasses import dataclass
 
 from ampatch.errors import AmpError, did_you_mean
+from ampatch.function_wrapper import unwrapped
 
 
 class PathError(AmpError, LookupError):
@@ -73,27 +73,6 @@ def find(path: Path) -> object | None:
 def is_fixed(kind: type) -> bool:
     """Returns True if a class is one in C, whose attributes cannot be set."""
     return bool(kind.__flags__ & _IMMUTABLE)
-
-
-def is_wrapper(value: object) -> bool:
-    """Returns True if ``value`` is one of amp's wrappers, and not a proxy around one.
-
-    Only a function's own globals identify it. The attributes that functools.wraps copies would also match a wrapper
-    that another library puts around amp's.
-    """
-    # Not isinstance(), which accepts proxies too. The class of a wrapper that is called in C++ derives from functions.
-    if not issubclass(type(value), types.FunctionType):
-        return False
-    # The module's other functions, which a reader of a wrapper's closure meets, wrap nothing.
-    is_ours = value.__globals__.get("__name__") == "ampatch.patching.wrappers"  # type: ignore[attr-defined]
-    return is_ours and "__wrapped__" in vars(value)
-
-
-def unwrapped(value: object) -> object:
-    """Returns the function under amp's wrappers; any other value unchanged."""
-    while is_wrapper(value):
-        value = vars(value)["__wrapped__"]
-    return value
 
 
 def identity(path: Path) -> object:

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 
-from ampatch.cast_lists.paths import Path, PathError, find_owner, is_fixed, unwrapped
+from ampatch.cast_lists.paths import Path, PathError, find_owner, is_fixed
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE
 from ampatch.errors import did_you_mean
+from ampatch.function_wrapper import unwrapped
 
 _SIGNS = re.compile(r"[*?\[]")
 

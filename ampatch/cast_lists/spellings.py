@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ampatch.cast_lists.paths import Path, unwrapped
+from ampatch.cast_lists.paths import Path
+from ampatch.function_wrapper import unwrapped
 
 #: Written instead of a namespace: stands for each of `NAMESPACES`.
 EVERY_NAMESPACE = "*"

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ampatch.cast_lists.paths import is_wrapper
 from ampatch.diagnostics.explanation_report import BoundPlace
 from ampatch.diagnostics.explanation_rulings import Rulings
 from ampatch.diagnostics.explanation_subjects import Subject
 from ampatch.diagnostics.shown_names import shown_path
+from ampatch.function_wrapper import is_wrapper
 from ampatch.patching import function_places
 from ampatch.patching.function_places import Kind
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ampatch.cast_lists.paths import Path, PathError, find, find_owner, identity, is_wrapper, unwrapped
+from ampatch.cast_lists.paths import Path, PathError, find, find_owner, identity
 from ampatch.cast_lists.spellings import (
     NAMESPACES,
     called_by,
@@ -26,6 +26,7 @@ from ampatch.cast_lists.spellings import (
 )
 from ampatch.diagnostics.explanation_settings import Settings
 from ampatch.errors import OptionError, did_you_mean
+from ampatch.function_wrapper import is_wrapper, unwrapped
 from ampatch.runtime import decoration_of
 
 

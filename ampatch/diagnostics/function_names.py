@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import resolve_name
 
-from ampatch.cast_lists.paths import PathError, find, unwrapped
+from ampatch.cast_lists.paths import PathError, find
+from ampatch.function_wrapper import unwrapped
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of
 from ampatch.session import Session

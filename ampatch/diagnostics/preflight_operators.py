@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import shipped
-from ampatch.cast_lists.paths import Path, identity, unwrapped
+from ampatch.cast_lists.paths import Path, identity
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.operands import floating_in, with_types
@@ -26,6 +26,7 @@ from ampatch.diagnostics.preflight_trials import enclosing
 from ampatch.diagnostics.preflight_underflows import draws_itself
 from ampatch.diagnostics.watch import Watch, paused
 from ampatch.diagnostics.watched import Values, WatchedOp
+from ampatch.function_wrapper import unwrapped
 from ampatch.patching.function_patches import Registration
 
 _FLOAT16_MAX = torch.finfo(torch.float16).max

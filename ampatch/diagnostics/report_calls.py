@@ -38,6 +38,7 @@ from ampatch.diagnostics.report_modules import WRAPPERS, Modules
 from ampatch.diagnostics.report_rows import Product, Row, Rows
 from ampatch.diagnostics.watch import is_view, pauses
 from ampatch.errors import UsageError
+from ampatch.function_wrapper import unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of, runtime
@@ -151,24 +152,24 @@ class CallRecorder:
 
     # Functions
 
-    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def function(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function that torch reports to the mode."""
-        thread = self._thread
+        thread, function = self._thread, unwrapped(run)
         if thread.wrapped is function:  # `call` has noted it
             thread.wrapped = None
-            return function(*args, **kwargs)
+            return run(*args, **kwargs)
         if not self._is_watching():
-            return function(*args, **kwargs)
+            return run(*args, **kwargs)
         info = self._info(function)
         if info.is_metadata or self._is_hidden():
-            return function(*args, **kwargs)
+            return run(*args, **kwargs)
         frame: Any = sys._getframe(2)
         if frame.f_code is _ASKS_MODES:  # a function in Python has called the mode: the caller is behind it
             frame = frame.f_back.f_back
         if info.is_operator_of_amp or (callers.owner_of(frame) is Code.AMP and not info.is_backward):
-            return self._run_for_amp(function, args, kwargs, frame)
+            return self._run_for_amp(run, args, kwargs, frame)
         called = operator_called(function, frame) if info.may_be_operator else function
-        return self._run(called, info, function, args, kwargs, frame)
+        return self._run(called, info, run, args, kwargs, frame)
 
     def _run(
         self,

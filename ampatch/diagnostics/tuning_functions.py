@@ -18,13 +18,14 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from ampatch.cast_lists.coverage import reason_of
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, PathError, find, unwrapped
+from ampatch.cast_lists.paths import Path, PathError, find
 from ampatch.cast_lists.rules import Treatment
 from ampatch.casting.nested import tensors_in
 from ampatch.diagnostics.function_names import name_of
 from ampatch.diagnostics.report_calls import CallRecorder
 from ampatch.diagnostics.report_rows import Row
 from ampatch.errors import CastListError
+from ampatch.function_wrapper import unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching.fused_linear import LINEAR, NODE
 

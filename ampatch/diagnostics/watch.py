@@ -32,6 +32,7 @@ from ampatch.diagnostics.callers import users_frame
 from ampatch.diagnostics.operands import has_inf, tensors_in, versions_of
 from ampatch.diagnostics.watched import ArrivedGradient, Place, Values, WatchedOp
 from ampatch.diagnostics.written_memory import WrittenMemory
+from ampatch.function_wrapper import unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.tracing import is_capturing, is_recording
 
@@ -322,7 +323,7 @@ class Watch:
         """Runs a torch function; operators below it are recorded as parts of it."""
         if function is _BACKWARD:
             self._loss = next((self._values_of(each) for each in measured(args[:1])), None)
-        self._functions.append(function)
+        self._functions.append(unwrapped(function))
         try:
             return function(*args, **kwargs)
         finally:

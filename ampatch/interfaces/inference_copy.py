@@ -31,13 +31,14 @@ from torch.nn.parameter import is_lazy
 
 from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, PathError, find, unwrapped
+from ampatch.cast_lists.paths import Path, PathError, find
 from ampatch.cast_lists.rules import FLOAT32, Rule
 from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_store import Store
 from ampatch.casting.nested import cast_floating
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError, did_you_mean, warn
+from ampatch.function_wrapper import unwrapped
 from ampatch.patching import adopted_model, autocast_checks, recurrent_weights
 from ampatch.patching.adapters import Function
 from ampatch.patching.casting_mode import CastingMode, CastRules, thread

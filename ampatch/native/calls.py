@@ -10,20 +10,22 @@ import functools
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from ampatch import compilers
 from ampatch import switch as switches
 from ampatch.casting import cast_errors
 from ampatch.casting.cast_store import CacheState, Store
 from ampatch.errors import KernelError
+from ampatch.function_wrapper import FunctionWrapper
 from ampatch.native import extension
 from ampatch.native.selection import Chosen, Selection
 from ampatch.switch import Switch
+
+_W = TypeVar("_W", bound=FunctionWrapper)
 
 CHOICES = ("auto", "compiled", "python")
 _VARIABLE = "AMPATCH_CALLS"
@@ -155,32 +157,25 @@ class Accelerator:
         if self._module is not None:
             self._caster.set_device_types(tuple(device_types))
 
-    def accelerate(
-        self,
-        wrapper: Any,
-        original: Callable[..., Any],
-        plain_cast: PlainCast | None,
-        reason: str,
-    ) -> Any:
-        """Returns a copy of the wrapper that runs in C++.
+    def class_of(self, wrapper: type[_W]) -> type[_W]:
+        """Returns the class of wrappers whose calls C++ runs, if C++ is in use.
 
-        Returns the wrapper itself if Python is in use or ``plain_cast`` is None.
+        The C++ calls the class's own ``__call__`` in rare cases, and torch.compile traces that.
+        """
+        return wrapper.derived(*([] if self._module is None else [self._module.Call]))
+
+    def accelerate(self, wrapper: FunctionWrapper, plain_cast: PlainCast, reason: str) -> None:
+        """Makes calls of a wrapper run in C++, if C++ is in use.
 
         Args:
-            wrapper: function made by `wrappers.wrap`.
-            original: function that it wraps.
-            plain_cast: how the wrapper casts ordinary arguments; None if only the wrapper's own code can do it.
+            wrapper: instance of a class that `class_of` has returned.
+            plain_cast: how the wrapper casts ordinary arguments.
             reason: note for errors that a cast may have caused.
         """
-        if self._module is None or plain_cast is None:
-            return wrapper
-        function = FunctionType(wrapper.__code__, wrapper.__globals__, closure=wrapper.__closure__)
-        for name in functools.WRAPPER_ASSIGNMENTS:
-            setattr(function, name, getattr(wrapper, name))
-        vars(function).update(vars(wrapper))
-        how = (plain_cast.kind, plain_cast.dtype, plain_cast.positional)
-        explain = functools.partial(cast_errors.add_note, reason)
-        self._module.accelerate(function, wrapper, self._caster, original, *how, explain, plain_cast.product)
-        if hasattr(function, "__ampatch_python__"):  # only in Python 3.11: see csrc/calls/calls.cpp
-            compilers.trace_instead(function)
-        return function
+        if self._module is not None:
+            how = (plain_cast.kind, plain_cast.dtype, plain_cast.positional)
+            explain = functools.partial(cast_errors.add_note, reason)
+            in_python: Any = type(wrapper).__call__
+            self._module.accelerate(
+                wrapper, in_python, self._caster, wrapper.original, *how, explain, plain_cast.product
+            )

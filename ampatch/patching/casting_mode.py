@@ -25,11 +25,12 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from ampatch.cast_lists import spellings
-from ampatch.cast_lists.paths import PathError, find, unwrapped
+from ampatch.cast_lists.paths import PathError, find
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import TensorCast, cast_tensors
 from ampatch.compilers import traced_within_others
+from ampatch.function_wrapper import unwrapped
 from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function
 from ampatch.patching.wrappers import explain
 from ampatch.tracing import is_below_operators

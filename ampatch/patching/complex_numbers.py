@@ -11,8 +11,9 @@ from collections.abc import Container, Iterator
 
 from torch import nn
 
-from ampatch.cast_lists.paths import Path, unwrapped
+from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.spellings import called_by
+from ampatch.function_wrapper import unwrapped
 
 _NAMES = frozenset({"complex", "eig", "eigvals", "istft", "polar", "stft", "view_as_complex"})
 

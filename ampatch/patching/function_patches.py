@@ -21,10 +21,11 @@ from torch import fx, nn
 
 from ampatch.cast_lists.list_edits import Edit
 from ampatch.cast_lists.lists import PEERS, CastLists, peer
-from ampatch.cast_lists.paths import Path, PathError, find_owner, unwrapped
+from ampatch.cast_lists.paths import Path, PathError, find_owner
 from ampatch.cast_lists.rules import Rule, Treatment, unlistable_reason
 from ampatch.cast_lists.spellings import called_by
 from ampatch.errors import AmpWarning, did_you_mean
+from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
 from ampatch.patching import thread_rules
@@ -33,7 +34,7 @@ from ampatch.patching.container_functions import Replacement, replace_in_contain
 from ampatch.patching.function_places import swept_modules
 from ampatch.patching.fused_linear import LINEAR
 from ampatch.patching.thread_rules import Token
-from ampatch.patching.wrappers import Reason, overridable, wrap, wrap_for_half_models
+from ampatch.patching.wrappers import HalfModelFunction, PatchedFunction, Reason, overridable
 from ampatch.switch import Switch
 
 
@@ -125,11 +126,11 @@ class FunctionPatches:
         self._accelerator = accelerator
         self._switch = switch
         # Wrappers of functions in modules, by the original's id: one for each function, whatever its names.
-        self._wrappers: dict[int, Function] = {}
+        self._wrappers: dict[int, FunctionWrapper] = {}
         # The latest wrapper of each method, by the original's id.
-        self._methods: dict[int, Function] = {}
-        # Each wrapper (methods included) and its original, by the wrapper's id.
-        self._originals: dict[int, tuple[Function, Function]] = {}
+        self._methods: dict[int, FunctionWrapper] = {}
+        # All wrappers, those of methods included, by their own id.
+        self._installed: dict[int, FunctionWrapper] = {}
         # Rules of modules that are not imported yet, by namespace.
         self._later: dict[str, list[Rule]] = {}
         # The lists whose patterns match functions of modules that are imported later.
@@ -208,21 +209,19 @@ class FunctionPatches:
     @property
     def count(self) -> int:
         """Number of functions that are patched now, each counted once however many names it has."""
-        return len(self._originals)
+        return len(self._installed)
 
     def rebind(self, owners: Iterable[object]) -> None:
         """Binds names in ``owners`` that still hold an original to its wrapper.
 
         Does the same for names that still hold a wrapper of an earlier session; without a rule they get the original.
         """
-        kept: dict[int, Function] = {
-            id(wrapper): wrapper for wrapper in list(_original_of) if id(wrapper) not in self._originals
-        }
-        wanted = {key: self._originals[id(wrapper)][1] for key, wrapper in (self._methods | self._wrappers).items()}
+        kept = {key: wrapper for key, wrapper in list(_alive.items()) if key not in self._installed}
+        wanted = {key: wrapper.original for key, wrapper in (self._methods | self._wrappers).items()}
         for owner, name, found in bindings(owners, {**wanted, **kept}):
             original = found
             if id(found) in kept:
-                original = _original_of[kept[id(found)]]
+                original = unwrapped(found)
                 setattr(owner, name, original)
             wrapper = self._wrapper_of(original)
             if wrapper is not None:
@@ -253,14 +252,14 @@ class FunctionPatches:
         For a wrapper of an earlier session, returns this session's wrapper of its original, or else the original.
         """
         wrapper = self._wrapper_of(value)
-        if wrapper is not None or id(value) in self._originals:
+        if wrapper is not None or id(value) in self._installed:
             return wrapper
         original = _original(value)
         return None if original is None else self._wrapper_of(original) or original
 
     def _wrapper_of(self, value: object) -> object | None:
         wrapper = self._wrappers.get(id(value)) or self._methods.get(id(value))
-        return wrapper if wrapper is not None and self._originals[id(wrapper)][1] is value else None
+        return wrapper if wrapper is not None and wrapper.original is value else None
 
     def release(self, owners: Iterable[object]) -> None:
         """Puts the originals back where ``owners`` and modules still hold wrappers. Call it after the ledger's undo.
@@ -268,23 +267,19 @@ class FunctionPatches:
         The session drops its wrappers first. If none is alive after that, no module holds one, and the search is
         skipped.
         """
-        released = [(weakref.ref(wrapper), original) for wrapper, original in self._originals.values()]
+        dropped = list(self._installed)
         self._wrappers.clear()
         self._methods.clear()
-        self._originals.clear()
-        for reference, original in released:
-            wrapper = reference()
-            if wrapper is not None:
-                self._originals[id(wrapper)] = (wrapper, original)
-        if self._originals:
-            wrappers: dict[int, object] = {key: wrapper for key, (wrapper, _) in self._originals.items()}
-            originals: dict[int, object] = {key: original for key, (_, original) in self._originals.items()}
-            rebind([*loaded_modules("ampatch"), *owners], wrappers, originals)
+        self._installed.clear()
+        kept = {key: wrapper for key in dropped if (wrapper := _alive.get(key)) is not None}
+        if kept:
+            originals = {key: wrapper.original for key, wrapper in kept.items()}
+            rebind([*loaded_modules("ampatch"), *owners], kept, originals)
+            self._installed.update(kept)
 
     def original_of(self, function: object) -> object:
-        """Returns the original of a wrapper, and any other object unchanged."""
-        wrapper, original = self._originals.get(id(function), (function, function))
-        return original if wrapper is function else function
+        """Returns the original of a wrapper of this session, and any other object unchanged."""
+        return unwrapped(function) if self._installed.get(id(function)) is function else function
 
     def patch_imported(self, module: object) -> None:
         """Patches the functions of modules that were imported since `install`.
@@ -414,20 +409,22 @@ class FunctionPatches:
             adapter = make_adapter(original)
             if name in _WRITING or module.partition(".")[0] != "torch":
                 adapter = replace(adapter, plain_cast=None, may_write=True)
-            encloses = False
             if self._for_half_models:
-                wrapper = wrap_for_half_models(original, adapter, self._switch, reason, frozenset(needs_float32))
+                half = HalfModelFunction.derived()
+                wrapper = half(original, adapter, self._switch, reason, frozenset(needs_float32))
             else:
                 known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
                 needs_block = any(_needs_block(original, known_as, treatment) for treatment in treatments)
-                wrapper = wrap(original, adapter, self._switch, reason, needs_block)
+                given = (original, adapter, self._switch, reason, needs_block)
                 encloses = needs_block and isinstance(original, types.FunctionType)
+                if adapter.plain_cast is None or encloses or not isinstance(reason, str):
+                    wrapper = PatchedFunction.derived()(*given)
+                else:
+                    wrapper = self._accelerator.class_of(PatchedFunction)(*given)
+                    self._accelerator.accelerate(wrapper, adapter.plain_cast, reason)
                 self.fuses_linear |= adapter.call is not None
             wrapper.__module__, wrapper.__qualname__ = module, qualified
-            if not (self._for_half_models or encloses) and isinstance(reason, str):
-                wrapper = self._accelerator.accelerate(wrapper, original, adapter.plain_cast, reason)
-            self._originals[id(wrapper)] = (wrapper, original)
-            _original_of[wrapper] = original
+            self._installed[id(wrapper)] = _alive[id(wrapper)] = wrapper
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
@@ -473,8 +470,8 @@ _WRITING = frozenset({"embedding", "embedding_bag"})
 # Packages whose containers are not user code.
 _NOT_USERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
 
-# The originals of all wrappers that are alive, including wrappers of earlier sessions.
-_original_of: weakref.WeakKeyDictionary[Function, Function] = weakref.WeakKeyDictionary()
+# All wrappers that are alive, including those of earlier sessions, by their id.
+_alive: weakref.WeakValueDictionary[int, FunctionWrapper] = weakref.WeakValueDictionary()
 
 # wrapt's import hooks cannot be removed, and each runs once. This set holds the modules that have one now.
 _hooked: set[str] = set()
@@ -483,7 +480,7 @@ _waiting: weakref.WeakSet[FunctionPatches] = weakref.WeakSet()
 
 def _original(value: object) -> object | None:
     """Returns the original of any session's wrapper; None for any other object."""
-    return _original_of.get(value) if isinstance(value, types.FunctionType) else None
+    return unwrapped(value) if is_wrapper(value) else None
 
 
 def _retarget(module: fx.GraphModule, replacement_of: Replacement) -> bool:

@@ -1,30 +1,30 @@
-"""Makes wrappers: plain Python functions around an original, each with the adapter of its rule.
+"""The wrappers that stand under the names of patched functions, each with the adapter of its rule.
 
-A wrapper is no wrapt proxy, because torch.compile looks through proxies and would silently drop the cast. It must hold
-no state: it reads the session's switch and calls its adapter. After the session, a wrapper that user code kept forwards
-every call unchanged.
+A wrapper is no wrapt proxy, because torch.compile looks through proxies and would silently drop the cast. After the
+session, a wrapper that user code kept forwards every call unchanged. Must hold no state of a call.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
-import weakref
 from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
 from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_errors import may_be_caused_by_casts
 from ampatch.casting.nested import cast_tensors, tensors_in
-from ampatch.compilers import give_own_code
+from ampatch.compilers import traced_within_others
+from ampatch.function_wrapper import NO_SLOTS, FunctionWrapper, unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
 from ampatch.switch import Switch, is_in_region
@@ -38,14 +38,8 @@ _NOTHING = nullcontext()
 Reason = str | Callable[[], str]
 
 
-def wrap(
-    original: Function,
-    adapter: Adapter,
-    switch: Switch,
-    reason: Reason,
-    needs_block: bool = False,
-) -> Function:
-    """Returns a plain function that adapts its arguments while casts are on, then calls the original.
+class PatchedFunction(FunctionWrapper):
+    """A function that adapts its arguments while casts are on, then calls the original.
 
     Args:
         original: function to wrap.
@@ -55,44 +49,87 @@ def wrap(
         needs_block: True if what the original calls must cast nothing. Otherwise only builtins run without torch's
             autocast, which has lists of its own; and graphs need not, where its casts are the same.
     """
-    adapt, call, may_write = adapter.adapt, adapter.call, adapter.may_write
-    is_python = isinstance(original, types.FunctionType)
-    enclosed = without_casts if needs_block else _as_it_is
-    overridden, run = enclosed(_asking_overrides(original), is_python), enclosed(original, is_python)
 
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not switch.active:
-            return original(*args, **kwargs)
+    __slots__ = NO_SLOTS
+    state = (*FunctionWrapper.state, "adapter", "is_python", "overridden", "reason", "run", "switch")
+
+    def __init__(
+        self, original: Function, adapter: Adapter, switch: Switch, reason: Reason, needs_block: bool = False
+    ) -> None:
+        super().__init__(original)
+        self.switch, self.adapter, self.reason = switch, adapter, reason
+        self.is_python = isinstance(original, types.FunctionType)
+        self.run = without_casts(original, self.is_python) if needs_block else original
+        self.overridden = _let_override(original) if id(original) in overridable() else None
+
+    @traced_within_others
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the original with arguments cast by the adapter, while casts are on."""
+        if not self.switch.active:
+            return self.original(*args, **kwargs)
         in_region = is_in_region()
         if is_dynamo_compiling() or in_region or _len_torch_dispatch_stack():
-            if in_region and switch.is_off():
-                return overridden(*args, **kwargs)
+            if in_region and self.switch.is_off():
+                return self.uncast(args, kwargs)
             # Under a tracer, Python code may run in place of an operator's kernel: its calls are not user code.
             if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
-                with switch.disabled():
-                    return original(*args, **kwargs)
+                with self.switch.disabled():
+                    return self.original(*args, **kwargs)
             # Dynamo must not guard the observer. It keeps a dispatch mode on the stack, so that calls come here.
             observer = None if is_dynamo_compiling() else cast_observers.observer
-            if observer is not None and not observer.is_calling(original):
-                return observer.call(original, itself(), args, kwargs)  # type: ignore[arg-type]
-        adapted = None
+            if observer is not None and not observer.is_calling(self.original):
+                return observer.call(self.original, self, args, kwargs)
+        overrides = _may_override(args, kwargs)
+        if overrides and self.overridden is not None:
+            return self.overridden(self, args, kwargs)
+        adapt, adapted = self.adapter.adapt, None
         try:
-            overrides = has_torch_function((*args, *kwargs.values()) if kwargs else args)
             adapted = adapted_for_override(adapt, args, kwargs) if overrides else adapt(args, kwargs)
-            if may_write or overrides:
-                return (write_back.call if may_write else _call)(overridden, (args, kwargs), adapted)
-            if is_python or is_dynamo_compiling():
-                return run(*adapted[0], **adapted[1])
-            with _without_autocast() if in_region else _NOTHING:
-                return original(*adapted[0], **adapted[1]) if call is None else call((args, kwargs), adapted)
+            return self._call_adapted((args, kwargs), adapted, in_region)
         except Exception as error:
-            explain(error, reason, (args, kwargs), adapted)
+            explain(error, self.reason, (args, kwargs), adapted)
             raise
 
-    give_own_code(wrapper, original)
-    itself = weakref.ref(wrapper)  # weak, so that a wrapper dies with its session
-    return wrapper
+    def uncast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the original without casts; ``__torch_function__`` may override the call."""
+        if self.overridden is not None and _may_override(args, kwargs):
+            return self.overridden(self, args, kwargs)
+        return self.original(*args, **kwargs)
+
+    def _call_adapted(self, given: Arguments, adapted: Arguments, in_region: bool) -> Any:
+        if self.adapter.may_write:
+            return write_back.call(self.run, given, adapted)
+        if self.is_python or is_dynamo_compiling():
+            return self.run(*adapted[0], **adapted[1])
+        with _without_autocast() if in_region else _NOTHING:
+            call = self.adapter.call
+            return self.original(*adapted[0], **adapted[1]) if call is None else call(given, adapted)
+
+
+def _may_override(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if is_dynamo_compiling() and _is_torch_function_mode_enabled():  # of which its `has_torch_function` knows nothing
+        return True
+    return has_torch_function(_in_lists((*args, *kwargs.values()) if kwargs else args))
+
+
+def _in_lists(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns values, and those in lists and tuples, where torch looks for overrides as well."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            values += tuple(value)
+    return values
+
+
+def _let_override(original: Function) -> Callable[[FunctionWrapper, tuple[Any, ...], dict[str, Any]], Any]:
+    """Returns what passes a call to ``__torch_function__``, together with the object that now has the function's name.
+
+    torch itself looks methods in C++ up by name. It may call one by another name: that of ``x @ y`` is `Tensor.matmul`.
+    """
+    if isinstance(original, types.MethodDescriptorType):
+        return lambda _, args, kwargs: original(*args, **kwargs)
+    return lambda wrapper, args, kwargs: handle_torch_function(
+        wrapper, _in_lists((*args, *kwargs.values())), *args, **kwargs
+    )
 
 
 def without_casts(function: Function, always: bool) -> Function:
@@ -107,18 +144,8 @@ def without_casts(function: Function, always: bool) -> Function:
     return enclosed
 
 
-def _as_it_is(function: Function, _: bool) -> Function:
-    return function
-
-
-def _call(function: Function, _: Arguments, adapted: Arguments) -> Any:
-    return function(*adapted[0], **adapted[1])
-
-
-def wrap_for_half_models(
-    original: Function, adapter: Adapter, switch: Switch, reason: Reason, devices: Set[str]
-) -> Function:
-    """Returns a wrapper for models with half weights: it computes in float32, and gives half arguments half results.
+class HalfModelFunction(PatchedFunction):
+    """A function for models with half weights: it computes in float32, and gives half arguments half results.
 
     If all floating arguments were of one half type, a float32 result is cast back to it: the layers behind have half
     weights. Three kinds of results stay as they are:
@@ -134,51 +161,42 @@ def wrap_for_half_models(
         reason: note that names the function and the list entry.
         devices: device types on which the original has no half kernel; `EVERY_DEVICE` for all.
     """
-    in_float32 = wrap(original, adapter, switch, reason)
 
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not switch.active:
-            return original(*args, **kwargs)
+    __slots__ = NO_SLOTS
+    state = (*PatchedFunction.state, "devices")
+
+    def __init__(self, original: Function, adapter: Adapter, switch: Switch, reason: Reason, devices: Set[str]) -> None:
+        super().__init__(original, adapter, switch, reason)
+        self.devices = devices
+
+    @traced_within_others
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the original; with half arguments, in float32."""
+        if not self.switch.active:
+            return self.original(*args, **kwargs)
         given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dtype.is_floating_point]
+        devices = self.devices
         if not any(tensor.dtype in HALVES and ("*" in devices or tensor.device.type in devices) for tensor in given):
-            return original(*args, **kwargs)
-        result = in_float32(*args, **kwargs)
+            return self.uncast(args, kwargs)
+        result = PatchedFunction.__call__(self, *args, **kwargs)
         half = given[0].dtype
         if any(tensor.dtype is not half for tensor in given) or kwargs.get("dtype") is not None:
             return result
         return cast_tensors(result, lambda tensor: tensor.to(half) if _is_float32_array(tensor) else tensor)
-
-    give_own_code(wrapper, original)
-    return wrapper
 
 
 def _is_float32_array(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.dim() > 0
 
 
-def _asking_overrides(original: Function) -> Function:
-    """Returns a function that first lets ``__torch_function__`` override the call, and passes it the original.
-
-    Overrides know the original. But torch's Python functions pass on the object under their global name, which is the
-    wrapper now. So the returned function checks for overrides first. If torch allows none, it is the original itself.
-    """
-    if id(original) not in overridable():
-        return original
-
-    def overridden(*args: Any, **kwargs: Any) -> Any:
-        relevant = (*args, *kwargs.values())
-        if has_torch_function(relevant):
-            return handle_torch_function(original, relevant, *args, **kwargs)
-        return original(*args, **kwargs)
-
-    return overridden
-
-
 @functools.cache
 def overridable() -> frozenset[int]:
     """Returns the ids of functions that ``__torch_function__`` can override; torch keeps these functions alive."""
-    return frozenset(id(function) for functions in get_overridable_functions().values() for function in functions)
+    told = itertools.chain.from_iterable(get_overridable_functions().values())
+    # torch does not tell of all that it has in C++, for example `torch.exp_`.
+    every = (unwrapped(value) for module in (torch, torch.sparse) for value in vars(module).values())
+    in_cpp = (value for value in every if isinstance(value, types.BuiltinFunctionType))
+    return frozenset(map(id, (*told, *in_cpp)))
 
 
 def explain(error: Exception, reason: Reason, given: Arguments, adapted: Arguments | None) -> None:

@@ -237,38 +237,23 @@ PyMethodDef caster_methods[] = {{"set_device_types", caster_set_device_types, ME
 // How ordinary arguments are cast: `Kind` of ampatch/native/calls.py.
 enum class Kind { to, via_dtype, promote };
 
-// Data of one patched function; lives as long as the function.
+// A patched function: the base of its class, whose `__call__` in Python does what C++ leaves to it.
 struct Call {
   PyObject_HEAD
+  vectorcallfunc vectorcall;  // null before `accelerate`, and then the interpreter runs `__call__`
   Caster* caster;
   PyObject* original;
   PyObject* explain;      // adds a note to an error that a cast may have caused: `add_note` of cast_errors.py
-  PyObject* python;       // the wrapper
-  PyObject* watcher;      // weak reference to the function; its callback deletes this entry
+  PyObject* python;       // `__call__`
   Py_ssize_t positional;  // with more positional arguments, one of them is `dtype` or `out`
   Kind kind;
   ScalarType type;
   bool is_linear;  // a linear layer, which may become one node
   Product product;
-  bool has_frame;  // the original is a Python function, and so torch.compile must see the wrapper
+  bool is_python;  // the original is a Python function
 };
 
 PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Call"};
-
-// Calls by function. Never destroyed: static destructors run when the interpreter is gone already.
-auto& all_calls = *new ska::flat_hash_map<PyObject*, Ref, HashAddress>();
-
-// Callback of a watcher, bound to the address of the function that died.
-PyObject* forget_call(PyObject* address, PyObject*) {
-  const auto found = all_calls.find(static_cast<PyObject*>(PyLong_AsVoidPtr(address)));
-  if (found != all_calls.end()) {
-    const Ref dropped = std::move(found->second);
-    all_calls.erase(found);
-  }
-  Py_RETURN_NONE;
-}
-
-PyMethodDef forget_call_method = {"forget_call", forget_call, METH_O, nullptr};
 
 // True if an argument has one of the most common types, which hold no tensor and override nothing.
 bool is_plain(PyObject* value) {
@@ -316,11 +301,6 @@ class Here {
       on_ - c10::DispatchKeySet({DispatchKey::AutocastMAIA, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
 };
 
-// True if a hook evaluates every frame, such as the one that torch.compile installs to compile frames.
-bool are_frames_watched() {
-  return _PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) != _PyEval_EvalFrameDefault;
-}
-
 // The arguments of one call.
 class Arguments {
  public:
@@ -355,7 +335,7 @@ class Arguments {
   PyObject* call_original(size_t flags) {
     // torch's autocast would cast by lists of its own. Functions in Python call others, which amp casts.
     std::optional<c10::impl::ExcludeDispatchKeyGuard> without_autocast;
-    if (here_.is_in_region() && !call_->has_frame) {
+    if (here_.is_in_region() && !call_->is_python) {
       without_autocast.emplace(c10::autocast_dispatch_keyset);
     }
     return casts_ || tells_dtype_ ? explained(call_with_cast())
@@ -601,20 +581,24 @@ class Arguments {
   bool is_wider_ = false;
 };
 
+// Calls `__call__`, whose first argument is the function itself.
+PyObject* call_python(PyObject* function, PyObject* const* args, size_t flags, PyObject* names) {
+  const auto positional = PyVectorcall_NARGS(flags);
+  const auto count = positional + (names == nullptr ? 0 : PyTuple_GET_SIZE(names));
+  c10::SmallVector<PyObject*, 12> passed(count + 1, function);
+  std::copy(args, args + count, passed.data() + 1);
+  PyObject* python = reinterpret_cast<Call*>(function)->python;
+  return PyObject_Vectorcall(python, passed.data(), static_cast<size_t>(positional) + 1, names);
+}
+
 // The interpreter runs this for a call of an accelerated function.
 PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject* names) {
-  const auto found = all_calls.find(function);
-  if (found == all_calls.end()) {
-    PyErr_SetString(PyExc_SystemError, "ampatch: a function was called that is being deleted");
-    return nullptr;
-  }
-  const Ref held = Ref::shared(found->second.get());  // the function may die in its call
-  const auto* call = reinterpret_cast<const Call*>(held.get());
+  const auto* call = reinterpret_cast<const Call*>(function);
   if (!call->caster->is_active()) {
     return PyObject_Vectorcall(call->original, args, flags, names);
   }
   const Here here;
-  if (here.is_ordinary() && !(call->has_frame && are_frames_watched())) {
+  if (here.is_ordinary()) {
     Arguments arguments(call, here, args, PyVectorcall_NARGS(flags), names);
     bool is_known = false;
     try {
@@ -625,13 +609,22 @@ PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject*
       return arguments.call_original(flags);
     }
   }
-  return PyObject_Vectorcall(call->python, args, flags, names);
+  return call_python(function, args, flags, names);
+}
+
+// Binds a function to an instance, if its original would be bound.
+PyObject* call_get(PyObject* self, PyObject* instance, PyObject*) {
+  const auto* original = reinterpret_cast<Call*>(self)->original;
+  const bool binds =
+      instance != nullptr && instance != Py_None && original != nullptr && Py_TYPE(original)->tp_descr_get != nullptr;
+  return binds ? PyMethod_New(self, instance) : Py_NewRef(self);
 }
 
 int call_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(reinterpret_cast<Call*>(self)->caster);
   Py_VISIT(reinterpret_cast<Call*>(self)->original);
   Py_VISIT(reinterpret_cast<Call*>(self)->python);
+  Py_VISIT(reinterpret_cast<Call*>(self)->explain);
   return 0;
 }
 
@@ -641,41 +634,9 @@ void call_dealloc(PyObject* self) {
   Py_XDECREF(call->caster);
   Py_XDECREF(call->original);
   Py_XDECREF(call->python);
-  Py_XDECREF(call->watcher);
   Py_XDECREF(call->explain);
   Py_TYPE(self)->tp_free(self);
 }
-
-// Python 3.11 ignores the vectorcall of an object whose type is exactly `function`, and runs its code. So there the
-// type of an accelerated function is replaced by a subclass of `function` with the same layout.
-#if PY_VERSION_HEX < 0x030C0000
-PyTypeObject function_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.function"};
-
-// Makes pickle store the function by name, as it does for others.
-PyObject* function_reduce(PyObject* self, PyObject*) {
-  return PyObject_GetAttrString(self, "__qualname__");
-}
-
-// Returns the wrapper in Python, which torch.compile traces instead.
-PyObject* function_python(PyObject* self, void*) {
-  const auto found = all_calls.find(self);
-  if (found == all_calls.end()) {
-    PyErr_SetString(PyExc_AttributeError, "__ampatch_python__");
-    return nullptr;
-  }
-  return Py_NewRef(reinterpret_cast<const Call*>(found->second.get())->python);
-}
-
-PyGetSetDef function_properties[] = {{"__ampatch_python__", function_python, nullptr, nullptr, nullptr},
-                                     {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
-PyMethodDef function_methods[] = {{"__reduce__", function_reduce, METH_NOARGS, nullptr},
-                                  {nullptr, nullptr, 0, nullptr}};
-
-// Without this the docstring of the class, None, would hide that of the function.
-PyMemberDef function_members[] = {{"__doc__", T_OBJECT, offsetof(PyFunctionObject, func_doc), 0, nullptr},
-                                  {nullptr, 0, 0, 0, nullptr}};
-#endif
 
 bool kind_of(std::string_view text, Kind* kind) {
   if (text == "to") {
@@ -692,8 +653,8 @@ bool kind_of(std::string_view text, Kind* kind) {
 }
 
 // accelerate(function, python, caster, original, kind, dtype, positional, explain, product): makes calls of `function`
-// run in C++, with the results of calls of `python`. `product` is None, except for linear layers that may become one
-// node. No other code may hold `function` yet.
+// run in C++, with the results of `python`, its `__call__`. `product` is None, except for linear layers that may become
+// one node.
 PyObject* accelerate(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *object, *python, *caster, *original, *dtype, *explain;
@@ -704,7 +665,7 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   Product product = Product::automatic;
   if (!PyArg_ParseTuple(args,
                         "O!O!O!OsOnOz",
-                        &PyFunction_Type,
+                        &call_type,
                         &object,
                         &PyFunction_Type,
                         &python,
@@ -720,12 +681,8 @@ PyObject* accelerate(PyObject*, PyObject* args) {
     return nullptr;
   }
   TORCH_CHECK_TYPE(dtype == Py_None ? kind == Kind::promote : THPDtype_Check(dtype), "expected a dtype");
-  auto* call = reinterpret_cast<Call*>(call_type.tp_alloc(&call_type, 0));
-  const Ref held = Ref::taken(reinterpret_cast<PyObject*>(call));
-  if (!held) {
-    return nullptr;
-  }
-  auto* function = reinterpret_cast<PyFunctionObject*>(object);
+  auto* call = reinterpret_cast<Call*>(object);
+  TORCH_CHECK(call->vectorcall == nullptr, "the function runs in C++ already");
   call->caster = reinterpret_cast<Caster*>(Py_NewRef(caster));
   call->original = Py_NewRef(original);
   call->explain = Py_NewRef(explain);
@@ -734,21 +691,10 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   call->kind = kind;
   call->is_linear = product_text != nullptr;
   call->product = product;
-  call->has_frame = PyFunction_Check(original);
+  call->is_python = PyFunction_Check(original);
   call->type = dtype == Py_None ? ScalarType::Undefined : reinterpret_cast<THPDtype*>(dtype)->scalar_type;
-  const Ref address = Ref::taken(PyLong_FromVoidPtr(object));
-  const Ref forget = Ref::taken(address ? PyCFunction_New(&forget_call_method, address.get()) : nullptr);
-  call->watcher = forget ? PyWeakref_NewRef(object, forget.get()) : nullptr;
-  if (call->watcher == nullptr) {
-    return nullptr;
-  }
-  all_calls[object] = Ref::shared(held.get());
-#if PY_VERSION_HEX < 0x030C0000
-  function->vectorcall = run;
-  Py_SET_TYPE(object, &function_type);
-#else
-  PyFunction_SetVectorcall(function, run);
-#endif
+  call->vectorcall = run;
+  Py_TYPE(object)->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;  // its class has `__call__` in Python, and so inherits none
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -832,19 +778,12 @@ PyMODINIT_FUNC PyInit__calls() {
   caster_type.tp_traverse = caster_traverse;
   caster_type.tp_methods = caster_methods;
   call_type.tp_basicsize = sizeof(Call);
-  call_type.tp_flags = collected;
+  call_type.tp_flags = collected | Py_TPFLAGS_BASETYPE;
+  call_type.tp_new = PyType_GenericNew;
+  call_type.tp_vectorcall_offset = offsetof(Call, vectorcall);
+  call_type.tp_descr_get = call_get;
   call_type.tp_dealloc = call_dealloc;
   call_type.tp_traverse = call_traverse;
-#if PY_VERSION_HEX < 0x030C0000
-  function_type.tp_base = &PyFunction_Type;
-  function_type.tp_flags = Py_TPFLAGS_DEFAULT;
-  function_type.tp_methods = function_methods;
-  function_type.tp_members = function_members;
-  function_type.tp_getset = function_properties;
-  if (PyType_Ready(&function_type) < 0) {
-    return nullptr;
-  }
-#endif
   name_dtype = PyUnicode_InternFromString("dtype");
   name_out = PyUnicode_InternFromString("out");
   name_input = PyUnicode_InternFromString("input");
@@ -852,8 +791,9 @@ PyMODINIT_FUNC PyInit__calls() {
   name_bias = PyUnicode_InternFromString("bias");
   Ref made = Ref::taken(PyModule_Create(&module_definition));
   if (!made || name_dtype == nullptr || name_out == nullptr || name_input == nullptr || name_weight == nullptr ||
-      name_bias == nullptr || PyType_Ready(&call_type) < 0 || PyModule_AddType(made.get(), &caster_type) < 0 ||
-      !add_store_types(made.get()) || !add_parameter_functions(made.get()) || !add_pieces_functions(made.get())) {
+      name_bias == nullptr || PyModule_AddType(made.get(), &call_type) < 0 ||
+      PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_types(made.get()) ||
+      !add_parameter_functions(made.get()) || !add_pieces_functions(made.get())) {
     return nullptr;
   }
   return made.release();
