@@ -122,6 +122,7 @@ OWN_ATTRIBUTES = {
     "torch.utils.checkpoint._CheckpointFrame": torch.utils.checkpoint._CheckpointFrame,
     "torch.utils.checkpoint.CheckpointFunction": torch.utils.checkpoint.CheckpointFunction,
     "torch.jit._builtins": torch.jit._builtins,
+    "torch._C._nn": torch._C._nn,
     "torch._jit_internal": torch._jit_internal,
     "torch.jit._recursive": torch.jit._recursive,
     "torch._functorch.aot_autograd": torch._functorch.aot_autograd,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import ampatch
 from ampatch import amp, opt_levels
 from ampatch.errors import AmpWarning, UsageError
+from ampatch.native import calls, kernels
 from ampatch.runtime import runtime
 
 
@@ -402,6 +403,8 @@ class TestLevels:
 class TestVerbosity:
     @pytest.mark.parametrize("verbosity", [0, False, -1])
     def test_of_nothing_is_silent(self, model, optimizer, verbosity, caplog, capfd):
+        kernels.prepare()  # the first session of a process tells what it runs on
+        calls.prepare()
         caplog.set_level(logging.DEBUG)
         amp.initialize(model, optimizer, verbosity=verbosity)
         assert caplog.records == []

@@ -23,6 +23,7 @@ from torch import nn
 import ampatch
 from ampatch import amp, doctor
 from ampatch.cast_lists.lists import shipped
+from ampatch.function_wrapper import is_wrapper
 from ampatch.native import kernels
 from ampatch.runtime import runtime
 
@@ -311,12 +312,12 @@ class TestNamesWithoutCasts:
             assert unreached() == []
 
     def test_a_name_bound_since_to_what_lies_below(self, module):
-        """What torch.nn.functional.linear is without amp stands in torch._C._nn as well, which is left alone."""
+        """What torch.linalg.multi_dot is without amp stands in torch._C._linalg as well, which is left alone."""
         with casts_on():
             in_torch = facts(NAMES)["in torch's own modules, which are left alone"]
-            late = module("late", "from torch._C._nn import linear\n")
-            assert late.linear is ORIGINAL.linear
-            assert unreached() == ["late.linear: torch.nn.functional.linear"]
+            late = module("late", "from torch._C._linalg import linalg_multi_dot\n")
+            assert not is_wrapper(late.linalg_multi_dot)
+            assert unreached() == ["late.linalg_multi_dot: torch.linalg.multi_dot"]
             assert facts(NAMES)["in torch's own modules, which are left alone"] == in_torch
         assert report()[NAMES] == ["not looked for: amp patches no functions now"]
 
@@ -339,9 +340,9 @@ class TestNamesWithoutCasts:
 
     def test_a_name_under_two_entries_of_sys_modules_counts_once(self, module, monkeypatch):
         with casts_on():
-            late = module("late", "from torch._C._nn import linear\n")
+            late = module("late", "from torch._C._linalg import linalg_multi_dot\n")
             monkeypatch.setitem(sys.modules, "late_again", late)
-            assert unreached() == ["late.linear: torch.nn.functional.linear"]
+            assert unreached() == ["late.linalg_multi_dot: torch.linalg.multi_dot"]
 
     @pytest.mark.parametrize(
         ("owner", "name"),

@@ -23,8 +23,9 @@ from ampatch.patching.container_functions import OPENED
 
 def swept_modules() -> list[types.ModuleType]:
     """Returns the modules in which names bound earlier are replaced."""
-    # Names in torch's own modules stay as they are, except in torch.functional, where users call functions too.
-    return [torch.functional, *loaded_modules("torch", "ampatch")]
+    # Names in torch's own modules stay as they are, except in torch.functional, where users call functions too, and in
+    # torch._C._nn, under whose names torch compares what `__torch_function__` is asked about.
+    return [torch.functional, torch._C._nn, *loaded_modules("torch", "ampatch")]
 
 
 class Kind(enum.Enum):
@@ -81,7 +82,7 @@ def _places(wanted: Mapping[int, object]) -> Iterator[Place]:
     swept = swept_modules()
     for owner, name, held in bindings(swept, wanted):
         yield Place(Kind.MODULE, owner, name, held)
-    yield from _in_containers(Kind.CONTAINER, swept[1:], wanted)
+    yield from _in_containers(Kind.CONTAINER, swept[2:], wanted)
     models = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and _has_attributes(each)]
     for owner, name, held in bindings(models, wanted):
         yield Place(Kind.MODEL, owner, name, held)
