@@ -516,14 +516,7 @@ class Session:
         for module, outputs in plan.guarded.items():
             if module not in self._guarded:
                 self._guarded.add(module)
-                adopted_model.hook_casts(
-                    module,
-                    self.ledger,
-                    inputs=torch.float32,
-                    outputs=outputs,
-                    widens_copies=self.has_masters,
-                    labelled=self.settings.profile_casts,
-                )
+                self._hook_casts(module, torch.float32, outputs)
         if self.has_half_weights:
             self._hook_state_dict(model)
             if not self.patches_functions:
@@ -543,14 +536,12 @@ class Session:
                 continue  # its result may be that of the part with float32 outputs
             if module is not model and module not in float32 and module not in self._narrowed:
                 self._narrowed.add(module)
-                adopted_model.hook_casts(
-                    module,
-                    self.ledger,
-                    inputs=None,
-                    outputs=dtype,
-                    widens_copies=self.has_masters,
-                    labelled=self.settings.profile_casts,
-                )
+                self._hook_casts(module, None, dtype)
+
+    def _hook_casts(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype) -> None:
+        adopted_model.hook_casts(
+            module, self.ledger, inputs, outputs, widens_copies=self.has_masters, labelled=self.settings.profile_casts
+        )
 
     def _hook_state_dict(self, model: nn.Module) -> None:
         hooks, new = self._hooks, [module for module in model.modules() if module not in self._converted]
@@ -568,14 +559,7 @@ class Session:
         """Hooks the model's forward pass, for casts and for the cache."""
         dtype, outputs = self.settings.properties.cast_model_type, self.settings.cast_model_outputs
         if dtype is not None or outputs is not None:
-            adopted_model.hook_casts(
-                model,
-                self.ledger,
-                inputs=dtype,
-                outputs=outputs or torch.float32,
-                widens_copies=self.has_masters,
-                labelled=self.settings.profile_casts,
-            )
+            self._hook_casts(model, dtype, outputs or torch.float32)
         if dtype is not None or self.patches_functions:
             adopted_model.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
         if self.has_half_weights or self.patches_functions:

@@ -180,30 +180,6 @@ class GradScaler(torch.amp.GradScaler):
         else:
             self._scaler_or_raise("setting _scale or _growth_tracker").on_device[which].copy_(value)
 
-    @property
-    def _growth_factor(self) -> float:
-        return self.get_growth_factor()
-
-    @_growth_factor.setter
-    def _growth_factor(self, value: float) -> None:
-        self.set_growth_factor(value)
-
-    @property
-    def _backoff_factor(self) -> float:
-        return self.get_backoff_factor()
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, value: float) -> None:
-        self.set_backoff_factor(value)
-
-    @property
-    def _growth_interval(self) -> int:
-        return self.get_growth_interval()
-
-    @_growth_interval.setter
-    def _growth_interval(self, value: int) -> None:
-        self.set_growth_interval(value)
-
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._loss_scaler is not None:
             raise ScalerUsageError(
@@ -617,6 +593,11 @@ class GradScaler(torch.amp.GradScaler):
             OptionError: ``new_interval`` is no whole number above 0.
         """
         self._set(scale_window=make_policy("dynamic", scale_window=new_interval).scale_window)
+
+    # Some frameworks read and set these names instead.
+    _growth_factor = property(get_growth_factor, set_growth_factor)
+    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
+    _growth_interval = property(get_growth_interval, set_growth_interval)
 
     def _set(self, **changes: Any) -> None:
         self._policy = replace(self._policy, **changes)
