@@ -24,7 +24,7 @@ from ampatch.diagnostics.operands import floating_in, with_types
 from ampatch.diagnostics.preflight_report import Imprecise, Location, OutOfRange, Unlisted
 from ampatch.diagnostics.preflight_trials import enclosing
 from ampatch.diagnostics.preflight_underflows import draws_itself
-from ampatch.diagnostics.watch import Watch, paused
+from ampatch.diagnostics.watch import Watch, paused, run_again
 from ampatch.diagnostics.watched import Values, WatchedOp
 from ampatch.patching.function_patches import Registration
 
@@ -278,19 +278,12 @@ def _has_float32(inputs: Sequence[Values]) -> bool:
 def _error_of(op: WatchedOp) -> Tensor | None:
     """Returns |bfloat16 - float32| and |float32| on the device; None if bfloat16 has no kernel."""
     assert op.arguments is not None
-    args, kwargs = op.arguments
+    # First, since an operator in place writes to the copies that were kept.
+    narrow = floating_in(run_again(op.op, *with_types(op.arguments, _IN_BFLOAT16)))
+    exact = floating_in(run_again(op.op, *op.arguments))
+    if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:
+        return None
     with torch.no_grad(), paused():
-        try:
-            # First, since an operator in place writes to the copies that were kept.
-            narrow_args, narrow_kwargs = with_types((args, kwargs), _IN_BFLOAT16)
-            narrow = floating_in(op.op(*narrow_args, **narrow_kwargs))
-            exact = floating_in(op.op(*args, **kwargs))
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, NotImplementedError):
-            return None
-        if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:
-            return None
         differences = [_finite_norm(one.float() - other.float()) for one, other in zip(narrow, exact, strict=True)]
         sizes = [_finite_norm(each.float()) for each in exact]
         return torch.stack([_total(differences), _total(sizes)])

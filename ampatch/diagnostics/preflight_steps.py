@@ -179,6 +179,12 @@ class Step:
     loss: float
     gradients: Mapping[str, Tensor]
 
+    @classmethod
+    def of(cls, model: nn.Module, loss: Tensor) -> Step:
+        """Returns the result of a step whose backward pass has run, without amp."""
+        gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+        return cls(float(loss.detach()), gradients)
+
     @functools.cached_property
     def is_finite(self) -> bool:
         """True if the loss and all gradients are finite."""

@@ -377,6 +377,17 @@ def paused() -> Iterator[None]:
         pauses.paused -= 1
 
 
+def run_again(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the result of an operator, without recording it; None if it cannot run on these arguments."""
+    try:
+        with torch.no_grad(), paused():
+            return op(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
+
+
 class _Functions(TorchFunctionMode):
     """Reports torch functions to a `Watch`."""
 
