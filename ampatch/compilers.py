@@ -53,7 +53,6 @@ _TRACED = {
         "cast_labels",
         "casting_mode",
         "fused_linear",
-        "kept_modules",
         "module_rules",
         "replaced_forward",
         "thread_rules",
