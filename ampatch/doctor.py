@@ -11,7 +11,7 @@ import platform
 import re
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
@@ -30,6 +30,7 @@ from ampatch.cast_lists.rules import Treatment
 from ampatch.errors import AmpError, CastListError
 from ampatch.ledger import MISSING, bindings, loaded_modules
 from ampatch.native import calls, kernels
+from ampatch.opt_levels import dtype_name
 from ampatch.patching import function_places
 from ampatch.runtime import runtime
 from ampatch.session import Session
@@ -58,8 +59,8 @@ def report() -> Iterator[str]:
     sections: dict[str, Iterable[str]] = {
         "Versions": _versions(),
         "Devices": _devices(),
-        "Kernels": _kernels(),
-        "Calls of patched functions": _calls(),
+        "Kernels": _in_use(kernels.in_use),
+        "Calls of patched functions": _in_use(calls.in_use),
         "Patches by amp": _amp(seen),
         "Names without casts": _names(seen),
         "Patches by others": _others(seen),
@@ -72,17 +73,10 @@ def report() -> Iterator[str]:
 # Versions, devices and kernels
 
 
-def _kernels() -> Iterator[str]:
+def _in_use(told: Callable[[], str]) -> Iterator[str]:
     try:
-        yield kernels.in_use()
-    except AmpError as error:  # AMPATCH_KERNELS asks for an unavailable implementation
-        yield f"none: {error}"
-
-
-def _calls() -> Iterator[str]:
-    try:
-        yield calls.in_use()
-    except AmpError as error:  # AMPATCH_CALLS asks for an unavailable implementation
+        yield told()
+    except AmpError as error:  # AMPATCH_KERNELS or AMPATCH_CALLS asks for an unavailable implementation
         yield f"none: {error}"
 
 
@@ -269,7 +263,7 @@ def _amp(seen: _Seen) -> Iterator[str]:
         yield "amp is not set up" + (": initialize was called with enabled=False" if runtime.disabled else "")
         return
     properties = live.settings.properties
-    yield f"amp is set up: {properties.opt_level}, {str(properties.half_dtype).removeprefix('torch.')}"
+    yield f"amp is set up: {properties.opt_level}, {dtype_name(properties.half_dtype)}"
     if live.switch.is_off():
         yield "casts are off in this thread"
     places, waiting = _places(live)

@@ -14,16 +14,12 @@ from typing import Any
 
 import torch
 
-from ampatch.cast_lists.rules import UNLISTED, When, typed_conditions, typed_need
+from ampatch.cast_lists.rules import UNLISTED, When, typed_options
+from ampatch.opt_levels import dtype_name
 from ampatch.patching.adapters import is_in_place
 from ampatch.patching.predictions import Prediction
 
 _WIDTH = 96
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype in the report, such as "float16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +79,7 @@ class Ruling:
     def conditions(self) -> list[str]:
         """Conditions and options, each in words."""
         return [
-            *([f"when {typed_conditions(self.when)}"] if self.when else []),
-            *(["via_dtype"] if self.via_dtype else []),
-            *typed_need(self.needs_float32),
+            *typed_options(self.when, self.via_dtype, self.needs_float32),
             *([f"to {self.casts_to}"] if self.casts_to else []),
             *([f"from torch {self.since}"] if self.since else []),
             *([f"before torch {self.until}"] if self.until else []),

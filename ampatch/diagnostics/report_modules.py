@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampatch.diagnostics.operands import bytes_of
-from ampatch.diagnostics.report_rows import dtype_name
-from ampatch.opt_levels import HALVES
+from ampatch.opt_levels import HALVES, dtype_name
 
 #: Modules around the user's model, which are not recorded: names of modules are those in the model.
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ampatch.opt_levels import dtype_name
+
 #: Types of tensors in the arguments of a call, and in its result.
 Types = tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]
 
@@ -249,11 +251,6 @@ def place_of(row: Row | None) -> dict[str, Any]:
         return {"file": None, "line": None, "source": None}
     file = row.code.co_filename
     return {"file": file, "line": row.line, "source": linecache.getline(file, row.line).strip()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns a type's name, such as "float16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _importance(entry: dict[str, Any]) -> tuple[Any, ...]:
