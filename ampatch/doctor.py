@@ -237,7 +237,7 @@ def _is_torchs(value: Any) -> bool:
     # A replacement made with functools.wraps claims to be torch's: only the module that defines its code counts.
     # Functions made by torch.compile and torch.no_grad are defined in torch, but not in the module that they claim.
     claims = type(value) is not types.FunctionType or home in (value.__module__, "torch._jit_internal")
-    return _in_torch(home) and claims
+    return (home is not None and home.partition(".")[0] == "torch") and claims
 
 
 def _home(function: Any) -> str | None:
@@ -248,10 +248,6 @@ def _home(function: Any) -> str | None:
     if kind is types.MethodDescriptorType:
         return str(function.__objclass__.__module__)
     return str(function.__module__) if kind is types.BuiltinFunctionType else None
-
-
-def _in_torch(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] == "torch"
 
 
 # What amp has patched

@@ -226,7 +226,7 @@ class Watch:
         with paused():
             for (*_, count), alike in waiting.items():
                 stacked = _aten.stack.default([each for values in alike for each in values.on_device])
-                numbers = _as_float(stacked).view(-1, count).tolist()
+                numbers = (stacked if stacked.dtype is torch.float64 else stacked.float()).view(-1, count).tolist()
                 for values, extremes in zip(alike, numbers, strict=True):
                     is_nan = any(map(math.isnan, extremes))
                     values.largest, values.on_device = math.nan if is_nan else max(map(abs, extremes)), ()
@@ -249,7 +249,7 @@ class Watch:
         own_node = self._own_node()  # with create_graph=True backward passes make some as well
         is_backward = node is not None and not self._modules
         if not (is_backward or self._is_recording()):
-            for each in _written_tensors(op, args):
+            for each in tensors_in([args[place] for place in _written_positions(op) if place < len(args)]):
                 self._written.drop(each)
             return op(*args, **kwargs)
         if node is not None and node.name() == _ACCUMULATES:
@@ -442,11 +442,6 @@ def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
         return _aten.aminmax.default(tensor)  # type: ignore[no-any-return]
 
 
-def _as_float(numbers: Tensor) -> Tensor:
-    # tolist() has no bfloat16. float64 keeps what float32 would round to inf.
-    return numbers if numbers.dtype is torch.float64 else numbers.float()
-
-
 @cache
 def is_view(op: Any) -> bool:
     """Returns True if the results of an operator share memory with its arguments, and it writes nothing."""
@@ -461,10 +456,6 @@ def _written_positions(op: Any) -> tuple[int, ...]:
     """Returns the positions of the arguments that an operator writes to."""
     arguments = enumerate(op._schema.arguments)
     return tuple(place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write)
-
-
-def _written_tensors(op: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    return tensors_in([args[place] for place in _written_positions(op) if place < len(args)])
 
 
 def _with_copies_of_written(

@@ -355,7 +355,7 @@ class MasterGradients:
         Returns:
             True if all gradients, half and masters', are the tensors that amp recorded, so that none is new.
         """
-        is_all_shown = self._are_as_left()
+        is_all_shown = bool(self._left) and self._identities() == self._left
         replaced: list[Pair] = []
         if not is_all_shown:
             self._left = []  # tensors with these ids may be freed from here on
@@ -501,10 +501,6 @@ class MasterGradients:
         compiled = calls.compiled()
         found = None if compiled is None else compiled.identities_of_gradients(parameters)
         return list(map(id, map(_GRAD, parameters))) if found is None else found
-
-    def _are_as_left(self) -> bool:
-        """Returns True if all gradients are the tensors that amp recorded, as in most steps."""
-        return bool(self._left) and self._identities() == self._left
 
     # In a block
 
