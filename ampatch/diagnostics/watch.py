@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
@@ -102,7 +99,7 @@ class Watch:
         self._functions: list[Any] = []
         self._thread: int | None = None
         self._process = os.getpid()  # workers of a DataLoader are forked with the modes on their stacks
-        self._modes = (_Functions(self), _Operators(self))
+        self._modes = (mode_stacks.TellingFunctions(self.call), mode_stacks.TellingOperators(self.run))
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Watch:
@@ -386,34 +383,6 @@ def run_again(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise
     except (RuntimeError, TypeError, NotImplementedError):
         return None
-
-
-class _Functions(TorchFunctionMode):
-    """Reports torch functions to a `Watch`."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = weakref.ref(watch)
-
-    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        watch = self._watch()
-        if watch is None:
-            return func(*args, **(kwargs or {}))
-        return watch.call(func, args, kwargs or {})
-
-
-class _Operators(TorchDispatchMode):
-    """Reports operators to a `Watch`."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = weakref.ref(watch)
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        watch = self._watch()
-        if watch is None:
-            return func(*args, **(kwargs or {}))
-        return watch.run(func, args, kwargs or {})
 
 
 _BACKWARD = Tensor.backward
