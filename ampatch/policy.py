@@ -22,6 +22,7 @@ from ampatch.cast_lists.annotations import unlisting, user_entries
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, PathError, find_owner, function_key, unwrapped
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, sorted_conditions, typed_need
+from ampatch.grouping import grouped
 from ampatch.opt_levels import HALF_DTYPES, HALVES, dtype_name
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import decorated
@@ -209,9 +210,7 @@ def _by_text(session: Session, path: Path) -> Rule | None:
 
 def _register(found: dict[Path, _Decided], registered: Sequence[Registration], half_dtype: torch.dtype) -> None:
     """Puts registrations in place of the rules of their functions; the last registration of a function decides."""
-    by_function: dict[Path | int, list[Path]] = {}
-    for path in found:
-        by_function.setdefault(function_key(path), []).append(path)
+    by_function = grouped((function_key(path), path) for path in found)
     for known in registered:
         home = Path(_full_name(known.owner), known.name)
         function = unwrapped(getattr(known.owner, known.name, None))

@@ -16,6 +16,7 @@ from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, PathError, find, identity
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treatment, typed_options
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
+from ampatch.grouping import grouped
 from ampatch.opt_levels import HALF_DTYPES
 
 _MOST_TOLD = 3
@@ -227,9 +228,7 @@ def _told_undone(edit: Edit, undoing: Sequence[Rule]) -> str:
     if any(rule.path.name == edit.path.name for rule in undoing):
         remedy = _every_spelling(edit)
     else:
-        names: dict[str, list[str]] = {}
-        for rule in undoing:
-            names.setdefault(rule.path.namespace, []).append(rule.path.name)
+        names = grouped((rule.path.namespace, rule.path.name) for rule in undoing)
         entries = ", ".join(f"{namespace}: [{', '.join(each)}]" for namespace, each in names.items())
         remedy = (
             f"Type `{_list(edit.rule)}: {{{entries}}}` to move these too, for all their callers, or call "

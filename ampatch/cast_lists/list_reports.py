@@ -28,6 +28,7 @@ from ampatch.cast_lists.rules import (
 )
 from ampatch.cast_lists.spellings import NAMESPACES, method_of_operator
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
+from ampatch.grouping import grouped
 from ampatch.opt_levels import HALF_DTYPES, dtype_name
 
 BOTH = tuple(HALF_DTYPES.values())
@@ -67,7 +68,9 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
     for path in sorted(wanted):
         rules = [in_force.get((path, dtype)) for dtype in half_dtypes]
         # Equal rules from two lines of a file stay two, so that the user finds both lines.
-        for (rule, source), dtypes in _grouped([(rule, rule.source) if rule else None for rule in rules], half_dtypes):
+        for (rule, source), dtypes in _dtypes_of(
+            [(rule, rule.source) if rule else None for rule in rules], half_dtypes
+        ):
             conditions = [*_only(dtypes, half_dtypes), *_options(rule)]
             if patterns.is_pattern(path):
                 conditions.append(f"matches nothing yet: import {patterns.package_of(path)} or its modules first")
@@ -84,7 +87,7 @@ def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], nam
         for path, here, there in _changed_in(lists, entry, half_dtypes):
             if names and not _selected(names, [path])[0]:
                 continue
-            cells = list(_grouped([(rule, rule.source) if rule else None for rule in there], half_dtypes))
+            cells = list(_dtypes_of([(rule, rule.source) if rule else None for rule in there], half_dtypes))
             for (rule, source), dtypes in cells:
                 conditions = [*_only(dtypes, half_dtypes), *_options(rule)]
                 rows.append([entry.name, str(path), rule.treatment.value, source, "; ".join(conditions)])
@@ -338,9 +341,7 @@ def _undecided(found: Coverage) -> list[str]:
 
 
 def _by_namespace(paths: Iterable[Path]) -> list[str]:
-    names: dict[str, list[str]] = {}
-    for path in paths:
-        names.setdefault(path.namespace, []).append(path.name)
+    names = grouped((path.namespace, path.name) for path in paths)
     return [f"  {namespace}: {', '.join(found)}" for namespace, found in names.items()]
 
 
@@ -396,19 +397,18 @@ def _found(path: Path) -> object | None:
 def _cell(decisions: Sequence[_Decision | None], half_dtypes: Sequence[torch.dtype]) -> str:
     """Returns the lists of a function, each with its conditions; two if they differ by half dtype."""
     cells = []
-    for (treatment, options), dtypes in _grouped(decisions, half_dtypes):
+    for (treatment, options), dtypes in _dtypes_of(decisions, half_dtypes):
         conditions = "; ".join([*_only(dtypes, half_dtypes), *options])
         cells.append(f"{treatment.value} ({conditions})" if conditions else treatment.value)
     return ", ".join(cells) or _NO_LIST
 
 
-def _grouped(values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]) -> Iterable[tuple[_T, list[torch.dtype]]]:
+def _dtypes_of(
+    values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]
+) -> Iterable[tuple[_T, list[torch.dtype]]]:
     """Returns each value that is not None, with the half dtypes that it is for."""
-    groups: dict[_T, list[torch.dtype]] = {}
-    for value, dtype in zip(values, half_dtypes, strict=True):
-        if value is not None:
-            groups.setdefault(value, []).append(dtype)
-    return groups.items()
+    pairs = zip(values, half_dtypes, strict=True)
+    return grouped((value, dtype) for value, dtype in pairs if value is not None).items()
 
 
 def _only(dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any
 from ampatch.diagnostics.report_file import plain
 from ampatch.diagnostics.shown_names import shown_function, shown_module, shown_place
 from ampatch.diagnostics.tables import ROWS, Column, printed, table
+from ampatch.grouping import grouped
 
 #: The share of a call's elements that may be flushed to zero before its result counts as another one.
 FLUSHED_SHARE = 0.1
@@ -194,11 +195,7 @@ class Comparison:
 
 
 def _grouped(rows: Iterable[ComparedRow], name_of: Callable[[ComparedRow], str | None]) -> tuple[ComparedGroup, ...]:
-    members: dict[str, list[ComparedRow]] = {}
-    for row in rows:
-        name = name_of(row)
-        if name is not None:
-            members.setdefault(name, []).append(row)
+    members = grouped((name, row) for row in rows if (name := name_of(row)) is not None)
     groups = (_group(name, own) for name, own in members.items())
     return tuple(sorted(groups, key=lambda group: (-group.error, -(group.own_error or 0.0))))
 

@@ -29,6 +29,7 @@ from ampatch.diagnostics.callers import users_frame
 from ampatch.diagnostics.operands import has_inf, tensors_in, versions_of
 from ampatch.diagnostics.watched import ArrivedGradient, Place, Values, WatchedOp
 from ampatch.diagnostics.written_memory import WrittenMemory
+from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
 from ampatch.tracing import is_capturing, is_recording
 
@@ -215,11 +216,10 @@ class Watch:
 
     def read(self) -> None:
         """Copies the largest values to the host; syncs with each device once for each type."""
-        waiting: dict[tuple[torch.device, torch.dtype, int], list[Values]] = {}
-        for values in self._all_values():
-            if values.on_device:
-                first = values.on_device[0]
-                waiting.setdefault((first.device, first.dtype, len(values.on_device)), []).append(values)
+        unread = [values for values in self._all_values() if values.on_device]
+        waiting = grouped(
+            ((each.on_device[0].device, each.on_device[0].dtype, len(each.on_device)), each) for each in unread
+        )
         with paused():
             for (*_, count), alike in waiting.items():
                 stacked = _aten.stack.default([each for values in alike for each in values.on_device])

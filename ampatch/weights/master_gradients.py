@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch.errors import warn
+from ampatch.grouping import grouped
 from ampatch.native import calls, kernels
 from ampatch.native.host_copy import HostCopy, stacked
 from ampatch.tracing import is_capturing
@@ -670,10 +671,7 @@ def _values(grads: list[Any]) -> list[Tensor]:
 
 def by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
     """Groups pairs by device."""
-    groups: dict[torch.device, list[Pair]] = {}
-    for pair in pairs:
-        groups.setdefault(pair.master.device, []).append(pair)
-    return groups.values()
+    return grouped((pair.master.device, pair) for pair in pairs).values()
 
 
 def _take(pair: Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:
