@@ -391,7 +391,7 @@ def _write_attributes(original: object, written: dict[Any, Any], gone: list[Any]
         else:
             object.__delattr__(original, name)
     for name, item in written.items():
-        if isinstance(getattr(type(original), name, None), property):
+        if isinstance(getattr(type(original), name, None), property):  # it hides what only ``__dict__`` can hold
             own[name] = item
         else:
             object.__setattr__(original, name, item)

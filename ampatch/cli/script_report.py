@@ -118,7 +118,7 @@ class ScriptReport:
         path = self._own_path()
         try:
             data = report.to_dict()
-            if not data["cost"]["operators"] and (path.exists() and path.stat().st_mtime > self._began):
+            if not data["cost"]["operators"] and path.exists() and path.stat().st_mtime > self._began:
                 return  # a launcher, whose rank 0 has written its report
             _say(f"--report: wrote {_written(report, path)}")
         except Exception as error:  # noqa: BLE001 - the script has ended, and a traceback would seem to be its own

@@ -126,7 +126,7 @@ class Progress:
         from tqdm import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(bar_format=_FORMAT, disable=not (sys.stderr.isatty()), file=sys.stderr)
+            self._bar = tqdm(bar_format=_FORMAT, disable=not sys.stderr.isatty(), file=sys.stderr)
         with tqdm.external_write_mode(file=sys.stderr):
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()

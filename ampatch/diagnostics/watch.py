@@ -223,6 +223,7 @@ class Watch:
         with paused():
             for (*_, count), alike in waiting.items():
                 stacked = _aten.stack.default([each for values in alike for each in values.on_device])
+                # tolist() has no bfloat16. float64 keeps what float32 would round to inf.
                 numbers = (stacked if stacked.dtype is torch.float64 else stacked.float()).view(-1, count).tolist()
                 for values, extremes in zip(alike, numbers, strict=True):
                     is_nan = any(map(math.isnan, extremes))
