@@ -44,7 +44,7 @@ from ampatch.errors import (
 from ampatch.interfaces.inference_copy import check_no_copy, convert
 from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import calls, kernels
-from ampatch.opt_levels import Properties
+from ampatch.opt_levels import Properties, as_flag
 from ampatch.patching import adopted_model
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.weight_cache import CastCounts
@@ -366,7 +366,7 @@ def initialize(
             masters share a parameter.
         KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for a library that was not built.
     """
-    if not _flag("enabled", enabled):
+    if not as_flag("enabled", enabled):
         _disable()
         return models if optimizers is None else (models, optimizers)
 
@@ -408,10 +408,10 @@ def initialize(
         keep_fp32=(*kept, *(each for each in wide if each not in kept)),
         float32_outputs=wide,
         cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
-        exact_hooks=_flag("exact_hooks", exact_hooks),
-        profile_casts=_flag("profile_casts", profile_casts),
+        exact_hooks=as_flag("exact_hooks", exact_hooks),
+        profile_casts=as_flag("profile_casts", profile_casts),
         on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
-        check_finite=_flag("check_finite", check_finite),
+        check_finite=as_flag("check_finite", check_finite),
         fused_linear=_fuses_linear(fused_linear, properties),
     )
     live, outgoing = _joined_and_replaced(settings)
@@ -458,12 +458,12 @@ def _fuses_linear(fused_linear: object, properties: opt_levels.Properties) -> bo
     """Returns whether linear layers become one node: as asked for, else where lists cast float32 weights."""
     if fused_linear is None:
         return properties.casts_float32_weights
-    if _flag("fused_linear", fused_linear) and not properties.casts_float32_weights:
+    if as_flag("fused_linear", fused_linear) and not properties.casts_float32_weights:
         raise OptionError(
             f"fused_linear=True contradicts opt_level={properties.opt_level!r}, at which no list casts float32 weights "
             "of linear layers. Leave fused_linear out, or use opt_level='O1'."
         )
-    return _flag("fused_linear", fused_linear)
+    return as_flag("fused_linear", fused_linear)
 
 
 def deinitialize() -> None:
@@ -549,12 +549,12 @@ def init(
         UsageError: amp is set up already.
         KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for a library that was not built.
     """
-    if not _flag("enabled", enabled):
+    if not as_flag("enabled", enabled):
         _disable()
         return Handle(None)
     kernels.prepare()
     calls.prepare()
-    is_verbose = _flag("verbose", verbose)
+    is_verbose = as_flag("verbose", verbose)
     half = _half_dtype(half_dtype, patch_type, "patch_type", "O1", [])
     properties = opt_levels.resolve("O1", half, opt_levels.Overrides(loss_scale=loss_scale))
     lists = _lists(cast_lists)
@@ -570,9 +570,9 @@ def init(
         allow_banned=bool(allow_banned),
         enable_caching=bool(enable_caching),
         adopts_on_use=True,
-        profile_casts=_flag("profile_casts", profile_casts),
+        profile_casts=as_flag("profile_casts", profile_casts),
         on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
-        check_finite=_flag("check_finite", check_finite),
+        check_finite=as_flag("check_finite", check_finite),
         fused_linear=_fuses_linear(fused_linear, properties),
     )
     opened = _open(settings, adopted_model.all_device_types(), fused_linear)
@@ -690,7 +690,7 @@ def convert_model(
         OptionError: an argument has a value that is not allowed, or the model cannot be copied.
         CastListError: the cast lists have faults.
     """
-    kept = _flag("keep_float32", keep_float32)
+    kept = as_flag("keep_float32", keep_float32)
     half = _half_dtype(half_dtype, None, "", "O1", [adopted_model.check_module(model)])
     return convert(model, half, () if excluded is None else excluded, _lists(cast_lists), kept)  # type: ignore[return-value]
 
@@ -775,7 +775,7 @@ def preflight(
 
     note_own_steps("amp.preflight")
     return preflights.preflight(
-        checked, inputs, loss_fn, preflights.checked_levels(levels), bound, _flag("measure", measure)
+        checked, inputs, loss_fn, preflights.checked_levels(levels), bound, as_flag("measure", measure)
     )
 
 
@@ -942,7 +942,7 @@ def tune(
         budget=Budget.of(budget),
         seeds=tuning.checked_seeds(seeds),
         journal=journal,
-        progress=_flag("progress", progress),
+        progress=as_flag("progress", progress),
     )
 
 
@@ -1070,7 +1070,7 @@ def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
     Returns:
         The states; empty with ``enabled=False``.
     """
-    with_policy = _flag("include_policy", include_policy)
+    with_policy = as_flag("include_policy", include_policy)
     if runtime.disabled:
         return {}
     live = _require_session("amp.state_dict")
@@ -1472,11 +1472,6 @@ def _max_norm(value: Any) -> float:
     if not most >= 0:
         raise OptionError(f"max_norm is {value!r}; expected a number from 0 on, such as 1.0.")
     return most
-
-
-def _flag(name: str, value: object) -> bool:
-    """Returns a flag as bool; of strings accepts only "True" and "False", since bool("no") is True."""
-    return bool(opt_levels.check_flag(name, value) if isinstance(value, str) else value)
 
 
 def _as_list(value: Any) -> list[Any]:

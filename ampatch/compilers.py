@@ -54,7 +54,6 @@ _TRACED = {
         "cast_labels",
         "casting_mode",
         "fused_linear",
-        "kept_modules",
         "module_rules",
         "replaced_forward",
         "thread_rules",

@@ -11,7 +11,7 @@ import platform
 import re
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.resources import files
@@ -31,6 +31,7 @@ from ampatch.errors import AmpError, CastListError
 from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
 from ampatch.ledger import MISSING, bindings, loaded_modules
 from ampatch.native import calls, kernels
+from ampatch.opt_levels import dtype_name
 from ampatch.patching import function_places
 from ampatch.runtime import runtime
 from ampatch.session import Session
@@ -59,8 +60,8 @@ def report() -> Iterator[str]:
     sections: dict[str, Iterable[str]] = {
         "Versions": _versions(),
         "Devices": _devices(),
-        "Kernels": _kernels(),
-        "Calls of patched functions": _calls(),
+        "Kernels": _in_use(kernels.in_use),
+        "Calls of patched functions": _in_use(calls.in_use),
         "Patches by amp": _amp(seen),
         "Names without casts": _names(seen),
         "Patches by others": _others(seen),
@@ -73,17 +74,10 @@ def report() -> Iterator[str]:
 # Versions, devices and kernels
 
 
-def _kernels() -> Iterator[str]:
+def _in_use(told: Callable[[], str]) -> Iterator[str]:
     try:
-        yield kernels.in_use()
-    except AmpError as error:  # AMPATCH_KERNELS asks for an unavailable implementation
-        yield f"none: {error}"
-
-
-def _calls() -> Iterator[str]:
-    try:
-        yield calls.in_use()
-    except AmpError as error:  # AMPATCH_CALLS asks for an unavailable implementation
+        yield told()
+    except AmpError as error:  # AMPATCH_KERNELS or AMPATCH_CALLS asks for an unavailable implementation
         yield f"none: {error}"
 
 
@@ -244,7 +238,7 @@ def _is_torchs(value: Any) -> bool:
     # A replacement made with functools.wraps claims to be torch's: only the module that defines its code counts.
     # Functions made by torch.compile and torch.no_grad are defined in torch, but not in the module that they claim.
     claims = type(value) is not types.FunctionType or home in (value.__module__, "torch._jit_internal")
-    return _in_torch(home) and claims
+    return (home is not None and home.partition(".")[0] == "torch") and claims
 
 
 def _home(function: Any) -> str | None:
@@ -257,10 +251,6 @@ def _home(function: Any) -> str | None:
     return str(function.__module__) if kind is types.BuiltinFunctionType else None
 
 
-def _in_torch(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] == "torch"
-
-
 # What amp has patched
 
 
@@ -270,7 +260,7 @@ def _amp(seen: _Seen) -> Iterator[str]:
         yield "amp is not set up" + (": initialize was called with enabled=False" if runtime.disabled else "")
         return
     properties = live.settings.properties
-    yield f"amp is set up: {properties.opt_level}, {str(properties.half_dtype).removeprefix('torch.')}"
+    yield f"amp is set up: {properties.opt_level}, {dtype_name(properties.half_dtype)}"
     if live.switch.is_off():
         yield "casts are off in this thread"
     places, waiting = _places(live)

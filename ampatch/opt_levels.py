@@ -214,6 +214,11 @@ def dtype_of(value: object) -> object:
     return _DTYPE_NAMES.get(value.removeprefix("torch."), value) if isinstance(value, str) else value
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype without "torch." in front."""
+    return str(dtype).removeprefix("torch.")
+
+
 def _near_dtypes(given: object, allowed: Collection[torch.dtype]) -> str:
     """Returns a hint with the allowed names close to a misspelled one; empty for a non-string or a valid name."""
     if not isinstance(given, str) or dtype_of(given) is not given:
@@ -232,6 +237,11 @@ def check_flag(name: str, value: object) -> bool | None:
     if (value is None or isinstance(value, (bool, str))) and value in flags:
         return flags[value]
     raise OptionError(f"{name} is {value!r}; expected True, False or None (or the strings 'True' and 'False').")
+
+
+def as_flag(name: str, value: object) -> bool:
+    """Returns a flag as bool; of strings accepts only "True" and "False", since bool("no") is True."""
+    return bool(check_flag(name, value) if isinstance(value, str) else value)
 
 
 def check_verbosity(verbosity: object) -> bool:

@@ -23,7 +23,8 @@ from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, PathError, find_owner, function_key
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, sorted_conditions, typed_need
 from ampatch.function_wrapper import unwrapped
-from ampatch.opt_levels import HALF_DTYPES, HALVES
+from ampatch.grouping import grouped
+from ampatch.opt_levels import HALF_DTYPES, HALVES, dtype_name
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import decorated
 from ampatch.scaling.loss_scaler import ScalePolicy
@@ -127,18 +128,18 @@ def _rows(decided: Mapping[Any, _Decided]) -> list[list[str]]:
 def _settings(session: Session) -> dict[str, Any]:
     """Returns the arguments that have an effect in a session."""
     settings, properties, scale = session.settings, session.settings.properties, session.settings.scale_policy
-    outputs = settings.cast_model_outputs
-    if outputs is None and properties.cast_model_type is not None:
+    weights, outputs = properties.cast_model_type, settings.cast_model_outputs
+    if outputs is None and weights is not None:
         outputs = torch.float32
     told = {
         "opt_level": properties.opt_level,
-        "half_dtype": _name(properties.half_dtype) if session.patches_any else None,
+        "half_dtype": dtype_name(properties.half_dtype) if session.patches_any else None,
         "patch_torch_functions": properties.patch_torch_functions,
-        "cast_model_type": _name(properties.cast_model_type),
+        "cast_model_type": None if weights is None else dtype_name(weights),
         "keep_batchnorm_fp32": bool(properties.keep_batchnorm_fp32),
         "keep_fp32": _names(settings.keep_fp32),
         "master_weights": bool(properties.master_weights),
-        "cast_model_outputs": _name(outputs),
+        "cast_model_outputs": None if outputs is None else dtype_name(outputs),
         "allow_banned": settings.allow_banned,
         "loss_scale": properties.loss_scale,
     }
@@ -178,7 +179,7 @@ def _rules(session: Session, pattern_paths: Sequence[Path]) -> dict[Path, _Decid
             removed.append(path)
     entries = user_entries(lists) if removed else []
     for path in removed:
-        entry = unlisting(path, str(_name(half_dtype)), entries)
+        entry = unlisting(path, dtype_name(half_dtype), entries)
         found[path] = UNLISTED, "cast_lists" if entry is None else entry.source
     if session.patches_functions:
         _register(found, session.registered, half_dtype)
@@ -210,9 +211,7 @@ def _by_text(session: Session, path: Path) -> Rule | None:
 
 def _register(found: dict[Path, _Decided], registered: Sequence[Registration], half_dtype: torch.dtype) -> None:
     """Puts registrations in place of the rules of their functions; the last registration of a function decides."""
-    by_function: dict[Path | int, list[Path]] = {}
-    for path in found:
-        by_function.setdefault(function_key(path), []).append(path)
+    by_function = grouped((function_key(path), path) for path in found)
     for known in registered:
         home = Path(_full_name(known.owner), known.name)
         function = unwrapped(getattr(known.owner, known.name, None))
@@ -237,7 +236,7 @@ def _decorated(session: Session) -> dict[str, _Decided]:
 
 
 def _casting(treatment: str, dtype: torch.dtype | None, half_dtype: torch.dtype) -> str:
-    return treatment if dtype in (None, half_dtype) else f"{treatment} to {_name(dtype)}"
+    return treatment if dtype in (None, half_dtype) else f"{treatment} to {dtype_name(dtype)}"
 
 
 def _patterns(session: Session) -> list[tuple[Path, _Decided]]:
@@ -333,7 +332,3 @@ def _of_main(name: str) -> str:
 def _finite(value: float) -> float | str:
     """Returns a number, or the text "inf": JSON has no infinity."""
     return value if math.isfinite(value) else str(value)
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -53,8 +53,7 @@ from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.complex_numbers import is_complex, modules_that_call
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.fused_linear import LinearCalls
-from ampatch.patching.kept_modules import keep_in_float32
-from ampatch.patching.module_rules import give_own_rules, tokens_of
+from ampatch.patching.module_rules import give_rules, tokens_of
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import clipping, unscaled_losses
 from ampatch.scaling.loss_scaler import LossScaler, read_states
@@ -469,24 +468,13 @@ class Session:
         peft_methods.adapt(model, self.ledger, self.switch)
 
     def _give_rules(self, model: nn.Module) -> None:
-        """Makes submodules compute in float32, or by rules of their own."""
-        kept = {
-            module: (name, "keep_fp32")
-            for module, name in conversion_plan.kept_modules(model, self.settings.keep_fp32).items()
-        }
-        parts = ruled_parts(model, self.settings.lists.modules)
-        kept |= {
-            module: (part.name, part.asked)
-            for module, part in parts.items()
-            if part.entry.is_float32 and module not in kept
-        }
-        keep_in_float32(kept, self.ledger, self.switch)
-        ruled = {
-            module: (part.name, part.asked, self._tokens[part.entry])
-            for module, part in parts.items()
-            if module not in kept
-        }
-        give_own_rules(ruled, self.ledger, self.switch)
+        """Has the parts of a model in float32 or with rules of their own compute so; ``keep_fp32`` comes first."""
+        kept = conversion_plan.kept_modules(model, self.settings.keep_fp32)
+        parts: dict[nn.Module, tuple[str, str, thread_rules.Token | None]]
+        parts = {module: (name, "keep_fp32", None) for module, name in kept.items()}
+        for module, part in ruled_parts(model, self.settings.lists.modules).items():
+            parts.setdefault(module, (part.name, part.asked, self._tokens.get(part.entry)))
+        give_rules(parts, self.ledger, self.switch)
         run_in_region(model, self.ledger, self.switch, self.settings.properties.half_dtype, self.device_types)
 
     def _check_is_no_part(self, model: nn.Module) -> None:
@@ -516,14 +504,7 @@ class Session:
         for module, outputs in plan.guarded.items():
             if module not in self._guarded:
                 self._guarded.add(module)
-                adopted_model.hook_casts(
-                    module,
-                    self.ledger,
-                    inputs=torch.float32,
-                    outputs=outputs,
-                    widens_copies=self.has_masters,
-                    labelled=self.settings.profile_casts,
-                )
+                self._hook_casts(module, torch.float32, outputs)
         if self.has_half_weights:
             self._hook_state_dict(model)
             if not self.patches_functions:
@@ -543,14 +524,12 @@ class Session:
                 continue  # its result may be that of the part with float32 outputs
             if module is not model and module not in float32 and module not in self._narrowed:
                 self._narrowed.add(module)
-                adopted_model.hook_casts(
-                    module,
-                    self.ledger,
-                    inputs=None,
-                    outputs=dtype,
-                    widens_copies=self.has_masters,
-                    labelled=self.settings.profile_casts,
-                )
+                self._hook_casts(module, None, dtype)
+
+    def _hook_casts(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype) -> None:
+        adopted_model.hook_casts(
+            module, self.ledger, inputs, outputs, widens_copies=self.has_masters, labelled=self.settings.profile_casts
+        )
 
     def _hook_state_dict(self, model: nn.Module) -> None:
         hooks, new = self._hooks, [module for module in model.modules() if module not in self._converted]
@@ -568,14 +547,7 @@ class Session:
         """Hooks the model's forward pass, for casts and for the cache."""
         dtype, outputs = self.settings.properties.cast_model_type, self.settings.cast_model_outputs
         if dtype is not None or outputs is not None:
-            adopted_model.hook_casts(
-                model,
-                self.ledger,
-                inputs=dtype,
-                outputs=outputs or torch.float32,
-                widens_copies=self.has_masters,
-                labelled=self.settings.profile_casts,
-            )
+            self._hook_casts(model, dtype, outputs or torch.float32)
         if dtype is not None or self.patches_functions:
             adopted_model.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
         if self.has_half_weights or self.patches_functions:

@@ -14,16 +14,9 @@ import torch
 
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, PathError, find, identity
-from ampatch.cast_lists.rules import (
-    FLOAT32,
-    UNLISTED,
-    ModuleRules,
-    Rule,
-    Treatment,
-    typed_conditions,
-    typed_need,
-)
+from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treatment, typed_options
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
+from ampatch.grouping import grouped
 from ampatch.opt_levels import HALF_DTYPES
 
 _MOST_TOLD = 3
@@ -86,31 +79,23 @@ def undone_in_modules(
         half_dtypes: half dtypes to check.
         registered: registered functions; they take precedence over the lists.
     """
-    return [
-        f"in modules {entry.name!r}: {sentence}"
-        for entry, sentences in _of_modules(lists, lambda each: undone(each, half_dtypes, registered).values())
-        for sentence in sentences
-    ]
+    return _in_modules(lists, lambda each: undone(each, half_dtypes, registered).values())
 
 
 def left_out_in_modules(lists: CastLists) -> list[str]:
     """Returns a sentence for each edit that an entry for parts makes, and that leaves other spellings unchanged."""
+    return _in_modules(lists, left_out)
+
+
+def _in_modules(lists: CastLists, told: Callable[[CastLists], Iterable[str]]) -> list[str]:
+    """Returns the sentences about the lists of each entry that has rules, without those about the lists themselves."""
+    known = set(told(replace(lists, modules=()))) if lists.modules else set()
     return [
         f"in modules {entry.name!r}: {sentence}"
-        for entry, sentences in _of_modules(lists, left_out)
-        for sentence in sentences
+        for entry in lists.modules
+        for sentence in (() if entry.is_float32 else told(lists.of_module(entry)))
+        if sentence not in known
     ]
-
-
-def _of_modules(
-    lists: CastLists, told: Callable[[CastLists], Iterable[str]]
-) -> Iterator[tuple[ModuleRules, list[str]]]:
-    """Yields the sentences about the lists of each entry that has rules, without those about the lists themselves."""
-    if lists.modules:
-        known = set(told(replace(lists, modules=())))
-        for entry in lists.modules:
-            if not entry.is_float32:
-                yield entry, [sentence for sentence in told(lists.of_module(entry)) if sentence not in known]
 
 
 def undone(
@@ -243,9 +228,7 @@ def _told_undone(edit: Edit, undoing: Sequence[Rule]) -> str:
     if any(rule.path.name == edit.path.name for rule in undoing):
         remedy = _every_spelling(edit)
     else:
-        names: dict[str, list[str]] = {}
-        for rule in undoing:
-            names.setdefault(rule.path.namespace, []).append(rule.path.name)
+        names = grouped((rule.path.namespace, rule.path.name) for rule in undoing)
         entries = ", ".join(f"{namespace}: [{', '.join(each)}]" for namespace, each in names.items())
         remedy = (
             f"Type `{_list(edit.rule)}: {{{entries}}}` to move these too, for all their callers, or call "
@@ -298,9 +281,5 @@ def _place_by(rule: Rule | None) -> str:
     """Returns the list that a rule puts its function in, with the rule's options, file and line."""
     if rule is None:
         return _place(rule)
-    options = [
-        *(["when " + typed_conditions(rule.when)] if rule.when else []),
-        *(["via_dtype"] if rule.via_dtype else []),
-        *typed_need(rule.needs_float32),
-    ]
+    options = typed_options(rule.when, rule.via_dtype, rule.needs_float32)
     return " ".join([_place(rule), *options, f"by {rule.source}"])

@@ -24,23 +24,21 @@ from ampatch.cast_lists.rules import (
     ModuleRules,
     Rule,
     Treatment,
-    When,
-    typed_conditions,
-    typed_need,
+    typed_options,
 )
 from ampatch.cast_lists.spellings import NAMESPACES, method_of_operator
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.grouping import grouped
+from ampatch.opt_levels import HALF_DTYPES, dtype_name
 
 BOTH = tuple(HALF_DTYPES.values())
 
-_NAMES = {dtype: name for name, dtype in HALF_DTYPES.items()}
 _NO_LIST = "-"
 # Result of a lookup if torch, or another installed package, has no such name.
 _ABSENT = object()
 
 _T = TypeVar("_T")
-_Decision = tuple[Treatment, When, tuple[str, ...]]
+_Decision = tuple[Treatment, tuple[str, ...]]
 
 
 def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: Sequence[str] = ()) -> list[str]:
@@ -70,8 +68,10 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
     for path in sorted(wanted):
         rules = [in_force.get((path, dtype)) for dtype in half_dtypes]
         # Equal rules from two lines of a file stay two, so that the user finds both lines.
-        for (rule, source), dtypes in _grouped([(rule, rule.source) if rule else None for rule in rules], half_dtypes):
-            conditions = [*_conditions(rule.when, dtypes, half_dtypes), *_flags(rule)]
+        for (rule, source), dtypes in _dtypes_of(
+            [(rule, rule.source) if rule else None for rule in rules], half_dtypes
+        ):
+            conditions = [*_only(dtypes, half_dtypes), *_options(rule)]
             if patterns.is_pattern(path):
                 conditions.append(f"matches nothing yet: import {patterns.package_of(path)} or its modules first")
             rows.append([str(path), rule.treatment.value, source, "; ".join(conditions)])
@@ -87,13 +87,13 @@ def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], nam
         for path, here, there in _changed_in(lists, entry, half_dtypes):
             if names and not _selected(names, [path])[0]:
                 continue
-            cells = list(_grouped([(rule, rule.source) if rule else None for rule in there], half_dtypes))
+            cells = list(_dtypes_of([(rule, rule.source) if rule else None for rule in there], half_dtypes))
             for (rule, source), dtypes in cells:
-                conditions = [*_conditions(rule.when, dtypes, half_dtypes), *_flags(rule)]
+                conditions = [*_only(dtypes, half_dtypes), *_options(rule)]
                 rows.append([entry.name, str(path), rule.treatment.value, source, "; ".join(conditions)])
             taken_out = [dtype for dtype, old, new in zip(half_dtypes, here, there, strict=True) if old and not new]
             if taken_out:
-                only = "; ".join(_conditions((), taken_out, half_dtypes))
+                only = "; ".join(_only(taken_out, half_dtypes))
                 rows.append([entry.name, str(path), UNLISTED, entry.source, only])
         if not entry.is_float32 and not entry.changes and not names:
             rows.append([entry.name, "-", "no change", entry.source, ""])
@@ -341,9 +341,7 @@ def _undecided(found: Coverage) -> list[str]:
 
 
 def _by_namespace(paths: Iterable[Path]) -> list[str]:
-    names: dict[str, list[str]] = {}
-    for path in paths:
-        names.setdefault(path.namespace, []).append(path.name)
+    names = grouped((path.namespace, path.name) for path in paths)
     return [f"  {namespace}: {', '.join(found)}" for namespace, found in names.items()]
 
 
@@ -364,20 +362,19 @@ def _legend(left: str, right: str) -> str:
 
 
 def _counted(rows: Sequence[object], half_dtypes: Sequence[torch.dtype]) -> str:
-    return f"{_paths(len(rows))} treated differently in {' and '.join(_NAMES[dtype] for dtype in half_dtypes)}"
+    return f"{_paths(len(rows))} treated differently in {' and '.join(dtype_name(dtype) for dtype in half_dtypes)}"
 
 
 def _decision(rule: Rule | None) -> _Decision | None:
     """Returns the parts of a rule that other systems have too."""
-    return None if rule is None else (rule.treatment, rule.when, ())
+    return None if rule is None else (rule.treatment, tuple(typed_options(rule.when, False, ())))
 
 
 def _full_decision(rule: Rule | None) -> _Decision | None:
     """Returns all parts of a rule that matter to ampatch."""
     if rule is None:
         return None
-    options = [*_flags(rule), *([f"instead: {rule.instead}"] if rule.instead else [])]
-    return rule.treatment, rule.when, tuple(options)
+    return rule.treatment, (*_options(rule), *([f"instead: {rule.instead}"] if rule.instead else []))
 
 
 def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
@@ -400,29 +397,27 @@ def _found(path: Path) -> object | None:
 def _cell(decisions: Sequence[_Decision | None], half_dtypes: Sequence[torch.dtype]) -> str:
     """Returns the lists of a function, each with its conditions; two if they differ by half dtype."""
     cells = []
-    for (treatment, when, options), dtypes in _grouped(decisions, half_dtypes):
-        conditions = "; ".join([*_conditions(when, dtypes, half_dtypes), *options])
+    for (treatment, options), dtypes in _dtypes_of(decisions, half_dtypes):
+        conditions = "; ".join([*_only(dtypes, half_dtypes), *options])
         cells.append(f"{treatment.value} ({conditions})" if conditions else treatment.value)
     return ", ".join(cells) or _NO_LIST
 
 
-def _grouped(values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]) -> Iterable[tuple[_T, list[torch.dtype]]]:
+def _dtypes_of(
+    values: Iterable[_T | None], half_dtypes: Sequence[torch.dtype]
+) -> Iterable[tuple[_T, list[torch.dtype]]]:
     """Returns each value that is not None, with the half dtypes that it is for."""
-    groups: dict[_T, list[torch.dtype]] = {}
-    for value, dtype in zip(values, half_dtypes, strict=True):
-        if value is not None:
-            groups.setdefault(value, []).append(dtype)
-    return groups.items()
+    pairs = zip(values, half_dtypes, strict=True)
+    return grouped((value, dtype) for value, dtype in pairs if value is not None).items()
 
 
-def _conditions(when: When, dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:
-    """Returns the half dtypes, unless they are all that were asked about, and the conditions on arguments."""
-    only = [] if len(dtypes) == len(asked) else [f"{_NAMES[dtype]} only" for dtype in dtypes]
-    return [*only, *([f"when {typed_conditions(when)}"] if when else [])]
+def _only(dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:
+    """Returns the half dtypes, unless they are all that were asked about."""
+    return [] if len(dtypes) == len(asked) else [f"{dtype_name(dtype)} only" for dtype in dtypes]
 
 
-def _flags(rule: Rule) -> list[str]:
-    return [*(["via_dtype"] if rule.via_dtype else []), *typed_need(rule.needs_float32)]
+def _options(rule: Rule) -> list[str]:
+    return typed_options(rule.when, rule.via_dtype, rule.needs_float32)
 
 
 def _paths(count: int) -> str:

@@ -23,6 +23,7 @@ from ampatch.cast_lists.reader import Reading, fitting_rule, unfit_reason
 from ampatch.cast_lists.rules import Changes, ModuleRules, Rule, Treatment
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, compose_own, node_of, text_of
 from ampatch.errors import OptionError
+from ampatch.grouping import grouped
 
 #: Stands among the names of files for an overlay that is a mapping.
 MAPPING = "a mapping"
@@ -148,9 +149,7 @@ class CastLists:
         changed = {key for key, _ in changes}
         named = tuple(dict.fromkeys([*self.named, *(path for path, _ in rules), *(path for (path, _), _ in changes)]))
         functions = {path: function_key(path) for path in named}
-        aliases: dict[object, list[Path]] = {}
-        for path, function in functions.items():
-            aliases.setdefault(function, []).append(path)
+        aliases = grouped((function, path) for path, function in functions.items())
         for (path, dtype), rule in changes:
             for alias in aliases[functions[path]]:
                 if alias == path or (alias, dtype) not in changed:
@@ -168,11 +167,10 @@ def _expanded(changes: Changes, within: Sequence[types.ModuleType] | None) -> Ch
     for (pattern, dtype), rule in changes:
         if not patterns.is_pattern(pattern):
             continue
-        matched: dict[object, list[Path]] = {}
-        for path in patterns.functions(pattern, within):
-            if rule is None or unfit_reason(rule, path) is None:
-                matched.setdefault(function_key(path), []).append(path)
-        for function, paths in matched.items():
+        fitting = [
+            path for path in patterns.functions(pattern, within) if rule is None or unfit_reason(rule, path) is None
+        ]
+        for function, paths in grouped((function_key(path), path) for path in fitting).items():
             if (function, dtype) not in named:
                 made = [((path, dtype), None if rule is None else fitting_rule(rule, path)) for path in paths]
                 found[function, dtype] = made

@@ -71,6 +71,12 @@ def typed_need(devices: Sequence[str]) -> list[str]:
     return ["needs_float32" if tuple(devices) == EVERY_DEVICE else f"needs_float32 on {' and '.join(devices)}"]
 
 
+def typed_options(when: When, via_dtype: bool, needs_float32: Sequence[str]) -> list[str]:
+    """Returns the options of a rule as texts."""
+    conditions = [f"when {typed_conditions(when)}"] if when else []
+    return [*conditions, *(["via_dtype"] if via_dtype else []), *typed_need(needs_float32)]
+
+
 #: The changes in a file: the rule that a path gets for a half dtype, or None if it is to have no rule.
 Changes = Sequence[tuple[tuple[Path, torch.dtype], Rule | None]]
 

@@ -46,8 +46,8 @@ _OPERATORS = {
     "true_divide": "truediv",
 }
 
-# Python's operators as users type them, with the names of their special methods, without underscores.
-_SYMBOLS = {
+#: Python's operators as users type them, with the names of their special methods, without underscores.
+SYMBOLS = {
     "@": "matmul",
     "+": "add",
     "-": "sub",
@@ -70,10 +70,10 @@ _MIRRORED = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 def method_of_operator(symbol: str) -> Path | None:
     """Returns the method that an operator calls, such as ``__matmul__`` for "@" and ``__imatmul__`` for "@="."""
-    in_place = symbol.endswith("=") and symbol not in _SYMBOLS
+    in_place = symbol.endswith("=") and symbol not in SYMBOLS
     if in_place and symbol[-2:-1] in "=!<>":
         return None
-    name = _SYMBOLS.get(symbol[:-1] if in_place else symbol)
+    name = SYMBOLS.get(symbol[:-1] if in_place else symbol)
     return None if name is None else Path("torch.Tensor", f"__{'i' if in_place else ''}{name}__")
 
 
@@ -190,10 +190,10 @@ def _methods_behind(symbol: str) -> list[str]:
     if symbol == "-x":
         return ["__neg__"]
     if symbol in _MIRRORED:
-        return [f"__{_SYMBOLS[each]}__" for each in (symbol, _MIRRORED[symbol])]
-    name = _SYMBOLS.get(symbol) or _SYMBOLS[symbol.removesuffix("=")]
+        return [f"__{SYMBOLS[each]}__" for each in (symbol, _MIRRORED[symbol])]
+    name = SYMBOLS.get(symbol) or SYMBOLS[symbol.removesuffix("=")]
     in_place = f"__i{name}__"
-    left = in_place if symbol not in _SYMBOLS and hasattr(torch.Tensor, in_place) else f"__{name}__"
+    left = in_place if symbol not in SYMBOLS and hasattr(torch.Tensor, in_place) else f"__{name}__"
     return [left, f"__r{name}__"]
 
 

@@ -391,12 +391,7 @@ def _write_attributes(original: object, written: dict[Any, Any], gone: list[Any]
         else:
             object.__delattr__(original, name)
     for name, item in written.items():
-        if _stands_before(original, name):
+        if isinstance(getattr(type(original), name, None), property):  # it hides what only ``__dict__`` can hold
             own[name] = item
         else:
             object.__setattr__(original, name, item)
-
-
-def _stands_before(value: object, name: str) -> bool:
-    """Returns True if a property of the class hides the attribute, so that only ``__dict__`` can hold it."""
-    return isinstance(getattr(type(value), name, None), property)

@@ -13,7 +13,7 @@ import json
 import os
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,19 +30,6 @@ _FAULT = 1  # exit status for a fault in the input, or for a warning with --stri
 # Half types of peers that have only one.
 _PEER_HALF_DTYPES = {"apex": ["float16"]}
 
-_DEMO = "Trains a small network in float32 and in mixed precision, and compares the two."
-_LISTS = "Shows, checks and compares the cast lists."
-_SHOW = "Prints the rules in force, each with the file and line it comes from."
-_CHECK = "Prints the faults of cast list files, one line per fault."
-_DIFF = "Prints where the casts of another system, or of a file of yours, differ from ampatch's own lists."
-_COVERAGE = "Prints every function of torch with its list, or with the reason why it is in none."
-_EXPLAIN = "Explains what amp does to a function: which rule, from which file and line, and why."
-_DOCTOR = "Prints the facts a bug report needs: versions, devices, kernels, and who patched which torch functions."
-_PREFLIGHT = "Tells which opt levels a model stands, and what to type for those that it does not."
-_TUNE = "Finds the smallest cast list with which a training keeps its metric, by trainings."
-_COMPARE = "Tells in which numbers two saved reports differ most: casts, bytes, steps, gradients that underflow."
-_BUILD = "Compiles the extension (kernels, and faster calls of patched functions); amp uses it from then on."
-
 
 def add_to(commands: Any, command: str | None) -> None:
     """Adds these subcommands to a parser.
@@ -52,13 +39,22 @@ def add_to(commands: Any, command: str | None) -> None:
         command: name of the subcommand on the command line, if any. Only this one gets its arguments: their names and
             defaults come from modules that no other subcommand should wait for.
     """
-    for name, (sentence, add_arguments) in _COMMANDS.items():
-        parser = commands.add_parser(name, help=sentence, description=sentence)
+    for name, add_arguments in _COMMANDS.items():
+        parser = _parser(commands, name, add_arguments)
         if name == command:
             add_arguments(parser)
 
 
+def _parser(commands: Any, name: str, add_arguments: Callable[..., None]) -> argparse.ArgumentParser:
+    """Returns the parser of a subcommand; its help is the docstring of the function that adds its arguments."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=add_arguments.__doc__, description=add_arguments.__doc__
+    )
+    return parser
+
+
 def _add_demo(parser: argparse.ArgumentParser) -> None:
+    """Trains a small network in float32 and in mixed precision, and compares the two."""
     from ampatch import demo
 
     demo.add_arguments(parser)
@@ -66,14 +62,14 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_lists(parser: argparse.ArgumentParser) -> None:
+    """Shows, checks and compares the cast lists."""
     reports = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_show(reports.add_parser("show", help=_SHOW, description=_SHOW))
-    _add_check(reports.add_parser("check", help=_CHECK, description=_CHECK))
-    _add_diff(reports.add_parser("diff", help=_DIFF, description=_DIFF))
-    _add_coverage(reports.add_parser("coverage", help=_COVERAGE, description=_COVERAGE))
+    for name, add in {"show": _add_show, "check": _add_check, "diff": _add_diff, "coverage": _add_coverage}.items():
+        add(_parser(reports, name, add))
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
+    """Prints the rules in force, each with the file and line it comes from."""
     parser.add_argument(
         "names",
         nargs="*",
@@ -99,6 +95,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
+    """Prints the faults of cast list files, one line per fault."""
     parser.add_argument(
         "files",
         nargs="+",
@@ -138,6 +135,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
+    """Prints where the casts of another system, or of a file of yours, differ from ampatch's own lists."""
     from ampatch.cast_lists.lists import PEERS
 
     parser.add_argument(
@@ -183,6 +181,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _add_coverage(parser: argparse.ArgumentParser) -> None:
+    """Prints every function of torch with its list, or with the reason why it is in none."""
     parser.add_argument(
         "--json",
         action="store_true",
@@ -201,6 +200,7 @@ def _coverage(arguments: argparse.Namespace) -> int:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
+    """Explains what amp does to a function: which rule, from which file and line, and why."""
     parser.add_argument(
         "name",
         metavar="NAME",
@@ -226,6 +226,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Prints the facts a bug report needs: versions, devices, kernels, and who patched which torch functions."""
     parser.add_argument(
         "modules",
         nargs="*",
@@ -286,6 +287,7 @@ def _searching_here() -> Iterator[None]:
 
 
 def _add_preflight(parser: argparse.ArgumentParser) -> None:
+    """Tells which opt levels a model stands, and what to type for those that it does not."""
     parser.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
@@ -305,8 +307,6 @@ def _add_preflight(parser: argparse.ArgumentParser) -> None:
 
 
 def _preflight(arguments: argparse.Namespace) -> int:
-    import json
-
     from ampatch import amp
     from ampatch.diagnostics.preflight import checked_levels, is_users
 
@@ -375,6 +375,7 @@ def _step_of(target: str, inputs: object) -> str:
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
+    """Finds the smallest cast list with which a training keeps its metric, by trainings."""
     parser.add_argument(
         "target",
         metavar="MODULE:FUNCTION",
@@ -512,6 +513,7 @@ def _seeds(text: str) -> int | tuple[int, ...]:
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
+    """Tells in which numbers two saved reports differ most: casts, bytes, steps, gradients that underflow."""
     for name in ("a", "b"):
         parser.add_argument(name, type=_file, metavar=f"{name.upper()}.json", help="a file that report.save() wrote")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -527,6 +529,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _add_build(parser: argparse.ArgumentParser) -> None:
+    """Compiles the extension (kernels, and faster calls of patched functions); amp uses it from then on."""
     from ampatch.native import extension_build
 
     parser.add_argument(
@@ -657,14 +660,14 @@ def _print(lines: Iterable[str]) -> None:
         print(line.encode(encoding, "backslashreplace").decode(encoding))
 
 
-# The help line of each subcommand, and the function that adds its arguments.
+# Each subcommand with the function that adds its arguments.
 _COMMANDS = {
-    "demo": (_DEMO, _add_demo),
-    "lists": (_LISTS, _add_lists),
-    "explain": (_EXPLAIN, _add_explain),
-    "doctor": (_DOCTOR, _add_doctor),
-    "preflight": (_PREFLIGHT, _add_preflight),
-    "tune": (_TUNE, _add_tune),
-    "compare": (_COMPARE, _add_compare),
-    "build": (_BUILD, _add_build),
+    "demo": _add_demo,
+    "lists": _add_lists,
+    "explain": _add_explain,
+    "doctor": _add_doctor,
+    "preflight": _add_preflight,
+    "tune": _add_tune,
+    "compare": _add_compare,
+    "build": _add_build,
 }

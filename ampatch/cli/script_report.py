@@ -118,7 +118,7 @@ class ScriptReport:
         path = self._own_path()
         try:
             data = report.to_dict()
-            if not data["cost"]["operators"] and _is_newer(path, self._began):
+            if not data["cost"]["operators"] and path.exists() and path.stat().st_mtime > self._began:
                 return  # a launcher, whose rank 0 has written its report
             _say(f"--report: wrote {_written(report, path)}")
         except Exception as error:  # noqa: BLE001 - the script has ended, and a traceback would seem to be its own
@@ -147,10 +147,6 @@ def _rank_now() -> str | None:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return str(distributed.get_rank())
     return rank(os.environ)
-
-
-def _is_newer(path: Path, moment: float) -> bool:
-    return path.exists() and path.stat().st_mtime > moment
 
 
 def _written(report: Report, path: Path) -> Path:

@@ -16,6 +16,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from ampatch.cuda_on_cpu.replacements import Function, Replacements
 from ampatch.cuda_on_cpu.streams import current_device
+from ampatch.cuda_on_cpu.torch_cuda import always
 from ampatch.ledger import bindings
 
 #: Functions that take the device only as the keyword ``device``. torch lists further ones, for its default device.
@@ -117,7 +118,7 @@ def _move(replacements: Replacements) -> None:
         replacements.method(owner, "to", _with_device_first)
     replacements.method(Tensor, "cuda", _moved_tensor)
     replacements.method(Tensor, "pin_memory", _as_it_is)
-    replacements.method(Tensor, "record_stream", _nothing)
+    replacements.method(Tensor, "record_stream", lambda _: always(None))
 
 
 def _moved_tensor(_original: Function) -> Function:
@@ -134,10 +135,6 @@ def _moved_tensor(_original: Function) -> Function:
 
 def _as_it_is(_original: Function) -> Function:
     return lambda self, *args, **kwargs: self  # noqa: ARG005
-
-
-def _nothing(_original: Function) -> Function:
-    return lambda *args, **kwargs: None  # noqa: ARG005
 
 
 # Asking for the device

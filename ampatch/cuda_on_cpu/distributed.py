@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampatch.cuda_on_cpu.replacements import Function, Replacements
+from ampatch.cuda_on_cpu.torch_cuda import always
 from ampatch.sync_batch_norm import synchronised
 
 
@@ -20,19 +21,16 @@ def install(replacements: Replacements) -> None:
     """Replaces the functions that distribute work over GPUs and ranks."""
     data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel.data_parallel is a function
     # DataParallel then finds no device, and calls the model itself, with the whole batch.
-    replacements.ledger.set(data_parallel, "_get_available_device_type", _none)
+    replacements.ledger.set(data_parallel, "_get_available_device_type", always(None))
     replacements.function(data_parallel, "data_parallel", _called_once)
     if dist.is_available():
-        replacements.method(nn.parallel.DistributedDataParallel, "__init__", _without_gpus)
+        wrapper = nn.parallel.DistributedDataParallel
+        replacements.method(wrapper, "__init__", _without_gpus)
         # The original only raises if a SyncBatchNorm layer is not on a GPU.
-        replacements.method(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", _no_check)
+        replacements.method(wrapper, "_passing_sync_batchnorm_handle", lambda _: always(None))
         replacements.method(nn.SyncBatchNorm, "forward", _synchronised)
         replacements.function(dist, "init_process_group", _first_backend_gloo)
         replacements.function(dist, "new_group", _third_backend_gloo)
-
-
-def _none() -> None:
-    return None
 
 
 def _called_once(_original: Function) -> Function:
@@ -62,10 +60,6 @@ def _without_gpus(original: Function) -> Function:
         original(self, module, None, None, *args, **kwargs)
 
     return init
-
-
-def _no_check(_original: Function) -> Function:
-    return lambda *args: None  # noqa: ARG005
 
 
 # Process groups

@@ -19,7 +19,7 @@ from ampatch.diagnostics.comparison_report import FLUSHED_SHARE, ComparedRow
 from ampatch.diagnostics.examiner import Examiner, NamedOp
 from ampatch.diagnostics.operands import floating_in
 from ampatch.diagnostics.preflight_steps import flushed_of
-from ampatch.diagnostics.watch import Watch, measured, paused
+from ampatch.diagnostics.watch import Watch, measured, paused, run_again
 from ampatch.diagnostics.watched import CAST, WatchedOp
 
 #: Errors within this multiple of the unit roundoff are rounding. An operator whose two inputs and result are rounded
@@ -419,11 +419,7 @@ def _own(pair: Pair, a: list[Any], b: list[Any], structure: Any) -> list[Distanc
         for mine, other in zip(a, b, strict=True)
     ]
     args, kwargs = tree_unflatten(leaves, structure)
-    try:
-        with torch.no_grad(), paused():
-            results = measured(op(*args, **kwargs))
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, NotImplementedError):
+    result = run_again(op, args, kwargs)
+    if result is None:
         return None
-    return [*map(distance, pair.a.op.results[: pair.results], results[: pair.results])]
+    return [*map(distance, pair.a.op.results[: pair.results], measured(result)[: pair.results])]

@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ampatch.diagnostics.overflow_trace import plain_data
-from ampatch.diagnostics.shown_names import shown_function, shown_module, shown_path
+from ampatch.diagnostics.report_file import plain
+from ampatch.diagnostics.shown_names import shown_function, shown_module, shown_place
 from ampatch.diagnostics.tables import ROWS, Column, printed, table
+from ampatch.grouping import grouped
 
 #: The share of a call's elements that may be flushed to zero before its result counts as another one.
 FLUSHED_SHARE = 0.1
@@ -87,7 +88,7 @@ class ComparedRow:
     @property
     def place(self) -> str:
         """The line as "file:number", the path as short as it can be; empty if no user code called it."""
-        return "" if self.file is None else f"{shown_path(self.file)}:{self.line}"
+        return shown_place(self.file, self.line)
 
     @property
     def is_above_noise(self) -> bool:
@@ -183,10 +184,10 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON: text, numbers, booleans, None, lists and dicts. inf and NaN are texts."""
-        found: dict[str, Any] = plain_data(asdict(self))
+        found: dict[str, Any] = plain(asdict(self))
         found["loss"] = {"a": found.pop("loss_a"), "b": found.pop("loss_b")}
         for name in ("functions", "modules"):
-            found[name] = plain_data([asdict(group) for group in getattr(self, name)])
+            found[name] = plain([asdict(group) for group in getattr(self, name)])
         return found
 
     def __str__(self) -> str:
@@ -194,11 +195,7 @@ class Comparison:
 
 
 def _grouped(rows: Iterable[ComparedRow], name_of: Callable[[ComparedRow], str | None]) -> tuple[ComparedGroup, ...]:
-    members: dict[str, list[ComparedRow]] = {}
-    for row in rows:
-        name = name_of(row)
-        if name is not None:
-            members.setdefault(name, []).append(row)
+    members = grouped((name, row) for row in rows if (name := name_of(row)) is not None)
     groups = (_group(name, own) for name, own in members.items())
     return tuple(sorted(groups, key=lambda group: (-group.error, -(group.own_error or 0.0))))
 
@@ -237,41 +234,39 @@ def parts(result: Comparison) -> Iterator[Any]:
 
 
 def _table_of_numbers(result: Comparison) -> Iterator[Any]:
+    columns = [
+        Column("number", lambda row: row.quantity),
+        Column("of", owner_of),
+        Column("a", lambda row: _number(row.value_a), is_number=True),
+        Column("b", lambda row: _number(row.value_b), is_number=True),
+    ]
     rows = sorted((row for row in result.rows if row.error), key=lambda row: -(row.error or 0.0))
-    cells = [(row.quantity, owner_of(row), _number(row.value_a), _number(row.value_b)) for row in rows[:ROWS]]
-    yield from table("What differs most", _columns("number", "of", "a", "b"), cells, len(rows))
+    yield from table("What differs most", columns, rows[:ROWS], len(rows))
 
 
 def _tables_of_calls(result: Comparison) -> Iterator[Any]:
+    error = Column("error", lambda row: _error(row.error), is_number=True)
+    own = Column("own", lambda row: _error(row.own_error), is_number=True)
+    columns = [
+        Column("#", lambda row: str(row.number), is_number=True),
+        Column("pass", lambda row: row.phase),
+        Column("function", _called),
+        Column("module and line", _module_and_line),
+        Column("type", lambda row: row.type_b),
+    ]
     told = telling_rows(result.rows, result.first, result.worst)
-    cells = [
-        (
-            str(row.number),
-            row.phase,
-            _called(row),
-            "\n".join(
-                filter(
-                    None, (shown_module(row.module), "" if row.file is None else f"{Path(row.file).name}:{row.line}")
-                )
-            ),
-            row.type_b,
-            _error(row.error),
-            _error(row.own_error),
-        )
-        for row in sorted(told[:ROWS], key=lambda row: row.number)
+    shown = sorted(told[:ROWS], key=lambda row: row.number)
+    yield from table("Calls above the noise", [*columns, error, own], shown, len(told))
+    columns = [
+        Column("function", lambda group: shown_function(group.name)),
+        Column("calls", lambda group: str(group.calls), is_number=True),
+        Column("above noise", lambda group: str(group.above), is_number=True),
     ]
-    columns = _columns("#", "pass", "function", "module and line", "type", "error", "own")
-    yield from table("Calls above the noise", columns, cells, len(told))
     groups = [group for group in result.functions if group.error > 0]
-    by_function = [
-        (shown_function(group.name), str(group.calls), str(group.above), _error(group.error), _error(group.own_error))
-        for group in groups[:ROWS]
-    ]
-    columns = _columns("function", "calls", "above noise", "error", "own")
-    yield from table("By function", columns, by_function, len(groups))
+    yield from table("By function", [*columns, error, own], groups[:ROWS], len(groups))
     gradients = [each for each in result.gradients if each.error > 0 and not each.cancelled]
-    by_gradient = [(each.parameter, _error(each.error)) for each in gradients[:ROWS]]
-    yield from table("By gradient", _columns("parameter", "error"), by_gradient, len(gradients))
+    columns = [Column("parameter", lambda row: row.parameter), error]
+    yield from table("By gradient", columns, gradients[:ROWS], len(gradients))
     casts = [row for row in result.rows if row.unmatched and row.operator == "cast"]
     others = sum(row.unmatched for row in result.rows) - len(casts)
     yield (
@@ -289,9 +284,9 @@ def telling_rows(
     return list(dict.fromkeys([row for row in (first, worst) if row in above] + ranked))
 
 
-def _columns(*heads: str) -> list[Column]:
-    numbers = ("#", "error", "own", "calls", "above noise", "a", "b")
-    return [Column(head, head in numbers) for head in heads]
+def _module_and_line(row: ComparedRow) -> str:
+    line = "" if row.file is None else f"{Path(row.file).name}:{row.line}"
+    return "\n".join(filter(None, (shown_module(row.module), line)))
 
 
 def _called(row: ComparedRow) -> str:

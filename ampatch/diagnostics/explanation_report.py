@@ -9,21 +9,17 @@ import itertools
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 
-from ampatch.cast_lists.rules import UNLISTED, When, typed_conditions, typed_need
+from ampatch.cast_lists.rules import UNLISTED, When, typed_options
+from ampatch.opt_levels import dtype_name
 from ampatch.patching.adapters import is_in_place
 from ampatch.patching.predictions import Prediction
 
 _WIDTH = 96
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the name of a dtype in the report, such as "float16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +79,7 @@ class Ruling:
     def conditions(self) -> list[str]:
         """Conditions and options, each in words."""
         return [
-            *([f"when {typed_conditions(self.when)}"] if self.when else []),
-            *(["via_dtype"] if self.via_dtype else []),
-            *typed_need(self.needs_float32),
+            *typed_options(self.when, self.via_dtype, self.needs_float32),
             *([f"to {self.casts_to}"] if self.casts_to else []),
             *([f"from torch {self.since}"] if self.since else []),
             *([f"before torch {self.until}"] if self.until else []),
@@ -108,11 +102,6 @@ class Spelling:
     rulings: tuple[Ruling, ...]
     note: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data."""
-        rulings = [ruling.to_dict() for ruling in self.rulings]
-        return {"path": self.path, "asked": self.asked, "rulings": rulings, "note": self.note}
-
 
 @dataclass(frozen=True, slots=True)
 class Called:
@@ -129,11 +118,6 @@ class Called:
     path: str
     rulings: tuple[Ruling, ...]
     operator: str | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data."""
-        rulings = [ruling.to_dict() for ruling in self.rulings]
-        return {"caller": self.caller, "path": self.path, "rulings": rulings, "operator": self.operator}
 
     @property
     def is_certain(self) -> bool:
@@ -172,10 +156,6 @@ class BoundPlace:
     def __str__(self) -> str:
         return f"{self.where}: {self.path}, {self.note}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class ExplainedCall:
@@ -193,17 +173,7 @@ class ExplainedCall:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data."""
-        predicted = self.prediction
-        return {
-            "path": self.path,
-            "half_dtype": self.half_dtype,
-            "arguments": [
-                {"name": each.name, "before": dtype_name(each.before), "after": dtype_name(each.after), "why": each.why}
-                for each in predicted.arguments
-            ],
-            "passes_dtype": None if predicted.passes_dtype is None else dtype_name(predicted.passes_dtype),
-            "error": predicted.error,
-        }
+        return {"path": self.path, "half_dtype": self.half_dtype, **_fields(self.prediction)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,16 +202,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data: text, numbers, True, False, None, lists and dicts. Dtypes are names."""
-        return {
-            "asked": self.asked,
-            "policy": dict(self.policy),
-            "state": list(self.state),
-            "spellings": [spelling.to_dict() for spelling in self.spellings],
-            "calls": [called.to_dict() for called in self.calls],
-            "places": [place.to_dict() for place in self.places],
-            "call": None if self.call is None else self.call.to_dict(),
-            "notes": list(self.notes),
-        }
+        return _fields(self)
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the text."""
@@ -265,6 +226,25 @@ class Explanation:
         return "\n".join(self.lines())
 
     __repr__ = __str__
+
+
+# As plain data
+
+
+def _fields(told: Any) -> dict[str, Any]:
+    return {each.name: _plain(getattr(told, each.name)) for each in fields(told)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if isinstance(value, (Ruling, ExplainedCall)):
+        return value.to_dict()
+    if is_dataclass(value):
+        return _fields(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 # As text

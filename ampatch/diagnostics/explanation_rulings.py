@@ -15,11 +15,11 @@ from ampatch.cast_lists.annotations import entry_of, shipped_entries, unlisting
 from ampatch.cast_lists.lists import CastLists, shipped
 from ampatch.cast_lists.paths import Path, find_owner
 from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment
-from ampatch.diagnostics.explanation_report import Overridden, Ruling, Spelling, dtype_name
+from ampatch.diagnostics.explanation_report import Overridden, Ruling, Spelling
 from ampatch.diagnostics.explanation_settings import Settings
 from ampatch.diagnostics.explanation_subjects import Located, attribute
 from ampatch.function_wrapper import is_wrapper, unwrapped
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.opt_levels import HALF_DTYPES, dtype_name
 from ampatch.patching import function_places
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import decoration_of

@@ -15,7 +15,7 @@ from ampatch.cast_lists.annotations import Entry, user_entries
 from ampatch.cast_lists.lists import CastLists, shipped
 from ampatch.cast_lists.paths import Path, identity
 from ampatch.cast_lists.rules import Rule, Treatment
-from ampatch.diagnostics.explanation_report import dtype_name
+from ampatch.opt_levels import dtype_name
 from ampatch.patching import adopted_model, casting_mode
 from ampatch.runtime import runtime
 from ampatch.session import Session

@@ -19,12 +19,12 @@ from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.rules import EVERY_DEVICE
 from ampatch.cast_lists.spellings import called_by, operators_in
 from ampatch.diagnostics.explanation_places import bound_places
-from ampatch.diagnostics.explanation_report import Called, ExplainedCall, Explanation, dtype_name
+from ampatch.diagnostics.explanation_report import Called, ExplainedCall, Explanation
 from ampatch.diagnostics.explanation_rulings import Rulings
 from ampatch.diagnostics.explanation_settings import Settings
 from ampatch.diagnostics.explanation_subjects import Finder, Subject, located
 from ampatch.errors import OptionError
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.opt_levels import HALF_DTYPES, dtype_name
 from ampatch.patching import adopted_model
 from ampatch.patching.predictions import Prediction, Predictor, unchanged
 

@@ -18,6 +18,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import resolve_name
 
 from ampatch.cast_lists.paths import PathError, find
+from ampatch.cast_lists.spellings import SYMBOLS
 from ampatch.function_wrapper import unwrapped
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of
@@ -55,20 +56,12 @@ def name_of(function: Any) -> str:
 
 _OPERATORS = {"COMPARE_OP", "BINARY_OP", "UNARY_NEGATIVE", "UNARY_INVERT", "UNARY_POSITIVE"}
 _NAMES = {
-    **dict(zip("+-*/@%", ("add", "sub", "mul", "truediv", "matmul", "mod"), strict=True)),
-    "//": "floordiv",
-    "**": "pow",
+    **SYMBOLS,
     "<<": "lshift",
     ">>": "rshift",
     "&": "and",
     "|": "or",
     "^": "xor",
-    "<": "lt",
-    "<=": "le",
-    "==": "eq",
-    "!=": "ne",
-    ">": "gt",
-    ">=": "ge",
     "UNARY_NEGATIVE": "neg",
     "UNARY_INVERT": "invert",
     "UNARY_POSITIVE": "pos",

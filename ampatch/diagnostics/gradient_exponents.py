@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampatch.grouping import grouped
+
 # Exponents of float32, the subnormal ones included. Before them the zeros are counted, behind them inf and NaN.
 _LOWEST, _HIGHEST = -149, 127
 _SMALLEST_NORMAL = -126
@@ -145,10 +147,7 @@ class GradientExponents:
             gradients: names of parameters, and unscaled float32 gradients of any shape.
         """
         self.seen += 1
-        by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-        for name, gradient in gradients:
-            if gradient.numel():
-                by_device.setdefault(gradient.device, []).append((name, gradient))
+        by_device = grouped((each.device, (name, each)) for name, each in gradients if each.numel())
         for device, found in by_device.items():
             table = self._counted([gradient for _, gradient in found], device)
             table *= (table[:, -1] == 0).all()

@@ -9,7 +9,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ampatch.diagnostics.shown_names import shown_path
+from ampatch.diagnostics.report_file import plain
+from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
 
 #: Stands in the place of a function: the engine adds up the gradients of a tensor that is used several times.
 SUM_OF_GRADIENTS = "the sum of several gradients of one tensor"
@@ -79,24 +80,23 @@ class OverflowTrace:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data: text, numbers, None, lists and dicts. inf and NaN are the texts "inf" and "nan"."""
-        return plain_data(asdict(self))  # type: ignore[no-any-return]
+        return plain(asdict(self))  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         lines = [self._headline()]
         if self.module_class is not None:
-            name = "(the model)" if self.module == "" else self.module
-            lines.append(f"  module    {self.module_class if name is None else f'{name} ({self.module_class})'}")
+            name = shown_module(self.module)
+            lines.append(f"  module    {f'{name} ({self.module_class})' if name else self.module_class}")
         if self.file is not None:
-            place = f"{shown_path(self.file)}:{self.line}"
-            lines.append(f"  line      {place}" + (f": {self.source}" if self.source else ""))
+            source = f": {self.source}" if self.source else ""
+            lines.append(f"  line      {shown_place(self.file, self.line)}{source}")
         lines += [f"  input     {each}" for each in self.inputs]
         lines += [f"  result    {each}" for each in self.outputs]
         if self.largest_in_float32 is not None:
             lines.append(f"  float32   largest {self.largest_in_float32:.4g}")
         lines += [f"  remedy    {each}" for each in self.remedies]
         if self.others:
-            more = "1 other operator" if self.others == 1 else f"{self.others} other operators"
-            lines.append(f"  also      {more} produced inf or NaN from finite inputs")
+            lines.append(f"  also      {counted(self.others, 'other operator')} produced inf or NaN from finite inputs")
         lines += [f"  note      {each}" for each in self.notes]
         return "\n".join(lines)
 
@@ -124,12 +124,3 @@ class OverflowTrace:
 
 def _finite(number: float | None) -> bool:
     return number is None or math.isfinite(number)
-
-
-def plain_data(value: Any) -> Any:
-    """Returns dicts and lists of numbers and text; inf and NaN become the texts "inf" and "nan"."""
-    if isinstance(value, dict):
-        return {key: plain_data(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_data(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

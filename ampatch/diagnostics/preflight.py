@@ -18,7 +18,7 @@ from ampatch.diagnostics.preflight_measuring import Measured, measured
 from ampatch.diagnostics.preflight_mending import Mended, banned_functions, mended
 from ampatch.diagnostics.preflight_operators import Operators, autograd_functions
 from ampatch.diagnostics.preflight_report import FAILS, STANDS, LevelVerdict, Preflight, level_and_halves
-from ampatch.diagnostics.preflight_steps import Setup, Step, dense
+from ampatch.diagnostics.preflight_steps import Setup, Step
 from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
 from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, Trial, examined, tried
 from ampatch.diagnostics.preflight_underflows import Underflows
@@ -153,9 +153,8 @@ class _Flight:
         names = {id(module): name for name, module in model.named_modules()}
         setup = Setup("O0", torch.float16)
         examiner = Examiner(setup.properties, make_policy(1.0), lambda: names)
-        arguments = subject.arguments()
+        args, kwargs = subject.arguments()
         self._state.restore()
-        args, kwargs = arguments
         with watch:
             with noting(_FORWARD):
                 output = model(*args, **kwargs)
@@ -164,8 +163,7 @@ class _Flight:
             functions = autograd_functions(loss)
             with noting(_BACKWARD):
                 loss.backward()
-        gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
-        step = Step(float(loss.detach()), gradients)
+        step = Step.of(model, loss)
         if not step.is_finite:
             return step, None, examined(watch, examiner, 1.0), []
         operators = Operators(watch, examiner, functions, runtime.registered, self._tolerance)

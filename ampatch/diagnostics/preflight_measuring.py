@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ampatch.diagnostics.peak_memory import peak_allocated
-from ampatch.diagnostics.preflight_steps import Setup, noting_warnings, opened_copy, text_of
+from ampatch.diagnostics.preflight_steps import OpenedCopy, Setup, noting_warnings, opened_copy, text_of
 from ampatch.diagnostics.preflight_subject import RandomState, Subject
 
 _ROUNDS = 3
@@ -67,18 +67,24 @@ def _seconds(subject: Subject, setup: Setup, state: RandomState) -> float:
     """Returns the time of a step, after one to warm up."""
     gpus = {each.device for each in subject.model.parameters() if each.is_cuda}
     with opened_copy(subject, setup) as opened:
-        state.restore()
-        opened.whole_step(subject, subject.arguments())
-        opened.optimizer.zero_grad(set_to_none=True)
-        arguments = subject.arguments()
-        state.restore()
+        step = _warmed_up(opened, subject, state)
         for device in gpus:
             torch.cuda.synchronize(device)
         begun = time.perf_counter()
-        opened.whole_step(subject, arguments)
+        step()
         for device in gpus:
             torch.cuda.synchronize(device)
         return time.perf_counter() - begun
+
+
+def _warmed_up(opened: OpenedCopy, subject: Subject, state: RandomState) -> Callable[[], object]:
+    """Runs a step of a copy, and returns a function that runs another one, on the same random numbers."""
+    state.restore()
+    opened.whole_step(subject, subject.arguments())
+    opened.optimizer.zero_grad(set_to_none=True)
+    arguments = subject.arguments()
+    state.restore()
+    return functools.partial(opened.whole_step, subject, arguments)
 
 
 def _peak_bytes(subject: Subject, setup: Setup, state: RandomState) -> int:
@@ -88,13 +94,7 @@ def _peak_bytes(subject: Subject, setup: Setup, state: RandomState) -> int:
     with contextlib.ExitStack() as stack:
 
         def prepare() -> Callable[[], object]:
-            opened = stack.enter_context(opened_copy(subject, setup))
-            state.restore()
-            opened.whole_step(subject, subject.arguments())
-            opened.optimizer.zero_grad(set_to_none=True)
-            arguments = subject.arguments()
-            state.restore()
-            return functools.partial(opened.whole_step, subject, arguments)
+            return _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject, state)
 
         if gpu is None:
             return peak_allocated(prepare)

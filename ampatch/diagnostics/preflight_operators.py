@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import types
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,11 @@ from ampatch.diagnostics.operands import floating_in, with_types
 from ampatch.diagnostics.preflight_report import Imprecise, Location, OutOfRange, Unlisted
 from ampatch.diagnostics.preflight_trials import enclosing
 from ampatch.diagnostics.preflight_underflows import draws_itself
-from ampatch.diagnostics.watch import Watch, paused
+from ampatch.diagnostics.watch import Watch, paused, run_again
 from ampatch.diagnostics.watched import Values, WatchedOp
 from ampatch.function_wrapper import unwrapped
+from ampatch.graph_nodes import nodes_of
+from ampatch.grouping import grouped
 from ampatch.patching.function_patches import Registration
 
 _FLOAT16_MAX = torch.finfo(torch.float16).max
@@ -149,11 +152,8 @@ class Operators:
         return tuple(sorted(rows, key=lambda row: -row.largest))
 
     def _imprecise(self) -> tuple[Imprecise, ...]:
-        found: dict[Location, list[float]] = {}
-        for op in self._ops:
-            error = self._errors.get(id(op), 0.0)
-            if error > self._tolerance:
-                found.setdefault(self._location(op), []).append(error)
+        errors = ((op, self._errors.get(id(op), 0.0)) for op in self._ops)
+        found = grouped((self._location(op), error) for op, error in errors if error > self._tolerance)
         rows = (Imprecise(location, max(each), len(each)) for location, each in found.items())
         return tuple(sorted(rows, key=lambda row: -row.error))
 
@@ -279,19 +279,12 @@ def _has_float32(inputs: Sequence[Values]) -> bool:
 def _error_of(op: WatchedOp) -> Tensor | None:
     """Returns |bfloat16 - float32| and |float32| on the device; None if bfloat16 has no kernel."""
     assert op.arguments is not None
-    args, kwargs = op.arguments
+    # First, since an operator in place writes to the copies that were kept.
+    narrow = floating_in(run_again(op.op, *with_types(op.arguments, _IN_BFLOAT16)))
+    exact = floating_in(run_again(op.op, *op.arguments))
+    if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:
+        return None
     with torch.no_grad(), paused():
-        try:
-            # First, since an operator in place writes to the copies that were kept.
-            narrow_args, narrow_kwargs = with_types((args, kwargs), _IN_BFLOAT16)
-            narrow = floating_in(op.op(*narrow_args, **narrow_kwargs))
-            exact = floating_in(op.op(*args, **kwargs))
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, TypeError, NotImplementedError):
-            return None
-        if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:
-            return None
         differences = [_finite_norm(one.float() - other.float()) for one, other in zip(narrow, exact, strict=True)]
         sizes = [_finite_norm(each.float()) for each in exact]
         return torch.stack([_total(differences), _total(sizes)])
@@ -310,16 +303,7 @@ def _total(norms: list[Tensor]) -> Tensor:
 
 def autograd_functions(loss: Tensor) -> dict[type, int]:
     """Returns the classes of the users' autograd.Functions in a loss's graph, with the number of their nodes."""
-    found: dict[type, int] = {}
-    waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        kind: Any = getattr(node, "_forward_cls", None)  # an attribute of BackwardCFunction only
-        if kind is not None and kind.__module__.partition(".")[0] not in ("torch", "ampatch"):
-            found[kind] = found.get(kind, 0) + 1
-        waiting += [following for following, _ in node.next_functions]
-    return found
+    nodes = () if loss.grad_fn is None else nodes_of([loss.grad_fn])
+    kinds: Iterator[Any] = (getattr(node, "_forward_cls", None) for node in nodes)  # of BackwardCFunction only
+    own = ("torch", "ampatch")
+    return Counter(kind for kind in kinds if kind is not None and kind.__module__.partition(".")[0] not in own)

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ampatch.diagnostics.overflow_trace import OverflowTrace, plain_data
-from ampatch.diagnostics.shown_names import shown_path
+from ampatch.diagnostics.overflow_trace import OverflowTrace
+from ampatch.diagnostics.report_file import plain
+from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
 from ampatch.errors import OptionError
 from ampatch.opt_levels import check_half_dtype, check_opt_level
 
@@ -281,7 +282,7 @@ class Preflight:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON: text, numbers, booleans, None, lists and dicts. inf and NaN are texts."""
-        return plain_data(asdict(self))  # type: ignore[no-any-return]
+        return plain(asdict(self))  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -376,10 +377,10 @@ def _advice(result: Preflight) -> Iterator[str]:
         yield ""
         yield from _wrapped(f"{each.name} {each.verdict}{_reason(each, result.gradient_bound)}", "  ", "    ")
         if each.change is not None:
-            yield f"    It stands with this change (verified, {_steps(each.tried)}):"
+            yield f"    It stands with this change (verified, {counted(each.tried, 'run')}):"
             yield from _wrapped(each.change, "    ", "        ")
         else:
-            yield from _wrapped(f"No change was found that mends it ({_steps(each.tried)} tried). ", "    ")
+            yield from _wrapped(f"No change was found that mends it ({counted(each.tried, 'run')} tried). ", "    ")
             yield from _wrapped(_instead(standing, mended), "    ")
     for note in dict.fromkeys(note for each in result.levels for note in each.notes):
         yield ""
@@ -395,10 +396,6 @@ def _instead(standing: Sequence[LevelVerdict], mended: Sequence[LevelVerdict]) -
     return "No level that was tried stands: train in float32 (O0)."
 
 
-def _steps(count: int) -> str:
-    return "1 run" if count == 1 else f"{count} runs"
-
-
 def _reason(each: LevelVerdict, bound: float) -> str:
     if each.verdict == FAILS:
         return f": {each.error}"
@@ -411,8 +408,8 @@ def _reason(each: LevelVerdict, bound: float) -> str:
     if trace is None:
         return f" at a loss scale of {_number(each.loss_scale, 'g')}."
     headline = str(trace).splitlines()[0]
-    module = "" if trace.module is None else f" Module: {trace.module or '(the model)'}."
-    line = "" if trace.file is None else f" Line: {shown_path(trace.file)}:{trace.line}."
+    module = "" if trace.module is None else f" Module: {shown_module(trace.module)}."
+    line = "" if trace.file is None else f" Line: {shown_place(trace.file, trace.line)}."
     return f" at a loss scale of {_number(each.loss_scale, 'g')}. {headline}{module}{line}"
 
 
@@ -457,12 +454,9 @@ def _about_noise(rows: Sequence[Underflow], unknown: str) -> str:
 
 
 def _unlisted(row: Unlisted) -> tuple[str, str]:
-    kind = "" if row.kind == "torch function" else f"{row.kind} "
-    where = "" if row.file is None else f"{shown_path(row.file)}:{row.line}"
-    module = "" if row.module is None else f"module {row.module or '(the model)'}"
     if row.kind == "torch function":
-        return ", ".join(filter(None, (row.function, module))), ""
-    return f"{kind}{row.function}{_times(row.count)}", ", ".join(filter(None, (module, where)))
+        return ", ".join(filter(None, (row.function, _module(row.module)))), ""
+    return f"{row.kind} {row.function}{_times(row.count)}", _within(row)
 
 
 def _called(location: Location) -> str:
@@ -472,9 +466,15 @@ def _called(location: Location) -> str:
 
 
 def _place(location: Location) -> str:
-    module = None if location.module is None else f"module {location.module or '(the model)'}"
-    line = None if location.file is None else f"{shown_path(location.file)}:{location.line}"
-    return ", ".join(filter(None, (module, line))) + (f": {location.source}" if location.source else "")
+    return _within(location) + (f": {location.source}" if location.source else "")
+
+
+def _within(row: Location | Unlisted) -> str:
+    return ", ".join(filter(None, (_module(row.module), shown_place(row.file, row.line))))
+
+
+def _module(name: str | None) -> str:
+    return "" if name is None else f"module {shown_module(name)}"
 
 
 def _times(calls: int) -> str:

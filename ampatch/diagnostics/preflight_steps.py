@@ -23,6 +23,7 @@ from ampatch.diagnostics.operands import with_types
 from ampatch.diagnostics.preflight_report import call_of
 from ampatch.diagnostics.preflight_subject import Arguments, Subject
 from ampatch.errors import AmpWarning
+from ampatch.grouping import grouped
 from ampatch.native import calls, kernels
 from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, resolve
 from ampatch.patching import adopted_model
@@ -121,9 +122,7 @@ class Setup:
     @property
     def cast_lists(self) -> dict[str, dict[str, list[str]]] | None:
         """The overlay; None if no function is blacklisted."""
-        blacklist: dict[str, list[str]] = {}
-        for namespace, name in self._values("blacklist"):
-            blacklist.setdefault(namespace, []).append(name)
+        blacklist = grouped(self._values("blacklist"))
         return {"blacklist": blacklist} if blacklist else None
 
     @property
@@ -178,6 +177,12 @@ class Step:
 
     loss: float
     gradients: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Tensor) -> Step:
+        """Returns the result of a step whose backward pass has run, without amp."""
+        gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+        return cls(float(loss.detach()), gradients)
 
     @functools.cached_property
     def is_finite(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from ampatch.diagnostics.operands import with_types
 from ampatch.diagnostics.preflight_report import Underflow
-from ampatch.diagnostics.preflight_steps import RandomInFloat32, Step, dense, flushed_of, text_of
+from ampatch.diagnostics.preflight_steps import RandomInFloat32, Step, flushed_of, text_of
 from ampatch.diagnostics.preflight_subject import RandomState, Subject
 from ampatch.diagnostics.watched import WatchedOp
 
@@ -86,8 +86,7 @@ def _in_float64(subject: Subject, state: RandomState) -> Step:
         output = model(*args, **kwargs)
         loss = subject.loss_for(with_types(output, {torch.float64: torch.float32}))
         loss.backward()
-    gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
-    return Step(float(loss.detach()), gradients)
+    return Step.of(model, loss)
 
 
 def draws_itself(ops: Sequence[WatchedOp]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ampatch.diagnostics.report_numbers import in_terminal, size
 from ampatch.diagnostics.report_steps import WARNS_ABOVE, options_for, spelled, underflow_told
-from ampatch.diagnostics.shown_names import shown_module, shown_path
+from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
 
 #: Steps skipped in a row that are worth a sentence: a scale that starts too high skips one or two.
 _SKIPS_IN_A_ROW = 3
@@ -204,7 +204,7 @@ def _undone(data: Mapping[str, Any]) -> Iterator[Advice]:
         line = _line_of(data, row["name"])
         what = (
             f"{row['name']}{_at(line)} casts back to half what was cast from half to float32 before, in "
-            f"{_times(row['undone'], 'cast')}"
+            f"{counted(row['undone'], 'cast')}"
         )
         if row["name"].startswith("forward of "):
             half = data["settings"]["half_dtype"] if data["settings"] else "float16"
@@ -228,7 +228,7 @@ def _rounded(data: Mapping[str, Any]) -> Iterator[Advice]:
             line = _line_of(data, row["name"])
             text = (
                 f"Type x = {better} instead of {_in_place(name)}{_at(line)}: it rounds float32 to the half type of x, "
-                f"in {_times(calls)}."
+                f"in {counted(calls, 'call')}."
             )
             yield _on_line("rounded in place", text, line, row["name"])
 
@@ -256,8 +256,8 @@ def _not_half(data: Mapping[str, Any]) -> Iterator[Advice]:
         if row["rule"] == "whitelist" and calls:
             line = _line_of(data, row["name"])
             text = (
-                f"See why casts are off{_at(line)}: {row['name']} ran in float32 in {_times(calls)}, though the "
-                f"whitelist has it; casts are off {_CASTS_OFF}."
+                f"See why casts are off{_at(line)}: {row['name']} ran in float32 in {counted(calls, 'call')}, though "
+                f"the whitelist has it; casts are off {_CASTS_OFF}."
             )
             yield _on_line("not half", text, line, row["name"])
 
@@ -340,11 +340,7 @@ def _line_of(data: Mapping[str, Any], function: str) -> Mapping[str, Any] | None
 
 
 def _at(line: Mapping[str, Any] | None) -> str:
-    return "" if line is None or line["file"] is None else f" at {shown_path(line['file'])}:{line['line']}"
-
-
-def _times(number: int, what: str = "call") -> str:
-    return f"1 {what}" if number == 1 else f"{number:,} {what}s"
+    return "" if line is None or line["file"] is None else f" at {shown_place(line['file'], line['line'])}"
 
 
 def _on_line(kind: str, text: str, line: Mapping[str, Any] | None, function: str | None) -> Advice:

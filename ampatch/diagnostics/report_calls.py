@@ -25,7 +25,6 @@ from torch._C import _current_autograd_node, _current_graph_task_id, _is_any_aut
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ampatch.casting import cast_observers
@@ -70,7 +69,10 @@ class CallRecorder:
         self._thread = _Thread()
         self._ident = -1
         self._is_on = False
-        self._function_mode, self._operator_mode = _Functions(self), _Operators(self)
+        self._function_mode, self._operator_mode = (
+            mode_stacks.TellingFunctions(self.function),
+            _Operators(self.operator),
+        )
         self._hooks: list[RemovableHandle] = []
         self._infos: dict[Any, _Info] = {}
         self._by_node: dict[int, Row] = {}  # rows of casts, by the numbers of their nodes in the graph
@@ -198,7 +200,7 @@ class CallRecorder:
             given = _dtypes((args, kwargs)) if kwargs else _dtypes(args)
             # Not for a backward pass, whose results would all stay alive until its end.
             is_autocast = info.is_of_torch and not info.casts and _is_any_autocast_enabled() and not is_in_region()
-            autocast = _Autocast.of(args, kwargs) if is_autocast else None
+            autocast = _Autocast([*tensors_in(args), *tensors_in(kwargs)]) if is_autocast else None
         before = thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch
         thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch = (
             row,
@@ -538,11 +540,6 @@ class _Autocast:
     def __init__(self, known: list[Tensor]) -> None:
         self._known = {id(tensor): tensor for tensor in known}
 
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Autocast:
-        """Returns what is known at the beginning of a call."""
-        return cls([*tensors_in(args), *tensors_in(kwargs)])
-
     def note_results(self, results: list[Tensor]) -> None:
         """Notes what an operator returned."""
         self._known.update((id(tensor), tensor) for tensor in results)
@@ -616,32 +613,8 @@ class _Widened(NamedTuple):
         return not self.storage.expired() and _version_of(tensor) == self.version
 
 
-class _Functions(TorchFunctionMode):
-    """Reports torch functions to a `CallRecorder`."""
-
-    def __init__(self, recorder: CallRecorder) -> None:
-        super().__init__()
-        self._recorder = weakref.ref(recorder)
-
-    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder = self._recorder()
-        if recorder is None:
-            return func(*args, **(kwargs or {}))
-        return recorder.function(func, args, kwargs or {})
-
-
-class _Operators(ObservingMode):
+class _Operators(mode_stacks.TellingOperators, ObservingMode):
     """Reports operators to a `CallRecorder`."""
-
-    def __init__(self, recorder: CallRecorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = weakref.ref(recorder)
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        recorder = self._recorder()
-        if recorder is None:
-            return func(*args, **(kwargs or {}))
-        return recorder.operator(func, args, kwargs or {})
 
 
 #: Recorders that record in this process.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampatch.diagnostics.operands import bytes_of
-from ampatch.diagnostics.report_rows import dtype_name
-from ampatch.opt_levels import HALVES
+from ampatch.opt_levels import HALVES, dtype_name
 
 #: Modules around the user's model, which are not recorded: names of modules are those in the model.
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -49,8 +49,8 @@ class _Module:
     root: _Root
     name: str
     weight_bytes: _Bytes = field(default_factory=dict)
-    given: dict[torch.dtype, int] = field(default_factory=dict)
-    returned: dict[torch.dtype, int] = field(default_factory=dict)
+    given: Counter[torch.dtype] = field(default_factory=Counter)
+    returned: Counter[torch.dtype] = field(default_factory=Counter)
     operators: dict[torch.dtype, int] = field(default_factory=dict)
     activation_bytes: _Bytes = field(default_factory=dict)
     half_bytes: int = 0
@@ -139,8 +139,7 @@ class Modules:
             known = self._modules[key] = _Module(weakref.ref(module), type(module).__name__, root, name)
         elif len(root.names) > len(known.root.names):  # it ran outside of its model before
             known.root, known.name = root, _name_in(root, module)
-        for each in given:
-            known.given[each.dtype] = known.given.get(each.dtype, 0) + 1
+        known.given.update(each.dtype for each in given)
         self._count += 1
         running.append(Running(known, key, root, task, self._count, on_leave))
         self.last, self.forward = known.class_name, self._count
@@ -169,10 +168,8 @@ class Modules:
                 break
         if not known.weight_bytes:  # lazy modules had none before
             known.weight_bytes = _own_bytes(module)
-        for each in given:
-            known.given[each.dtype] = known.given.get(each.dtype, 0) + 1
-        for each in returned:
-            known.returned[each.dtype] = known.returned.get(each.dtype, 0) + 1
+        known.given.update(each.dtype for each in given)
+        known.returned.update(each.dtype for each in returned)
         self.last, self.forward = known.class_name, ended.number
 
     def note_casts(self, size: int) -> None:

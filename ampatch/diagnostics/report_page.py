@@ -10,6 +10,7 @@ import base64
 import functools
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -176,11 +177,9 @@ def _tiles(data: Mapping[str, Any], roots: Sequence[Module]) -> Iterator[Tile]:
 def _tree(roots: Sequence[Module]) -> Iterator[TreeRow]:
     """Yields the lines of the tree; its outer levels are open, as long as few lines show."""
     rows = list(module_tree.walk(roots))
-    by_depth: dict[int, int] = {}
-    for _, depth in rows:
-        by_depth[depth] = by_depth.get(depth, 0) + 1
-    opens, shown = 0, by_depth.get(0, 0)
-    while shown + by_depth.get(opens + 1, 0) <= _OPEN_ROWS and opens + 1 in by_depth:
+    by_depth = Counter(depth for _, depth in rows)
+    opens, shown = 0, by_depth[0]
+    while shown + by_depth[opens + 1] <= _OPEN_ROWS and opens + 1 in by_depth:
         opens += 1
         shown += by_depth[opens]
     for index, (module, depth) in enumerate(rows):

@@ -8,12 +8,15 @@ from __future__ import annotations
 import linecache
 import time
 import types
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+
+from ampatch.grouping import grouped
+from ampatch.opt_levels import dtype_name
 
 #: Types of tensors in the arguments of a call, and in its result.
 Types = tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]
@@ -46,10 +49,6 @@ class Numbers:
         """Adds other counts to these."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the counts as plain data."""
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(slots=True, eq=False)
@@ -167,7 +166,7 @@ def totals(rows: Iterable[Row]) -> dict[str, Any]:
     numbers = Numbers()
     for row in rows:
         numbers.add(row.numbers)
-    return numbers.as_dict()
+    return asdict(numbers)
 
 
 def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[Any, str]) -> list[dict[str, Any]]:
@@ -178,15 +177,11 @@ def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[An
         name_of: returns a function's name.
         rules: the list that rules each function.
     """
-    grouped: dict[str, list[Row]] = {}
-    for row in rows:
-        grouped.setdefault(name_of(row.function), []).append(row)
     found = []
-    for name, of_function in grouped.items():
-        types: dict[Types, int] = {}
+    for name, of_function in grouped((name_of(row.function), row) for row in rows).items():
+        types = Counter[Types]()
         for row in of_function:
-            for key, calls in row.types.items():
-                types[key] = types.get(key, 0) + calls
+            types.update(row.types)
         found.append(
             {
                 "name": name,
@@ -204,12 +199,9 @@ def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[An
 
 def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, Any]]:
     """Returns rows by line as plain data; first the lines whose casts write most."""
-    grouped: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        if row.code is not None:
-            grouped.setdefault((row.code.co_filename, row.line), []).append(row)
     found = []
-    for of_line in grouped.values():
+    with_code = [(row.code, row) for row in rows if row.code is not None]
+    for of_line in grouped(((code.co_filename, row.line), row) for code, row in with_code).values():
         calls: dict[str, int] = {}
         for row in of_line:
             name = name_of(row.function)
@@ -249,11 +241,6 @@ def place_of(row: Row | None) -> dict[str, Any]:
         return {"file": None, "line": None, "source": None}
     file = row.code.co_filename
     return {"file": file, "line": row.line, "source": linecache.getline(file, row.line).strip()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns a type's name, such as "float16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _importance(entry: dict[str, Any]) -> tuple[Any, ...]:

@@ -5,12 +5,12 @@ Owns the wording and the order of the sections. Must never compute what the repo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ampatch.diagnostics.report_numbers import in_terminal, seconds, size
 from ampatch.diagnostics.report_steps import share_lost, underflow_told
-from ampatch.diagnostics.shown_names import shown_function, shown_module, shown_path
+from ampatch.diagnostics.shown_names import counted, shown_function, shown_module, shown_place
 from ampatch.diagnostics.tables import ROWS, Column, item, printed, table
 
 _LAST_STEPS = 5
@@ -45,18 +45,18 @@ def _head(data: Mapping[str, Any]) -> Iterator[Any]:
     about, cost, settings = data["about"], data["cost"], data["settings"]
     yield f"Report of {_seconds(cost['seconds'])}, begun {about['began']}: {about['command']}"
     yield f"ampatch {about['ampatch']}, torch {about['torch']}, on {', '.join(about['devices'])}; {_set_up(settings)}"
-    part = _share(cost["recording_seconds"], cost["seconds"])
+    part = f"{cost['recording_seconds'] / cost['seconds']:.0%}" if cost["seconds"] else "-"
     yield (
         f"The recording took an estimated {_seconds(cost['recording_seconds'])} of that ({part}), and watched "
-        f"{_counted(cost['operators'], 'operator')}."
+        f"{counted(cost['operators'], 'operator')}."
     )
     totals = data["totals"]
     if not totals["casts"] and not totals["cache_hits"]:
         yield "Nothing was cast."
         return
     yield (
-        f"{_counted(totals['casts'], 'cast')} wrote {_bytes(totals['cast_bytes'])} in "
-        f"{_seconds(totals['cast_seconds'])}; the cache saved {_counted(totals['cache_hits'], 'cast')} of "
+        f"{counted(totals['casts'], 'cast')} wrote {_bytes(totals['cast_bytes'])} in "
+        f"{_seconds(totals['cast_seconds'])}; the cache saved {counted(totals['cache_hits'], 'cast')} of "
         f"{_bytes(totals['cache_hit_bytes'])}."
     )
 
@@ -77,28 +77,16 @@ def _advice(advice: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 def _functions(functions: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     rows = _with_casts(functions)
     columns = [
-        Column("function"),
-        Column("rule", rank=3),
-        Column("types", rank=4),
-        Column("calls", is_number=True, rank=2),
+        Column("function", lambda row: shown_function(row["name"])),
+        Column("rule", lambda row: row["rule"] or "-", rank=3),
+        Column("types", lambda row: _types(row["types"]), rank=4),
         *_NUMBERS,
-        Column("undone", is_number=True, rank=1),
+        Column("undone", lambda row: f"{row['undone']:,}" if row["undone"] else "-", is_number=True, rank=1),
     ]
-    cells = [
-        (
-            shown_function(row["name"]),
-            row["rule"] or "-",
-            _types(row["types"]),
-            f"{row['calls']:,}",
-            *_numbers(row),
-            f"{row['undone']:,}" if row["undone"] else "-",
-        )
-        for row in rows[:ROWS]
-    ]
-    yield from table("Casts by function", columns, cells, len(rows))
+    yield from table("Casts by function", columns, rows[:ROWS], len(rows))
     others = len(functions) - len(rows)
     if others:
-        yield f"{_counted(others, 'other function')} had no casts.\n"
+        yield f"{counted(others, 'other function')} had no casts.\n"
 
 
 def _types(types: Sequence[Mapping[str, Any]]) -> str:
@@ -110,7 +98,7 @@ def _types(types: Sequence[Mapping[str, Any]]) -> str:
     return f"{_list(first['in'])} -> {_list(first['out'])}{more}"
 
 
-def _list(types: Sequence[str]) -> str:
+def _list(types: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(types)) or "none"
 
 
@@ -120,17 +108,12 @@ def _with_casts(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def _lines(lines: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     rows = _with_casts(lines)
-    columns = [Column("line"), Column("functions", rank=3), Column("calls", is_number=True, rank=2), *_NUMBERS]
-    cells = [
-        (
-            _place(row, row["source"]),
-            _few([shown_function(name) for name in row["functions"]]),
-            f"{row['calls']:,}",
-            *_numbers(row),
-        )
-        for row in rows[:ROWS]
+    columns = [
+        Column("line", lambda row: "\n".join(filter(None, (_place(row), row["source"])))),
+        Column("functions", lambda row: _few([shown_function(name) for name in row["functions"]]), rank=3),
+        *_NUMBERS,
     ]
-    yield from table("Casts by line", columns, cells, len(rows))
+    yield from table("Casts by line", columns, rows[:ROWS], len(rows))
 
 
 def _few(names: Sequence[str]) -> str:
@@ -138,70 +121,43 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMES]) + more
 
 
+def _count(name: str) -> Callable[[Mapping[str, Any]], str]:
+    """Returns a function that returns a row's number of something."""
+    return lambda row: f"{row[name]:,}"
+
+
 _NUMBERS = (
-    Column("casts", is_number=True),
-    Column("written", is_number=True),
-    Column("time", is_number=True, rank=2),
-    Column("cached", is_number=True, rank=1),
+    Column("calls", _count("calls"), is_number=True, rank=2),
+    Column("casts", _count("casts"), is_number=True),
+    Column("written", lambda row: _bytes(row["cast_bytes"]), is_number=True),
+    Column("time", lambda row: _seconds(row["cast_seconds"]), is_number=True, rank=2),
+    Column("cached", _count("cache_hits"), is_number=True, rank=1),
 )
-
-
-def _numbers(row: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    """Returns the cells of `_NUMBERS`."""
-    return (
-        f"{row['casts']:,}",
-        _bytes(row["cast_bytes"]),
-        _seconds(row["cast_seconds"]),
-        f"{row['cache_hits']:,}",
-    )
 
 
 def _misaligned(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     columns = [
-        Column("product"),
-        Column("where", rank=1),
-        Column("type", rank=2),
-        Column("m, k, n"),
-        Column("padded"),
-        Column("calls", is_number=True, rank=3),
+        Column("product", lambda row: shown_function(row["function"] or "-")),
+        Column("where", lambda row: "\n".join(filter(None, (shown_module(row["module"]), _place(row)))), rank=1),
+        Column("type", lambda row: row["dtype"], rank=2),
+        Column("m, k, n", lambda row: ", ".join(map(str, row["size"]))),
+        Column("padded", lambda row: ", ".join(map(str, row["pads"]))),
+        Column("calls", _count("calls"), is_number=True, rank=3),
     ]
-    cells = [
-        (
-            shown_function(row["function"] or "-"),
-            "\n".join(filter(None, (shown_module(row["module"]), _place(row)))),
-            row["dtype"],
-            ", ".join(map(str, row["size"])),
-            ", ".join(map(str, row["pads"])),
-            f"{row['calls']:,}",
-        )
-        for row in rows[:ROWS]
-    ]
-    yield from table("Matrix products with sizes that tensor cores pad", columns, cells, len(rows))
+    yield from table("Matrix products with sizes that tensor cores pad", columns, rows[:ROWS], len(rows))
 
 
 def _modules(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     columns = [
-        Column("module"),
-        Column("class", rank=3),
-        Column("in", rank=2),
-        Column("out"),
-        Column("activations", rank=1),
-        Column("weights", rank=2),
-        Column("saved", is_number=True),
+        Column("module", lambda row: shown_module(row["name"])),
+        Column("class", lambda row: row["class"], rank=3),
+        Column("in", lambda row: _list(row["in"]), rank=2),
+        Column("out", lambda row: _list(row["out"])),
+        Column("activations", lambda row: _by_type(row["activation_bytes"]), rank=1),
+        Column("weights", lambda row: _by_type(row["weight_bytes"]), rank=2),
+        Column("saved", lambda row: _bytes(row["saved_bytes"]), is_number=True),
     ]
-    cells = [
-        (
-            shown_module(row["name"]),
-            row["class"],
-            _list(list(row["in"])),
-            _list(list(row["out"])),
-            _by_type(row["activation_bytes"]),
-            _by_type(row["weight_bytes"]),
-            _bytes(row["saved_bytes"]),
-        )
-        for row in rows[:ROWS]
-    ]
-    yield from table("Memory by module", columns, cells, len(rows))
+    yield from table("Memory by module", columns, rows[:ROWS], len(rows))
 
 
 def _by_type(memory: Mapping[str, int]) -> str:
@@ -217,65 +173,50 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     if min(scales) != max(scales):
         first, last, least, greatest = map(_scale, (scales[0], scales[-1], min(scales), max(scales)))
         kept = f"The loss scale went from {first} to {last}, between {least} and {greatest}."
-    yield f"{_counted(len(rows), 'step')}, {len(skipped):,} of them skipped. {kept}"
-    overflows = [row for row in rows if row["overflow"]]
-    yield from _table_of_steps("The last overflows", overflows[-ROWS:], len(overflows))
-    yield from _table_of_steps("The last steps", rows[-_LAST_STEPS:], len(rows))
-
-
-def _table_of_steps(title: str, rows: Sequence[Mapping[str, Any]], count: int) -> Iterator[Any]:
+    yield f"{counted(len(rows), 'step')}, {len(skipped):,} of them skipped. {kept}"
     columns = [
-        Column("step", is_number=True),
-        Column("loss_id", is_number=True, rank=1),
-        Column("scale", is_number=True),
-        Column("skipped"),
-        Column("gradient norm", is_number=True),
+        Column("step", _count("step"), is_number=True),
+        Column("loss_id", lambda row: "-" if row["loss_id"] is None else str(row["loss_id"]), is_number=True, rank=1),
+        Column("scale", lambda row: _scale(row["scale"]), is_number=True),
+        Column("skipped", lambda row: "skipped" if row["skipped"] else "overflow" if row["overflow"] else ""),
+        Column("gradient norm", lambda row: _norm(row["gradient_norm"]), is_number=True),
     ]
-    cells = [
-        (
-            f"{row['step']:,}",
-            "-" if row["loss_id"] is None else str(row["loss_id"]),
-            _scale(row["scale"]),
-            "skipped" if row["skipped"] else "overflow" if row["overflow"] else "",
-            "not finite" if row["gradient_norm"] is None else f"{row['gradient_norm']:.4g}",
-        )
-        for row in rows
-    ]
-    yield from table(title, columns, cells, count)
+    overflows = [row for row in rows if row["overflow"]]
+    yield from table("The last overflows", columns, overflows[-ROWS:], len(overflows))
+    yield from table("The last steps", columns, rows[-_LAST_STEPS:], len(rows))
+
+
+def _norm(number: float | None) -> str:
+    return "not finite" if number is None else f"{number:.4g}"
 
 
 def _underflow(found: Mapping[str, Any]) -> Iterator[Any]:
     yield (
-        f"Gradients of {_counted(found['seen'], 'backward pass', 'es')}: {underflow_told(found)}. Elements that are "
+        f"Gradients of {counted(found['seen'], 'backward pass', 'es')}: {underflow_told(found)}. Elements that are "
         "zero already do not count."
     )
     columns = [
-        Column("scale", True),
-        *(Column(name, True) for name in ("rounded to zero", "subnormal", "overflow")),
-        Column(""),
+        Column("scale", lambda row: _scale(row["scale"]), is_number=True),
+        _share("rounded to zero", "zero"),
+        _share("subnormal", "subnormal"),
+        _share("overflow", "overflow"),
+        Column("", lambda row: ", ".join(_marks(row["scale"], found))),
     ]
-    cells = [
-        (_scale(row["scale"]), *(_percent(row[name]) for name in _SHARES), ", ".join(_marks(row["scale"], found)))
-        for row in found["scales"]
-    ]
-    yield from table(f"What {found['half']} loses, by loss scale", columns, cells, len(cells))
-    losing = sorted((row for row in found["parameters"] if share_lost(row)), key=lambda row: -share_lost(row))
+    scales = found["scales"]
+    yield from table(f"What {found['half']} loses, by loss scale", columns, scales, len(scales))
     columns = [
-        Column("parameter"),
-        Column("elements", is_number=True),
-        Column("zero already", is_number=True, rank=1),
-        Column("rounded to zero", is_number=True),
-        Column("subnormal", is_number=True),
+        Column("parameter", lambda row: row["name"]),
+        Column("elements", _count("elements"), is_number=True),
+        _share("zero already", "zero", rank=1),
+        _share("rounded to zero", "rounded_to_zero"),
+        _share("subnormal", "subnormal"),
     ]
-    shown = [
-        (
-            row["name"],
-            f"{row['elements']:,}",
-            *(_percent(row[name]) for name in ("zero", "rounded_to_zero", "subnormal")),
-        )
-        for row in losing[:ROWS]
-    ]
-    yield from table("Gradients that lose most, over all these passes", columns, shown, len(losing))
+    losing = sorted((row for row in found["parameters"] if share_lost(row)), key=lambda row: -share_lost(row))
+    yield from table("Gradients that lose most, over all these passes", columns, losing[:ROWS], len(losing))
+
+
+def _share(head: str, name: str, rank: int = 0) -> Column:
+    return Column(head, lambda row: _percent(row[name]), is_number=True, rank=rank)
 
 
 def _percent(share: float) -> str:
@@ -286,9 +227,6 @@ def _scale(number: float) -> str:
     return f"{number:,.0f}" if number >= 1 and number % 1 == 0 else f"{number:g}"
 
 
-_SHARES = ("zero", "subnormal", "overflow")
-
-
 def _marks(scale: float, found: Mapping[str, Any]) -> Iterable[str]:
     return [name for name, key in (("now", "scale"), ("best", "best_scale")) if found[key] == scale]
 
@@ -297,26 +235,21 @@ def _comparison(found: Mapping[str, Any]) -> Iterator[Any]:
     yield f"Comparison: {found['title']}"
     yield found["verdict"]
     columns = [
-        Column("function"),
-        *(Column(name, is_number=True) for name in ("calls", "above noise", "error")),
+        Column("function", lambda row: shown_function(row["name"])),
+        Column("calls", _count("calls"), is_number=True),
+        Column("above noise", _count("above"), is_number=True),
+        Column("error", lambda row: _error(row["error"]), is_number=True),
     ]
     differing = [row for row in found["functions"] if row["error"]]
-    cells = [
-        (shown_function(row["name"]), f"{row['calls']:,}", f"{row['above']:,}", _error(row["error"]))
-        for row in differing[:ROWS]
-    ]
-    yield from table("Errors by function", columns, cells, len(differing))
+    yield from table("Errors by function", columns, differing[:ROWS], len(differing))
 
 
 def _error(number: float | str) -> str:
     return number if isinstance(number, str) else f"{number:.2g}"
 
 
-def _place(row: Mapping[str, Any], source: str = "") -> str:
-    if row["file"] is None:
-        return ""
-    place = f"{shown_path(row['file'])}:{row['line']}"
-    return f"{place}\n{source}" if source else place
+def _place(row: Mapping[str, Any]) -> str:
+    return shown_place(row["file"], row["line"])
 
 
 def _seconds(number: float) -> str:
@@ -325,11 +258,3 @@ def _seconds(number: float) -> str:
 
 def _bytes(number: float) -> str:
     return in_terminal(size(number))
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.0%}" if whole else "-"
-
-
-def _counted(number: int, one: str, plural: str = "s") -> str:
-    return f"{number:,} {one}{'' if number == 1 else plural}"

@@ -1,4 +1,4 @@
-"""The names of functions, modules and files as tables and sentences show them: short.
+"""Names of functions, modules and files, and numbers of things, as tables and sentences show them: short.
 
 Owns these spellings. Must never be used for a name that a program reads back.
 """
@@ -40,6 +40,22 @@ def shown_path(file: str) -> str:
         return str(path.relative_to(cwd))
     folders = (folder for folder in map(Path, sys.path) if folder.is_absolute() and path.is_relative_to(folder))
     return min((str(path.relative_to(folder)) for folder in folders), key=len, default=file)
+
+
+def shown_place(file: str | None, line: int | None) -> str:
+    """Returns a line of a file; "" for no file."""
+    return "" if file is None else f"{shown_path(file)}:{line}"
+
+
+def counted(number: int, one: str, plural: str = "s") -> str:
+    """Returns a number of things in words, such as "1 call" or "1,024 calls".
+
+    Args:
+        number: the number.
+        one: the name of one thing.
+        plural: what the name of several ends with.
+    """
+    return f"{number:,} {one}{'' if number == 1 else plural}"
 
 
 def _cell(file: str) -> str | None:

@@ -27,11 +27,13 @@ class Column:
 
     Attributes:
         head: its heading.
+        cell: returns its text for a row.
         is_number: whether its cells are aligned right, and never folded.
         rank: columns of the greatest rank are dropped first; those of rank 0 never.
     """
 
     head: str
+    cell: Callable[[Any], str]
     is_number: bool = False
     rank: int = 0
 
@@ -58,15 +60,16 @@ def printed(parts: Iterable[Any]) -> str:
     return lines.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may have bytes that are no text
 
 
-def table(title: str, columns: Sequence[Column], cells: Sequence[Sequence[str]], count: int) -> Iterator[Any]:
+def table(title: str, columns: Sequence[Column], rows: Sequence[Any], count: int) -> Iterator[Any]:
     """Yields a table for `printed`; nothing if it has no rows.
 
     Args:
         title: what the table shows.
         columns: its columns.
-        cells: the rows that are shown.
+        rows: the rows that are shown.
         count: number of all rows; if more than are shown, the title says so.
     """
+    cells = [[column.cell(row) for column in columns] for row in rows]
     if cells:
         yield lambda width: _titled(title, columns, cells, count, width)
         yield lambda width: _made(columns, cells, width)

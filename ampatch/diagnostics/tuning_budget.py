@@ -126,7 +126,7 @@ class Progress:
         from tqdm import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(bar_format=_FORMAT, disable=not _is_terminal(), file=sys.stderr)
+            self._bar = tqdm(bar_format=_FORMAT, disable=not sys.stderr.isatty(), file=sys.stderr)
         with tqdm.external_write_mode(file=sys.stderr):
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
@@ -149,7 +149,3 @@ class Progress:
         """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
-
-
-def _is_terminal() -> bool:
-    return sys.stderr.isatty()

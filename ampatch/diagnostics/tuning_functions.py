@@ -26,6 +26,7 @@ from ampatch.diagnostics.report_calls import CallRecorder
 from ampatch.diagnostics.report_rows import Row
 from ampatch.errors import CastListError
 from ampatch.function_wrapper import unwrapped
+from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
 from ampatch.patching.fused_linear import LINEAR, NODE
 
@@ -164,10 +165,7 @@ class TrainingRecorder(CallRecorder):
 
     def observed(self) -> Observed:
         """Returns what was recorded."""
-        rows: dict[Any, list[Row]] = {}
-        for row in self._rows.read():
-            if not isinstance(row.function, str):
-                rows.setdefault(row.function, []).append(row)
+        rows = grouped((row.function, row) for row in self._rows.read() if not isinstance(row.function, str))
         # The session's lists, also for functions that parts treat otherwise: these are what a search changes.
         rules = {} if self._rulings is None else self._rulings.of(rows, of_parts=False)
         rules |= dict.fromkeys(self._decorated & set(rows), "decorated")
@@ -231,11 +229,8 @@ class TrainingRecorder(CallRecorder):
 
 def blacklist(paths: Any) -> dict[str, dict[str, list[str]]]:
     """Returns an overlay that moves functions to the blacklist."""
-    entries: dict[str, list[str]] = {}
-    for path in sorted(paths):
-        namespace, _, name = path.rpartition(".")
-        entries.setdefault(namespace, []).append(name)
-    return {"blacklist": entries}
+    split = (path.rpartition(".") for path in sorted(paths))
+    return {"blacklist": grouped((namespace, name) for namespace, _, name in split)}
 
 
 def _meets_half(rows: list[Row], rule: str | None) -> bool:

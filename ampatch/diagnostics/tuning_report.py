@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import yaml
 
 from ampatch.diagnostics import report_file
 from ampatch.diagnostics.report_numbers import in_terminal, seconds
+from ampatch.diagnostics.shown_names import counted
 from ampatch.diagnostics.tables import Column, Whole, printed, table
 from ampatch.errors import OptionError, UsageError
 
@@ -199,10 +201,10 @@ class Tuning:
     def _parts(self) -> Iterator[str | Callable[[int], Any]]:
         better = "higher" if self.higher_is_better else "lower"
         yield (
-            f"amp.tune at {self.opt_level} in {self.half_dtype or 'half'}: {_number_of(len(self.seeds), 'seed')}, "
+            f"amp.tune at {self.opt_level} in {self.half_dtype or 'half'}: {counted(len(self.seeds), 'seed')}, "
             f"tolerance {self.tolerance:.4g}, {better} is better"
         )
-        yield f"{_number_of(self.runs, 'run')} in {in_terminal(seconds(self.seconds))}" + (
+        yield f"{counted(self.runs, 'run')} in {in_terminal(seconds(self.seconds))}" + (
             f", and {self.resumed} from the journal" if self.resumed else ""
         )
         yield ""
@@ -270,12 +272,12 @@ class Tuning:
 
 
 _COLUMNS = (
-    Column("trial"),
-    Column("metric", is_number=True),
-    Column("worse by", is_number=True),
-    Column("+/-", is_number=True, rank=2),
-    Column("FLOPs in half", is_number=True, rank=1),
-    Column("verdict"),
+    Column("trial", itemgetter(0)),
+    Column("metric", itemgetter(1), is_number=True),
+    Column("worse by", itemgetter(2), is_number=True),
+    Column("+/-", itemgetter(3), is_number=True, rank=2),
+    Column("FLOPs in half", itemgetter(4), is_number=True, rank=1),
+    Column("verdict", itemgetter(5)),
 )
 
 
@@ -297,10 +299,6 @@ def _told(trial: TunedTrial) -> str:
 def _several(paths: Iterable[str]) -> str:
     *others, last = paths
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def _number_of(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _comment(line: str) -> str:

@@ -40,6 +40,7 @@ from ampatch.errors import (
     OptionError,
     UsageError,
 )
+from ampatch.opt_levels import dtype_name
 from ampatch.runtime import close_session, forget_replaced, runtime
 from ampatch.session import Session
 
@@ -294,7 +295,7 @@ class Trials:
             runtime.before_close.remove(sessions.append)
             if torch.cuda.is_initialized():
                 gc.collect()  # a model in a reference cycle would keep its memory into the next run
-        half = "" if kept is None or not sessions else _half_name(sessions[0])
+        half = "" if kept is None or not sessions else dtype_name(sessions[0].settings.properties.half_dtype)
         observed = None if recorder is None else recorder.observed()
         return Run(kept, seed, metric, time.monotonic() - began, error, half, observed)
 
@@ -351,10 +352,11 @@ class Trials:
                     f"own as amp.tune(..., cast_lists=...). {typed}"
                 )
             given = self.training.half_name
-            if expected is not None and given is not None and _half_name(session) != given:
+            half = dtype_name(properties.half_dtype)
+            if expected is not None and given is not None and half != given:
                 raise OptionError(
-                    f"train called amp.initialize with half_dtype={_half_name(session)!r}; expected {given!r}, as its "
-                    f"argument has it. {typed}"
+                    f"train called amp.initialize with half_dtype={half!r}; expected {given!r}, as its argument has "
+                    f"it. {typed}"
                 )
 
 
@@ -370,10 +372,6 @@ def is_users(error: BaseException) -> bool:
 def _is_of_half(error: Exception) -> bool:
     """Returns True if an exception may come from half tensors: all but amp's complaints about its arguments."""
     return isinstance(error, _OF_HALF) or not isinstance(error, AmpError)
-
-
-def _half_name(session: Session) -> str:
-    return str(session.settings.properties.half_dtype).removeprefix("torch.")
 
 
 def _number(value: Any) -> float:

@@ -13,7 +13,6 @@ import math
 import os
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
@@ -33,6 +30,7 @@ from ampatch.diagnostics.operands import has_inf, tensors_in, versions_of
 from ampatch.diagnostics.watched import ArrivedGradient, Place, Values, WatchedOp
 from ampatch.diagnostics.written_memory import WrittenMemory
 from ampatch.function_wrapper import unwrapped
+from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
 from ampatch.tracing import is_capturing, is_recording
 
@@ -103,7 +101,7 @@ class Watch:
         self._functions: list[Any] = []
         self._thread: int | None = None
         self._process = os.getpid()  # workers of a DataLoader are forked with the modes on their stacks
-        self._modes = (_Functions(self), _Operators(self))
+        self._modes = (mode_stacks.TellingFunctions(self.call), mode_stacks.TellingOperators(self.run))
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Watch:
@@ -219,15 +217,15 @@ class Watch:
 
     def read(self) -> None:
         """Copies the largest values to the host; syncs with each device once for each type."""
-        waiting: dict[tuple[torch.device, torch.dtype, int], list[Values]] = {}
-        for values in self._all_values():
-            if values.on_device:
-                first = values.on_device[0]
-                waiting.setdefault((first.device, first.dtype, len(values.on_device)), []).append(values)
+        unread = [values for values in self._all_values() if values.on_device]
+        waiting = grouped(
+            ((each.on_device[0].device, each.on_device[0].dtype, len(each.on_device)), each) for each in unread
+        )
         with paused():
             for (*_, count), alike in waiting.items():
                 stacked = _aten.stack.default([each for values in alike for each in values.on_device])
-                numbers = _as_float(stacked).view(-1, count).tolist()
+                # tolist() has no bfloat16. float64 keeps what float32 would round to inf.
+                numbers = (stacked if stacked.dtype is torch.float64 else stacked.float()).view(-1, count).tolist()
                 for values, extremes in zip(alike, numbers, strict=True):
                     is_nan = any(map(math.isnan, extremes))
                     values.largest, values.on_device = math.nan if is_nan else max(map(abs, extremes)), ()
@@ -250,7 +248,7 @@ class Watch:
         own_node = self._own_node()  # with create_graph=True backward passes make some as well
         is_backward = node is not None and not self._modules
         if not (is_backward or self._is_recording()):
-            for each in _written_tensors(op, args):
+            for each in tensors_in([args[place] for place in _written_positions(op) if place < len(args)]):
                 self._written.drop(each)
             return op(*args, **kwargs)
         if node is not None and node.name() == _ACCUMULATES:
@@ -378,32 +376,15 @@ def paused() -> Iterator[None]:
         pauses.paused -= 1
 
 
-class _Functions(TorchFunctionMode):
-    """Reports torch functions to a `Watch`."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = weakref.ref(watch)
-
-    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        watch = self._watch()
-        if watch is None:
-            return func(*args, **(kwargs or {}))
-        return watch.call(func, args, kwargs or {})
-
-
-class _Operators(TorchDispatchMode):
-    """Reports operators to a `Watch`."""
-
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._watch = weakref.ref(watch)
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        watch = self._watch()
-        if watch is None:
-            return func(*args, **(kwargs or {}))
-        return watch.run(func, args, kwargs or {})
+def run_again(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the result of an operator, without recording it; None if it cannot run on these arguments."""
+    try:
+        with torch.no_grad(), paused():
+            return op(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, NotImplementedError):
+        return None
 
 
 _BACKWARD = Tensor.backward
@@ -432,11 +413,6 @@ def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
         return _aten.aminmax.default(tensor)  # type: ignore[no-any-return]
 
 
-def _as_float(numbers: Tensor) -> Tensor:
-    # tolist() has no bfloat16. float64 keeps what float32 would round to inf.
-    return numbers if numbers.dtype is torch.float64 else numbers.float()
-
-
 @cache
 def is_view(op: Any) -> bool:
     """Returns True if the results of an operator share memory with its arguments, and it writes nothing."""
@@ -451,10 +427,6 @@ def _written_positions(op: Any) -> tuple[int, ...]:
     """Returns the positions of the arguments that an operator writes to."""
     arguments = enumerate(op._schema.arguments)
     return tuple(place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write)
-
-
-def _written_tensors(op: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    return tensors_in([args[place] for place in _written_positions(op) if place < len(args)])
 
 
 def _with_copies_of_written(

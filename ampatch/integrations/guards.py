@@ -7,39 +7,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from ampatch.errors import UsageError
 
-#: Functions that return a method with a guard around it, by the name of the method.
-Guards = Mapping[str, Callable[[Any], Any]]
-
-_M = TypeVar("_M", bound=Callable[..., Any])
+#: By the name of a method, the function that runs it. It gets the object, and a function that calls the method.
+Guards = Mapping[str, Callable[[Any, Callable[[], Any]], Any]]
 
 _GUARDED = "_is_guarded_by_ampatch"
 
 
-def guarded(guards: Guards, method: _M, name: str = "") -> _M:
-    """Returns a method with its guard around it.
-
-    Args:
-        guards: the guards of a mixin.
-        method: method to guard. If it calls its parent's, which is guarded too, the inner guard changes nothing.
-        name: name under which a class has it; empty: its own.
-    """
-    made = guards[name or method.__name__](method)
-    setattr(made, _GUARDED, True)
-    return made  # type: ignore[no-any-return]
-
-
 def guard_methods(cls: type, guards: Guards) -> None:
-    """Puts the guards around a class's own methods, and around those of bases that precede the mixin."""
-    for name in guards:
+    """Puts the guards around a class's own methods, and around those that it inherits without a guard.
+
+    If a guarded method calls its parent's, which is guarded too, the inner guard changes nothing.
+    """
+    for name, guard in guards.items():
         method = cls.__dict__.get(name)
-        if method is None and not hasattr(getattr(cls, name), _GUARDED):
+        if method is None and not hasattr(getattr(cls, name, None), _GUARDED):
             method = _inherited(cls, name)
         if method is not None and not hasattr(method, _GUARDED):
-            setattr(cls, name, guarded(guards, method, name))
+            setattr(cls, name, _guarded(method, guard))
 
 
 def check_precedes(mixin: type, base: type, cls: type, kind: str) -> None:
@@ -61,10 +49,21 @@ def check_precedes(mixin: type, base: type, cls: type, kind: str) -> None:
         )
 
 
-def _inherited(cls: type, name: str) -> Callable[..., Any]:
-    """Returns a method that calls the method of this name that a class inherits."""
+def _inherited(cls: type, name: str) -> Callable[..., Any] | None:
+    """Returns a method that calls the method of this name that a class inherits; None if it inherits none."""
+    if not hasattr(cls, name):
+        return None
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(super(cls, self), name)(*args, **kwargs)
 
     return functools.wraps(getattr(cls, name))(method)
+
+
+def _guarded(method: Callable[..., Any], guard: Callable[[Any, Callable[[], Any]], Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return guard(self, functools.partial(method, self, *args, **kwargs))
+
+    setattr(guarded, _GUARDED, True)
+    return guarded

@@ -21,7 +21,7 @@ from ampatch.integrations.options import hint
 from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.integrations.trainer_session import uninterrupted
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES, check_flag
+from ampatch.opt_levels import HALVES, as_flag, check_flag
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session
@@ -90,7 +90,7 @@ def supervised_training_step(
         _check_callable("before_step", before_step, "such as lambda optimizer: amp.clip_grad_norm_(optimizer, 1.0)")
     in_float32 = amp.float_function(loss_fn)  # also if it was bound before amp patched functions
     _check_count("gradient_accumulation_steps", gradient_accumulation_steps)
-    non_blocking = _flag("non_blocking", non_blocking)
+    non_blocking = as_flag("non_blocking", non_blocking)
 
     def update(engine: Engine, batch: Any) -> Any:
         _iterations_per_step[engine] = gradient_accumulation_steps
@@ -137,7 +137,7 @@ def create_supervised_trainer(
         OptionError: an argument is unknown, asks for a second precision, or has a value that is not allowed.
     """
     update = supervised_training_step(model, optimizer, loss_fn, *args, **options)
-    return (DeterministicEngine if _flag("deterministic", deterministic) else Engine)(update)
+    return (DeterministicEngine if as_flag("deterministic", deterministic) else Engine)(update)
 
 
 #: What the update functions of `supervised_training_step` tell the filters of `unless_skipped` about their engines.
@@ -345,10 +345,6 @@ def _check_callable(name: str, value: Any, advice: str) -> None:
         raise OptionError(
             f"{name} is the class {value.__name__}; expected a function, or an instance. Type {value.__name__}()."
         )
-
-
-def _flag(name: str, value: Any) -> bool:
-    return bool(check_flag(name, value) if isinstance(value, str) else value)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -80,7 +80,6 @@ def turn_on(given: Mapping[str, Any]) -> bool:
     Raises:
         OptionError: ``enabled`` is a text other than "True" and "False".
     """
-    enabled = given.get("enabled", True)
-    if not (opt_levels.check_flag("enabled", enabled) if isinstance(enabled, str) else enabled):
+    if not opt_levels.as_flag("enabled", given.get("enabled", True)):
         return False
     return given.get("opt_level", "O1") != "O0" or any(given.get(name) is not None for name in OVERRIDES)

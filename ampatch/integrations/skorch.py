@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,76 +40,51 @@ def _session(net: Any, training: bool = False) -> contextlib.AbstractContextMana
 # Guards around methods of skorch
 
 
-def _guard_fit(method: Any) -> Any:
+def _guard_fit(net: Any, run: Callable[[], Any]) -> Any:
     """Sets amp up while the method runs."""
-
-    @functools.wraps(method)
-    def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
-        with net.amp_session(training=True):
-            return method(net, *args, **kwargs)
-
-    return guarded
+    with net.amp_session(training=True):
+        return run()
 
 
-def _guard_forward_iter(method: Any) -> Any:
+def _guard_forward_iter(net: Any, run: Callable[[], Any]) -> Any:
     """Sets amp up until the generator ends."""
-
-    @functools.wraps(method)
-    def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
-        with net.amp_session():
-            yield from method(net, *args, **kwargs)
-
-    return guarded
+    with net.amp_session():
+        yield from run()
 
 
-def _guard_train_step(method: Any) -> Any:
+def _guard_train_step(net: Any, run: Callable[[], Any]) -> Any:
     """Scales backward passes while the method runs, and lets overflows skip the steps of optimizers."""
-
-    @functools.wraps(method)
-    def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
-        with _session(net, training=True), net._amp_state().step(net):
-            return method(net, *args, **kwargs)
-
-    return guarded
+    with _session(net, training=True), net._amp_state().step(net):
+        return run()
 
 
-def _guard_train_step_single(method: Any) -> Any:
+def _guard_train_step_single(net: Any, run: Callable[[], Any]) -> Any:
     """Scales backward passes of a method that does not step, and so needs amp to be set up by its caller."""
-
-    @functools.wraps(method)
-    def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
-        if not net._amp_state().is_live and net._amp_is_on():
-            raise UsageError(
-                "train_step_single was called outside of fit, so that amp would be gone before the optimizer steps, "
-                "and no overflow could skip the step. Put your loop into with net.amp_session(training=True):, or call "
-                "net.train_step, which steps as well."
-            )
-        with net._amp_state().step(net):
-            return method(net, *args, **kwargs)
-
-    return guarded
+    if not net._amp_state().is_live and net._amp_is_on():
+        raise UsageError(
+            "train_step_single was called outside of fit, so that amp would be gone before the optimizer steps, "
+            "and no overflow could skip the step. Put your loop into with net.amp_session(training=True):, or call "
+            "net.train_step, which steps as well."
+        )
+    with net._amp_state().step(net):
+        return run()
 
 
-def _guard_infer(method: Any) -> Any:
+def _guard_infer(net: Any, run: Callable[[], Any]) -> Any:
     """Turns casts on while the method runs, and casts its result to float32: numpy has no bfloat16.
 
     If ``amp__cast_model_outputs`` is set, the result keeps its dtype.
     """
-
-    @functools.wraps(method)
-    def guarded(net: Any, *args: Any, **kwargs: Any) -> Any:
-        with _session(net):
-            if not net._amp_state().is_live:
-                return method(net, *args, **kwargs)
-            with casts_on():
-                result = method(net, *args, **kwargs)
-            has_other_type = getattr(net, "amp__cast_model_outputs", None) is not None
-            return result if has_other_type else cast_floating(result, torch.float32)
-
-    return guarded
+    with _session(net):
+        if not net._amp_state().is_live:
+            return run()
+        with casts_on():
+            result = run()
+        has_other_type = getattr(net, "amp__cast_model_outputs", None) is not None
+        return result if has_other_type else cast_floating(result, torch.float32)
 
 
-_GUARDS: dict[str, Callable[[Any], Any]] = {
+_GUARDS: guards.Guards = {
     "fit_loop": _guard_fit,
     "train_step": _guard_train_step,
     "train_step_single": _guard_train_step_single,
@@ -118,9 +92,6 @@ _GUARDS: dict[str, Callable[[Any], Any]] = {
     "infer": _guard_infer,
     "get_loss": _guard_infer,
 }
-
-
-_guarded = functools.partial(guards.guarded, _GUARDS)
 
 _WORDING = Wording(
     set_up="the net",
@@ -162,42 +133,6 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.prefixes_ = [*self.prefixes_, "amp"]
-
-    # Guarded methods
-
-    @_guarded
-    def fit_loop(self, X: Any, y: Any = None, epochs: int | None = None, **kwargs: Any) -> Any:  # noqa: N803
-        """Runs the net's `fit_loop` with amp set up."""
-        return super().fit_loop(X, y, epochs, **kwargs)
-
-    @_guarded
-    def train_step(self, batch: Any, **fit_params: Any) -> Any:
-        """Runs the net's `train_step`; amp scales its backward passes, and an overflow skips the optimizers' steps."""
-        return super().train_step(batch, **fit_params)
-
-    @_guarded
-    def train_step_single(self, batch: Any, **fit_params: Any) -> Any:
-        """Runs the net's `train_step_single`; amp scales the loss of ``loss.backward()`` in it.
-
-        Raises:
-            UsageError: amp is on for this net, and no fit and no `amp_session` is running.
-        """
-        return super().train_step_single(batch, **fit_params)
-
-    @_guarded
-    def forward_iter(self, *args: Any, **kwargs: Any) -> Any:
-        """Yields from the net's `forward_iter`, with amp set up until the generator ends."""
-        return super().forward_iter(*args, **kwargs)
-
-    @_guarded
-    def infer(self, x: Any, **fit_params: Any) -> Any:
-        """Runs the net's `infer` with casts on; returns float32, unless ``amp__cast_model_outputs`` is set."""
-        return super().infer(x, **fit_params)
-
-    @_guarded
-    def get_loss(self, y_pred: Any, y_true: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the net's `get_loss` with casts on; returns float32, unless ``amp__cast_model_outputs`` is set."""
-        return super().get_loss(y_pred, y_true, *args, **kwargs)
 
     @contextlib.contextmanager
     def amp_session(self, training: bool = False) -> Iterator[None]:

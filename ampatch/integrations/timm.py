@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import options, versions
-from ampatch.opt_levels import check_flag
+from ampatch.opt_levels import as_flag
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session
@@ -79,7 +79,7 @@ class AmpatchScaler:
                 ``create_graph=True`` in float16, or with master weights.
         """
         _check_arguments(loss, optimizer, clip_grad, parameters)
-        create_graph, need_update = _flag("create_graph", create_graph), _flag("need_update", need_update)
+        create_graph, need_update = as_flag("create_graph", create_graph), as_flag("need_update", need_update)
         if clip_mode not in _CLIP_MODES:
             raise OptionError(f"found clip_mode={clip_mode!r}.{options.hint(clip_mode, _CLIP_MODES)}")
         session = runtime.live
@@ -106,10 +106,6 @@ class AmpatchScaler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads a state of ``AmpatchScaler``, ``NativeScaler`` or ``ApexScaler``; see `amp.load_state_dict`."""
         amp.load_state_dict(state_dict)
-
-
-def _flag(name: str, value: Any) -> bool:
-    return bool(check_flag(name, value) if isinstance(value, str) else value)
 
 
 def _check_arguments(loss: Any, optimizer: Any, clip_grad: Any, parameters: Any) -> None:

@@ -8,7 +8,6 @@ for options that exclude amp. Must never change the results of a trainer that ha
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,71 +52,48 @@ _WORDING = Wording(
 # Guards around methods of Trainer
 
 
-def _guard_train(method: Any) -> Any:
+def _guard_train(trainer: Any, run: Callable[[], Any]) -> Any:
     """Takes amp down at the end, however the method ends; `_wrap_model` sets it up, once the optimizer exists."""
-
-    @functools.wraps(method)
-    def guarded(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        is_on = trainer._amp_is_on()
-        if is_on and isinstance(trainer.model_wrapped, DistributedDataParallel):
-            trainer.model_wrapped = trainer.model  # the wrapper of an earlier train() expects other types
-        with casts_off() if is_on else apart():
-            try:
-                return method(trainer, *args, **kwargs)
-            finally:
-                trainer._amp_training.close()
-
-    return guarded
+    is_on = trainer._amp_is_on()
+    if is_on and isinstance(trainer.model_wrapped, DistributedDataParallel):
+        trainer.model_wrapped = trainer.model  # the wrapper of an earlier train() expects other types
+    with casts_off() if is_on else apart():
+        try:
+            return run()
+        finally:
+            trainer._amp_training.close()
 
 
-def _guard_training_step(method: Any) -> Any:
+def _guard_training_step(trainer: Any, run: Callable[[], Any]) -> Any:
     """Turns casts on while the method runs, and scales its backward passes."""
-
-    @functools.wraps(method)
-    def guarded(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        if not trainer._amp_state.is_live and trainer._amp_is_on():
-            raise UsageError(
-                "training_step was called outside of train(), which sets amp up, so that nothing would be cast or "
-                "scaled. Call trainer.train(), or write the loop with amp.initialize and amp.scale_loss."
-            )
-        with trainer._amp_state.step(trainer), casts_on():
-            return method(trainer, *args, **kwargs)
-
-    return guarded
+    if not trainer._amp_state.is_live and trainer._amp_is_on():
+        raise UsageError(
+            "training_step was called outside of train(), which sets amp up, so that nothing would be cast or "
+            "scaled. Call trainer.train(), or write the loop with amp.initialize and amp.scale_loss."
+        )
+    with trainer._amp_state.step(trainer), casts_on():
+        return run()
 
 
-def _guard_evaluation(method: Any) -> Any:
+def _guard_evaluation(trainer: Any, run: Callable[[], Any]) -> Any:
     """Sets amp up while the method runs."""
-
-    @functools.wraps(method)
-    def guarded(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        with trainer._amp_entered():
-            return method(trainer, *args, **kwargs)
-
-    return guarded
+    with trainer._amp_entered():
+        return run()
 
 
-def _guard_prediction_step(method: Any) -> Any:
+def _guard_prediction_step(trainer: Any, run: Callable[[], Any]) -> Any:
     """Turns casts on while the method runs, generation included."""
-
-    @functools.wraps(method)
-    def guarded(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-        with trainer.amp_session():
-            return method(trainer, *args, **kwargs)
-
-    return guarded
+    with trainer.amp_session():
+        return run()
 
 
-_GUARDS: dict[str, Callable[[Any], Any]] = {
+_GUARDS: guards.Guards = {
     "train": _guard_train,
     "training_step": _guard_training_step,
     "evaluate": _guard_evaluation,
     "predict": _guard_evaluation,
     "prediction_step": _guard_prediction_step,
 }
-
-
-_guarded = functools.partial(guards.guarded, _GUARDS)
 
 
 class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
@@ -167,37 +143,6 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         self._amp_state = AmpState()
         self._amp_training = contextlib.ExitStack()
         super().__init__(*args, **kwargs)
-
-    # Guarded methods
-
-    @_guarded
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the trainer's `train`; the model is float32 again when it ends."""
-        return super().train(*args, **kwargs)
-
-    @_guarded
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the trainer's `training_step` with casts on; amp scales its backward passes.
-
-        Raises:
-            UsageError: amp is on for this trainer, and `train` is not running.
-        """
-        return super().training_step(*args, **kwargs)
-
-    @_guarded
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the trainer's `evaluate` with amp set up."""
-        return super().evaluate(*args, **kwargs)
-
-    @_guarded
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the trainer's `predict` with amp set up."""
-        return super().predict(*args, **kwargs)
-
-    @_guarded
-    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the trainer's `prediction_step` with casts on, generation included."""
-        return super().prediction_step(*args, **kwargs)
 
     @contextlib.contextmanager
     def amp_session(self) -> Iterator[None]:

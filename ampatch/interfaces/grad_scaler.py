@@ -13,7 +13,7 @@ import logging
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ampatch import distributed
 from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
 from ampatch.errors import LossScaleError, OptionError, ScalerOptionError, ScalerUsageError, warn
+from ampatch.grouping import grouped
 from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import kernels
 from ampatch.native.host_copy import for_fused_step, on_device
@@ -180,30 +181,6 @@ class GradScaler(torch.amp.GradScaler):
         else:
             self._scaler_or_raise("setting _scale or _growth_tracker").on_device[which].copy_(value)
 
-    @property
-    def _growth_factor(self) -> float:
-        return self.get_growth_factor()
-
-    @_growth_factor.setter
-    def _growth_factor(self, value: float) -> None:
-        self.set_growth_factor(value)
-
-    @property
-    def _backoff_factor(self) -> float:
-        return self.get_backoff_factor()
-
-    @_backoff_factor.setter
-    def _backoff_factor(self, value: float) -> None:
-        self.set_backoff_factor(value)
-
-    @property
-    def _growth_interval(self) -> int:
-        return self.get_growth_interval()
-
-    @_growth_interval.setter
-    def _growth_interval(self, value: int) -> None:
-        self.set_growth_interval(value)
-
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._loss_scaler is not None:
             raise ScalerUsageError(
@@ -321,7 +298,8 @@ class GradScaler(torch.amp.GradScaler):
         ranks = Ranks() if session is None else session.ranks
         found: dict[torch.device, Tensor] = {}
         with torch.no_grad():
-            for device, grads in _by_device(optimizer_state.gradients_of(parameters)):
+            gradients = optimizer_state.gradients_of(parameters)
+            for device, grads in grouped((grad.device, grad) for grad in gradients).items():
                 found[device] = found_inf.to(device, copy=True)
                 kernels.unscale_(grads, inv_scale, found[device])
         if not found and ranks.are_sharded(parameters):
@@ -618,6 +596,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         self._set(scale_window=make_policy("dynamic", scale_window=new_interval).scale_window)
 
+    # Some frameworks read and set these names instead.
+    _growth_factor = property(get_growth_factor, set_growth_factor)
+    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
+    _growth_interval = property(get_growth_interval, set_growth_interval)
+
     def _set(self, **changes: Any) -> None:
         self._policy = replace(self._policy, **changes)
         if self._loss_scaler is not None:
@@ -772,13 +755,6 @@ def _no_outputs(found: object) -> OptionError:
     return OptionError(
         f"outputs must be a Tensor or an iterable of Tensors, floating ones in lists, tuples and dicts; found {kind}."
     )
-
-
-def _by_device(grads: list[Tensor]) -> Iterator[tuple[torch.device, list[Tensor]]]:
-    groups: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        groups.setdefault(grad.device, []).append(grad)
-    return iter(groups.items())
 
 
 def _check_found(optimizer: OptimizerLike, state: dict[str, Any]) -> None:

@@ -297,10 +297,7 @@ def _cxx() -> Compiler:
 
 def _version(command: Sequence[str], pattern: str) -> str:
     """Returns the line in which a compiler prints its version."""
-    try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
-    except OSError as error:
-        raise KernelError(_cannot_be_started(command, error)) from error
+    done = _answer([*command, "--version"])
     if done.returncode != 0:
         raise KernelError(
             f"the compiler `{shlex.join(command)}` does not print its version: {_how_it_ended(done.returncode)}"
@@ -310,6 +307,14 @@ def _version(command: Sequence[str], pattern: str) -> str:
     found = re.search(pattern, done.stdout)
     version = found[0] if found else "of an unknown version"
     return f"nvcc {version}" if version.startswith("release") else version
+
+
+def _answer(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a compiler that only prints something."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise KernelError(_cannot_be_started(command[:-1], error)) from error
 
 
 def _host_compiler() -> str:
@@ -345,13 +350,8 @@ def _supported(compiler: Compiler, architectures: tuple[str, ...]) -> tuple[str,
     """Returns the architectures, none if the compiler is not nvcc; raises if nvcc does not know one of them."""
     if not compiler.is_nvcc:
         return ()
-    try:
-        listed = subprocess.run(
-            [*compiler.command, "--list-gpu-code"], capture_output=True, text=True, errors="replace", check=False
-        )
-    except OSError as error:
-        raise KernelError(_cannot_be_started(compiler.command, error)) from error
-    known = re.findall(r"^sm_(\d+)$", listed.stdout, re.MULTILINE)
+    listed = _answer([*compiler.command, "--list-gpu-code"]).stdout
+    known = re.findall(r"^sm_(\d+)$", listed, re.MULTILINE)
     # If nvcc lists no architectures, compiling will report an unknown one.
     if known and (unknown := [each for each in architectures if each not in known]):
         raise KernelError(

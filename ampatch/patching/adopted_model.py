@@ -359,10 +359,7 @@ def _hook_of_copy(hook: Callable[..., Any], _: dict[int, Any]) -> Callable[..., 
 @traced_within_others
 def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     parameter = next(module.parameters(), None)
-    dtype = torch.float32 if parameter is None else parameter.dtype
-    given: Any = cast_floating((args, kwargs), dtype)
-    write_back.begin(module, (args, kwargs), given)
-    return given  # type: ignore[no-any-return]
+    return _cast_arguments(torch.float32 if parameter is None else parameter.dtype, module, args, kwargs)
 
 
 @traced_within_others

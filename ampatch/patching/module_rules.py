@@ -1,7 +1,9 @@
-"""Modules with rules of their own at O1 and O4: ``modules`` in a cast-lists file.
+"""Parts of a model that compute in float32, or by rules of their own, although torch's functions are patched.
 
-Owns the forward that replaces a module's own, and runs it under the module's rules. Must never cast an argument or a
-result: functions do, by the rules in force.
+These are parts in ``keep_fp32``, and those under ``modules`` in a cast-lists file, at O1 and O4.
+
+Owns the forward that replaces a part's own. In float32 it casts half arguments to float32, and runs with casts off.
+With rules it runs under these. Must never cast a result: functions outside of the part cast it by their own rules.
 """
 
 from __future__ import annotations
@@ -9,11 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+import torch
 from torch import nn
 
 from ampatch.cast_lists.rules import ModuleRules
+from ampatch.casting import write_back
+from ampatch.casting.nested import cast_floating
 from ampatch.errors import OptionError
 from ampatch.ledger import PatchLedger
+from ampatch.opt_levels import HALVES
 from ampatch.patching import thread_rules
 from ampatch.patching.replaced_forward import Block, ReplacedForward, check_replaceable, own_forward
 from ampatch.patching.thread_rules import TOKENS, Token
@@ -35,41 +41,56 @@ def tokens_of(entries: Sequence[ModuleRules]) -> dict[ModuleRules, Token]:
     return {entry: TOKENS[changes.index(entry.changes)] for entry in entries}
 
 
-def give_own_rules(modules: Mapping[nn.Module, tuple[str, str, Token]], ledger: PatchLedger, switch: Switch) -> None:
-    """Makes modules compute by rules of their own while the session casts.
+def give_rules(parts: Mapping[nn.Module, tuple[str, str, Token | None]], ledger: PatchLedger, switch: Switch) -> None:
+    """Makes parts of a model compute in float32, or by rules of their own, while the session casts.
 
     Args:
-        modules: modules that have a forward, each with its name and the entry that decides, both for messages, and
-            with the token of its rules. Modules that already have rules keep them.
+        parts: modules that have a forward. With each its name, and the option or entry that decides, both for
+            messages; and the token of its rules, None for float32. Parts that this was done for are skipped.
         ledger: records the changes.
         switch: switch of the session.
 
     Raises:
-        OptionError: TorchScript has compiled one of them, or its forward is an asynchronous generator.
+        OptionError: TorchScript has compiled one of them; its forward is an asynchronous generator; or it is to compute
+            in float32, and its weights are half.
     """
-    for module, (name, asked, token) in modules.items():
+    for module, (name, asked, token) in parts.items():
         own = own_forward(module, switch)
         if own is not None:
             check_replaceable(module, name, asked)
-            ledger.set(module, "forward", _ForwardUnderRules(module, own, switch, token))
+            if token is None:
+                _check_not_half(module, name, asked)
+            ledger.set(module, "forward", _ForwardOfPart(module, own, switch, token))
 
 
-class _ForwardUnderRules(ReplacedForward):
-    """The forward of a module that computes by its own rules until its session ends."""
+def _check_not_half(module: nn.Module, name: str, asked: str) -> None:
+    half = next((each for each, parameter in module.named_parameters() if parameter.dtype in HALVES), None)
+    if half is not None:
+        raise OptionError(
+            f"{asked} matches {name!r}, whose {half!r} is half, and this opt level leaves weights as they are. "
+            f"Convert it first: model.get_submodule({name!r}).float()."
+        )
+
+
+class _ForwardOfPart(ReplacedForward):
+    """The forward of a part until its session ends."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        own: Callable[..., Any],
-        switch: Switch | None = None,
-        token: Token = thread_rules.NO_TOKEN,
+        self, module: nn.Module, own: Callable[..., Any], switch: Switch | None = None, token: Token | None = None
     ) -> None:
         super().__init__(module, own, switch)
         self._token = token
 
     def block(self) -> Block:
-        """Returns a block in which the rules are in force."""
-        return thread_rules.under(self._token)
+        """Returns a block without casts, or one in which the rules are in force."""
+        return Switch.disabled() if self._token is None else thread_rules.under(self._token)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward; in float32, on float32 arguments."""
+        if self._token is not None:
+            return self.in_block(*args, **kwargs)
+        given = cast_floating((args, kwargs), torch.float32)
+        return write_back.call(self.in_block, (args, kwargs), given, self.module)
 
     def copied(self, module: nn.Module, own: Callable[..., Any]) -> Self:
         """Returns the forward of a copy of the module."""

@@ -19,7 +19,7 @@ from ampatch.cast_lists.rules import Rule, Treatment, typed_conditions
 from ampatch.cast_lists.signatures import argument_reader, first_argument_reader, parameter_names
 from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.errors import BannedFunctionError
-from ampatch.opt_levels import HALVES
+from ampatch.opt_levels import HALVES, dtype_name
 from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function, is_in_place, lacks_half_products
 from ampatch.patching.wrappers import adapted_for_override
 
@@ -226,7 +226,7 @@ def _by_out(call: _Call, tensor: Tensor) -> str | None:
 def _by_type(_: _Call, tensor: Tensor) -> str | None:
     if tensor.dtype in CASTABLE:
         return None
-    return "float64 is never cast" if tensor.dtype is torch.float64 else f"{_name(tensor.dtype)} is never cast"
+    return "float64 is never cast" if tensor.dtype is torch.float64 else f"{dtype_name(tensor.dtype)} is never cast"
 
 
 def _by_device(call: _Call, tensor: Tensor) -> str | None:
@@ -239,12 +239,12 @@ def _by_explicit_dtype(call: _Call, _: Tensor) -> str | None:
     dtype = call.explicit_dtype()
     if not isinstance(dtype, torch.dtype):
         return None
-    return f"the call's own dtype={_name(dtype)} is obeyed"
+    return f"the call's own dtype={dtype_name(dtype)} is obeyed"
 
 
 def _by_passed_dtype(call: _Call, _: Tensor) -> str | None:
     dtype = call.passed_dtype
-    return None if dtype is None else f"dtype={_name(dtype)} is passed instead: the kernel casts"
+    return None if dtype is None else f"dtype={dtype_name(dtype)} is passed instead: the kernel casts"
 
 
 def _by_target(call: _Call, tensor: Tensor) -> str | None:
@@ -252,19 +252,20 @@ def _by_target(call: _Call, tensor: Tensor) -> str | None:
     if target is None:
         return None
     if target.dtype is tensor.dtype:
-        return f"the tensor written to is {_name(target.dtype)} too"
-    return f"the tensor written to is {_name(target.dtype)}"
+        return f"the tensor written to is {dtype_name(target.dtype)} too"
+    return f"the tensor written to is {dtype_name(target.dtype)}"
 
 
 def _by_treatment(call: _Call, tensor: Tensor) -> str | None:
     if call.treatment is Treatment.PROMOTE:
-        return "all that could be cast has one type" if _one_type(call) else f"{_name(tensor.dtype)} is the widest type"
+        widest = f"{dtype_name(tensor.dtype)} is the widest type"
+        return "all that could be cast has one type" if _one_type(call) else widest
     if call.treatment is Treatment.BANNED and call.predictor.raises_for_banned():
         return "the ban is for half tensors only"
     is_half = call.treatment is Treatment.WHITELIST
     if is_half and any(map(lacks_half_products, tensors_in([*call.args, *call.kwargs.values()]))):
         return "torch has no half kernel for products with this sparse tensor"
-    return f"it is {_name(tensor.dtype)} already" if is_half is (tensor.dtype in HALVES) else None
+    return f"it is {dtype_name(tensor.dtype)} already" if is_half is (tensor.dtype in HALVES) else None
 
 
 def _one_type(call: _Call) -> bool:
@@ -326,7 +327,3 @@ def _within(name: str, value: object) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from _within(f"{name}[{key!r}]", item)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -20,6 +20,7 @@ from torch import Tensor
 from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
 from ampatch.errors import AmpError, OptionError, UsageError, did_you_mean, warn
+from ampatch.grouping import grouped
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device
 from ampatch.opt_levels import LossScale, check_loss_scale
@@ -538,11 +539,9 @@ class LossScaler:
 
 def read_states(scalers: Iterable[LossScaler]) -> list[ScaleState]:
     """Returns the states of several scalers as plain numbers; reads each device once."""
-    by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     scalers = list(scalers)
-    for place, scaler in enumerate(scalers):
-        numbers = torch.stack([each.double() for each in scaler.numbers])
-        by_device.setdefault(numbers.device, []).append((place, numbers))
+    stacked = [torch.stack([each.double() for each in scaler.numbers]) for scaler in scalers]
+    by_device = grouped((numbers.device, (place, numbers)) for place, numbers in enumerate(stacked))
     states: dict[int, ScaleState] = {}
     for rows in by_device.values():
         read = torch.stack([numbers for _, numbers in rows]).tolist()

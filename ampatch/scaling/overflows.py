@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -73,13 +73,7 @@ class NonFiniteGradient:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the attributes as plain data for JSON."""
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "infs": self.infs,
-            "nans": self.nans,
-        }
+        return {**asdict(self), "shape": list(self.shape)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +165,7 @@ class Overflow:
         """Returns the attributes as plain data for JSON; a loss that is inf or NaN as text, which JSON lacks."""
         return {
             "optimizer": self.optimizer,
-            "scales": [
-                {"loss_id": change.loss_id, "before": change.before, "after": change.after} for change in self.scales
-            ],
+            "scales": [asdict(change) for change in self.scales],
             "gradients": [gradient.to_dict() for gradient in self.gradients],
             "non_finite_loss": None if self.non_finite_loss is None else str(self.non_finite_loss),
             "remark": self.remark,

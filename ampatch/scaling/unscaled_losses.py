@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ampatch.errors import warn
+from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 
@@ -149,13 +150,9 @@ def _walk(root: Node, ends: Collection[Node]) -> tuple[set[Node], Node | None]:
     Returns:
         The nodes, and None; or the nodes seen so far, and the first of ``ends``.
     """
-    seen, waiting = {root}, [root]
-    while waiting:
-        node = waiting.pop()
+    seen = set()
+    for node in nodes_of([root]):
+        seen.add(node)
         if node in ends:
             return seen, node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
     return seen, None

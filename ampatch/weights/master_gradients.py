@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch.errors import warn
+from ampatch.grouping import grouped
 from ampatch.native import calls, kernels
 from ampatch.native.host_copy import HostCopy, stacked
 from ampatch.tracing import is_capturing
@@ -355,7 +356,7 @@ class MasterGradients:
         Returns:
             True if all gradients, half and masters', are the tensors that amp recorded, so that none is new.
         """
-        is_all_shown = self._are_as_left()
+        is_all_shown = bool(self._left) and self._identities() == self._left
         replaced: list[Pair] = []
         if not is_all_shown:
             self._left = []  # tensors with these ids may be freed from here on
@@ -501,10 +502,6 @@ class MasterGradients:
         compiled = calls.compiled()
         found = None if compiled is None else compiled.identities_of_gradients(parameters)
         return list(map(id, map(_GRAD, parameters))) if found is None else found
-
-    def _are_as_left(self) -> bool:
-        """Returns True if all gradients are the tensors that amp recorded, as in most steps."""
-        return bool(self._left) and self._identities() == self._left
 
     # In a block
 
@@ -674,10 +671,7 @@ def _values(grads: list[Any]) -> list[Tensor]:
 
 def by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
     """Groups pairs by device."""
-    groups: dict[torch.device, list[Pair]] = {}
-    for pair in pairs:
-        groups.setdefault(pair.master.device, []).append(pair)
-    return groups.values()
+    return grouped((pair.master.device, pair) for pair in pairs).values()
 
 
 def _take(pair: Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +39,8 @@ class Float32Optimizer(Optimizer):
         params: parameters, or groups of them, as for every optimizer of torch.
         defaults: options of a group, under Apex's names.
         set_grad_none: True if ``zero_grad()`` sets gradients to None, False for 0.
-        settings: further attributes, with the names in ``_settings``.
+        settings: further attributes.
     """
-
-    #: Names of the attributes that are not options of a group; pickles keep them.
-    _settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool, **settings: object
@@ -51,10 +48,11 @@ class Float32Optimizer(Optimizer):
         _check_options(type(self).__name__, **defaults)
         self.set_grad_none = set_grad_none
         vars(self).update(settings)
+        self._settings = ("set_grad_none", *settings)  # what pickles keep beside the options of groups
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {name: getattr(self, name) for name in self._settings}
+        return super().__getstate__() | {name: getattr(self, name) for name in ("_settings", *self._settings)}
 
     # Steps
 

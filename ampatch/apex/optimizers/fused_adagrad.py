@@ -27,8 +27,6 @@ class FusedAdagrad(Float32Optimizer):
         OptionError: an argument is out of its range.
     """
 
-    _settings = ("set_grad_none", "adagrad_w_mode")
-
     adagrad_w_mode: bool
 
     def __init__(

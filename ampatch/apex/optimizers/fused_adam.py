@@ -47,7 +47,6 @@ class FusedAdam(Float32Optimizer):
         OptionError: an argument is out of its range, or not supported.
     """
 
-    _settings = ("set_grad_none", "adam_w_mode", "capturable", "master_weights")
     _step_supports_amp_scaling: ClassVar[bool] = True
 
     adam_w_mode: bool

@@ -37,8 +37,6 @@ class FusedLAMB(Float32Optimizer):
         OptionError: an argument is out of its range, or not supported.
     """
 
-    _settings = ("set_grad_none", "adam_w_mode", "use_nvlamb")
-
     adam_w_mode: bool
     use_nvlamb: bool
 

@@ -47,8 +47,6 @@ class FusedNovoGrad(Float32Optimizer):
         OptionError: an argument is out of its range, or not supported.
     """
 
-    _settings = ("set_grad_none", "reg_inside_moment")
-
     reg_inside_moment: bool
 
     def __init__(

@@ -36,8 +36,6 @@ class FusedSGD(Float32Optimizer):
             dampening or with no momentum.
     """
 
-    _settings = ("set_grad_none", "wd_after_momentum", "materialize_master_grads")
-
     wd_after_momentum: bool
     materialize_master_grads: bool
 
