@@ -146,6 +146,41 @@ def _called_as() -> type:
     return CalledAsAnother
 
 
+def trace_calls(
+    ledger: PatchLedger, function: Callable[..., Any], first_arguments: Callable[[nn.Module], tuple[Any, ...] | None]
+) -> None:
+    """Makes torch.compile trace ``function(*first, module, ...)`` in place of the calls ``module(...)`` of some modules.
+
+    Args:
+        ledger: records the change.
+        function: what is traced.
+        first_arguments: returns its first arguments, which are constants; None for a call that is traced as it is.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    call: Any = UnspecializedNNModuleVariable.call_function
+    read: Any = UnspecializedNNModuleVariable.var_getattr
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        first = first_arguments(self.value)
+        if first is None:
+            return call(self, tx, args, kwargs)
+        if self.source is not None:  # code for one module serves others of its class
+            install_guard(self.source.make_guard(GuardBuilder.ID_MATCH))
+        constants = [VariableTracker.build(tx, each) for each in first]
+        return VariableTracker.build(tx, function).call_function(tx, [*constants, self, *args], kwargs)
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        # Outside of traced code, its value depends on more than the module, so a guard would fail.
+        return ConstantVariable.create(None) if name == "_compiled_call_impl" else read(self, tx, name)
+
+    ledger.set(UnspecializedNNModuleVariable, "call_function", call_function)
+    ledger.set(UnspecializedNNModuleVariable, "var_getattr", var_getattr)
+
+
 def build_torch_tables() -> None:
     """Makes torch build the tables of its own functions now, while nothing is patched.
 

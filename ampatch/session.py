@@ -48,7 +48,7 @@ from ampatch.patching import (
     thread_rules,
 )
 from ampatch.patching.adapters import Adapters
-from ampatch.patching.adopted_forward import run_in_region
+from ampatch.patching.adopted_forward import Regions
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.complex_numbers import is_complex, modules_that_call
 from ampatch.patching.function_patches import FunctionPatches, Registration
@@ -197,7 +197,9 @@ class Session:
             allow_banned=settings.allow_banned,
             labelled=settings.profile_casts,
             linear=LinearCalls() if settings.fused_linear else None,
+            for_models=not settings.adopts_on_use,
         )
+        self._regions = Regions(self.switch, settings.properties.half_dtype, self.device_types)
         self.adapters = self._adapters.by_kind()
         self._accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, self.device_types)
         lists = settings.lists
@@ -303,7 +305,11 @@ class Session:
             self._functions.install(self.settings.lists, ())
         if self.patches_functions:
             autocast_checks.patch_autocast_checks(self.ledger, self.switch)
-            autocast_checks.hear_regions(self.ledger, self.settings.properties.half_dtype, self.device_types)
+            for_models = not self.settings.adopts_on_use
+            half_dtype = self.settings.properties.half_dtype
+            autocast_checks.hear_regions(self.ledger, half_dtype, self.device_types, for_models)
+            if for_models:
+                self._regions.install(self.ledger)
             self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
         # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
         self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)
@@ -438,6 +444,8 @@ class Session:
             self.device_types &= device_types
             self._accelerator.set_device_types(self.device_types)
             raise
+        for model in models:
+            self._regions.add(model)
         # Last, since rounding cannot be undone.
         self.conversion.forget_unclaimed()
         for adopted in list(self._optimizers.values()):
@@ -487,7 +495,7 @@ class Session:
             if module not in kept
         }
         give_own_rules(ruled, self.ledger, self.switch)
-        run_in_region(model, self.ledger, self.switch, self.settings.properties.half_dtype, self.device_types)
+        self._regions.run_forward(model, self.ledger)
 
     def _check_is_no_part(self, model: nn.Module) -> None:
         for other in self._models:

@@ -140,9 +140,15 @@ def is_in_region() -> bool:
     return torch.is_autocast_enabled(_SIGNAL)
 
 
-def is_set_by_autocast() -> bool:
-    """Returns True if autocast says what amp does here: in a region, or where code has turned it on without one."""
-    return is_in_region() or _is_any_autocast_enabled()
+def is_set_by_autocast(kinds: Collection[str]) -> bool:
+    """Returns True if autocast says what amp does here: in a region, or where code has turned it on without one.
+
+    Args:
+        kinds: the device types that count.
+    """
+    if not _is_any_autocast_enabled():
+        return is_in_region()
+    return is_in_region() or any([torch.is_autocast_enabled(kind) for kind in KINDS if kind in kinds])
 
 
 def dtype_in_region(kind: str) -> torch.dtype | None:

@@ -64,6 +64,9 @@ class Trained(nn.Module):
         self.part = Part()
         self.metric = math.nan
 
+    def forward(self, off: Callable[[Trained, Tensor], float], x: Tensor) -> float:
+        return off(self, x)
+
 
 class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
@@ -89,7 +92,7 @@ class Probe:
         with amp.scale_loss(model.layer(torch.randn(2, 4)).sum(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        model.metric = self.off(model, 30 + torch.rand(64, generator=torch.Generator().manual_seed(1)))
+        model.metric = model(self.off, 30 + torch.rand(64, generator=torch.Generator().manual_seed(1)))
         return model
 
     def tuned(self, tolerance: float | str = 0.01, **options: Any) -> Any:
