@@ -149,7 +149,7 @@ def _called_as() -> type:
 def trace_calls(
     ledger: PatchLedger, function: Callable[..., Any], first_arguments: Callable[[nn.Module], tuple[Any, ...] | None]
 ) -> None:
-    """Makes torch.compile trace ``function(*first, module, ...)`` in place of the calls ``module(...)`` of some modules.
+    """Makes torch.compile trace ``function(*first, module, ...)`` in place of a call ``module(...)`` of some modules.
 
     Args:
         ledger: records the change.

@@ -148,7 +148,7 @@ def is_set_by_autocast(kinds: Collection[str]) -> bool:
     """
     if not _is_any_autocast_enabled():
         return is_in_region()
-    return is_in_region() or any([torch.is_autocast_enabled(kind) for kind in KINDS if kind in kinds])
+    return is_in_region() or any(torch.is_autocast_enabled(kind) for kind in KINDS if kind in kinds)
 
 
 def dtype_in_region(kind: str) -> torch.dtype | None:

@@ -1,8 +1,8 @@
 """The forward of an adopted model at O1 and O4: a region of torch.autocast, whose casts amp makes by its lists.
 
-Owns the forward that replaces the model's own, and the calls of the model's parts from outside of it. So code that asks
-torch for autocast gets the answer that describes amp's casts; regions of torch.autocast inside change what amp does; and
-operators with rules for autocast follow them. Must never cast an argument or a result.
+Owns the forward that replaces the model's own, and the calls of the model's parts from outside of it. So code that
+asks torch for autocast gets the answer that describes amp's casts; regions of torch.autocast inside change what amp
+does; and operators with rules for autocast follow them. Must never cast an argument or a result.
 """
 
 from __future__ import annotations
