@@ -312,7 +312,8 @@ class Session:
                 self._regions.install(self.ledger)
             self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
         # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
-        self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)
+        state_of_reentrant = None if self.settings.adopts_on_use else self._regions.state_of_checkpoint
+        self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration, state_of_reentrant)
         self.switch.patch_data_parallel(self.ledger)
         compilers.forget_compiled()
 

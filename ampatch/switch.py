@@ -3,9 +3,9 @@
 Regions are those of torch.autocast: every thread has its own, torch.compile guards them, and autograd carries them to
 its threads. In a region, the autocast state of a device type says what amp does with tensors there: nothing if it is
 off, otherwise casts to its half type. A session enters one around the forward of each adopted model. `disable_casts` is
-a region in which autocast is off. Outside of any region, casts are on for the process: autograd runs backward functions
-on threads of its own. To tell that from a region that is off, every region turns autocast on for a device type that no
-tensor here uses.
+a region in which autocast is off. Outside of any region, calls are cast that belong to a model by their arguments, or
+all of them under `amp.init`. To tell that from a region that is off, every region turns autocast on for a device type
+that no tensor here uses.
 
 Owns the state of a thread, and how regions begin and end. Must not know lists or models.
 """
@@ -319,7 +319,12 @@ class Switch:
         """Undoes one `suspended` until the block ends: for a closure that an optimizer's step calls."""
         return Region.undoing_one() if self._patches else _NOTHING
 
-    def patch_checkpoint(self, ledger: PatchLedger, recomputed: Callable[[], object]) -> None:
+    def patch_checkpoint(
+        self,
+        ledger: PatchLedger,
+        recomputed: Callable[[], object],
+        state_of_reentrant: Callable[[tuple[Any, ...]], State] | None = None,
+    ) -> None:
         """Patches `torch.utils.checkpoint`, so that it recomputes a region in the state of its first run.
 
         torch remembers the types of autocast itself, but not whether the thread was in a region.
@@ -327,16 +332,22 @@ class Switch:
         Args:
             ledger: records the patches.
             recomputed: function called after each recomputation in the backward pass, even if it raised.
+            state_of_reentrant: returns the state for a reentrant checkpoint's arguments; None: the state around it.
         """
         for owner, name, position in checkpoint_functions():
-            ledger.set(owner, name, self._remembered_by(getattr(owner, name), position, recomputed))
+            state_of = None if position else state_of_reentrant
+            ledger.set(owner, name, self._remembered_by(getattr(owner, name), position, recomputed, state_of))
 
     def _remembered_by(
-        self, checkpoint: Callable[..., Any], position: int, recomputed: Callable[[], object]
+        self,
+        checkpoint: Callable[..., Any],
+        position: int,
+        recomputed: Callable[[], object],
+        state_of: Callable[[tuple[Any, ...]], State] | None,
     ) -> Callable[..., Any]:
         @functools.wraps(checkpoint)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            here, function = state(), args[position]
+            here, function = state() if state_of is None else state_of(args), args[position]
 
             def as_it_ran(*args: Any, **kwargs: Any) -> Any:
                 try:

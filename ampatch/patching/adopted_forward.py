@@ -18,11 +18,22 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ampatch.casting.nested import tensors_in
 from ampatch.compilers import trace_calls, traced_within_others
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
 from ampatch.patching.replaced_forward import Block, ReplacedForward, own_forward
-from ampatch.switch import Region, State, Switch, blocks_of, casting_to, in_graph, is_in_region, is_set_by_autocast
+from ampatch.switch import (
+    Region,
+    State,
+    Switch,
+    blocks_of,
+    casting_to,
+    in_graph,
+    is_in_region,
+    is_set_by_autocast,
+    state,
+)
 
 # The attribute of a module that torch calls instead of `_call_impl` if it is not None. `module.compile()` sets it.
 _CALL = "_compiled_call_impl"
@@ -51,6 +62,14 @@ class Regions:
         if self._state is None or len(self.kinds) > self._state[1].count(True):
             self._state = casting_to(self._dtype, self.kinds)
         return self._state
+
+    def state_of_checkpoint(self, args: tuple[Any, ...]) -> State:
+        """Returns the state that a reentrant checkpoint runs and recomputes in, given its arguments.
+
+        Its first run is not recorded, so outside of all regions only its arguments tell whether it belongs to a model.
+        """
+        is_alone = torch.is_grad_enabled() and not is_set_by_autocast(self.kinds)
+        return self.state() if is_alone and any(each.requires_grad for each in tensors_in(args)) else state()
 
     def run_forward(self, model: nn.Module, ledger: PatchLedger) -> None:
         """Makes the forward of a model run in a region while the session casts, unless it is called in one."""
@@ -87,7 +106,11 @@ class Regions:
             self._take_in(module)
 
     def _take_in(self, module: nn.Module) -> None:
-        self._parts.update(weakref.ref(each, self._parts.discard) for each in module.modules())
+        self._parts.update(
+            weakref.ref(each, self._parts.discard)
+            for each in module.modules()
+            if not isinstance(each, torch.jit.ScriptModule)  # which amp does not cast, alone least of all
+        )
 
     def _is_alone(self, module: nn.Module) -> bool:
         """Returns True for a part of a model outside of all regions."""
@@ -142,8 +165,8 @@ class _ForwardInRegion(ReplacedForward):
         """Returns a region, or a block that changes nothing in a region of other code."""
         if is_set_by_autocast(self._regions.kinds):
             return contextlib.nullcontext()
-        state = self._regions.state()
-        return in_graph(state) if is_dynamo_compiling() else Region(state)
+        wanted = self._regions.state()
+        return in_graph(wanted) if is_dynamo_compiling() else Region(wanted)
 
     @traced_within_others
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,11 +191,11 @@ class _ForwardInRegion(ReplacedForward):
         return made
 
 
-def _call_part(state: State, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_part(wanted: State, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Calls a part of a model in a region; only torch.compile runs it."""
     if is_exporting():
-        with in_graph(state):
+        with in_graph(wanted):
             return module(*args, **kwargs)
-    first, second, third, fourth = blocks_of(state)
+    first, second, third, fourth = blocks_of(wanted)
     with first, second, third, fourth:
         return module(*args, **kwargs)
