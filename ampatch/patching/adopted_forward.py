@@ -98,7 +98,9 @@ class Regions:
         else:
             ledger.on_undo(lambda: compiled.call_impl(nn.Module, None))
             ledger.set(nn.Module, _CALL, compiled.call_impl(nn.Module, self._call_elsewhere))
-        trace_calls(ledger, _call_part, lambda module: (self.state(),) if self._is_alone(module) else None)
+        trace_calls(
+            ledger, _call_part, lambda: None if is_set_by_autocast(self.kinds) else (self.state(),), self._is_part
+        )
 
     def _take_in_later(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
         is_root = isinstance(vars(parent).get("forward"), _ForwardInRegion)
@@ -112,18 +114,17 @@ class Regions:
             if not isinstance(each, torch.jit.ScriptModule)  # which amp does not cast, alone least of all
         )
 
-    def _is_alone(self, module: nn.Module) -> bool:
-        """Returns True for a part of a model outside of all regions."""
+    def _is_part(self, module: nn.Module) -> bool:
         while self._copies:
             copied = self._copies.pop()()
             if copied is not None:
                 self.add(copied)
-        return weakref.ref(module) in self._parts and self._switch.active and not is_set_by_autocast(self.kinds)
+        return weakref.ref(module) in self._parts
 
     @traced_within_others
     def _call_elsewhere(self, module: nn.Module, held: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Returns the call of a module outside of regions; None for torch's own. The user has compiled ``held``."""
-        if not self._is_alone(module):
+        if not self._is_part(module) or is_set_by_autocast(self.kinds):
             return held
         return _ForwardInRegion(module, module._call_impl if held is None else held, self._switch, self)
 
