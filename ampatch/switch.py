@@ -291,7 +291,7 @@ class Switch:
         patches: whether the session patches functions, so that there are casts to turn off.
 
     Attributes:
-        active: True if casts are on for the process; set once the session is installed, cleared for good when it is
+        active: True while patched functions may cast; set once the session is installed, cleared for good when it is
             taken down.
     """
 

@@ -1,6 +1,7 @@
 """Makes *adapters*: functions that turn the arguments of a call into the arguments that a rule asks for.
 
-An adapter depends on the arguments and on the cache of casts only. Must not know patches, switches or sessions.
+An adapter depends on the arguments, the thread's region and grad mode, and the cache of casts. Must not know patches,
+switches or sessions.
 """
 
 from __future__ import annotations
