@@ -197,7 +197,7 @@ class Session:
             allow_banned=settings.allow_banned,
             labelled=settings.profile_casts,
             linear=LinearCalls() if settings.fused_linear else None,
-            for_models=not settings.adopts_on_use,
+            for_models=self.casts_for_models,
         )
         self._regions = Regions(self.switch, settings.properties.half_dtype, self.device_types)
         self.adapters = self._adapters.by_kind()
@@ -218,6 +218,11 @@ class Session:
     def patches_functions(self) -> bool:
         """True if torch's functions cast by the lists in this session."""
         return self.settings.properties.patch_torch_functions
+
+    @property
+    def casts_for_models(self) -> bool:
+        """True if the whitelist casts for the work of adopted models only, and not in the whole process."""
+        return self.patches_functions and not self.settings.adopts_on_use
 
     @property
     def patches_any(self) -> bool:
@@ -305,14 +310,13 @@ class Session:
             self._functions.install(self.settings.lists, ())
         if self.patches_functions:
             autocast_checks.patch_autocast_checks(self.ledger, self.switch)
-            for_models = not self.settings.adopts_on_use
             half_dtype = self.settings.properties.half_dtype
-            autocast_checks.hear_regions(self.ledger, half_dtype, self.device_types, for_models)
-            if for_models:
-                self._regions.install(self.ledger)
+            autocast_checks.hear_regions(self.ledger, half_dtype, self.device_types, self.casts_for_models)
             self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
         # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
-        state_of_reentrant = None if self.settings.adopts_on_use else self._regions.state_of_checkpoint
+        if self.casts_for_models:
+            self._regions.install(self.ledger)
+        state_of_reentrant = self._regions.state_of_checkpoint if self.casts_for_models else None
         self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration, state_of_reentrant)
         self.switch.patch_data_parallel(self.ledger)
         compilers.forget_compiled()
