@@ -521,7 +521,7 @@ def init(
     check_finite: bool = False,
     fused_linear: bool | None = None,
 ) -> Handle:
-    """Patches torch's functions without adopting a model.
+    """Patches torch's functions without adopting a model: they cast in the whole process, whoever calls them.
 
     The first `scale_loss` for an optimizer adopts it. A dtype may be given by its name, as to `initialize`.
 
@@ -1206,7 +1206,7 @@ def settings() -> dict[str, Any]:
         - "loss_scales": the present scales, by ``loss_id``.
         - "device_types": device types of the tensors that are cast.
         - "num_models" and "num_optimizers": numbers of those that are not deleted.
-        - "casts_here": True if patched functions cast in this thread; False inside `disable_casts`.
+        - "casts_here": True if patched functions may cast in this thread; False inside `disable_casts`.
     """
     live = runtime.live
     return LiveSettings(is_on=False, disabled=runtime.disabled) if live is None else live.as_plain_data()
@@ -1262,6 +1262,8 @@ def cast_counts() -> CastCounts:
 
 def register_half_function(module: Any, name: str) -> None:
     """Registers a function to cast its floating arguments to the half type, from the next ``initialize`` on.
+
+    It casts wherever it is called, and not for the work of models only, as functions on the whitelist do.
 
     Args:
         module: the module or class that owns it, torch's or not.

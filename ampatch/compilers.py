@@ -102,6 +102,52 @@ def give_own_code(wrapper: Any, original: object) -> None:
         traced_within_others(wrapper)
 
 
+def trace_calls(
+    ledger: PatchLedger,
+    function: Callable[..., Any],
+    first_arguments: Callable[[], tuple[Any, ...] | None],
+    is_meant: Callable[[nn.Module], bool],
+) -> None:
+    """Makes torch.compile trace ``function(*first, module, ...)`` in place of a call ``module(...)`` of some modules.
+
+    Args:
+        ledger: records the change.
+        function: what is traced.
+        first_arguments: returns its first arguments, which are constants; None where calls are traced as they are.
+        is_meant: returns True for those modules. It is guarded, because code for one module serves others of its class.
+    """
+    from torch._dynamo.guards import get_verbose_code_parts, install_guard
+    from torch._dynamo.variables import ConstantVariable
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+
+    call: Any = UnspecializedNNModuleVariable.call_function
+    read: Any = UnspecializedNNModuleVariable.var_getattr
+
+    def guard_what_is_meant(builder: Any, guard: Any) -> None:
+        expected = is_meant(builder.get(guard))
+        parts = get_verbose_code_parts(f"is_meant({guard.name}) is {expected}", guard)
+        builder.get_guard_manager(guard).add_lambda_guard(
+            lambda module: is_meant(module) is expected, parts, guard.user_stack
+        )
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        first = first_arguments()
+        if first is not None and self.source is not None:
+            install_guard(self.source.make_guard(guard_what_is_meant))
+        if first is None or not is_meant(self.value):
+            return call(self, tx, args, kwargs)
+        constants = [VariableTracker.build(tx, each) for each in first]
+        return VariableTracker.build(tx, function).call_function(tx, [*constants, self, *args], kwargs)
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        # Its value depends on the region, too, and guards run before traced code begins one.
+        return ConstantVariable.create(None) if name == "_compiled_call_impl" else read(self, tx, name)
+
+    ledger.set(UnspecializedNNModuleVariable, "call_function", call_function)
+    ledger.set(UnspecializedNNModuleVariable, "var_getattr", var_getattr)
+
+
 def build_torch_tables() -> None:
     """Makes torch build the tables of its own functions now, while nothing is patched.
 

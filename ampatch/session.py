@@ -48,7 +48,7 @@ from ampatch.patching import (
     thread_rules,
 )
 from ampatch.patching.adapters import Adapters
-from ampatch.patching.adopted_forward import run_in_region
+from ampatch.patching.adopted_forward import Regions
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.complex_numbers import is_complex, modules_that_call
 from ampatch.patching.function_patches import FunctionPatches, Registration
@@ -196,7 +196,9 @@ class Session:
             allow_banned=settings.allow_banned,
             labelled=settings.profile_casts,
             linear=LinearCalls() if settings.fused_linear else None,
+            for_models=self.casts_for_models,
         )
+        self._regions = Regions(self.switch, settings.properties.half_dtype, self.device_types)
         self.adapters = self._adapters.by_kind()
         self._accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, self.device_types)
         lists = settings.lists
@@ -215,6 +217,11 @@ class Session:
     def patches_functions(self) -> bool:
         """True if torch's functions cast by the lists in this session."""
         return self.settings.properties.patch_torch_functions
+
+    @property
+    def casts_for_models(self) -> bool:
+        """True if the whitelist casts for the work of adopted models only, and not in the whole process."""
+        return self.patches_functions and not self.settings.adopts_on_use
 
     @property
     def patches_any(self) -> bool:
@@ -302,10 +309,14 @@ class Session:
             self._functions.install(self.settings.lists, ())
         if self.patches_functions:
             autocast_checks.patch_autocast_checks(self.ledger, self.switch)
-            autocast_checks.hear_regions(self.ledger, self.settings.properties.half_dtype, self.device_types)
+            half_dtype = self.settings.properties.half_dtype
+            autocast_checks.hear_regions(self.ledger, half_dtype, self.device_types, self.casts_for_models)
             self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
         # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
-        self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration)
+        if self.casts_for_models:
+            self._regions.install(self.ledger)
+        state_of_reentrant = self._regions.state_of_checkpoint if self.casts_for_models else None
+        self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration, state_of_reentrant)
         self.switch.patch_data_parallel(self.ledger)
         compilers.forget_compiled()
 
@@ -437,6 +448,8 @@ class Session:
             self.device_types &= device_types
             self._accelerator.set_device_types(self.device_types)
             raise
+        for model in models:
+            self._regions.add(model)
         # Last, since rounding cannot be undone.
         self.conversion.forget_unclaimed()
         for adopted in list(self._optimizers.values()):
@@ -475,7 +488,7 @@ class Session:
         for module, part in ruled_parts(model, self.settings.lists.modules).items():
             parts.setdefault(module, (part.name, part.asked, self._tokens.get(part.entry)))
         give_rules(parts, self.ledger, self.switch)
-        run_in_region(model, self.ledger, self.switch, self.settings.properties.half_dtype, self.device_types)
+        self._regions.run_forward(model, self.ledger)
 
     def _check_is_no_part(self, model: nn.Module) -> None:
         for other in self._models:

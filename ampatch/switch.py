@@ -3,9 +3,9 @@
 Regions are those of torch.autocast: every thread has its own, torch.compile guards them, and autograd carries them to
 its threads. In a region, the autocast state of a device type says what amp does with tensors there: nothing if it is
 off, otherwise casts to its half type. A session enters one around the forward of each adopted model. `disable_casts` is
-a region in which autocast is off. Outside of any region, casts are on for the process: autograd runs backward functions
-on threads of its own. To tell that from a region that is off, every region turns autocast on for a device type that no
-tensor here uses.
+a region in which autocast is off. Outside of any region, calls are cast that belong to a model by their arguments, or
+all of them under `amp.init`. To tell that from a region that is off, every region turns autocast on for a device type
+that no tensor here uses.
 
 Owns the state of a thread, and how regions begin and end. Must not know lists or models.
 """
@@ -140,9 +140,15 @@ def is_in_region() -> bool:
     return torch.is_autocast_enabled(_SIGNAL)
 
 
-def is_set_by_autocast() -> bool:
-    """Returns True if autocast says what amp does here: in a region, or where code has turned it on without one."""
-    return is_in_region() or _is_any_autocast_enabled()
+def is_set_by_autocast(kinds: Collection[str]) -> bool:
+    """Returns True if autocast says what amp does here: in a region, or where code has turned it on without one.
+
+    Args:
+        kinds: the device types that count.
+    """
+    if not _is_any_autocast_enabled():
+        return is_in_region()
+    return is_in_region() or any(torch.is_autocast_enabled(kind) for kind in KINDS if kind in kinds)
 
 
 def dtype_in_region(kind: str) -> torch.dtype | None:
@@ -285,7 +291,7 @@ class Switch:
         patches: whether the session patches functions, so that there are casts to turn off.
 
     Attributes:
-        active: True if casts are on for the process; set once the session is installed, cleared for good when it is
+        active: True while patched functions may cast; set once the session is installed, cleared for good when it is
             taken down.
     """
 
@@ -313,7 +319,12 @@ class Switch:
         """Undoes one `suspended` until the block ends: for a closure that an optimizer's step calls."""
         return Region.undoing_one() if self._patches else _NOTHING
 
-    def patch_checkpoint(self, ledger: PatchLedger, recomputed: Callable[[], object]) -> None:
+    def patch_checkpoint(
+        self,
+        ledger: PatchLedger,
+        recomputed: Callable[[], object],
+        state_of_reentrant: Callable[[tuple[Any, ...]], State] | None = None,
+    ) -> None:
         """Patches `torch.utils.checkpoint`, so that it recomputes a region in the state of its first run.
 
         torch remembers the types of autocast itself, but not whether the thread was in a region.
@@ -321,16 +332,22 @@ class Switch:
         Args:
             ledger: records the patches.
             recomputed: function called after each recomputation in the backward pass, even if it raised.
+            state_of_reentrant: returns the state for a reentrant checkpoint's arguments; None: the state around it.
         """
         for owner, name, position in checkpoint_functions():
-            ledger.set(owner, name, self._remembered_by(getattr(owner, name), position, recomputed))
+            state_of = None if position else state_of_reentrant
+            ledger.set(owner, name, self._remembered_by(getattr(owner, name), position, recomputed, state_of))
 
     def _remembered_by(
-        self, checkpoint: Callable[..., Any], position: int, recomputed: Callable[[], object]
+        self,
+        checkpoint: Callable[..., Any],
+        position: int,
+        recomputed: Callable[[], object],
+        state_of: Callable[[tuple[Any, ...]], State] | None,
     ) -> Callable[..., Any]:
         @functools.wraps(checkpoint)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            here, function = state(), args[position]
+            here, function = state() if state_of is None else state_of(args), args[position]
 
             def as_it_ran(*args: Any, **kwargs: Any) -> Any:
                 try:

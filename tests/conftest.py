@@ -26,6 +26,7 @@ import torch.overrides
 from fresh import Fresh
 from hypothesis import settings as hypothesis_settings
 from samples import LIST_NAMES, entries, resolve
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch.optim.optimizer import _global_optimizer_post_hooks
 from workers import Workers
 
@@ -107,6 +108,7 @@ OWN_ATTRIBUTES = {
         for name in ("data_parallel", "parallel_apply")
     },
     "torch.nn.Parameter": torch.nn.Parameter,
+    "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable": UnspecializedNNModuleVariable,
     "torch.distributed": torch.distributed,
     "torch.distributed.distributed_c10d": torch.distributed.distributed_c10d,
     "torch.optim.Optimizer": torch.optim.Optimizer,

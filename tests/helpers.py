@@ -89,12 +89,9 @@ def is_thorough() -> bool:
 
 @contextlib.contextmanager
 def casts_on(half_dtype: torch.dtype = torch.bfloat16, **options: Any) -> Iterator[None]:
-    """Functions cast by the shipped lists (and what ``options`` lay over them) inside the block."""
-    amp.initialize(nn.Module(), opt_level="O1", half_dtype=half_dtype, verbosity=0, **options)
-    try:
+    """Functions cast by the shipped lists (and what ``options`` lay over them) inside the block, whoever calls them."""
+    with amp.init(half_dtype=half_dtype, verbose=False, **options):
         yield
-    finally:
-        amp.deinitialize()
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:

@@ -24,8 +24,8 @@ from ampatch.runtime import runtime
 
 
 def product(dtype: torch.dtype = torch.float32) -> Tensor:
-    """A whitelisted function; its type tells whether casts are on."""
-    return torch.mm(torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype))
+    """A whitelisted function on a weight; its type tells whether casts are on."""
+    return torch.mm(torch.ones(2, 2, dtype=dtype), torch.ones(2, 2, dtype=dtype, requires_grad=True)).detach()
 
 
 def exponential(dtype: torch.dtype) -> Tensor:

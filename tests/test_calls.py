@@ -671,7 +671,7 @@ class TestFunctions:
 
         assert vars(mine).keys() == {*functools.WRAPPER_ASSIGNMENTS, "__wrapped__"} - {"__annotations__"}
         vars(F.linear).clear()
-        assert F.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
+        assert F.linear(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype == torch.bfloat16
 
     def test_it_dies_with_its_last_reference_even_in_its_own_call(self, implementations):
         functions = []
@@ -686,7 +686,7 @@ class TestFunctions:
         assert functions[0](torch.ones(2)) == torch.float16
 
     def test_it_binds_where_it_is_a_method(self, in_cpp):
-        x = torch.ones(2, 2)
+        x = torch.ones(2, 2, requires_grad=True)
         amp.initialize(nn.Linear(1, 1), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
         bound = x.matmul
         assert isinstance(bound, types.MethodType)

@@ -196,7 +196,7 @@ class TestTracers:
 
     def test_under_transforms_of_torch_func(self) -> None:
         initialize(net())
-        weight = torch.ones(3, 3)
+        weight = torch.ones(3, 3, requires_grad=True)
         assert torch.func.vmap(lambda row: torch.mv(weight, row))(x()).dtype is torch.float16
         assert torch.func.grad(lambda value: torch.mm(weight, value).float().sum())(weight).shape == (3, 3)
 

@@ -558,15 +558,17 @@ class TestASecondModel:
     def test_joins_under_the_same_lists(self, write, form: str) -> None:
         mapping = {"blacklist": {"torch": ["conv2d", {"name": "sum", "when": {"keepdim": [True]}}]}}
         given_as = write(yaml.safe_dump(mapping)) if form == "file" else mapping
-        with casts_on(BFLOAT16, cast_lists=given_as):
+        for _ in range(2):
             amp.initialize(nn.Linear(1, 1), half_dtype=BFLOAT16, cast_lists=given_as, verbosity=0)
+        amp.deinitialize()
 
     def test_under_other_lists_is_refused(self) -> None:
-        with (
-            casts_on(BFLOAT16, cast_lists={"unlisted": {"torch": ["mm"]}}),
-            pytest.raises(AmpError, match="cast_lists"),
-        ):
-            amp.initialize(nn.Linear(1, 1), half_dtype=BFLOAT16, cast_lists={"unlisted": {"torch": ["bmm"]}})
+        amp.initialize(nn.Linear(1, 1), half_dtype=BFLOAT16, cast_lists={"unlisted": {"torch": ["mm"]}}, verbosity=0)
+        with pytest.raises(AmpError, match="with other settings: cast_lists"):
+            amp.initialize(
+                nn.Linear(1, 1), half_dtype=BFLOAT16, cast_lists={"unlisted": {"torch": ["bmm"]}}, verbosity=0
+            )
+        amp.deinitialize()
 
 
 class TestLayingOverlays:

@@ -89,11 +89,12 @@ class TestLevels:
 
     @pytest.mark.parametrize("level", LEVELS)
     def test_do_not_patch_functions_unless_asked_to(self, level):
+        weight = torch.ones(2, 2, requires_grad=True)
         initialize(nn.Linear(2, 2), opt_level=level)
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+        assert torch.mm(torch.ones(2, 2), weight).dtype is torch.float32
         amp.deinitialize()
         initialize(nn.Linear(2, 2), opt_level=level, patch_torch_functions=True)
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+        assert torch.mm(torch.ones(2, 2), weight).dtype is torch.bfloat16
 
     def test_patched_functions_train_half_weights(self, half_dtype):
         model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Softmax(dim=1), nn.Linear(4, 2))

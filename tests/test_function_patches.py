@@ -366,7 +366,7 @@ class TestAttributesOfModels:
         assert model.inner.product is not torch.mm  # nobody knows of it
         amp.initialize(model, half_dtype=torch.float16, verbosity=0)
         assert model.inner.product is torch.mm
-        assert model.inner.product(x(), x().T).dtype is torch.float16
+        assert model.inner.product(x(), x().T.requires_grad_()).dtype is torch.float16
         amp.deinitialize()
         assert (model.activation, model.inner.product) == (F.softmax, torch.mm)
 

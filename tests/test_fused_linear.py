@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from fresh import Fresh
-from helpers import HALF_DTYPES, assert_same_bits, casts_on, check_rows, combinations, dtype_name
+from helpers import HALF_DTYPES, assert_same_bits, check_rows, combinations, dtype_name
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -37,6 +37,18 @@ from ampatch.runtime import runtime
 
 NODE = "FusedLinearBackward"
 PLAIN = {"fused_linear": False}
+
+
+@contextlib.contextmanager
+def initialized(half: torch.dtype = torch.bfloat16, **options: Any) -> Iterator[None]:
+    """A session in which linear layers of weights that require gradients cast, whoever calls them."""
+    amp.initialize(nn.Module(), opt_level="O1", half_dtype=half, verbosity=0, **options)
+    try:
+        yield
+    finally:
+        amp.deinitialize()
+
+
 both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
 
@@ -111,7 +123,7 @@ def outcomes(
 ) -> dict[str, tuple[bool, list[Any]]]:
     """The outcome of each function of a table, all in one session."""
     found = {}
-    with casts_on(half, **(PLAIN | options)):
+    with initialized(half, **(PLAIN | options)):
         for name, run in table.items():
             torch.manual_seed(0)
             try:
@@ -232,7 +244,7 @@ def test_the_forward_pass_has_torch_s_products(subtests: pytest.Subtests) -> Non
 
     def products(fused_linear: bool) -> dict[Any, list[str]]:
         found = {}
-        with casts_on(fused_linear=fused_linear):
+        with initialized(fused_linear=fused_linear):
             for shape, has_bias in kinds:
                 weight, bias = nn.Parameter(column_major(6, 8)), nn.Parameter(drawn(6)) if has_bias else None
                 with torch.autograd.profiler.profile() as profile:
@@ -296,7 +308,7 @@ def test_every_form_of_the_call(how: str) -> None:
 def test_a_product_in_float32_has_the_gradient_of_the_halves_to_float32_rounding(
     half: torch.dtype, in_float32: None
 ) -> None:
-    with casts_on(half, fused_linear=True):
+    with initialized(half, fused_linear=True):
         for layout in WEIGHTS.values():
             weight, bias = nn.Parameter(layout()), nn.Parameter(drawn(layout().shape[0]))
             given = drawn(64, 8, needs_grad=True)
@@ -319,7 +331,7 @@ def test_a_product_in_float32_does_not_overflow_where_half_does(
     def gradients(product: str) -> tuple[Tensor, Tensor]:
         monkeypatch.setenv("AMPATCH_FUSED_LINEAR", product)
         layer = nn.Linear(2, 2)
-        with casts_on(torch.float16, fused_linear=True):
+        with initialized(torch.float16, fused_linear=True):
             (layer(torch.full((4, 2), 200.0)) * torch.full((), 200.0).half()).sum().backward()
         return layer.weight.grad, layer.bias.grad
 
@@ -332,7 +344,7 @@ def test_a_product_in_float32_does_not_overflow_where_half_does(
 @pytest.mark.usefixtures("in_float32")
 def test_an_overflow_in_float32_is_seen() -> None:
     layer, given = nn.Linear(2, 2), torch.full((1, 2), 65504.0)
-    with casts_on(torch.float16, fused_linear=True):
+    with initialized(torch.float16, fused_linear=True):
         (layer(given).float() * float("inf")).sum().backward()
     assert not layer.weight.grad.isfinite().any()
 
@@ -363,7 +375,7 @@ def test_the_penalty_on_a_gradient(order: str) -> None:
 
     def run(**options: Any) -> list[Tensor]:
         torch.manual_seed(0)
-        with casts_on(**(PLAIN | options)):
+        with initialized(**(PLAIN | options)):
             return list(flat(ORDERS[order]()))
 
     wanted, found = run(), run(fused_linear=True)
@@ -419,7 +431,7 @@ def test_third_order_is_right(product: str, monkeypatch: pytest.MonkeyPatch) -> 
         return [*first, *second, *third]
 
     wanted = run(lambda layer, x: layer(x), torch.float64)
-    with casts_on(torch.float16, fused_linear=True):
+    with initialized(torch.float16, fused_linear=True):
         found = run(lambda layer, x: layer(x).float(), torch.float32)
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one.double(), other)
@@ -909,7 +921,7 @@ def test_hooks_hear_the_same() -> None:
 
 
 def test_hooks_of_the_node_can_change_gradients() -> None:
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
         result = layer(given)
         node = result.grad_fn
@@ -1156,7 +1168,7 @@ def test_random_models_train_to_the_same_bits(
 
 def test_a_weight_that_is_used_twice_sums_in_float32() -> None:
     layer, given = nn.Linear(8, 6), drawn(5, 8)
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         parts = [grad(layer(each).float().sum(), layer.weight)[0] for each in (given, given * 0.001)]
         (layer(given).float().sum() + layer(given * 0.001).float().sum()).backward()
     assert torch.equal(layer.weight.grad, parts[0] + parts[1])
@@ -1215,7 +1227,7 @@ def test_modes_of_autograd() -> None:
 
 @pytest.mark.filterwarnings("ignore:Error detected in")
 def test_anomaly_mode_names_the_line_and_the_gradient() -> None:
-    with casts_on(fused_linear=True), torch.autograd.set_detect_anomaly(True, check_nan=True):
+    with initialized(fused_linear=True), torch.autograd.set_detect_anomaly(True, check_nan=True):
         result = nn.Linear(8, 6)(torch.full((5, 8), float("inf")))
         with pytest.raises(RuntimeError, match="'FusedLinearBackward' returned nan values in its 2th output"):
             (result.float() * 0).sum().backward()
@@ -1236,7 +1248,7 @@ def test_a_backward_pass_under_autocast() -> None:
 @pytest.mark.usefixtures("in_float32")
 def test_a_product_in_float32_is_so_under_autocast_and_with_a_graph() -> None:
     layer, given = nn.Linear(8, 6), drawn(50, 8)
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         result = layer(given)
         factor = drawn(50, 6).bfloat16()
         loss = (result * factor).sum()
@@ -1284,7 +1296,7 @@ def test_a_graph_outlives_its_session() -> None:
     def run(**options: Any) -> Any:
         torch.manual_seed(0)
         layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-        with casts_on(**(PLAIN | options)):
+        with initialized(**(PLAIN | options)):
             result = layer(given)
         (first,) = grad(result.float().square().sum(), given, create_graph=True)
         first.float().sum().backward()
@@ -1367,7 +1379,7 @@ def rejected(message: str, **options: Any) -> None:
     assert runtime.live is None
     assert F.linear is original
     runtime.registered.clear()
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         assert is_fused(layer(drawn(5, 8)))
 
 
@@ -1400,7 +1412,7 @@ except amp.OptionError as error:
 
 
 def test_tensors_without_a_tangent_take_the_node_beside_those_with_one() -> None:
-    with casts_on(fused_linear=True), fwAD.dual_level():
+    with initialized(fused_linear=True), fwAD.dual_level():
         assert is_fused(nn.Linear(8, 6)(drawn(5, 8)))
 
 
@@ -1476,7 +1488,7 @@ def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         amp.initialize(small(), opt_level="O1", fused_linear=True, verbosity=0)
     assert not amp.is_on()
     monkeypatch.setenv("AMPATCH_FUSED_LINEAR", "auto")
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         pass
 
 
@@ -1490,21 +1502,21 @@ def test_amp_that_is_off_does_nothing() -> None:
 
 def test_a_second_session_has_to_agree() -> None:
     same: dict[str, Any] = {"opt_level": "O1", "half_dtype": torch.bfloat16, "verbosity": 0}
-    with casts_on():
+    with initialized():
         with pytest.raises(UsageError, match="fused_linear is True \\(this call: False\\)"):
             amp.initialize(small(), fused_linear=False, **same)
         amp.initialize(small(), fused_linear=True, **same)
         amp.initialize(small(), **same)
         assert amp.settings()["fused_linear"] is True
-    with casts_on(**PLAIN):
+    with initialized(**PLAIN):
         assert amp.settings()["fused_linear"] is False
 
 
 def test_the_policy_names_it_only_where_it_is_on() -> None:
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         fused = amp.state_dict(include_policy=True)
         amp.load_state_dict(fused)
-    with casts_on(**PLAIN):
+    with initialized(**PLAIN):
         plain = amp.state_dict(include_policy=True)
     assert ("fused_linear", True) in [tuple(each) for each in fused["policy"]["settings"]]
     assert "fused_linear" not in dict(plain["policy"]["settings"])
@@ -1560,7 +1572,7 @@ def test_other_options_work_with_it(option: str) -> None:
 
 def test_labels_are_the_same() -> None:
     def run(**options: Any) -> list[str]:
-        with casts_on(profile_casts=True, **(PLAIN | options)):
+        with initialized(profile_casts=True, **(PLAIN | options)):
             model, given = small(), drawn(5, 8)
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 for _ in range(2):
@@ -1575,7 +1587,7 @@ def test_labels_are_the_same() -> None:
 
 def test_weights_are_cast_once_in_an_iteration() -> None:
     def run(**options: Any) -> list[Any]:
-        with casts_on(**(PLAIN | options)):
+        with initialized(**(PLAIN | options)):
             model, given = small(), drawn(5, 8)
             seen = []
             for _ in range(2):
@@ -1594,7 +1606,7 @@ def test_weights_are_cast_once_in_an_iteration() -> None:
 
 
 def test_nothing_leaks() -> None:
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         model, given = small(), drawn(5, 8, needs_grad=True)
         result = model(given)
         result.float().square().sum().backward(retain_graph=True)
@@ -1624,7 +1636,7 @@ def test_other_functions_use_the_same_cast(subtests: pytest.Subtests) -> None:
         found = []
         for fused_linear in (True, False):
             torch.manual_seed(0)
-            with casts_on(fused_linear=fused_linear):
+            with initialized(fused_linear=fused_linear):
                 found.append(run(linear_first))
         (results, counts, of_both), (wanted, wanted_counts, of_both_wanted) = found
         assert is_fused(results)
@@ -1638,7 +1650,7 @@ def test_other_functions_use_the_same_cast(subtests: pytest.Subtests) -> None:
 
 
 def test_a_graph_keeps_no_weight_s_cast_after_its_pass() -> None:
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         model, given = small(), drawn(5, 8, needs_grad=True)
         result = model(given)
         casts = [weakref.ref(cast) for _, _, cast in runtime.live.cache._iteration.entries()]
@@ -1720,9 +1732,9 @@ def test_a_report_changes_no_bits_and_counts_the_same_calls() -> None:
 
 @pytest.mark.slow
 def test_explanations() -> None:
-    with casts_on(**PLAIN):
+    with initialized(**PLAIN):
         wanted = str(amp.explain(F.linear, drawn(4, 3), nn.Parameter(drawn(2, 3))))
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         assert str(amp.explain(F.linear, drawn(4, 3), nn.Parameter(drawn(2, 3)))) == wanted
 
 
@@ -1769,7 +1781,7 @@ def test_the_trace_of_an_overflow(where: str) -> None:
 def test_diagnostics_that_run_sessions_of_their_own() -> None:
     """They run linear layers as `amp.initialize` does, and an earlier session does not disturb them."""
     model, given = small(), drawn(5, 8)
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         model(given)
 
     def loss_fn(output: Tensor) -> Tensor:
@@ -1777,7 +1789,7 @@ def test_diagnostics_that_run_sessions_of_their_own() -> None:
 
     found = amp.compare(model, given, loss_fn, "O0", "O1"), amp.preflight(model, given, loss_fn, measure=False)
     assert all(map(str, found))
-    with casts_on(fused_linear=True):
+    with initialized(fused_linear=True):
         for run in (amp.compare, amp.preflight):
             with pytest.raises(UsageError):
                 run(model, given, loss_fn)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from samples import SAMPLES, TORCH_WARNINGS, Maker, call, lacks, resolve
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.nn.attention.bias import causal_upper_left
 from torch.overrides import TorchFunctionMode, get_testing_overrides
 
@@ -35,8 +35,8 @@ def in_both(request: pytest.FixtureRequest, select_calls: Callable[[str], None])
     select_calls(request.param)
 
 
-def begin(**options: Any) -> None:
-    amp.initialize(nn.Linear(1, 1), opt_level="O1", half_dtype="bfloat16", verbosity=0, **options)
+def begin() -> None:
+    amp.init(half_dtype="bfloat16", verbosity=0)
 
 
 class Seen(TorchFunctionMode):
@@ -213,7 +213,7 @@ def test_it_equals_its_original_and_nothing_else(function: Any) -> None:
     assert copy.deepcopy({"activation": found})["activation"] is found
     amp.deinitialize()
     assert found == function
-    amp.initialize(nn.Linear(1, 1), opt_level="O1", verbosity=0)
+    begin()
     again = resolve(path.get(function, "torch.Tensor.matmul"))
     assert again is not found
     assert again == found

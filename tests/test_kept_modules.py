@@ -344,7 +344,7 @@ class TestCompiled:
         result.float().square().sum().backward()
         for name, each in model.named_parameters():
             torch.testing.assert_close(each.grad, wanted[name], rtol=0.02, atol=1e-3)
-        assert F.linear(INPUTS, torch.ones(2, 8)).dtype is torch.bfloat16  # casts are on again
+        assert F.linear(INPUTS, torch.ones(2, 8, requires_grad=True)).dtype is torch.bfloat16  # casts are on again
         torch._dynamo.reset()
 
     @pytest.mark.slow

@@ -106,7 +106,9 @@ class Spy:
 
 
 def product() -> Tensor:
-    return torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    """A whitelisted function on a weight, as in a loss."""
+    with torch.enable_grad():
+        return torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True))
 
 
 def linear(size: int = 4) -> nn.Linear:

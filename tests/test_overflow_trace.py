@@ -294,13 +294,15 @@ class TestInputs:
 
     def test_a_forward_pass_without_gradients_that_overflowed(self):
         teacher = Applied(lambda x: x * 1e5).eval()
+        model = nn.Linear(8, 8)
+        model.add_module("teacher", teacher)
 
         def distilled(output):
             with torch.no_grad():
                 target = teacher(batch())
             return in_float32(output * target)
 
-        trace = trace_of(nn.Linear(8, 8), loss_fn=distilled)
+        trace = trace_of(model, loss_fn=distilled)
         assert trace.direction == "input"
         assert "the forward pass without gradients" in trace.remedies[0]
 

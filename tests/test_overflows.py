@@ -220,7 +220,8 @@ class TestAFunction:
 
     def test_sees_casts_on_as_the_loop_does(self):
         seen: list[torch.dtype] = []
-        model, optimizer = begun(lambda _: seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype))
+        weight = torch.ones(2, 2, requires_grad=True)
+        model, optimizer = begun(lambda _: seen.append(torch.mm(torch.ones(2, 2), weight).dtype))
         backward(model, optimizer, bad=model[0])
         optimizer.step()
         assert seen == [torch.float16]

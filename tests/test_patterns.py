@@ -162,9 +162,10 @@ class TestCasts:
     def test_let_another_model_join_after_an_import(self, mine: Callable[[str], str]) -> None:
         name = mine("patterns_i")
         lists = {"blacklist": {f"{name}.*": ["*_loss"]}}
-        with casts_on(HALF, cast_lists=lists):
-            loaded(name)
-            amp.initialize(nn.Linear(2, 2), cast_lists=lists, half_dtype=HALF, verbosity=0)
+        amp.initialize(nn.Linear(2, 2), cast_lists=lists, half_dtype=HALF, verbosity=0)
+        loaded(name)
+        amp.initialize(nn.Linear(2, 2), cast_lists=lists, half_dtype=HALF, verbosity=0)
+        amp.deinitialize()
 
     def test_explained_name_the_line(self, mine: Callable[[str], str], tmp_path: FilePath) -> None:
         name = mine("patterns_j")

@@ -22,8 +22,9 @@ from ampatch.switch import Switch
 
 
 def product_dtype() -> torch.dtype:
-    """The type that a whitelisted function computes in here and now."""
-    return torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+    """The type that a whitelisted function of a weight computes in here and now."""
+    with torch.enable_grad():
+        return torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype
 
 
 def in_thread(function: Callable[[], object]) -> object:

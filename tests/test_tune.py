@@ -64,6 +64,9 @@ class Trained(nn.Module):
         self.part = Part()
         self.metric = math.nan
 
+    def forward(self, off: Callable[[Trained, Tensor], float], x: Tensor) -> float:
+        return off(self, x)
+
 
 class Part(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
@@ -89,7 +92,7 @@ class Probe:
         with amp.scale_loss(model.layer(torch.randn(2, 4)).sum(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-        model.metric = self.off(model, 30 + torch.rand(64, generator=torch.Generator().manual_seed(1)))
+        model.metric = model(self.off, 30 + torch.rand(64, generator=torch.Generator().manual_seed(1)))
         return model
 
     def tuned(self, tolerance: float | str = 0.01, **options: Any) -> Any:
@@ -216,7 +219,7 @@ def test_a_function_that_only_the_evaluation_calls_moves_too() -> None:
     def evaluate(model: Trained) -> float:
         x = 30 + torch.rand(64, generator=torch.Generator().manual_seed(1))
         model.layer(x.view(16, 4))
-        return only_spread(model, x)
+        return model(only_spread, x)
 
     tuning = amp.tune(Probe(lambda _, x: 0.0).train, evaluate, tolerance=0.01, higher_is_better=False, seeds=1,
                       half_dtype="bfloat16", cast_lists=WHITELISTED, progress=False)  # fmt: skip
@@ -920,15 +923,19 @@ from ampatch import amp
 def spread(x):
     return (x * x).mean() - x.mean() ** 2
 
+class Net(nn.Linear):
+    def forward(self, x, function=None):
+        return super().forward(x) if function is None else function(x)
+
 def train(amp_options):
-    model = nn.Linear(4, 4)
+    model = Net(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, verbosity=0, **amp_options)
     with amp.scale_loss(model(torch.randn(2, 4)).sum(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
     x = 30 + torch.rand(64, generator=torch.Generator().manual_seed(1))
-    model.off = abs(float(spread(x)) - float(x.double().var(correction=0)))
+    model.off = abs(float(model(x, spread)) - float(x.double().var(correction=0)))
     return model
 
 def evaluate(model):

@@ -122,7 +122,7 @@ class TestOneCastPerIteration:
         assert casts_of_weights(lambda: (model(value), model(value))) == 1
 
     def test_does_not_hold_for_what_is_no_parameter(self, model, half):
-        value = x()
+        value = x().requires_grad_()
         assert casts_of_weights(lambda: (torch.mm(value, value.t()), torch.mm(value, value.t()))) == 4
         assert len(cache()) == 0
 

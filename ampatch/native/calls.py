@@ -58,9 +58,10 @@ def _choose(asked: str) -> Chosen[ModuleType]:
 _selection = Selection(_VARIABLE, CHOICES, _choose, "Patched functions are called by %s.")
 
 
-#: "to": casts tensors to a dtype. "via_dtype": the same, but if the first tensor is half, passes `dtype=` to the
-#: function instead. "promote": casts tensors to the widest dtype among them.
-Kind = Literal["to", "via_dtype", "promote"]
+#: "to": casts tensors to a dtype. "for_models": the same, but outside of regions only in calls that belong to a model:
+#: see `adapters.is_of_model`. "via_dtype": as "to", but if the first tensor is half, passes `dtype=` to the function
+#: instead. "promote": casts tensors to the widest dtype among them.
+Kind = Literal["to", "for_models", "via_dtype", "promote"]
 
 
 @dataclass(frozen=True, slots=True)

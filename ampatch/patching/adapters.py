@@ -1,6 +1,7 @@
 """Makes *adapters*: functions that turn the arguments of a call into the arguments that a rule asks for.
 
-An adapter depends on the arguments and on the cache of casts only. Must not know patches, switches or sessions.
+An adapter depends on the arguments, the thread's region and grad mode, and the cache of casts. Must not know patches,
+switches or sessions.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, first
 from ampatch.casting.nested import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
 from ampatch.errors import BannedFunctionError, CastListError, Fault
 from ampatch.native.calls import Kind, PlainCast
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.opt_levels import HALF_DTYPES, HALVES
 from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
 from ampatch.patching.fused_linear import LINEAR, LinearCalls
@@ -30,6 +31,7 @@ from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
 
 Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_Condition = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 #: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
 Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
@@ -70,6 +72,10 @@ class Adapter:
     may_write: bool = False
 
 
+def _always(*_: object) -> bool:
+    return True
+
+
 def is_in_place(name: str) -> bool:
     """Returns True if a function of this name writes to its first argument."""
     return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
@@ -77,6 +83,20 @@ def is_in_place(name: str) -> bool:
 
 def _has_size(tensor: Tensor, *size: Any) -> bool:
     return [*tensor.shape] == [*(size[0] if isinstance(size[0], (list, tuple)) else size)]
+
+
+def is_of_model(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns True if a call outside of all regions belongs to a model, by its arguments.
+
+    One of them is half already, or autograd records the call through one of them. In half, other float32 products
+    could lose what their caller needs, for example the exact result of one that counts.
+    """
+    records = torch.is_grad_enabled()
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for tensor in () if type(value) in PLAIN else tensors_in(value):
+            if tensor.dtype in HALVES or (records and tensor.requires_grad):
+                return True
+    return False
 
 
 def lacks_half_products(tensor: Tensor) -> bool:
@@ -124,6 +144,7 @@ class Adapters:
         labelled: True if the cache labels casts with the function's name; then `Adapter.plain_cast` is always None.
         linear: object that makes calls of linear layers whose arguments were cast to half; None: torch does.
         hears_regions: True to cast nothing in regions in which autocast is off.
+        for_models: True if rules of the whitelist cast only in regions and in calls that `is_of_model` accepts.
     """
 
     def __init__(
@@ -135,6 +156,7 @@ class Adapters:
         labelled: bool = False,
         linear: LinearCalls | None = None,
         hears_regions: bool = True,
+        for_models: bool = False,
     ) -> None:
         self.half_dtype = half_dtype
         self._hears_regions = hears_regions
@@ -154,7 +176,8 @@ class Adapters:
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
         # All functions with the same treatment share these.
         self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
-        self._to_half = self._make_to_half()
+        self._to_half = self._make_to_half(_always)
+        self._for_models = self._make_to_half(self._is_of_model) if for_models else self._to_half
         self._to_widest = self._make_to_widest()
         self._via_dtype = self._make_via_dtype()
         self._obeying_keywords: dict[Adapt, Adapter] = {}
@@ -166,7 +189,8 @@ class Adapters:
             CastListError: the rule has a condition on an argument that the function does not have.
         """
         adapter = self._labelled(
-            self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead), rule.path
+            self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead, is_listed=True),
+            rule.path,
         )
         if not rule.when:
             return adapter
@@ -215,18 +239,25 @@ class Adapters:
         original: Function | None = None,
         via_dtype: bool = False,
         instead: str | None = None,
+        is_listed: bool = False,
     ) -> Adapter:
-        """Returns the adapter of a function under a treatment; the path's name shows if the function is in-place."""
+        """Returns the adapter of a function under a treatment; the path's name shows if the function is in-place.
+
+        A function that no list names always casts: the user has decorated or registered it.
+        """
         if treatment is Treatment.BANNED and not self._allow_banned:
             return Adapter(self._banned(path, instead))
         if is_in_place(path.name):
             return Adapter(self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST))
         if treatment is Treatment.WHITELIST:
-            adapter = self._obeying(self._to_half, original, "to", self.half_dtype)
+            to_half = self._for_models if is_listed else self._to_half
+            kind: Kind = "to" if to_half is self._to_half else "for_models"
+            adapter = self._obeying(to_half, original, kind, self.half_dtype)
             if original is not None and recurrent_weights.is_recurrent(original):
-                return Adapter(self._with_weights_together(adapter.adapt, original))
+                applies = _always if kind == "to" else self._is_of_model
+                return Adapter(self._with_weights_together(adapter.adapt, original, applies))
             if original is LINEAR and self._linear is not None:
-                plain_cast = PlainCast("to", self.half_dtype, product=self._linear.product)
+                plain_cast = PlainCast(kind, self.half_dtype, product=self._linear.product)
                 return Adapter(adapter.adapt, plain_cast, self._linear.call)
         elif treatment is Treatment.PROMOTE:
             adapter = self._obeying(self._to_widest, original, "promote")
@@ -245,12 +276,12 @@ class Adapters:
         adapters |= {name: self._obeying(self._to[dtype], None, "to", dtype) for name, dtype in HALF_DTYPES.items()}
         return {name: adapter.adapt for name, adapter in adapters.items()}
 
-    def _make_to_half(self) -> Adapt:
+    def _make_to_half(self, applies: _Condition) -> Adapt:
         """Makes the cast to half, or to float32 if an argument is sparse and torch has no half kernel for it.
 
         In a region it casts to the region's type.
         """
-        outside, inside = self._to[self.half_dtype], _casting(self._cast_in_region)
+        cast = _casting(self._cast_in_region)
         in_float32, strided = self._to[torch.float32], torch.strided
 
         def to_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -258,9 +289,12 @@ class Adapters:
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     if isinstance(value, Tensor) and value.layout is not strided and lacks_half_products(value):
                         return in_float32(args, kwargs)
-            return inside(args, kwargs) if is_set_by_autocast() else outside(args, kwargs)
+            return cast(args, kwargs) if applies(args, kwargs) else (args, kwargs)
 
         return to_half
+
+    def _is_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        return is_set_by_autocast(self.device_types) or is_of_model(args, kwargs)
 
     def _cast_in_region(self, tensor: Tensor) -> Tensor:
         dtype = self._half_dtype_for(tensor)
@@ -271,12 +305,12 @@ class Adapters:
         dtype = dtype_in_region(tensor.device.type)
         return self.half_dtype if dtype is None and not (self._hears_regions and is_in_region()) else dtype
 
-    def _with_weights_together(self, to_half: Adapt, original: Function) -> Adapt:
+    def _with_weights_together(self, to_half: Adapt, original: Function, applies: _Condition) -> Adapt:
         """Returns an adapter that casts the weights of a recurrent layer into one buffer, the rest by ``to_half``."""
 
         def with_weights_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             place = None if is_compiling() else recurrent_weights.place_of_weights(args)
-            if place is not None and args[place]:
+            if place is not None and args[place] and applies(args, kwargs):
                 weights = args[place]
                 dtype = self._half_dtype_for(weights[0])
                 if (

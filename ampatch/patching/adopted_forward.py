@@ -1,73 +1,180 @@
 """The forward of an adopted model at O1 and O4: a region of torch.autocast, whose casts amp makes by its lists.
 
-Owns the forward that replaces the model's own. So code that asks torch for autocast gets the answer that describes
-amp's casts; regions of torch.autocast inside change what amp does; and operators with rules for autocast follow them.
-Must never cast an argument or a result.
+Owns the forward that replaces the model's own, and the calls of the model's parts from outside of it. So code that
+asks torch for autocast gets the answer that describes amp's casts; regions of torch.autocast inside change what amp
+does; and operators with rules for autocast follow them. Must never cast an argument or a result.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Set
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from ampatch.compilers import traced_within_others
+from ampatch.casting.nested import tensors_in
+from ampatch.compilers import trace_calls, traced_within_others
 from ampatch.ledger import PatchLedger
+from ampatch.native import calls
 from ampatch.patching.replaced_forward import Block, ReplacedForward, own_forward
-from ampatch.switch import Region, State, Switch, blocks_of, casting_to, in_graph, is_set_by_autocast
+from ampatch.switch import (
+    Region,
+    State,
+    Switch,
+    blocks_of,
+    casting_to,
+    in_graph,
+    is_in_region,
+    is_set_by_autocast,
+    state,
+)
+
+# The attribute of a module that torch calls instead of `_call_impl` if it is not None. `module.compile()` sets it.
+_CALL = "_compiled_call_impl"
 
 
-def run_in_region(model: nn.Module, ledger: PatchLedger, switch: Switch, dtype: torch.dtype, kinds: Set[str]) -> None:
-    """Makes the forward of a model run in a region while the session casts, unless it is called in one.
+class Regions:
+    """The regions that a session begins: around the forwards of its models, and around calls of their parts alone.
 
     Args:
-        model: the model.
-        ledger: records the change.
         switch: switch of the session.
-        dtype: half type of the region.
+        dtype: half type of the regions.
         kinds: device types whose tensors are cast; the set may grow.
     """
-    own = own_forward(model, switch)
-    if own is not None and not inspect.isasyncgenfunction(own):
-        ledger.set(model, "forward", _ForwardInRegion(model, own, switch, dtype, kinds))
+
+    def __init__(self, switch: Switch, dtype: torch.dtype, kinds: Set[str]) -> None:
+        self._switch, self._dtype, self.kinds = switch, dtype, kinds
+        self._state: State | None = None  # as of the last region
+        self._parts: set[weakref.ref[nn.Module]] = set()  # each root's forward looks here, and a WeakSet is slower
+        # Deep copies of models. They get their parts after their forwards.
+        self._copies: list[weakref.ref[nn.Module]] = []
+
+    def state(self) -> State:
+        """Returns the state of a region that begins now."""
+        if is_dynamo_compiling():
+            return casting_to(self._dtype, self.kinds)
+        if self._state is None or len(self.kinds) > self._state[1].count(True):
+            self._state = casting_to(self._dtype, self.kinds)
+        return self._state
+
+    def state_of_checkpoint(self, args: tuple[Any, ...]) -> State:
+        """Returns the state that a reentrant checkpoint runs and recomputes in, given its arguments.
+
+        Its first run is not recorded, so outside of all regions only its arguments tell whether it belongs to a model.
+        """
+        is_alone = torch.is_grad_enabled() and not is_set_by_autocast(self.kinds)
+        return self.state() if is_alone and any(each.requires_grad for each in tensors_in(args)) else state()
+
+    def run_forward(self, model: nn.Module, ledger: PatchLedger) -> None:
+        """Makes the forward of a model run in a region while the session casts, unless it is called in one."""
+        own = own_forward(model, self._switch)
+        if own is not None and not inspect.isasyncgenfunction(own):
+            ledger.set(model, "forward", _ForwardInRegion(model, own, self._switch, self))
+
+    def add(self, model: nn.Module) -> None:
+        """Takes in the parts of an adopted model; those that are added to it later follow."""
+        self._take_in(model)
+        self._parts.discard(weakref.ref(model))
+
+    def note_copy(self, model: nn.Module) -> None:
+        """Takes in the parts of a deep copy of a model once it has them."""
+        self._copies.append(weakref.ref(model))
+
+    def install(self, ledger: PatchLedger) -> None:
+        """Makes calls of parts from outside of regions run in a region.
+
+        A forward of its own for each part would cost time in each call, and when torch.compile traces it.
+        """
+        ledger.on_undo(register_module_module_registration_hook(self._take_in_later).remove)
+        compiled = calls.compiled()
+        if compiled is None:
+            ledger.set(nn.Module, _CALL, _Call(self._call_elsewhere))
+        else:
+            ledger.on_undo(lambda: compiled.call_impl(nn.Module, None))
+            ledger.set(nn.Module, _CALL, compiled.call_impl(nn.Module, self._call_elsewhere))
+        trace_calls(
+            ledger, _call_part, lambda: None if is_set_by_autocast(self.kinds) else (self.state(),), self._is_part
+        )
+
+    def _take_in_later(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
+        is_root = isinstance(vars(parent).get("forward"), _ForwardInRegion)
+        if module is not None and (is_root or weakref.ref(parent) in self._parts):
+            self._take_in(module)
+
+    def _take_in(self, module: nn.Module) -> None:
+        self._parts.update(
+            weakref.ref(each, self._parts.discard)
+            for each in module.modules()
+            if not isinstance(each, torch.jit.ScriptModule)  # which amp does not cast, alone least of all
+        )
+
+    def _is_part(self, module: nn.Module) -> bool:
+        while self._copies:
+            copied = self._copies.pop()()
+            if copied is not None:
+                self.add(copied)
+        return weakref.ref(module) in self._parts
+
+    @traced_within_others
+    def _call_elsewhere(self, module: nn.Module, held: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        """Returns the call of a module outside of regions; None for torch's own. The user has compiled ``held``."""
+        if not self._is_part(module) or is_set_by_autocast(self.kinds):
+            return held
+        return _ForwardInRegion(module, module._call_impl if held is None else held, self._switch, self)
+
+
+class _Call:
+    """The attribute that torch calls instead of `_call_impl`, for every module. In C++ it is `call_impl`."""
+
+    def __init__(self, elsewhere: Callable[[nn.Module, Any], Any]) -> None:
+        self._elsewhere = elsewhere
+
+    @traced_within_others
+    def __get__(self, module: nn.Module | None, _: type | None = None) -> Any:
+        if module is None:
+            return self
+        held = vars(module).get(_CALL)
+        return held if is_in_region() else self._elsewhere(module, held)
+
+    def __set__(self, module: nn.Module, value: object) -> None:
+        vars(module)[_CALL] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        del vars(module)[_CALL]
 
 
 class _ForwardInRegion(ReplacedForward):
-    """The forward of an adopted model until its session ends."""
+    """The forward of an adopted model until its session ends, or one call of a part."""
 
     def __init__(
         self,
         module: nn.Module,
         own: Callable[..., Any],
         switch: Switch | None = None,
-        dtype: torch.dtype = torch.float16,
-        kinds: Set[str] = frozenset(),
+        regions: Regions | None = None,
     ) -> None:
         super().__init__(module, own, switch)
-        self._dtype, self._kinds = dtype, kinds
-        self._state: State | None = None  # as of the last forward
+        self._regions: Any = regions  # None after unpickling: then the module's own forward runs
 
     def block(self) -> Block:
         """Returns a region, or a block that changes nothing in a region of other code."""
-        if is_set_by_autocast():
+        if is_set_by_autocast(self._regions.kinds):
             return contextlib.nullcontext()
-        if is_dynamo_compiling():
-            return in_graph(casting_to(self._dtype, self._kinds))
-        if self._state is None or len(self._kinds) > self._state[1].count(True):
-            self._state = casting_to(self._dtype, self._kinds)
-        return Region(self._state)
+        wanted = self._regions.state()
+        return in_graph(wanted) if is_dynamo_compiling() else Region(wanted)
 
     @traced_within_others
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward; under Dynamo in plain blocks, within which its graphs may break."""
-        if not is_dynamo_compiling() or is_exporting() or is_set_by_autocast():
+        if not is_dynamo_compiling() or is_exporting() or is_set_by_autocast(self._regions.kinds):
             return self.in_block(*args, **kwargs)
-        first, second, third, fourth = blocks_of(casting_to(self._dtype, self._kinds))
+        first, second, third, fourth = blocks_of(self._regions.state())
         with first, second, third, fourth:
             return self.own(*args, **kwargs)
 
@@ -76,4 +183,20 @@ class _ForwardInRegion(ReplacedForward):
 
     def copied(self, module: nn.Module, own: Callable[..., Any]) -> Self:
         """Returns the forward of a copy of the module."""
-        return type(self)(module, own, self.switch, self._dtype, self._kinds)
+        return type(self)(module, own, self.switch, self._regions)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        made = super().__deepcopy__(memo)
+        if self._regions is not None:
+            self._regions.note_copy(made.module)
+        return made
+
+
+def _call_part(wanted: State, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Calls a part of a model in a region; only torch.compile runs it."""
+    if is_exporting():
+        with in_graph(wanted):
+            return module(*args, **kwargs)
+    first, second, third, fourth = blocks_of(wanted)
+    with first, second, third, fourth:
+        return module(*args, **kwargs)

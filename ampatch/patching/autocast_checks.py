@@ -34,13 +34,14 @@ def _carries_state(frame: types.FrameType, is_on: bool) -> bool:
     return home in _CARRIERS
 
 
-def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str]) -> None:
+def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str], for_models: bool) -> None:
     """Patches `torch.autocast`, so that a region of it is a region for amp, too, also where it is off.
 
     Args:
         ledger: records the patches.
         dtype: half type that is cast to outside of regions.
         kinds: device types whose tensors are cast there; the set may grow.
+        for_models: True if outside of regions only calls that belong to a model are cast.
     """
     enter: Any = torch.autocast.__enter__
     leave: Any = torch.autocast.__exit__
@@ -51,9 +52,10 @@ def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str]) -> No
         before = state()
         result = enter(self)
         enter_block(self, before)
-        if self.device in KINDS and not _carries_state(sys._getframe(1), self._enabled):
+        is_heard = self.device in (kinds if for_models else KINDS)
+        if is_heard and not _carries_state(sys._getframe(1), self._enabled):
             # Of other device types, a block says nothing.
-            turn_on(dtype, () if before[0] else kinds - {self.device})
+            turn_on(dtype, () if before[0] or for_models else kinds - {self.device})
         return result
 
     @traced_within_others

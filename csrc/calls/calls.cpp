@@ -64,6 +64,7 @@ PyObject* name_out;
 PyObject* name_input;
 PyObject* name_weight;
 PyObject* name_bias;
+PyObject* name_call_impl;
 
 // Data shared by all calls of a session.
 struct Caster {
@@ -235,7 +236,7 @@ PyMethodDef caster_methods[] = {{"set_device_types", caster_set_device_types, ME
                                 {nullptr, nullptr, 0, nullptr}};
 
 // How ordinary arguments are cast: `Kind` of ampatch/native/calls.py.
-enum class Kind { to, via_dtype, promote };
+enum class Kind { to, for_models, via_dtype, promote };
 
 // A patched function: the base of its class, whose `__call__` in Python does what C++ leaves to it.
 struct Call {
@@ -324,7 +325,9 @@ class Arguments {
         return false;
       }
     }
-    if (call_->kind == Kind::promote) {
+    if (call_->kind == Kind::for_models) {
+      casts_ = casts_ && is_of_model_;
+    } else if (call_->kind == Kind::promote) {
       casts_ = is_mixed_ && is_wider_;
     } else if (call_->kind == Kind::via_dtype && casts_) {
       return inspect_first();
@@ -446,6 +449,8 @@ class Arguments {
         return false;  // a region of another type
       }
       casts_ = casts_ || is_cast(tensor);
+      is_of_model_ = is_of_model_ || here_.is_in_region() || is_half(tensor.scalar_type()) ||
+                     (tensor.requires_grad() && at::GradMode::is_enabled());
       return true;
     }
     const ScalarType found = tensor.scalar_type();
@@ -572,6 +577,7 @@ class Arguments {
   Py_ssize_t positional_;
   Py_ssize_t count_;
   bool casts_ = false;
+  bool is_of_model_ = false;  // as `Adapters._is_of_model` of ampatch/patching/adapters.py
   bool tells_dtype_ = false;
   bool has_cast_ = false;  // errors from now on come from the original
   ScalarType type_;        // type to cast to; for promotion, the widest type of the tensors seen so far
@@ -641,12 +647,14 @@ void call_dealloc(PyObject* self) {
 bool kind_of(std::string_view text, Kind* kind) {
   if (text == "to") {
     *kind = Kind::to;
+  } else if (text == "for_models") {
+    *kind = Kind::for_models;
   } else if (text == "via_dtype") {
     *kind = Kind::via_dtype;
   } else if (text == "promote") {
     *kind = Kind::promote;
   } else {
-    PyErr_SetString(PyExc_ValueError, "expected the kind to, via_dtype or promote");
+    PyErr_SetString(PyExc_ValueError, "expected the kind to, for_models, via_dtype or promote");
     return false;
   }
   return true;
@@ -697,6 +705,49 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   Py_TYPE(object)->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;  // its class has `__call__` in Python, and so inherits none
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
+}
+
+// The attribute `_compiled_call_impl` of torch.nn.Module during a session. If it is not None, torch calls it instead of
+// `_call_impl`. In a region it is what the user's `module.compile()` has put there; elsewhere a function decides.
+PyObject* call_elsewhere;
+
+PyObject* call_impl_of(PyObject* module, void*) {
+  const Ref own = Ref::taken(PyObject_GenericGetDict(module, nullptr));
+  PyObject* held = own ? PyDict_GetItemWithError(own.get(), name_call_impl) : nullptr;
+  if (held == nullptr) {
+    if (PyErr_Occurred()) {
+      return nullptr;
+    }
+    held = Py_None;
+  }
+  if (Here().is_in_region()) {
+    return Py_NewRef(held);
+  }
+  const Ref kept = Ref::shared(held);
+  const Ref function = Ref::shared(call_elsewhere);
+  PyObject* args[] = {module, held};
+  return PyObject_Vectorcall(function.get(), args, 2, nullptr);
+}
+
+int set_call_impl(PyObject* module, PyObject* value, void*) {
+  const Ref own = Ref::taken(PyObject_GenericGetDict(module, nullptr));
+  if (!own) {
+    return -1;
+  }
+  return value == nullptr ? PyDict_DelItem(own.get(), name_call_impl)
+                          : PyDict_SetItem(own.get(), name_call_impl, value);
+}
+
+// call_impl(type, elsewhere): returns that attribute, to be set on `type`. `elsewhere(module, held)` is called outside
+// of regions; every attribute calls the latest.
+PyObject* call_impl(PyObject*, PyObject* args) {
+  static PyGetSetDef property = {"_compiled_call_impl", call_impl_of, set_call_impl, nullptr, nullptr};
+  PyObject *type, *elsewhere;
+  if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &elsewhere)) {
+    return nullptr;
+  }
+  Py_XSETREF(call_elsewhere, Py_NewRef(elsewhere));
+  return PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(type), &property);
 }
 
 // The device types of a state, in the order of ampatch/switch.py.
@@ -759,6 +810,7 @@ PyObject* exchange(PyObject*, PyObject* wanted) {
 }
 
 PyMethodDef functions[] = {{"accelerate", accelerate, METH_VARARGS, nullptr},
+                           {"call_impl", call_impl, METH_VARARGS, nullptr},
                            {"exchange", exchange, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 
@@ -789,9 +841,10 @@ PyMODINIT_FUNC PyInit__calls() {
   name_input = PyUnicode_InternFromString("input");
   name_weight = PyUnicode_InternFromString("weight");
   name_bias = PyUnicode_InternFromString("bias");
+  name_call_impl = PyUnicode_InternFromString("_compiled_call_impl");
   Ref made = Ref::taken(PyModule_Create(&module_definition));
   if (!made || name_dtype == nullptr || name_out == nullptr || name_input == nullptr || name_weight == nullptr ||
-      name_bias == nullptr || PyModule_AddType(made.get(), &call_type) < 0 ||
+      name_bias == nullptr || name_call_impl == nullptr || PyModule_AddType(made.get(), &call_type) < 0 ||
       PyModule_AddType(made.get(), &caster_type) < 0 || !add_store_types(made.get()) ||
       !add_parameter_functions(made.get()) || !add_pieces_functions(made.get())) {
     return nullptr;

@@ -364,24 +364,26 @@ class TestLists:
         functional_overrides.FP32_FUNCS.remove("softmax")
         functional_overrides.FP16_FUNCS.append("softmax")
         setup("O1")
-        assert F.softmax(torch.ones(2, 2), -1).dtype is torch.float16
+        assert F.softmax(torch.ones(2, 2, requires_grad=True), -1).dtype is torch.float16
 
     def test_put_into_another_list_it_moves_though_it_was_not_taken_out(self) -> None:
         functional_overrides.FP16_FUNCS.append("softmax")
         setup("O1")
-        assert F.softmax(torch.ones(2, 2), -1).dtype is torch.float16
+        assert F.softmax(torch.ones(2, 2, requires_grad=True), -1).dtype is torch.float16
 
     def test_a_list_may_be_replaced(self) -> None:
+        weight = torch.ones(2, 2, requires_grad=True)
         torch_overrides.FP16_FUNCS = [name for name in torch_overrides.FP16_FUNCS if name != "mm"]
         setup("O1")
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
-        assert torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2)).dtype is torch.float16
+        assert torch.mm(torch.ones(2, 2), weight).dtype is torch.float32
+        assert torch.bmm(torch.ones(1, 2, 2), weight[None]).dtype is torch.float16
 
     def test_methods_are_a_list_of_their_own(self) -> None:
+        weight = torch.ones(2, 2, requires_grad=True)
         tensor_overrides.FP16_FUNCS.remove("__matmul__")
         setup("O1")
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
-        assert torch.matmul(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+        assert (torch.ones(2, 2) @ weight).dtype is torch.float32
+        assert torch.matmul(torch.ones(2, 2), weight).dtype is torch.float16
 
     def test_a_banned_function_is_banned_no_more(self) -> None:
         functional_overrides.BANNED_FUNCS.clear()
@@ -413,7 +415,7 @@ class TestLists:
         functional_overrides.FP16_FUNCS.append("sofmax")
         with pytest.warns(AmpWarning, match=r"FP16_FUNCS holds 'sofmax', .* Did you mean 'softmax'"):
             setup("O1")
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype is torch.float16
 
     def test_two_new_places_are_an_error(self) -> None:
         torch_overrides.FP16_FUNCS.append("relu")

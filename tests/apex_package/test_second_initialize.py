@@ -126,7 +126,7 @@ class TestReplacing:
         with apex_amp.scale_loss(torch.ones(()), optimizer) as scaled:
             assert scaled == 1
         fold("O1")
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype is torch.float16
 
     def test_init_replaces_and_is_replaced(self) -> None:
         handle = apex_amp.init()

@@ -31,6 +31,7 @@ class Products(Dataset[dict[str, Tensor]]):
                 "whitelist": torch.mm(value, value.t()),
                 "operator": value @ value.t(),
                 "parameter": self.layer(value),
+                "half": torch.mm(value.half(), value.t().half()),
                 "blacklist": F.softmax(value.to(torch.float16), -1),
                 "promote": torch.dot(value[0], value[1].half()) if _casts() else torch.dot(value[0], value[1]),
                 "off": _off(value),
@@ -38,7 +39,7 @@ class Products(Dataset[dict[str, Tensor]]):
 
 
 def _casts() -> bool:
-    return torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is not torch.float32
+    return F.softmax(torch.ones(1, dtype=torch.float16), -1).dtype is torch.float32
 
 
 @amp.disable_casts()
@@ -91,12 +92,12 @@ def types(batches: list[dict[str, Tensor]]) -> dict[str, torch.dtype]:
 
 def in_types(half: torch.dtype) -> dict[str, torch.dtype]:
     """What the batches are in where functions are cast to this type, or, for float32, where they are not."""
-    unlisted = torch.float16 if half is torch.float32 else torch.float32
+    casts = half is not torch.float32
     return {
-        **dict.fromkeys(["whitelist", "operator", "parameter"], half),
-        "blacklist": unlisted,
-        **dict.fromkeys(["promote", "off"], torch.float32),
-        "collated": half,
+        **dict.fromkeys(["whitelist", "operator", "parameter"], torch.float32),  # none of an adopted model's
+        "half": half if casts else torch.float16,
+        "blacklist": torch.float32 if casts else torch.float16,
+        **dict.fromkeys(["promote", "off", "collated"], torch.float32),
     }
 
 
@@ -140,9 +141,9 @@ class TestForkedWorkers:
         data = Products()
         adopt()
         loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork", persistent_workers=True)
-        with_casts = next(iter(loader))["whitelist"]
+        with_casts = next(iter(loader))["half"]
         amp.deinitialize()
-        assert next(iter(loader))["whitelist"].dtype is with_casts.dtype is torch.bfloat16
+        assert next(iter(loader))["half"].dtype is with_casts.dtype is torch.bfloat16
 
     @pytest.mark.parametrize("level", ["O1", "O2"])
     def test_use_an_adopted_model_that_their_data_set_holds(self, level):

@@ -146,7 +146,8 @@ class TestThreads:
         gc.collect()
         assert len(runtime.live.cache) == 0
         assert not Switch.is_off()
-        assert torch.mm(torch.ones(2, 2, device=device), torch.ones(2, 2, device=device)).dtype is torch.bfloat16
+        weight = torch.ones(2, 2, device=device, requires_grad=True)
+        assert torch.mm(torch.ones(2, 2, device=device), weight).dtype is torch.bfloat16
 
     def test_evaluate_one_model_at_once(self):
         """Casts made without gradients belong to the thread in whose forward they are."""
@@ -175,7 +176,7 @@ class TestThreads:
             assert torch.mm(value, value).dtype is torch.bfloat16
             barrier.wait(60)
 
-        value, barrier = torch.ones(2, 2), threading.Barrier(3)
+        value, barrier = torch.ones(2, 2, requires_grad=True), threading.Barrier(3)
         amp.initialize(nn.Linear(2, 2), half_dtype=torch.bfloat16, verbosity=0)
         together([is_off, is_on, is_off])
 

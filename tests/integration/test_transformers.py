@@ -359,7 +359,7 @@ class TestOverrides:
         class First:
             def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
                 output = model(**inputs).loss
-                products.append((torch.mm(torch.ones(2, 2), torch.ones(2, 2))).dtype)
+                products.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype)
                 output.backward()
                 return output.detach()
 
@@ -373,7 +373,7 @@ class TestOverrides:
     def test_a_method_under_another_name_is_guarded(self, tmp_path: Path) -> None:
         def step_of_a_library(trainer: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             output = model(**inputs).loss
-            products.append((torch.mm(torch.ones(2, 2), torch.ones(2, 2))).dtype)
+            products.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype)
             output.backward()
             return output.detach()
 
@@ -505,9 +505,10 @@ class TestPredicting:
 
     def test_a_callback_may_open_a_session(self, tmp_path: Path) -> None:
         def sample(model: Any, **_: Any) -> None:
-            with trainer.amp_session(), torch.no_grad():
-                kinds.add(model(SENTENCES[0][None]).logits.dtype)
-                kinds.add(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+            with trainer.amp_session():
+                with torch.no_grad():
+                    kinds.add(model(SENTENCES[0][None]).logits.dtype)
+                kinds.add(torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype)
 
         kinds: set[torch.dtype] = set()
         trainer = make(tmp_path, {"half_dtype": "float16"}, callbacks=[calling(on_step_end=sample)], max_steps=1)

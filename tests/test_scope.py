@@ -1,0 +1,473 @@
+"""What is cast at O1 and O4: the work of adopted models, and no other arithmetic of the process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from ampatch import amp
+from ampatch.runtime import runtime
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+FULL, HALF = torch.float32, torch.float16
+
+
+@pytest.fixture(params=["python", "compiled"], autouse=True)
+def implementation(request: pytest.FixtureRequest, select_calls: Callable[[str], None]) -> str:
+    """Each test runs with calls in Python and in C++, which decide the same."""
+    select_calls(request.param)
+    return request.param
+
+
+class Encoders(nn.Module):
+    """A model in the style of CLIP: users call its methods, and its parts, beside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8)))
+        self.text = nn.Linear(8, 4)
+        self.projection = nn.Parameter(torch.randn(8, 4))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        return self.visual[2](self.visual[0](x))
+
+    def encode_image(self, x: Tensor) -> Tensor:
+        return self.visual(x) @ self.projection
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode_image(x) + self.text(x)
+
+
+class Steps(nn.Module):
+    """Its forward is a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        for _ in range(2):
+            x = self.layer(x)
+            yield x
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.lstm = Steps(), nn.LSTM(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
+def adopt(model: nn.Module | None = None, half: torch.dtype = HALF, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return amp.initialize(model or Encoders(), opt_level="O1", half_dtype=half, verbosity=0, **options)
+
+
+def x() -> Tensor:
+    return torch.linspace(-1, 1, 24).view(3, 8)
+
+
+class TestArithmeticOfNoModel:
+    """The numbers are those without amp."""
+
+    @pytest.fixture(autouse=True)
+    def _adopted(self, implementation: str) -> None:
+        adopt()
+
+    def test_counts(self) -> None:
+        assert (torch.ones(70000, 1).T @ torch.ones(70000, 1)).item() == 70000  # float16 ends at 65504
+
+    def test_confusion_matrix(self) -> None:
+        labels = torch.zeros(2049, dtype=torch.int64)  # the first whole number that float16 lacks
+        onehot = F.one_hot(labels, 2).float()
+        assert (onehot.T @ onehot).tolist() == [[2049, 0], [0, 0]]
+        assert torch.einsum("ni,nj->ij", onehot, onehot)[0, 0] == 2049
+
+    def test_products_of_small_gradients(self) -> None:
+        gradients = [torch.full((1, 4), 1e-5), torch.full((1, 4), -1e-5)]
+        assert torch.mm(gradients[0], gradients[1].T).item() == pytest.approx(-4e-10)
+        assert F.linear(*gradients).item() == pytest.approx(-4e-10)
+
+    def test_gradients_of_a_model(self) -> None:
+        model = nn.Linear(8, 4)
+        amp.initialize(model, opt_level="O1", half_dtype=HALF, verbosity=0)
+        model(x()).float().square().sum().backward()
+        gradient = model.weight.grad
+        assert_same_bits(gradient @ gradient.T, _without_amp(lambda: gradient @ gradient.T))
+
+    def test_merge_of_lora(self) -> None:
+        weight, down, up = (nn.Parameter(torch.randn(shape)) for shape in ((8, 8), (2, 8), (8, 2)))
+        with torch.no_grad():
+            merged = weight + up @ down
+            assert_same_bits(merged, _without_amp(lambda: weight + up @ down))
+
+    def test_a_weight_of_the_model_counts_as_any_other(self) -> None:
+        model = adopt()
+        with torch.no_grad():
+            assert (model.projection.T @ model.projection).dtype is FULL
+
+    def test_of_a_module_that_is_not_adopted(self) -> None:
+        with torch.no_grad():
+            assert nn.Linear(8, 8)(x()).dtype is FULL
+            assert nn.LSTM(8, 8)(x())[0].dtype is FULL
+            assert nn.Conv1d(3, 3, 1)(x()).dtype is FULL
+
+    def test_in_another_thread(self) -> None:
+        found: list[float] = []
+        thread = threading.Thread(target=lambda: found.append((torch.ones(1, 70000) @ torch.ones(70000, 1)).item()))
+        thread.start()
+        thread.join()
+        assert found == [70000]
+
+    def test_in_a_backward_pass_of_the_users(self) -> None:
+        class Doubled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, given: Tensor) -> Tensor:
+                return given * 2
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                seen.append((gradient @ gradient.T).dtype)
+                return gradient * 2
+
+        seen: list[torch.dtype] = []
+        given = x().requires_grad_()
+        given.register_hook(lambda gradient: seen.append((gradient @ gradient.T).dtype))
+        Doubled.apply(given).sum().backward()
+        assert seen == [FULL, FULL]
+
+    def test_with_layers_without_gradients(self) -> None:
+        with torch.no_grad():
+            assert torch.stack([x() @ x().T]).dtype is FULL
+            assert torch.linalg.multi_dot([x(), x().T, x()]).dtype is FULL
+
+    @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+    @pytest.mark.parametrize("enabled", [True, False])
+    def test_in_a_block_of_autocast_for_another_device(self, enabled: bool) -> None:
+        model = adopt()
+        with torch.autocast("cuda", torch.float16, enabled), torch.no_grad():
+            assert (x() @ x().T).dtype is FULL
+            assert (model(x()).dtype, model.visual(x()).dtype) == (HALF, HALF)
+            runtime.live.device_types.add("cuda")  # as of another model
+            assert (x() @ x().T).dtype is FULL
+        with torch.autocast("cuda", torch.float16, enabled), torch.no_grad():
+            assert (x() @ x().T).dtype is FULL
+
+
+def _without_amp(function: Callable[[], Tensor]) -> Tensor:
+    with amp.disable_casts():
+        return function()
+
+
+class TestWorkOfAModel:
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    def test_forward(self, half: torch.dtype) -> None:
+        model = adopt(half=half)
+        for gradients in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with gradients():
+                assert (model(x()).dtype, model.forward(x()).dtype) == (half, half)
+        model.requires_grad_(False)
+        assert model(x()).dtype is half
+
+    @pytest.mark.parametrize("given", [torch.float16, torch.bfloat16], ids=dtype_name)
+    @torch.no_grad()
+    def test_tensors_that_are_half_already(self, given: torch.dtype) -> None:
+        adopt()
+        value = x()
+        assert (value.to(given) @ value.T).dtype is HALF
+        assert torch.mm(value, mat2=value.T.to(given)).dtype is HALF
+        assert F.linear(value, value, value[0, :3].to(given)).dtype is HALF
+        assert torch.einsum("ij,kj->ik", [value, value.to(given)]).dtype is HALF
+
+    def test_where_gradients_are_recorded(self) -> None:
+        adopt()
+        weight = torch.randn(4, 8, requires_grad=True)
+        assert F.linear(x(), weight).dtype is HALF
+        assert (x() @ weight.T).dtype is HALF
+        assert torch.einsum("ij,kj->ik", [x(), weight]).dtype is HALF
+        assert F.linear(x(), weight.detach()).dtype is FULL
+        with torch.no_grad():
+            assert F.linear(x(), weight).dtype is FULL
+        with torch.inference_mode():
+            assert F.linear(x(), weight).dtype is FULL
+        gradient = torch.autograd.grad(F.linear(x(), weight).float().square().sum(), weight, create_graph=True)[0]
+        assert gradient.dtype is FULL
+        assert (gradient @ gradient.T).dtype is HALF  # recorded as well: a penalty on gradients
+
+    def test_recurrent_layers(self) -> None:
+        adopt()
+        layer = nn.LSTM(8, 8)
+        assert layer(x())[0].dtype is HALF
+        with torch.no_grad():
+            assert layer(x())[0].dtype is FULL
+            assert layer(x().half())[0].dtype is HALF
+        layer.requires_grad_(False)
+        assert layer(x())[0].dtype is FULL
+
+    @torch.no_grad()
+    def test_other_lists_hold_everywhere(self) -> None:
+        adopt()
+        value = x()
+        assert F.softmax(value.half(), -1).dtype is FULL
+        assert torch.sum(value.half()).dtype is FULL
+        assert torch.dot(value[0], value[1].half()).dtype is FULL
+        assert (value.to_sparse() @ value.T.half()).dtype is FULL
+
+    def test_under_transforms(self) -> None:
+        adopt()
+        weight, seen = torch.randn(4, 8), []
+
+        def loss(weight: Tensor, row: Tensor) -> Tensor:
+            seen.append(F.linear(row, weight).dtype)
+            return F.linear(row, weight).float().square().sum()
+
+        grad(loss)(weight, x()[0])
+        vmap(grad(loss), (None, 0))(weight, x())
+        grad(lambda weight: vmap(loss, (None, 0))(weight, x()).sum())(weight)
+        assert seen == [HALF] * 3
+        seen.clear()
+        vmap(loss, (None, 0))(weight, x())
+        assert seen == [FULL]
+
+    @torch.no_grad()
+    def test_that_is_differentiated_forwards(self) -> None:
+        model = adopt()
+        assert [each.dtype for each in jvp(model, (x(),), (x(),))] == [HALF, HALF]
+
+    @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_of_functions_in_checkpoints(self, reentrant: bool) -> None:
+        adopt()
+        seen: list[torch.dtype] = []
+
+        def function(given: Tensor) -> Tensor:
+            result = given @ given.T
+            seen.append(result.dtype)
+            return result.sin()
+
+        checkpoint(function, x().requires_grad_(), use_reentrant=reentrant).float().sum().backward()
+        assert seen == [HALF, HALF]
+        checkpoint(lambda: function(x()), use_reentrant=reentrant)
+        assert seen[2:] == [FULL]
+
+
+class TestPartsAlone:
+    @pytest.fixture(params=["gradients", "no_grad", "inference_mode", "frozen"])
+    def model(self, request: pytest.FixtureRequest, implementation: str) -> Iterator[Encoders]:
+        model = adopt()
+        if request.param == "frozen":
+            model.requires_grad_(False)
+        block = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.get(request.param, torch.enable_grad)
+        with block():
+            yield model
+
+    def test_are_cast_and_bring_half_to_what_follows(self, model: Encoders) -> None:
+        value = x()
+        assert model.visual(value).dtype is HALF
+        assert model.visual[2](value).dtype is HALF
+        assert model.visual[2][0](value).dtype is HALF
+        assert model.encode_image(value).dtype is HALF
+        assert model.forward_features(value).dtype is HALF
+        assert functional_call(model.text, dict(model.text.named_parameters()), value).dtype is HALF
+
+    def test_give_the_bits_of_the_forward(self, model: Encoders) -> None:
+        value = x()
+        assert_same_bits(model.encode_image(value) + model.text(value), model(value))
+
+    def test_end_their_regions_where_they_raise(self, model: Encoders) -> None:
+        with pytest.raises(RuntimeError):
+            model.text(torch.ones(2, 3))
+        assert not torch.is_autocast_enabled("cpu")
+
+    def test_cast_nothing_where_casts_are_off(self, model: Encoders) -> None:
+        with amp.disable_casts():
+            assert model.visual(x()).dtype is FULL
+        with torch.autocast("cpu", enabled=False):
+            assert model.visual(x()).dtype is FULL
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model.visual(x()).dtype is torch.bfloat16
+
+    def test_that_were_added_later_are_parts_too(self, model: Encoders) -> None:
+        model.added = nn.Sequential(nn.Sequential(nn.Linear(8, 8)))
+        model.visual.append(nn.Linear(8, 8))
+        assert (model.added[0](x()).dtype, model.visual[3](x()).dtype) == (HALF, HALF)
+
+    def test_of_copies_are_parts_too(self, model: Encoders) -> None:
+        assert copy.deepcopy(model).visual(x()).dtype is HALF
+        assert copy.copy(model).visual(x()).dtype is HALF
+
+    def test_leave_code_around_them_alone(self, model: Encoders) -> None:
+        seen: list[bool] = []
+        model.visual.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+        model.visual.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+        model.visual(x())
+        assert seen == [True, True]
+        assert not torch.is_autocast_enabled("cpu")
+        assert (x() @ x().T).dtype is FULL
+
+    def test_whose_forward_is_a_generator_cast_in_each_step(self) -> None:
+        model = adopt(Pair())
+        with torch.no_grad():
+            for value in model.steps(x()):
+                assert value.dtype is HALF
+                assert (x() @ x().T).dtype is FULL
+            assert model.lstm(x())[0].dtype is HALF
+
+    def test_by_rules_of_their_own_keep_them(self) -> None:
+        rules = {"modules": {"text": "float32", "visual.*": {"blacklist": {"torch.nn.functional": ["linear"]}}}}
+        model = adopt(cast_lists=rules)
+        with torch.no_grad():
+            assert [part(x()).dtype for part in (model.text, model.visual)] == [FULL, FULL]
+            assert F.linear(x(), x().half()).dtype is HALF
+
+    def test_tied_to_each_other_are_one_part(self) -> None:
+        model = Encoders()
+        model.tied = model.text
+        adopt(model)
+        with torch.no_grad():
+            assert model.tied(x()).dtype is HALF
+
+    def test_pickle_and_belong_to_no_session_then(self) -> None:
+        model = adopt()
+        part = pickle.loads(pickle.dumps(model.visual))
+        assert "ampatch" not in str(pickle.dumps(model.visual))
+        with torch.no_grad():
+            assert part(x()).dtype is FULL
+
+    def test_end_with_the_session(self) -> None:
+        model, before = Encoders(), dict(vars(nn.Module))
+        adopt(model)
+        amp.deinitialize()
+        with torch.no_grad():
+            assert model.visual(x()).dtype is FULL
+        assert dict(vars(nn.Module)) == before
+        assert nn.Module._compiled_call_impl is None
+
+    def test_of_a_model_that_was_refused_are_none(self) -> None:
+        adopt(nn.Linear(1, 1))
+        model = Encoders()
+        with pytest.raises(amp.AmpError):
+            amp.initialize([model, torch.jit.script(nn.Linear(2, 2))], opt_level="O1", half_dtype=HALF, verbosity=0)
+        with torch.no_grad():
+            assert model.visual(x()).dtype is FULL
+
+    def test_die_with_their_last_reference(self) -> None:
+        model = adopt()
+        reference = weakref.ref(model.text)
+        model.text(x())
+        del model.text
+        assert reference() is None
+
+    def test_at_other_levels_are_called_as_ever(self) -> None:
+        amp.initialize(Encoders(), opt_level="O2", half_dtype=HALF, verbosity=0)
+        assert nn.Module._compiled_call_impl is None
+
+
+def _graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+class TestCompiled:
+    @pytest.fixture
+    def _fresh_dynamo(self) -> Iterator[None]:
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    def test_decides_as_eager_code_and_again_if_gradients_are_on(self, backend: str) -> None:
+        model = adopt()
+        weight = torch.randn(4, 8, requires_grad=True)
+
+        def everything(value: Tensor) -> list[torch.dtype]:
+            product = value @ value.T
+            features = model.encode_image(value)
+            return product, features, F.linear(value, weight), model.visual[0](value), model(value)
+
+        compiled = torch.compile(everything, backend=backend, fullgraph=True)
+        for gradients in (torch.no_grad, torch.enable_grad, torch.no_grad):
+            with gradients():
+                found, wanted = compiled(x()), everything(x())
+                assert [each.dtype for each in found] == [each.dtype for each in wanted]
+                assert [each.dtype for each in found[:2]] == [FULL, HALF]
+        before = _graphs()
+        with torch.no_grad():
+            compiled(x())
+        assert _graphs() == before
+
+    @torch.no_grad()
+    def test_a_part_itself(self) -> None:
+        model = adopt()
+        model.visual.register_forward_hook(lambda *_: None)
+        compiled, before = torch.compile(model.visual, backend="eager"), _graphs()
+        for _ in range(3):
+            assert compiled(x()).dtype is HALF
+        assert _graphs() == before + 1
+        model.visual.compile(backend="eager")
+        assert (model.visual(x()).dtype, model(x()).dtype) == (HALF, HALF)
+        amp.deinitialize()
+        assert model.visual(x()).dtype is FULL
+        assert model.visual._compiled_call_impl is not None
+
+    @torch.no_grad()
+    def test_one_function_of_several_modules(self) -> None:
+        model, other = adopt(), Encoders()
+        call = torch.compile(lambda module, value: module(value), backend="eager", fullgraph=True)
+        assert [call(each.text, x()).dtype for each in (model, other, model, other)] == [HALF, FULL, HALF, FULL]
+
+    @torch.no_grad()
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_exported_model_and_part(self, strict: bool) -> None:
+        model = adopt()
+        for module in (model, model.visual):
+            program = torch.export.export(module, (x(),), strict=strict)
+            assert program.module()(x()).dtype is HALF
+
+    @torch.no_grad()
+    def test_traced_part(self) -> None:
+        model = adopt()
+        assert torch.jit.trace(model.visual, x())(x()).dtype is HALF
+        assert torch.fx.symbolic_trace(model.visual)(x()).dtype is HALF  # it calls layers of the model
+        assert torch.jit.script(model.visual)(x()).dtype is FULL
+
+
+class TestWhoAsks:
+    """By name, or for the process."""
+
+    @torch.no_grad()
+    def test_for_a_function_by_name_it_always_casts(self) -> None:
+        @amp.half_function
+        def decorated(given: Tensor) -> torch.dtype:
+            return given.dtype
+
+        amp.register_half_function(torch, "mm")
+        amp.register_bfloat16_function(torch, "bmm")
+        adopt()
+        assert decorated(x()) is HALF
+        assert torch.mm(x(), x().T).dtype is HALF
+        assert torch.bmm(x()[None], x().T[None]).dtype is torch.bfloat16
+        assert torch.matmul(x(), x().T).dtype is FULL
+
+    @torch.no_grad()
+    def test_init_is_for_the_process(self) -> None:
+        with amp.init(half_dtype=HALF):
+            assert (x() @ x().T).dtype is HALF
+            assert nn.Linear(8, 8)(x()).dtype is HALF
+            assert nn.LSTM(8, 8)(x())[0].dtype is HALF
+            assert nn.Module._compiled_call_impl is None
