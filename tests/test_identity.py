@@ -36,7 +36,7 @@ def in_both(request: pytest.FixtureRequest, select_calls: Callable[[str], None])
 
 
 def begin() -> None:
-    amp.init(half_dtype="bfloat16", verbosity=0)
+    amp.init(half_dtype="bfloat16")
 
 
 class Seen(TorchFunctionMode):
