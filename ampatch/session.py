@@ -312,10 +312,10 @@ class Session:
             half_dtype = self.settings.properties.half_dtype
             autocast_checks.hear_regions(self.ledger, half_dtype, self.device_types, self.casts_for_models)
             self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
-        # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
         if self.casts_for_models:
             self._regions.install(self.ledger)
         state_of_reentrant = self._regions.state_of_checkpoint if self.casts_for_models else None
+        # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
         self.switch.patch_checkpoint(self.ledger, self.cache.end_iteration, state_of_reentrant)
         self.switch.patch_data_parallel(self.ledger)
         compilers.forget_compiled()

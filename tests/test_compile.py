@@ -371,7 +371,7 @@ class TestFreshProcess:
             from ampatch import amp
 
             if KIND == "patched":
-                amp.initialize(nn.Module(), half_dtype=torch.bfloat16, verbosity=0)
+                amp.init(half_dtype=torch.bfloat16)
             w, x = nn.Parameter(torch.ones(8, 8)), torch.ones(3, 8)
             with torch.no_grad():
                 print(torch.compile(lambda x: (x @ w).sin(), fullgraph=True)(x).dtype)

@@ -177,7 +177,8 @@ class Adapters:
         # All functions with the same treatment share these.
         self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
         self._to_half = self._make_to_half(_always)
-        self._for_models = self._make_to_half(self._is_of_model) if for_models else self._to_half
+        self._applies: _Condition = self._is_of_model if for_models else _always
+        self._to_half_listed = self._make_to_half(self._applies) if for_models else self._to_half
         self._to_widest = self._make_to_widest()
         self._via_dtype = self._make_via_dtype()
         self._obeying_keywords: dict[Adapt, Adapter] = {}
@@ -250,11 +251,11 @@ class Adapters:
         if is_in_place(path.name):
             return Adapter(self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST))
         if treatment is Treatment.WHITELIST:
-            to_half = self._for_models if is_listed else self._to_half
+            to_half = self._to_half_listed if is_listed else self._to_half
             kind: Kind = "to" if to_half is self._to_half else "for_models"
             adapter = self._obeying(to_half, original, kind, self.half_dtype)
             if original is not None and recurrent_weights.is_recurrent(original):
-                applies = _always if kind == "to" else self._is_of_model
+                applies = self._applies if is_listed else _always
                 return Adapter(self._with_weights_together(adapter.adapt, original, applies))
             if original is LINEAR and self._linear is not None:
                 plain_cast = PlainCast(kind, self.half_dtype, product=self._linear.product)

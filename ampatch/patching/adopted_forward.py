@@ -111,14 +111,16 @@ class Regions:
         self._parts.update(
             weakref.ref(each, self._parts.discard)
             for each in module.modules()
-            if not isinstance(each, torch.jit.ScriptModule)  # which amp does not cast, alone least of all
+            if not isinstance(each, torch.jit.ScriptModule)  # amp casts nothing in there
         )
 
     def _is_part(self, module: nn.Module) -> bool:
-        while self._copies:
-            copied = self._copies.pop()()
-            if copied is not None:
-                self.add(copied)
+        if self._copies:
+            copies, self._copies = self._copies, []
+            for copied in copies:
+                model = copied()
+                if model is not None:
+                    self.add(model)
         return weakref.ref(module) in self._parts
 
     @traced_within_others

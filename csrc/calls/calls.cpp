@@ -720,7 +720,7 @@ PyObject* call_impl_of(PyObject* module, void*) {
     }
     held = Py_None;
   }
-  if (Here().is_in_region()) {
+  if (Here().is_in_region() || call_elsewhere == Py_None) {
     return Py_NewRef(held);
   }
   const Ref kept = Ref::shared(held);
@@ -739,7 +739,7 @@ int set_call_impl(PyObject* module, PyObject* value, void*) {
 }
 
 // call_impl(type, elsewhere): returns that attribute, to be set on `type`. `elsewhere(module, held)` is called outside
-// of regions; every attribute calls the latest.
+// of regions, if it is not None; every attribute calls the latest.
 PyObject* call_impl(PyObject*, PyObject* args) {
   static PyGetSetDef property = {"_compiled_call_impl", call_impl_of, set_call_impl, nullptr, nullptr};
   PyObject *type, *elsewhere;
