@@ -178,9 +178,7 @@ def _scaled(tensors: list[Tensor], scale: float | Tensor, found_inf: Tensor) -> 
 
 def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) -> tuple[Tensor, Tensor]:
     device = tensors[0].device if tensors else noop_flag.device
-    sum_of_squares = torch.zeros((), dtype=torch.float64, device=noop_flag.device)
-    found_inf = _scalar(0.0, noop_flag.device)
-    kernels.found_inf_norm(tensors, _scalar(1.0, noop_flag.device), found_inf, sum_of_squares)
+    found_inf, sum_of_squares = kernels.flag_and_squares(tensors, noop_flag.device)
     _raise_flag(noop_flag, found_inf)
     norm = on_device(sum_of_squares.sqrt().float(), device).reshape(1)
     if not (per_tensor and tensors):

@@ -365,9 +365,7 @@ class AdoptedOptimizer:
             if parameter is None:
                 return None
             scaler.to(parameter.device)
-        found_inf = scaler.no_overflow()
-        one, sum_of_squares = torch.ones_like(found_inf), torch.zeros_like(found_inf, dtype=torch.float64)
-        kernels.found_inf_norm(self.gradients.tensors(), one, found_inf, sum_of_squares)
+        found_inf, _ = kernels.flag_and_squares(self.gradients.tensors(), scaler.on_device[0].device)
         self.gradients.ranks.reduce_overflow_(found_inf, self.gradients.model_parameters())
         others = getattr(self.optimizer, "found_inf", None)
         if others is not None:  # a GradScaler has the optimizer skip, and counts that itself

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampatch.native import kernels
@@ -93,9 +92,7 @@ class DynamicLossScaler(LossScaler):
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         if not grads:
             return False
-        one = torch.ones((), dtype=torch.float32, device=grads[0].device)
-        found_inf, sum_of_squares = torch.zeros_like(one), torch.zeros_like(one, dtype=torch.float64)
-        kernels.found_inf_norm(grads, one, found_inf, sum_of_squares)
+        found_inf, _ = kernels.flag_and_squares(grads, grads[0].device)
         return bool(found_inf)
 
     def update_scale(self, overflow: bool) -> None:
