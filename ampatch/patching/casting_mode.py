@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from ampatch.cast_lists import spellings
-from ampatch.cast_lists.paths import PathError, find
+from ampatch.cast_lists.paths import find_or
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import TensorCast, cast_tensors
@@ -168,10 +168,7 @@ class CastRules:
 
     def _find(self, rule: Rule) -> Any:
         """Returns the function of a rule; None if it does not exist, or does not belong to torch."""
-        try:
-            function = find(rule.path)
-        except PathError:  # optional, and not in this torch
-            return None
+        function = find_or(rule.path)  # an optional one may be missing from this torch
         if function is None or rule.path.namespace.partition(".")[0] == "torch":
             return function
         self.outside_torch.append(rule)
@@ -179,7 +176,7 @@ class CastRules:
 
     def computes_in_half(self, function: Function) -> bool:
         """Returns True if a function's floating-point arguments are all cast to half, whatever its other arguments."""
-        entry = self.entries.get(unwrapped(function))
+        entry = self.entries.get(function)
         return entry is not None and entry.computes_in_half
 
     def __reduce__(self) -> Any:
