@@ -62,7 +62,6 @@ def multi_tensor_scale(
     Raises:
         OptionError: an argument is not as described.
     """
-    del chunk_size
     ins, outs = _checked("multi_tensor_scale", noop_flag, tensor_lists, ("ins", "outs"))
     _scale(noop_flag, ins, outs, scale)
 
@@ -89,7 +88,6 @@ def multi_tensor_axpby(
     Raises:
         OptionError: an argument is not as described.
     """
-    del chunk_size
     xs, ys, outs = _checked("multi_tensor_axpby", noop_flag, tensor_lists, ("xs", "ys", "outs"))
     if arg_to_check not in (-1, 0, 1):
         raise OptionError(f"found arg_to_check={arg_to_check}; expected 0 for xs, 1 for ys, or -1 for both.")
@@ -120,7 +118,6 @@ def multi_tensor_l2norm(
     Raises:
         OptionError: an argument is not as described.
     """
-    del chunk_size
     (tensors,) = _checked("multi_tensor_l2norm", noop_flag, tensor_lists, ("tensors",))
     return _norms(noop_flag, tensors, per_tensor)
 
@@ -147,7 +144,6 @@ def multi_tensor_l2norm_scale(
     Raises:
         OptionError: an argument is not as described.
     """
-    del chunk_size
     ins, outs = _checked("multi_tensor_l2norm_scale", noop_flag, tensor_lists, ("ins", "outs"))
     _scale(noop_flag, ins, outs, scale)
     return _norms(noop_flag, outs, per_tensor)

@@ -32,14 +32,14 @@ class LossScaler:
         """Factor of losses."""
         return self.cur_scale
 
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:  # noqa: ARG002 - signature of both scalers
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Returns False, without a check."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
         """Leaves the scale as it is."""
 
-    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:  # noqa: ARG002
+    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
         """Multiplies the gradients of a module's inputs by the scale; a backward hook of modules."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 

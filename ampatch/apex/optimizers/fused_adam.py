@@ -68,7 +68,7 @@ class FusedAdam(Float32Optimizer):
         *,
         max_grad_norm: float | None = None,
         eps_inside_sqrt: bool = False,
-        use_mt: bool = False,  # noqa: ARG002
+        use_mt: bool = False,
         amp_scale_adjustment: float = 1.0,
     ) -> None:
         check_no_amsgrad(type(self), amsgrad)
