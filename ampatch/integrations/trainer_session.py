@@ -327,9 +327,9 @@ class TrainerSession:
             self.step_was_skipped = False
             yield
         self._warn_if_idle()
-        if self._scaler is not None:
-            self._update_scaler()
-        elif self._may_skip:
+        if self._has_stepped:
+            self._end_iteration()
+        elif self._scaler is None and self._may_skip:
             self.step_was_skipped = self._skipped_steps() > skipped
 
     @contextlib.contextmanager
@@ -425,7 +425,7 @@ class TrainerSession:
                     original(scaled, *args, **kwargs)
             else:
                 if self._has_stepped:
-                    self._update_scaler()
+                    self._end_iteration()
                 scaler = self._scaler
                 with self._others_unscaled(leaves, lambda leaf: scaler.scale(torch.ones((), device=leaf.device))):
                     self._scaled_backward(original, tensors, args, kwargs)
@@ -444,7 +444,7 @@ class TrainerSession:
             return {id(each): each for each in tensors_in(inputs)}, True
         if self._is_one and len(self.optimizers) == 1:  # nothing depends on them
             return {}, False
-        roots = [each.grad_fn for each in tensors_in(list(_as_tuple(tensors))) if each.grad_fn is not None]
+        roots = [each.grad_fn for each in tensors_in(tensors) if each.grad_fn is not None]
         nodes = list(nodes_of(roots))
         if any(map(has_scaled, nodes)) and not self._is_scaled_by_hand():
             raise UsageError(
@@ -549,10 +549,6 @@ class TrainerSession:
         self._has_stepped = True
         return result
 
-    def _update_scaler(self) -> None:
-        if self._has_stepped:
-            self._end_iteration()
-
     def _end_iteration(self) -> None:
         before = self._scaler.get_scale()
         self._scaler.update()
@@ -627,7 +623,3 @@ def _are_compiled(models: Sequence[nn.Module]) -> bool:
 def _floating(models: Sequence[nn.Module]) -> list[Tensor]:
     tensors = {id(each): each for model in models for each in (*model.parameters(), *model.buffers())}
     return [each for each in tensors.values() if each.is_floating_point()]
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, Tensor) else tuple(value)

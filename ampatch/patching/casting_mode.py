@@ -122,29 +122,22 @@ class CastRules:
         for rule in (*self._rules, *(rule for rule, _ in self._registered)):
             names[rule.treatment].add(rule.path.name)
         found: list[tuple[Rule, Any]] = []
-        for rule in self._rules:
+        listings = [*((rule, None, False) for rule in self._rules), *((*each, True) for each in self._registered)]
+        for rule, dtype, is_registered in listings:
             function = self._find(rule)
-            if function is not None:
-                found.append((rule, function))
+            if function is None:
+                continue
+            found.append((rule, function))
+            if is_registered:
+                adapter = adapters.for_registration(rule.path, rule.treatment, dtype, function)
+                reason = f"ampatch: {rule.path} is registered for the {rule.treatment.value}."
+            else:
+                adapter = adapters.for_rule(rule, function)
                 kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
-                self.entries[function] = _Entry(
-                    adapters.for_rule(rule, function).adapt,
-                    None if rule.when else rule.treatment,
-                    rule.treatment is Treatment.WHITELIST and not rule.when and not _is_in_place(rule),
-                    None,
-                    f"ampatch: {rule.path} is {kind} ({rule.source}).",
-                )
-        for rule, dtype in self._registered:
-            function = self._find(rule)
-            if function is not None:
-                found.append((rule, function))
-                self.entries[function] = _Entry(
-                    adapters.for_registration(rule.path, rule.treatment, dtype, function).adapt,
-                    rule.treatment if dtype in (None, half_dtype) else None,
-                    rule.treatment is Treatment.WHITELIST and dtype in (None, half_dtype) and not _is_in_place(rule),
-                    None,
-                    f"ampatch: {rule.path} is registered for the {rule.treatment.value}.",
-                )
+                reason = f"ampatch: {rule.path} is {kind} ({rule.source})."
+            always = rule.treatment if dtype in (None, half_dtype) and not rule.when else None
+            in_half = always is Treatment.WHITELIST and not _is_in_place(rule)
+            self.entries[function] = _Entry(adapter.adapt, always, in_half, None, reason)
         listed = {function: rule.treatment for rule, function in found}
         reported = reported_functions()
         self.reported_as_other = [

@@ -21,7 +21,7 @@ from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.errors import BannedFunctionError
 from ampatch.opt_levels import HALVES, dtype_name
 from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function, is_in_place, lacks_half_products
-from ampatch.patching.wrappers import adapted_for_override
+from ampatch.patching.wrappers import adapted_for_override, is_overridden_by_others
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Predictor:
             adapted: Arguments
             if name is not None and has_torch_function((*args, *kwargs.values())):
                 adapted = adapted_for_override(adapt, args, kwargs)
-                is_foreign = not all(isinstance(value, Tensor) for value in _overriding(args, kwargs))
+                is_foreign = is_overridden_by_others(args, kwargs)
             else:
                 adapted = adapt(args, kwargs)
         except BannedFunctionError as error:
@@ -252,10 +252,6 @@ def _by_treatment(call: _Call, tensor: Tensor) -> str | None:
 def _one_type(call: _Call) -> bool:
     found = [each for each in tensors_in([*call.args, *call.kwargs.values()]) if call.predictor.casts_on(each.device)]
     return len({each.dtype for each in found if each.dtype in (*CASTABLE, torch.float64)}) < 2
-
-
-def _overriding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
-    return [value for value in (*args, *kwargs.values()) if hasattr(type(value), "__torch_function__")]
 
 
 def _unmet(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
