@@ -64,18 +64,21 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
     in_force = lists.told(matched=False)
     listed = sorted({path for path, _ in in_force})
     wanted, notes = _selected(names, listed) if names else (set(listed), [])
-    rows = []
+    rows: list[list[str]] = []
     for path in sorted(wanted):
         rules = [in_force.get((path, dtype)) for dtype in half_dtypes]
-        # Equal rules from two lines of a file stay two, so that the user finds both lines.
-        for (rule, source), dtypes in _dtypes_of(
-            [(rule, rule.source) if rule else None for rule in rules], half_dtypes
-        ):
-            conditions = [*_only(dtypes, half_dtypes), *_options(rule)]
-            if patterns.is_pattern(path):
-                conditions.append(f"matches nothing yet: import {patterns.package_of(path)} or its modules first")
-            rows.append([str(path), rule.treatment.value, source, "; ".join(conditions)])
+        waits = f"matches nothing yet: import {patterns.package_of(path)} or its modules first"
+        rows += _rows([str(path)], rules, half_dtypes, [waits] if patterns.is_pattern(path) else [])
     return [*_aligned(rows), *notes, *_policy_of_modules(lists, half_dtypes, names)]
+
+
+def _rows(
+    start: Sequence[str], rules: Iterable[Rule | None], half_dtypes: Sequence[torch.dtype], also: Sequence[str] = ()
+) -> Iterator[list[str]]:
+    """Yields a row for each different rule. Equal ones from two lines of a file stay two: the user finds both lines."""
+    for (rule, source), dtypes in _dtypes_of([(rule, rule.source) if rule else None for rule in rules], half_dtypes):
+        conditions = [*_only(dtypes, half_dtypes), *_options(rule), *also]
+        yield [*start, rule.treatment.value, source, "; ".join(conditions)]
 
 
 def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], names: Sequence[str]) -> list[str]:
@@ -87,10 +90,7 @@ def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], nam
         for path, here, there in _changed_in(lists, entry, half_dtypes):
             if names and not _selected(names, [path])[0]:
                 continue
-            cells = list(_dtypes_of([(rule, rule.source) if rule else None for rule in there], half_dtypes))
-            for (rule, source), dtypes in cells:
-                conditions = [*_only(dtypes, half_dtypes), *_options(rule)]
-                rows.append([entry.name, str(path), rule.treatment.value, source, "; ".join(conditions)])
+            rows += _rows([entry.name, str(path)], there, half_dtypes)
             taken_out = [dtype for dtype, old, new in zip(half_dtypes, here, there, strict=True) if old and not new]
             if taken_out:
                 only = "; ".join(_only(taken_out, half_dtypes))
