@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.errors import UsageError
+from ampatch.grouping import grouped
 
 _IS_AVAILABLE = dist.is_available()  # False if torch was built without torch.distributed
 
@@ -236,11 +237,10 @@ class Ranks:
         parameters = list(parameters)
         if _is_not_distributed():
             return [((), parameters)]
-        parts: dict[tuple[Group, ...], list[Tensor]] = {}
-        for parameter, spread in zip(parameters, self._layouts_of(parameters), strict=True):
+        for parameter in parameters:
             _redistribute_gradient(parameter)
-            parts.setdefault(spread.pieces, []).append(parameter)
-        return list(parts.items())
+        spreads = zip(self._layouts_of(parameters), parameters, strict=True)
+        return list(grouped((spread.pieces, parameter) for spread, parameter in spreads).items())
 
     def _layouts_of(self, parameters: Iterable[Tensor]) -> Iterator[_Layout]:
         """Yields how each parameter is spread over ranks; nothing if torch.distributed is not initialized."""

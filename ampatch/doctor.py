@@ -25,7 +25,7 @@ import yaml
 from ampatch import __version__
 from ampatch.cast_lists import list_reports
 from ampatch.cast_lists.lists import shipped
-from ampatch.cast_lists.paths import Path, PathError, find_owner
+from ampatch.cast_lists.paths import Path, find_owner_or
 from ampatch.cast_lists.rules import Treatment
 from ampatch.errors import AmpError, CastListError
 from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
@@ -219,17 +219,9 @@ def _names_in(entry: Any) -> Iterator[str]:
 
 
 def _look_up(path: Path) -> _Listed | None:
-    owner = _owner(path.namespace)
+    owner = find_owner_or(path.namespace, MISSING)
     found = MISSING if owner is None else getattr(owner, path.name, MISSING)
     return None if found is MISSING else _Listed(path, owner, unwrapped(found))
-
-
-def _owner(namespace: str) -> object | None:
-    """Returns the module or class; None if it is not imported yet, `MISSING` if it does not exist."""
-    try:
-        return find_owner(namespace)
-    except PathError:
-        return MISSING
 
 
 def _is_torchs(value: Any) -> bool:
@@ -285,7 +277,7 @@ def _places(live: Session) -> tuple[dict[tuple[int, str], str], Counter[str]]:
         for known in runtime.registered:
             places[id(known.owner), known.name] = known.path.namespace
     for path in live.rules():
-        owner = _owner(path.namespace)
+        owner = find_owner_or(path.namespace, MISSING)
         if owner is None:
             waiting[path.namespace] += 1
         else:
@@ -316,7 +308,7 @@ def _names(seen: _Seen) -> Iterator[str]:
 def _captured(paths: Mapping[int, str]) -> Iterator[str]:
     """Yields descriptions of user functions that hold an unpatched function in a closure or default argument."""
     for found in function_places.captures(paths):
-        yield f"{_describe(found.function)}: {paths[id(found.held)]} as {found.name}"
+        yield f"{_describe(found.owner)}: {paths[id(found.held)]} as {found.name}"
 
 
 def _lost(modules: Iterable[object], seen: _Seen, originals: Iterable[int]) -> Iterator[tuple[object, str, str]]:

@@ -20,7 +20,7 @@ import torch
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.annotations import unlisting, user_entries
 from ampatch.cast_lists.lists import shipped
-from ampatch.cast_lists.paths import Path, PathError, find_owner, function_key
+from ampatch.cast_lists.paths import Path, find_owner_or, function_key
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, sorted_conditions, typed_need
 from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
@@ -171,7 +171,8 @@ def _rules(session: Session, pattern_paths: Sequence[Path]) -> dict[Path, _Decid
     found: dict[Path, _Decided] = {}
     removed: list[Path] = []
     for path in named:
-        rule = _by_text(session, path) if lists.waiting and _owner(path) is None else in_force.get(path)
+        waits = bool(lists.waiting) and find_owner_or(path.namespace) is None
+        rule = _by_text(session, path) if waits else in_force.get(path)
         was = before.get(path)
         if rule is not None and session.applies(rule):
             found[path] = _decision(rule, session), SHIPPED if id(rule) in ids_shipped else rule.source
@@ -192,7 +193,9 @@ def _under_shipped_names(found: dict[Path, _Decided]) -> dict[Path, _Decided]:
     others = [path for path in found if path not in names]
     functions = {function_key(path) for path in names} if others else set()
     left_out = [
-        path for path in others if function_key(path) in functions and isinstance(_owner(path), types.ModuleType)
+        path
+        for path in others
+        if function_key(path) in functions and isinstance(find_owner_or(path.namespace), types.ModuleType)
     ]
     return {path: decided for path, decided in found.items() if path not in left_out}
 
@@ -306,14 +309,6 @@ def _decision(rule: Rule, session: Session) -> str:
         *([] if session.patches_functions else typed_need(sorted(rule.needs_float32))),
     ]
     return " ".join([rule.treatment.value, *options])
-
-
-def _owner(path: Path) -> object | None:
-    """Returns the module or class of a function; None if it is not imported, or does not exist."""
-    try:
-        return find_owner(path.namespace)
-    except PathError:
-        return None
 
 
 def _full_name(owner: object) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 
 from ampatch import policy
 from ampatch.cast_lists import patterns
-from ampatch.cast_lists.paths import PathError, find_owner
+from ampatch.cast_lists.paths import find_owner_or
 from ampatch.cast_lists.rules import UNLISTED
 from ampatch.errors import OptionError
+from ampatch.ledger import MISSING
 
 #: The key of the policy in the dict of `amp.state_dict`.
 KEY = "policy"
@@ -157,10 +158,7 @@ def _decorated(then: Mapping[str, _Decided], now: Mapping[str, _Decided]) -> Ite
 
 def _is_unloaded(name: str) -> bool:
     """Returns True if a function is in a module that is not imported yet; an import decorates it again."""
-    try:
-        return find_owner(policy.path_of(name.partition(".<locals>")[0]).namespace) is None
-    except PathError:
-        return False
+    return find_owner_or(policy.path_of(name.partition(".<locals>")[0]).namespace, MISSING) is None
 
 
 def _compared(name: str, then: _Decided, now: _Decided) -> Iterator[Difference]:

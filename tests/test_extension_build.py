@@ -28,7 +28,6 @@ pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
 ROOT = Path(__file__).parent.parent
 CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-NINJA = shutil.which("ninja")
 NVCC = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler here")
 needs_nvcc = pytest.mark.skipif(NVCC is None or CXX is None, reason="there is no nvcc here")
@@ -83,16 +82,6 @@ def program(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return program
-
-
-@pytest.fixture(params=["ninja", "no ninja", "a broken ninja"])
-def ninja(request: pytest.FixtureRequest, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs the compilers side by side."""
-    if request.param == "ninja" and NINJA is None:
-        pytest.skip("there is no ninja here")
-    found = {"ninja": NINJA, "no ninja": None, "a broken ninja": str(program("exit 1", "ninja"))}[request.param]
-    which = shutil.which
-    monkeypatch.setattr(shutil, "which", lambda name, **options: found if name == "ninja" else which(name, **options))
 
 
 @pytest.fixture
@@ -475,7 +464,7 @@ class TestObjectFiles:
 
     @pytest.fixture
     def compiled(
-        self, sources: Path, ninja: None, program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, sources: Path, program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> Callable[..., list[str]]:
         """Builds by a compiler that takes any file without the word `error` in it, and says which it compiled."""
         for name, content in {
@@ -749,7 +738,6 @@ class TestFailure:
         message: str,
         sources: Path,
         cache: Path,
-        ninja: None,
         program: Callable[..., Path],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
@@ -805,7 +793,6 @@ class TestFailure:
         self,
         sources: Path,
         cache: Path,
-        ninja: None,
         program: Callable[..., Path],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,

@@ -138,8 +138,8 @@ class _Finder(DistributionFinder, Loader):
     def find_spec(
         self,
         fullname: str,
-        path: Sequence[str] | None = None,  # noqa: ARG002 - part of a finder's signature
-        target: ModuleType | None = None,  # noqa: ARG002
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         if fullname == _LAUNCHER:
             return spec_from_file_location(fullname, Path(__file__).parent / "parallel" / "multiproc.py")
@@ -157,7 +157,7 @@ class _Finder(DistributionFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> None:
         """Returns None, so that Python creates the module."""
 
-    def exec_module(self, module: ModuleType) -> None:  # noqa: ARG002
+    def exec_module(self, module: ModuleType) -> None:
         """Puts the existing modules into ``sys.modules``, in place of the new module and of all below it."""
         # All at once: a submodule that Python imports later becomes an attribute of its package. There it could replace
         # an object of the same name.

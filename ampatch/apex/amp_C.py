@@ -62,7 +62,6 @@ def multi_tensor_scale(
     Raises:
         OptionError: an argument is not as described.
     """
-    del chunk_size
     ins, outs = _checked("multi_tensor_scale", noop_flag, tensor_lists, ("ins", "outs"))
     _scale(noop_flag, ins, outs, scale)
 
@@ -89,7 +88,6 @@ def multi_tensor_axpby(
     Raises:
         OptionError: an argument is not as described.
     """
-    del chunk_size
     xs, ys, outs = _checked("multi_tensor_axpby", noop_flag, tensor_lists, ("xs", "ys", "outs"))
     if arg_to_check not in (-1, 0, 1):
         raise OptionError(f"found arg_to_check={arg_to_check}; expected 0 for xs, 1 for ys, or -1 for both.")
@@ -120,7 +118,6 @@ def multi_tensor_l2norm(
     Raises:
         OptionError: an argument is not as described.
     """
-    del chunk_size
     (tensors,) = _checked("multi_tensor_l2norm", noop_flag, tensor_lists, ("tensors",))
     return _norms(noop_flag, tensors, per_tensor)
 
@@ -147,7 +144,6 @@ def multi_tensor_l2norm_scale(
     Raises:
         OptionError: an argument is not as described.
     """
-    del chunk_size
     ins, outs = _checked("multi_tensor_l2norm_scale", noop_flag, tensor_lists, ("ins", "outs"))
     _scale(noop_flag, ins, outs, scale)
     return _norms(noop_flag, outs, per_tensor)
@@ -178,9 +174,7 @@ def _scaled(tensors: list[Tensor], scale: float | Tensor, found_inf: Tensor) -> 
 
 def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) -> tuple[Tensor, Tensor]:
     device = tensors[0].device if tensors else noop_flag.device
-    sum_of_squares = torch.zeros((), dtype=torch.float64, device=noop_flag.device)
-    found_inf = _scalar(0.0, noop_flag.device)
-    kernels.found_inf_norm(tensors, _scalar(1.0, noop_flag.device), found_inf, sum_of_squares)
+    found_inf, sum_of_squares = kernels.flag_and_squares(tensors, noop_flag.device)
     _raise_flag(noop_flag, found_inf)
     norm = on_device(sum_of_squares.sqrt().float(), device).reshape(1)
     if not (per_tensor and tensors):

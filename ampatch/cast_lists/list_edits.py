@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
-from ampatch.cast_lists.paths import Path, PathError, find, identity
+from ampatch.cast_lists.paths import Path, find_or, identity
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treatment, typed_options
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
 from ampatch.grouping import grouped
@@ -195,18 +195,11 @@ def _edits(lists: CastLists, half_dtype: torch.dtype) -> list[Edit]:
         return []
     before, now = shipped().for_half(half_dtype), lists.for_half(half_dtype)
     edited = [path for path in {**before, **now} if before.get(path) != now.get(path)]
-    return [Edit(path, _function(path), now.get(path)) for path in sorted(edited)]
+    return [Edit(path, find_or(path), now.get(path)) for path in sorted(edited)]
 
 
 def _by_function(rules: Mapping[Path, Rule]) -> dict[int, Rule]:
     return {id(identity(path)): rule for path, rule in rules.items()}
-
-
-def _function(path: Path) -> object:
-    try:
-        return find(path)
-    except PathError:
-        return None
 
 
 def _is_of_torch(edit: Edit) -> bool:

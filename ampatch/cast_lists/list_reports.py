@@ -17,7 +17,7 @@ import torch
 from ampatch.cast_lists import list_edits, patterns
 from ampatch.cast_lists.coverage import Coverage, reason_of
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, PathError, find, function_key, identity, is_importable
+from ampatch.cast_lists.paths import Path, find_or, function_key, identity, is_importable
 from ampatch.cast_lists.rules import (
     FLOAT32,
     UNLISTED,
@@ -64,18 +64,21 @@ def policy(lists: CastLists, half_dtypes: Sequence[torch.dtype] = BOTH, names: S
     in_force = lists.told(matched=False)
     listed = sorted({path for path, _ in in_force})
     wanted, notes = _selected(names, listed) if names else (set(listed), [])
-    rows = []
+    rows: list[list[str]] = []
     for path in sorted(wanted):
         rules = [in_force.get((path, dtype)) for dtype in half_dtypes]
-        # Equal rules from two lines of a file stay two, so that the user finds both lines.
-        for (rule, source), dtypes in _dtypes_of(
-            [(rule, rule.source) if rule else None for rule in rules], half_dtypes
-        ):
-            conditions = [*_only(dtypes, half_dtypes), *_options(rule)]
-            if patterns.is_pattern(path):
-                conditions.append(f"matches nothing yet: import {patterns.package_of(path)} or its modules first")
-            rows.append([str(path), rule.treatment.value, source, "; ".join(conditions)])
+        waits = f"matches nothing yet: import {patterns.package_of(path)} or its modules first"
+        rows += _rows([str(path)], rules, half_dtypes, [waits] if patterns.is_pattern(path) else [])
     return [*_aligned(rows), *notes, *_policy_of_modules(lists, half_dtypes, names)]
+
+
+def _rows(
+    start: Sequence[str], rules: Iterable[Rule | None], half_dtypes: Sequence[torch.dtype], also: Sequence[str] = ()
+) -> Iterator[list[str]]:
+    """Yields a row for each different rule. Equal ones from two lines of a file stay two: the user finds both lines."""
+    for (rule, source), dtypes in _dtypes_of([(rule, rule.source) if rule else None for rule in rules], half_dtypes):
+        conditions = [*_only(dtypes, half_dtypes), *_options(rule), *also]
+        yield [*start, rule.treatment.value, source, "; ".join(conditions)]
 
 
 def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], names: Sequence[str]) -> list[str]:
@@ -87,10 +90,7 @@ def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], nam
         for path, here, there in _changed_in(lists, entry, half_dtypes):
             if names and not _selected(names, [path])[0]:
                 continue
-            cells = list(_dtypes_of([(rule, rule.source) if rule else None for rule in there], half_dtypes))
-            for (rule, source), dtypes in cells:
-                conditions = [*_only(dtypes, half_dtypes), *_options(rule)]
-                rows.append([entry.name, str(path), rule.treatment.value, source, "; ".join(conditions)])
+            rows += _rows([entry.name, str(path)], there, half_dtypes)
             taken_out = [dtype for dtype, old, new in zip(half_dtypes, here, there, strict=True) if old and not new]
             if taken_out:
                 only = "; ".join(_only(taken_out, half_dtypes))
@@ -154,7 +154,7 @@ def _unlisted(name: str, listed: Sequence[Path]) -> str:
     """
     namespace, _, attribute = name.rpartition(".")
     for each in [namespace] if "." in name else NAMESPACES:
-        if each and attribute and callable(_found(Path(each, attribute))):
+        if each and attribute and callable(find_or(Path(each, attribute))):
             reason = reason_of(Path(each, attribute))
             why = f" {reason.why}" if reason else ""
             return f"{each}.{attribute} is on no list: amp leaves its arguments as they are.{why}"
@@ -200,7 +200,7 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
     undone = [*list_edits.undone(after).values(), *list_edits.undone_in_modules(after)]
     old, new = before.told(matched=False), after.told(matched=False)
     changed = {key[0] for key in {**old, **new} if old.get(key) != new.get(key)}
-    unseen = sum(_found(path) is None for path in changed)
+    unseen = sum(find_or(path, _ABSENT) is None for path in changed)
     note = f" ({unseen} not looked up, being in modules that are not imported yet)" if unseen else ""
     how = "is undone by calls inside the function" if len(undone) == 1 else "are undone by calls inside the functions"
     sound = f"can be read, but {len(undone)} of its changes {how}" if undone else "is sound"
@@ -240,7 +240,7 @@ def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Seque
     def decisions(path: Path) -> list[list[_Decision | None]]:
         return [[_decision(rules.get(path) or rules.get(function_key(path))) for rules in side] for side in sides]
 
-    listed = {path for path, _ in {**theirs.rules, **ours.rules} if _found(path) is not _ABSENT}
+    listed = {path for path, _ in {**theirs.rules, **ours.rules} if find_or(path, _ABSENT) is not _ABSENT}
     rows, kinds = _compared({path: decisions(path) for path in sorted(listed)}, half_dtypes)
     counted = _counted(rows, half_dtypes)
     only = f"{kinds['left']} by {name} (left) only, {kinds['right']} by ampatch (right) only"
@@ -384,14 +384,6 @@ def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
         found[path] = rule
         found.setdefault(function_key(path), rule)
     return found
-
-
-def _found(path: Path) -> object | None:
-    """Returns the function; `_ABSENT` if there is none; None if its module is not imported yet."""
-    try:
-        return find(path)
-    except PathError:
-        return _ABSENT
 
 
 def _cell(decisions: Sequence[_Decision | None], half_dtypes: Sequence[torch.dtype]) -> str:

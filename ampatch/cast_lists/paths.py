@@ -57,6 +57,14 @@ def find_owner(namespace: str) -> object | None:
     return owner
 
 
+def find_owner_or(namespace: str, default: object = None) -> object | None:
+    """Returns what `find_owner` does, or ``default`` if the module or class does not exist."""
+    try:
+        return find_owner(namespace)
+    except PathError:
+        return default
+
+
 def find(path: Path) -> object | None:
     """Returns the function at a path as it is without amp; None if its namespace is not imported yet.
 
@@ -70,6 +78,14 @@ def find(path: Path) -> object | None:
     return unwrapped(_attribute(owner, path.name, path.namespace))
 
 
+def find_or(path: Path, default: object = None) -> object | None:
+    """Returns what `find` does, or ``default`` if the namespace or the name does not exist."""
+    try:
+        return find(path)
+    except PathError:
+        return default
+
+
 def is_fixed(kind: type) -> bool:
     """Returns True if a class is one in C, whose attributes cannot be set."""
     return bool(kind.__flags__ & _IMMUTABLE)
@@ -81,10 +97,7 @@ def identity(path: Path) -> object:
     A function that is not imported, does not exist or is not hashable is identified by its path. Compare results with
     ``is``, or use `function_key`: ``torch.spmm == torch.mm`` is True, but a patch of one does not reach the other.
     """
-    try:
-        function = find(path)
-    except PathError:
-        return path
+    function = find_or(path)
     return path if function is None or function.__hash__ is None else function
 
 

@@ -5,7 +5,6 @@ Looks up names, to find misspelled ones. Must not import a module because a list
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import re
 import types
@@ -19,7 +18,7 @@ import yaml
 from torch.torch_version import TorchVersion
 
 from ampatch.cast_lists import patterns, signatures
-from ampatch.cast_lists.paths import Path, PathError, find, find_owner, function_key
+from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, function_key
 from ampatch.cast_lists.rules import (
     EVERY_DEVICE,
     FLOAT32,
@@ -506,9 +505,8 @@ def _elsewhere(path: Path) -> str | None:
     """Returns the fault for a name in a wrong namespace, with the right one; None if no namespace has the name."""
     prefix, _, name = path.name.rpartition(".")
     for namespace in [prefix, f"{path.namespace}.{prefix}", *NAMESPACES]:
-        with contextlib.suppress(PathError):
-            if callable(find(Path(namespace, name))):
-                return f"{path.namespace!r} has no {path.name!r}; type `{namespace}: [{name}]`."
+        if callable(find_or(Path(namespace, name))):
+            return f"{path.namespace!r} has no {path.name!r}; type `{namespace}: [{name}]`."
     return None
 
 

@@ -124,7 +124,7 @@ def _move(replacements: Replacements) -> None:
 def _moved_tensor(_original: Function) -> Function:
     def cuda(
         self: Tensor,
-        device: Any = None,  # noqa: ARG001
+        device: Any = None,
         non_blocking: bool = False,
         memory_format: torch.memory_format = torch.preserve_format,
     ) -> Tensor:
@@ -134,7 +134,7 @@ def _moved_tensor(_original: Function) -> Function:
 
 
 def _as_it_is(_original: Function) -> Function:
-    return lambda self, *args, **kwargs: self  # noqa: ARG005
+    return lambda self, *args, **kwargs: self
 
 
 # Asking for the device

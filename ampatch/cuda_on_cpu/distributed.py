@@ -37,9 +37,9 @@ def _called_once(_original: Function) -> Function:
     def data_parallel(
         module: nn.Module,
         inputs: Any,
-        device_ids: Any = None,  # noqa: ARG001
-        output_device: Any = None,  # noqa: ARG001
-        dim: int = 0,  # noqa: ARG001
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
         module_kwargs: dict[str, Any] | None = None,
     ) -> Any:
         inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
@@ -52,8 +52,8 @@ def _without_gpus(original: Function) -> Function:
     def init(
         self: Any,
         module: nn.Module,
-        device_ids: Any = None,  # noqa: ARG001
-        output_device: Any = None,  # noqa: ARG001
+        device_ids: Any = None,
+        output_device: Any = None,
         *args: Any,
         **kwargs: Any,
     ) -> None:

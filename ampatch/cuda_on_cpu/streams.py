@@ -71,7 +71,6 @@ class DeviceOf(DeviceGuard):
     """``with torch.cuda.device_of(tensor)``: keeps the current device, since every tensor is on it."""
 
     def __init__(self, obj: object) -> None:
-        del obj
         super().__init__(None)
 
 
@@ -123,13 +122,11 @@ _default = Stream(0)
 
 def default_stream(device: Any = None) -> Stream:
     """Returns the stream that is current if the thread has set no other."""
-    del device
     return _default
 
 
 def current_stream(device: Any = None) -> Stream:
     """Returns the stream that this thread has set, else the default stream."""
-    del device
     return _thread.stream or _default
 
 
@@ -170,12 +167,10 @@ class Event:
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any
     ) -> None:
-        del enable_timing, blocking, interprocess
         self._recorded: float | None = None
 
     def record(self, stream: object = None) -> None:
         """Records the current time; all earlier work on the stream is done by then."""
-        del stream
         self._recorded = time.perf_counter()
 
     def query(self) -> bool:

@@ -31,12 +31,12 @@ CAPABILITY = (7, 0)
 
 def always(answer: object) -> Callable[..., Any]:
     """Returns a function that returns ``answer`` for any arguments."""
-    return lambda *args, **kwargs: answer  # noqa: ARG005
+    return lambda *args, **kwargs: answer
 
 
 def fresh(kind: Callable[[], object]) -> Callable[..., Any]:
     """Returns a function that returns a new, empty ``kind`` for any arguments."""
-    return lambda *args, **kwargs: kind()  # noqa: ARG005
+    return lambda *args, **kwargs: kind()
 
 
 def _main_memory() -> tuple[int, int]:
@@ -46,7 +46,6 @@ def _main_memory() -> tuple[int, int]:
 
 
 def _properties(device: Any = None) -> types.SimpleNamespace:
-    del device  # all devices are the CPU
     major, minor = CAPABILITY
     return types.SimpleNamespace(
         name=NAME,
@@ -63,7 +62,6 @@ def _properties(device: Any = None) -> types.SimpleNamespace:
 
 
 def _set_rng_state(new_state: Tensor, device: Any = None) -> None:
-    del device
     expected = torch.default_generator.get_state().numel()
     if new_state.numel() != expected:
         raise UsageError(
@@ -79,7 +77,6 @@ def _set_rng_state_all(new_states: Iterable[Tensor]) -> None:
 
 
 def _get_rng_state(device: Any = None) -> Tensor:
-    del device
     return torch.default_generator.get_state()
 
 
@@ -144,7 +141,7 @@ STAND_INS: dict[str, object] = {
     "host_memory_stats_as_nested_dict": fresh(dict),
     "memory_snapshot": fresh(list),
     "memory_summary": always(f"{NAME}: no figures of memory"),
-    "mem_get_info": lambda device=None: _main_memory(),  # noqa: ARG005
+    "mem_get_info": lambda device=None: _main_memory(),
     "manual_seed": _seed,
     "manual_seed_all": _seed,
     "seed": _new_seed,

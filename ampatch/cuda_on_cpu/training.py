@@ -78,11 +78,11 @@ def _without_pinned_memory(original: Function) -> Function:
 def _without_kernels(original: Function) -> Function:
     """Returns an ``__init__`` that profiles the CPU only: for CUDA kernels, torch would complain at each operator."""
 
-    def init(self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **kwargs: Any) -> None:  # noqa: ARG001
+    def init(self: Any, enabled: bool = True, *, use_cuda: bool = False, use_device: Any = None, **kwargs: Any) -> None:
         original(self, enabled, use_device=None if use_device == "cuda" else use_device, **kwargs)
 
     return init
 
 
 def _switched_off(original: Function) -> Function:
-    return lambda self, enabled=True, record_shapes=False: original(self, enabled=False)  # noqa: ARG005
+    return lambda self, enabled=True, record_shapes=False: original(self, enabled=False)

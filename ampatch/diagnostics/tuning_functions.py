@@ -18,14 +18,13 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from ampatch.cast_lists.coverage import reason_of
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, PathError, find
+from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
 from ampatch.casting.nested import tensors_in
 from ampatch.diagnostics.function_names import name_of
 from ampatch.diagnostics.report_calls import CallRecorder
 from ampatch.diagnostics.report_rows import Row
 from ampatch.errors import CastListError
-from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
 from ampatch.patching.fused_linear import LINEAR, NODE
@@ -210,10 +209,7 @@ class TrainingRecorder(CallRecorder):
         """Returns why a cast list cannot move a function to float32; "" if there is no reason to; None if it can."""
         namespace, _, last = name.rpartition(".")
         path = Path(namespace, last)
-        try:
-            if unwrapped(find(path)) is not function:
-                return ""
-        except PathError:
+        if find_or(path) is not function:
             return ""
         reason = reason_of(path)
         if reason is not None and reason.name in _HARMLESS:

@@ -28,6 +28,7 @@ from ampatch.integrations.trainer_session import TrainerSession, Wording, casts_
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import LEVELS, check_opt_level
 from ampatch.weights import conversion_plan
+from ampatch.weights.optimizer_state import evaluates_first
 
 _LEAST = (2, 5)
 _OPTIONS = option_names("enabled", "opt_level")
@@ -175,7 +176,7 @@ class PrecisionPlugin:
         Optimizers of torch that call their closure once step after it, which reads no overflow flag from the device if
         they are fused. Others get the closure.
         """
-        if not _calls_closure_once(optimizer):
+        if not evaluates_first(optimizer):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
@@ -330,12 +331,6 @@ class _Run:
 def _counts_steps(config: Any) -> bool:
     """Returns True if a scheduler steps after each step; one that steps every n-th must not miss its turn."""
     return config.interval == "step" and config.frequency == 1 and not config.reduce_on_plateau
-
-
-def _calls_closure_once(optimizer: Any) -> bool:
-    """Returns True for torch's own optimizers other than LBFGS."""
-    kind = type(optimizer)
-    return getattr(torch.optim, kind.__name__, None) is kind and kind is not torch.optim.LBFGS
 
 
 def _preceded(first: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
 from ampatch.scaling.scale_use import has_scaled
 from ampatch.scaling.unscaled_losses import leaves_among
+from ampatch.weights.optimizer_state import has_gradients, parameters_of
 
 
 class _Thread(threading.local):
@@ -156,6 +157,8 @@ class TrainerSession:
         models: given models, without those that are part of another.
         optimizers: given optimizers; empty for predictions.
         is_training: True if optimizers were given.
+        is_in_step: True while a training step runs.
+        step_was_skipped: True if an optimizer skipped its step in the last training step, after an overflow.
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class TrainerSession:
         self._updaters: dict[int, list[Any]] = {}  # optimizers by the ids of the parameters that they update
         self._may_skip = self._is_one = False
         self._steps = PatchLedger()
-        self._is_in_step = self._is_unscaled = self._has_stepped = self._was_skipped = False
+        self.is_in_step = self._is_unscaled = self._has_stepped = self.step_was_skipped = False
         self._unproven = self._has_run_backward = False
         self._session: Any = None
 
@@ -207,7 +210,7 @@ class TrainerSession:
                 )
             before = _floating(self.models) if _may_convert(self._options) else []
             precise = [(each, each.detach()) for each in before]  # keep the float32 storage, which conversion replaces
-            updated = {id(each) for optimizer in self.optimizers for each in _parameters(optimizer)}
+            updated = {id(each) for optimizer in self.optimizers for each in parameters_of(optimizer)}
             session = runtime.live
             optimizers = [] if self._scaler is not None else self.optimizers
             # The session still knows an optimizer that trained in it before.
@@ -309,11 +312,6 @@ class TrainerSession:
 
     # Steps
 
-    @property
-    def is_in_step(self) -> bool:
-        """True while a training step runs."""
-        return self._is_in_step
-
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Runs a training step: scales the backward passes of this thread, and notes whether a step was skipped.
@@ -326,13 +324,13 @@ class TrainerSession:
         """
         with self.scaled_backward():
             skipped = self._skipped_steps()
-            self._was_skipped = False
+            self.step_was_skipped = False
             yield
         self._warn_if_idle()
-        if self._scaler is not None:
-            self._update_scaler()
-        elif self._may_skip:
-            self._was_skipped = self._skipped_steps() > skipped
+        if self._has_stepped:
+            self._end_iteration()
+        elif self._scaler is None and self._may_skip:
+            self.step_was_skipped = self._skipped_steps() > skipped
 
     @contextlib.contextmanager
     def scaled_backward(self) -> Iterator[None]:
@@ -350,18 +348,13 @@ class TrainerSession:
                 "Leave that call out, or call it after the fit."
             )
         outer, _thread.stepping = _thread.stepping, self
-        was_in_step, self._is_in_step = self._is_in_step, True
+        was_in_step, self.is_in_step = self.is_in_step, True
         try:
             yield
         finally:
-            _thread.stepping, self._is_in_step = outer, was_in_step
+            _thread.stepping, self.is_in_step = outer, was_in_step
         if self._has_run_backward:
             self._warn_if_idle()
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """True if an optimizer skipped its step in the last training step, after an overflow."""
-        return self._was_skipped
 
     def last_step_was_skipped(self) -> bool:
         """Returns whether the last step of any optimizer was skipped, after an overflow; syncs with the device."""
@@ -432,7 +425,7 @@ class TrainerSession:
                     original(scaled, *args, **kwargs)
             else:
                 if self._has_stepped:
-                    self._update_scaler()
+                    self._end_iteration()
                 scaler = self._scaler
                 with self._others_unscaled(leaves, lambda leaf: scaler.scale(torch.ones((), device=leaf.device))):
                     self._scaled_backward(original, tensors, args, kwargs)
@@ -451,7 +444,7 @@ class TrainerSession:
             return {id(each): each for each in tensors_in(inputs)}, True
         if self._is_one and len(self.optimizers) == 1:  # nothing depends on them
             return {}, False
-        roots = [each.grad_fn for each in tensors_in(list(_as_tuple(tensors))) if each.grad_fn is not None]
+        roots = [each.grad_fn for each in tensors_in(tensors) if each.grad_fn is not None]
         nodes = list(nodes_of(roots))
         if any(map(has_scaled, nodes)) and not self._is_scaled_by_hand():
             raise UsageError(
@@ -468,7 +461,7 @@ class TrainerSession:
             self._updaters = {}
             for optimizer in self.optimizers:
                 for each in (
-                    _parameters(optimizer)
+                    parameters_of(optimizer)
                     if session is None or self._scaler is not None
                     else session.adopted(optimizer).gradients.model_parameters()
                 ):
@@ -491,7 +484,7 @@ class TrainerSession:
     # Scalers given by the user
 
     def _scaled_backward(self, original: Callable[..., None], tensors: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        with_gradients = [each for each in self.optimizers if _has_gradients(each)]
+        with_gradients = [each for each in self.optimizers if has_gradients(parameters_of(each))]
         if self._is_unscaled and with_gradients:
             raise UsageError(
                 f"a second backward pass adds to gradients that this {type(self._scaler).__name__} has unscaled, but "
@@ -502,7 +495,7 @@ class TrainerSession:
             self._end_iteration()
         original(self._scaler.scale(tensors), *args, **kwargs)
         for optimizer in self.optimizers:
-            if _has_gradients(optimizer):
+            if has_gradients(parameters_of(optimizer)):
                 self._scaler.unscale_(optimizer)
                 self._is_unscaled = True
 
@@ -523,7 +516,7 @@ class TrainerSession:
                 result = self._step_by_scaler(optimizer, original, closure)
             finally:
                 inside = False
-            self._was_skipped |= not has_run
+            self.step_was_skipped |= not has_run
             return result
 
         return step
@@ -531,7 +524,7 @@ class TrainerSession:
     def _step_by_scaler(self, optimizer: Any, original: Callable[..., Any], closure: Any) -> Any:
         scaler = self._scaler
         if closure is None:
-            result = scaler.step(optimizer) if _has_gradients(optimizer) else original()
+            result = scaler.step(optimizer) if has_gradients(parameters_of(optimizer)) else original()
             self._has_stepped = True
             return result
         if self._has_stepped or self._is_unscaled:  # another optimizer's step has run its closure
@@ -556,14 +549,10 @@ class TrainerSession:
         self._has_stepped = True
         return result
 
-    def _update_scaler(self) -> None:
-        if self._has_stepped:
-            self._end_iteration()
-
     def _end_iteration(self) -> None:
         before = self._scaler.get_scale()
         self._scaler.update()
-        self._was_skipped |= self._scaler.get_scale() < before
+        self.step_was_skipped |= self._scaler.get_scale() < before
         self._has_stepped = self._is_unscaled = False
 
 
@@ -634,15 +623,3 @@ def _are_compiled(models: Sequence[nn.Module]) -> bool:
 def _floating(models: Sequence[nn.Module]) -> list[Tensor]:
     tensors = {id(each): each for model in models for each in (*model.parameters(), *model.buffers())}
     return [each for each in tensors.values() if each.is_floating_point()]
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"]]
-
-
-def _has_gradients(optimizer: Any) -> bool:
-    return any(each.grad is not None for each in _parameters(optimizer))
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, Tensor) else tuple(value)

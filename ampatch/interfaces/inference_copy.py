@@ -17,7 +17,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from typing import Any
 
@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, PathError, find
+from ampatch.cast_lists.paths import Path, find, find_or
 from ampatch.cast_lists.rules import FLOAT32, Rule
 from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_store import Store
@@ -604,11 +604,10 @@ def _path_of_function(excluded: object, model: nn.Module, modules: Sequence[tupl
         raise OptionError("excluded has the model itself, so nothing would be left to cast. Name parts of it.")
     if isinstance(excluded, str):
         namespace, _, name = excluded.rpartition(".")
-        with suppress(PathError):
-            if not namespace and spellings.spellings(name):
-                return Path(spellings.EVERY_NAMESPACE, name)
-            if namespace.partition(".")[0] == "torch" and callable(find(Path(namespace, name))):
-                return Path(namespace, name)
+        if not namespace and spellings.spellings(name):
+            return Path(spellings.EVERY_NAMESPACE, name)
+        if namespace.partition(".")[0] == "torch" and callable(find_or(Path(namespace, name))):
+            return Path(namespace, name)
         said = f"excluded has {excluded!r}, which is neither a submodule of the model nor a function of torch."
         if excluded in dict(model.named_parameters(remove_duplicate=False)):
             raise OptionError(f"{said} It is a parameter: name the module that holds it, or its class.")

@@ -224,13 +224,10 @@ def _library(path: Path, described: Any) -> Library | None:
     texts = [field.name for field in fields(Library) if field.type == "str"]
     if not isinstance(described, Mapping) or not all(isinstance(described.get(name), str) for name in texts):
         return None
-    size = described.get("size")
-    if not isinstance(size, int):
+    size, architectures = described.get("size"), described.get("architectures")
+    if not isinstance(size, int) or not isinstance(architectures, list):
         return None
-    architectures = described.get("architectures")
-    if not isinstance(architectures, list) or not all(
-        isinstance(each, str) and each.isdecimal() and each.isascii() for each in architectures
-    ):
+    if not all(isinstance(each, str) and each.isdecimal() and each.isascii() for each in architectures):
         return None
     texts_found = {name: described[name] for name in texts}
     return Library(path=path, size=size, architectures=tuple(architectures), **texts_found)

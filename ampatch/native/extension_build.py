@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from filelock import FileLock
@@ -470,20 +470,13 @@ class _Step:
         command: command that compiles the file.
         object: path of the object file.
         said: file for the compiler's output.
-        status: file for the compiler's exit status, as a shell reports it.
         kept: file in the cache with a checksum and the object file, for later builds; None outside the cache.
     """
 
     command: tuple[str, ...]
     object: Path
     said: Path
-    status: Path
     kept: Path | None
-
-    def line(self) -> str:
-        """Returns a shell line that runs the command and writes its output and exit status to their files."""
-        done = f"{shlex.join(self.command)} >{shlex.quote(str(self.said))} 2>&1; status=$?"
-        return f"{done}; echo $status >{shlex.quote(str(self.status))}; exit $status"
 
 
 def _steps(plan: Plan, scratch: Path) -> list[_Step]:
@@ -499,7 +492,7 @@ def _steps(plan: Plan, scratch: Path) -> list[_Step]:
         if plan.is_cached:
             kept = plan.directory.parent / OBJECTS / f"{flags[:16]}-{source.name}-{_content_hash(source)[:32]}.o"
         command = (*compiling, str(source), "-o", str(made))
-        steps.append(_Step(command, made, made.with_suffix(".said"), made.with_suffix(".status"), kept))
+        steps.append(_Step(command, made, made.with_suffix(".said"), kept))
     return steps
 
 
@@ -526,25 +519,18 @@ def _compile(plan: Plan, missing: Sequence[_Step], log: Path, scratch: Path) -> 
     Raises:
         _FailedError: a file does not compile.
     """
-    if missing:
-        if ninja := shutil.which("ninja"):
-            _run_by_ninja(ninja, missing, scratch)
-        if not any(map(_status, missing)):  # there is no ninja, or it does not work
-            _run_side_by_side([step for step in missing if _status(step) is None], scratch)
-    unchanged = extension.source_hash(plan.part) == plan.source_hash
     failed = None
     with log.open("ab") as written:
-        for step in missing:
-            status, said = _status(step), step.said.read_bytes() if step.said.exists() else b""
-            if status is not None:
-                written.write(f"$ {shlex.join(step.command)}\n".encode() + said)
+        statuses = _run_side_by_side(missing, scratch)
+        unchanged = extension.source_hash(plan.part) == plan.source_hash
+        for step, status in statuses.items():
+            said = step.said.read_bytes()
+            written.write(f"$ {shlex.join(step.command)}\n".encode() + said)
             if status == 0 and unchanged:
                 _keep(step)
             elif status and failed is None:
                 words = _last_words(said.decode("utf-8", "replace"))
                 failed = _FailedError(f"{_FAILURE}: `{step.command[0]}` {_how_it_ended(status)}{words}")
-    if failed is None and any(_status(step) is None for step in missing):
-        failed = _FailedError(f"{_FAILURE}: another program ended the compiler")
     if failed is not None:
         raise failed
 
@@ -590,47 +576,35 @@ def _drop(step: _Step) -> None:
             step.kept.unlink(missing_ok=True)
 
 
-def _status(step: _Step) -> int | None:
-    """Returns the exit status, negative after a signal as in `subprocess`; None if the step did not end."""
-    try:
-        status = int(step.status.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    # A shell reports a signal as 128 plus its number. Other statuses up to 255 come from the compiler.
-    return 128 - status if 128 < status < 128 + signal.NSIG else status
+def _run_side_by_side(steps: Sequence[_Step], scratch: Path) -> dict[_Step, int]:
+    """Runs as many steps at a time as there are processors; starts no other step after one failed.
 
+    Returns:
+        Exit statuses of the steps that ran, negative after a signal as in `subprocess`.
 
-def _jobs() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def _run_by_ninja(ninja: str, steps: Sequence[_Step], scratch: Path) -> None:
-    """Runs steps in parallel with ninja; steps that do not finish have no status."""
-    lines = [f"builddir = {str(scratch).replace('$', '$$')}", "rule run", "  command = $line"]
-    for index, step in enumerate(steps):
-        lines += [f"build step{index}: run", f"  line = {step.line().replace('$', '$$')}"]
-    file = scratch / "build.ninja"
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    with suppress(_FailedError):  # the files of each step hold its output and status
-        _run([ninja, "-f", str(file), "-j", str(_jobs())], scratch / "ninja.log", scratch, "ninja failed")
-
-
-def _run_side_by_side(steps: Sequence[_Step], scratch: Path) -> None:
-    """Runs as many steps at a time as there are processors; starts no other step after one failed."""
-    waiting, running = list(steps), dict[subprocess.Popen[bytes], _Step]()
+    Raises:
+        _FailedError: a compiler could not be started.
+    """
+    waiting, running, statuses = list(steps), dict[_Step, subprocess.Popen[bytes]](), dict[_Step, int]()
     try:
         while waiting or running:
-            while waiting and len(running) < _jobs():
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
                 step = waiting.pop(0)
-                running[_start(["sh", "-c", step.line()], scratch, subprocess.DEVNULL)] = step
-            for process in [process for process in running if process.poll() is not None]:
-                if _status(running.pop(process)) != 0:
-                    waiting.clear()
+                with step.said.open("wb") as said:
+                    running[step] = _start(step.command, scratch, said, _FAILURE)
+            for step, process in list(running.items()):
+                status = process.poll()
+                if status is not None:
+                    statuses[step] = status
+                    del running[step]
+                    if status:
+                        waiting.clear()
             time.sleep(0.02)
     except BaseException:  # Ctrl-C among them
-        for process in running:
+        for process in running.values():
             _end(process)
         raise
+    return statuses
 
 
 def _kept_log(plan: Plan) -> Path:
@@ -719,10 +693,7 @@ def _run(command: Sequence[str], log: Path, scratch: Path, failure: str) -> None
         written.write(f"$ {shlex.join(command)}\n")
         written.flush()
         began = written.tell()
-        try:
-            process = _start(command, scratch, written)
-        except OSError as error:
-            raise _FailedError(f"{failure}: {_cannot_be_started(command[:1], error)}") from error
+        process = _start(command, scratch, written, failure)
         try:
             status = process.wait()
         except BaseException:  # Ctrl-C among them
@@ -735,26 +706,27 @@ def _run(command: Sequence[str], log: Path, scratch: Path, failure: str) -> None
         raise _FailedError(f"{failure}: `{command[0]}` {_how_it_ended(status)}{_last_words(said)}")
 
 
-def _start(command: Sequence[str], scratch: Path, output: IO[str] | int) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], scratch: Path, output: IO[Any], failure: str) -> subprocess.Popen[bytes]:
     # In a process group of its own, so that `_end` reaches all processes of a compiler. Its temporary files go to the
     # scratch directory, which is always removed.
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, "TMPDIR": str(scratch)},
-        start_new_session=True,
-    )
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(scratch)},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise _FailedError(f"{failure}: {_cannot_be_started(command[:1], error)}") from error
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a program and its child processes; SIGTERM comes first, so that ninja can end its own process groups."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, how)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=5)
+    """Ends a program and its child processes."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _how_it_ended(status: int) -> str:

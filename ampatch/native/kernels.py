@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch.errors import KernelError
+from ampatch.grouping import grouped
 from ampatch.native import calls, extension, extension_kernels, torch_kernels
 from ampatch.native.host_copy import on_device
 from ampatch.native.selection import Chosen, Selection
@@ -339,6 +340,14 @@ def found_inf_norm(grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor
             operators.found_inf_norm(group, on_device(inv_scale, device), flag, total)
 
 
+def flag_and_squares(grads: Iterable[Tensor], device: torch.device, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Reads gradients as `found_inf_norm` does, and returns the flag and the sum of squares, both on ``device``."""
+    scale = torch.full((), factor, dtype=torch.float32, device=device)
+    found_inf, sum_of_squares = torch.zeros_like(scale), torch.zeros_like(scale, dtype=torch.float64)
+    found_inf_norm(grads, scale, found_inf, sum_of_squares)
+    return found_inf, sum_of_squares
+
+
 def clip_factor(sum_of_squares: Tensor, found_inf: Tensor, max_norm: float) -> tuple[Tensor, Tensor]:
     """Computes the factor that clips gradients, with the margin of ``torch.nn.utils.clip_grad_norm_``.
 
@@ -449,11 +458,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     tensors = list(tensors)
     if len(set(map(_DTYPE, tensors))) == 1 and _ordinary_device(tensors) is not None:
         return [tensors]
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        values = values_of(tensor)
-        groups.setdefault((values.device, values.dtype), []).append(values)
-    return groups.values()
+    return grouped(((values.device, values.dtype), values) for values in map(values_of, tensors)).values()
 
 
 def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch.device, Sequence[list[Tensor]]]]:

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from ampatch.cast_lists import spellings
-from ampatch.cast_lists.paths import PathError, find
+from ampatch.cast_lists.paths import find_or
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import TensorCast, cast_tensors
@@ -122,29 +122,22 @@ class CastRules:
         for rule in (*self._rules, *(rule for rule, _ in self._registered)):
             names[rule.treatment].add(rule.path.name)
         found: list[tuple[Rule, Any]] = []
-        for rule in self._rules:
+        listings = [*((rule, None, False) for rule in self._rules), *((*each, True) for each in self._registered)]
+        for rule, dtype, is_registered in listings:
             function = self._find(rule)
-            if function is not None:
-                found.append((rule, function))
+            if function is None:
+                continue
+            found.append((rule, function))
+            if is_registered:
+                adapter = adapters.for_registration(rule.path, rule.treatment, dtype, function)
+                reason = f"ampatch: {rule.path} is registered for the {rule.treatment.value}."
+            else:
+                adapter = adapters.for_rule(rule, function)
                 kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
-                self.entries[function] = _Entry(
-                    adapters.for_rule(rule, function).adapt,
-                    None if rule.when else rule.treatment,
-                    rule.treatment is Treatment.WHITELIST and not rule.when and not _is_in_place(rule),
-                    None,
-                    f"ampatch: {rule.path} is {kind} ({rule.source}).",
-                )
-        for rule, dtype in self._registered:
-            function = self._find(rule)
-            if function is not None:
-                found.append((rule, function))
-                self.entries[function] = _Entry(
-                    adapters.for_registration(rule.path, rule.treatment, dtype, function).adapt,
-                    rule.treatment if dtype in (None, half_dtype) else None,
-                    rule.treatment is Treatment.WHITELIST and dtype in (None, half_dtype) and not _is_in_place(rule),
-                    None,
-                    f"ampatch: {rule.path} is registered for the {rule.treatment.value}.",
-                )
+                reason = f"ampatch: {rule.path} is {kind} ({rule.source})."
+            always = rule.treatment if dtype in (None, half_dtype) and not rule.when else None
+            in_half = always is Treatment.WHITELIST and not _is_in_place(rule)
+            self.entries[function] = _Entry(adapter.adapt, always, in_half, None, reason)
         listed = {function: rule.treatment for rule, function in found}
         reported = reported_functions()
         self.reported_as_other = [
@@ -168,10 +161,7 @@ class CastRules:
 
     def _find(self, rule: Rule) -> Any:
         """Returns the function of a rule; None if it does not exist, or does not belong to torch."""
-        try:
-            function = find(rule.path)
-        except PathError:  # optional, and not in this torch
-            return None
+        function = find_or(rule.path)  # an optional one may be missing from this torch
         if function is None or rule.path.namespace.partition(".")[0] == "torch":
             return function
         self.outside_torch.append(rule)
@@ -179,7 +169,7 @@ class CastRules:
 
     def computes_in_half(self, function: Function) -> bool:
         """Returns True if a function's floating-point arguments are all cast to half, whatever its other arguments."""
-        entry = self.entries.get(unwrapped(function))
+        entry = self.entries.get(function)
         return entry is not None and entry.computes_in_half
 
     def __reduce__(self) -> Any:

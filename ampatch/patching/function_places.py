@@ -56,15 +56,6 @@ class Place:
     held: object
 
 
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """A value in a function's closure or default arguments: the function, the name, and the value that was found."""
-
-    function: types.FunctionType
-    name: str
-    held: object
-
-
 def places(wanted: Mapping[int, object]) -> list[Place]:
     """Returns every place outside of torch and ampatch that holds one of some functions, and those in torch.functional.
 
@@ -88,9 +79,7 @@ def _places(wanted: Mapping[int, object]) -> Iterator[Place]:
         yield Place(Kind.MODEL, owner, name, held)
     yield from _in_containers(Kind.MODEL_CONTAINER, models, wanted)
     yield from _in_classes(wanted)
-    for captured in captures(wanted):
-        if id(captured.held) in wanted:
-            yield Place(Kind.FUNCTION, captured.function, captured.name, captured.held)
+    yield from captures(wanted)
 
 
 def _has_attributes(model: object) -> bool:
@@ -125,7 +114,7 @@ def _in_classes(wanted: Mapping[int, object]) -> Iterator[Place]:
                     yield Place(Kind.CLASS, owner, name, held)
 
 
-def captures(wanted: Container[int]) -> Iterator[Captured]:
+def captures(wanted: Container[int]) -> Iterator[Place]:
     """Yields the functions outside of torch and ampatch that hold one of some objects in a closure or a default.
 
     They hold it directly, in a container or partial, or in a container of these. Amp cannot replace it there.
@@ -138,7 +127,7 @@ def captures(wanted: Container[int]) -> Iterator[Captured]:
             for name, value in _captures(function):
                 for held in held_in(value) if type(value) in OPENED else (value,):
                     if id(held) in wanted:
-                        yield Captured(function, name, held)
+                        yield Place(Kind.FUNCTION, function, name, held)
 
 
 def held_in(value: object, deeper: int = 2) -> Iterator[object]:

@@ -6,7 +6,7 @@ an argument stays as it is. Must never call the function, cast a tensor, or touc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.errors import BannedFunctionError
 from ampatch.opt_levels import HALVES, dtype_name
 from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function, is_in_place, lacks_half_products
-from ampatch.patching.wrappers import adapted_for_override
+from ampatch.patching.wrappers import adapted_for_override, is_overridden_by_others
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Predictor:
             adapted: Arguments
             if name is not None and has_torch_function((*args, *kwargs.values())):
                 adapted = adapted_for_override(adapt, args, kwargs)
-                is_foreign = not all(isinstance(value, Tensor) for value in _overriding(args, kwargs))
+                is_foreign = is_overridden_by_others(args, kwargs)
             else:
                 adapted = adapt(args, kwargs)
         except BannedFunctionError as error:
@@ -182,7 +182,28 @@ class _Call:
 
     def reason(self, tensor: Tensor) -> str:
         """Returns why a tensor is not cast: the first reason that holds."""
-        return next(filter(None, (reason(self, tensor) for reason in _REASONS)), "the result may be a view of it")
+        return next(filter(None, self._reasons(tensor)), "the result may be a view of it")
+
+    def _reasons(self, tensor: Tensor) -> Iterator[str | None]:
+        """Yields reasons, in the order in which the adapters check them, and None for those that do not hold."""
+        yield self.unmet
+        if self.is_foreign:
+            yield "an argument that is no tensor overrides torch's functions"
+        if self.written() is tensor:
+            yield "the call writes to it, so it keeps its type"
+        if any(tensor is each for each in self.out()):
+            yield "out= is never cast; it decides the type"
+        if tensor.dtype not in CASTABLE:
+            yield f"{dtype_name(tensor.dtype)} is never cast"
+        if not self.predictor.casts_on(tensor.device):
+            yield f"it is on {tensor.device.type!r}; amp casts on {self.predictor.device_types()}"
+        dtype = self.explicit_dtype()
+        if isinstance(dtype, torch.dtype):
+            yield f"the call's own dtype={dtype_name(dtype)} is obeyed"
+        if self.passed_dtype is not None:
+            yield f"dtype={dtype_name(self.passed_dtype)} is passed instead: the kernel casts"
+        yield _by_target(self, tensor)
+        yield _by_treatment(self, tensor)
 
     def explicit_dtype(self) -> object:
         """Returns the value that the caller passes for ``dtype``; None if there is none."""
@@ -205,46 +226,6 @@ class _Call:
         reader = first_argument_reader(self.function)
         first = self.args[0] if self.args else None if reader is None else reader(self.args, self.kwargs)
         return first if isinstance(first, Tensor) else None
-
-
-def _by_condition(call: _Call, _: Tensor) -> str | None:
-    return call.unmet
-
-
-def _by_override(call: _Call, _: Tensor) -> str | None:
-    return "an argument that is no tensor overrides torch's functions" if call.is_foreign else None
-
-
-def _by_writing(call: _Call, tensor: Tensor) -> str | None:
-    return "the call writes to it, so it keeps its type" if call.written() is tensor else None
-
-
-def _by_out(call: _Call, tensor: Tensor) -> str | None:
-    return "out= is never cast; it decides the type" if any(tensor is each for each in call.out()) else None
-
-
-def _by_type(_: _Call, tensor: Tensor) -> str | None:
-    if tensor.dtype in CASTABLE:
-        return None
-    return "float64 is never cast" if tensor.dtype is torch.float64 else f"{dtype_name(tensor.dtype)} is never cast"
-
-
-def _by_device(call: _Call, tensor: Tensor) -> str | None:
-    if call.predictor.casts_on(tensor.device):
-        return None
-    return f"it is on {tensor.device.type!r}; amp casts on {call.predictor.device_types()}"
-
-
-def _by_explicit_dtype(call: _Call, _: Tensor) -> str | None:
-    dtype = call.explicit_dtype()
-    if not isinstance(dtype, torch.dtype):
-        return None
-    return f"the call's own dtype={dtype_name(dtype)} is obeyed"
-
-
-def _by_passed_dtype(call: _Call, _: Tensor) -> str | None:
-    dtype = call.passed_dtype
-    return None if dtype is None else f"dtype={dtype_name(dtype)} is passed instead: the kernel casts"
 
 
 def _by_target(call: _Call, tensor: Tensor) -> str | None:
@@ -271,25 +252,6 @@ def _by_treatment(call: _Call, tensor: Tensor) -> str | None:
 def _one_type(call: _Call) -> bool:
     found = [each for each in tensors_in([*call.args, *call.kwargs.values()]) if call.predictor.casts_on(each.device)]
     return len({each.dtype for each in found if each.dtype in (*CASTABLE, torch.float64)}) < 2
-
-
-# In the order in which the adapters check them.
-_REASONS: tuple[Callable[[_Call, Tensor], str | None], ...] = (
-    _by_condition,
-    _by_override,
-    _by_writing,
-    _by_out,
-    _by_type,
-    _by_device,
-    _by_explicit_dtype,
-    _by_passed_dtype,
-    _by_target,
-    _by_treatment,
-)
-
-
-def _overriding(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[object]:
-    return [value for value in (*args, *kwargs.values()) if hasattr(type(value), "__torch_function__")]
 
 
 def _unmet(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

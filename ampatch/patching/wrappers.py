@@ -232,5 +232,10 @@ def adapted_for_override(adapt: Adapt, args: tuple[Any, ...], kwargs: dict[str, 
 
     If such an argument is no tensor, it cannot be cast. Then no other argument is cast either.
     """
+    return (args, kwargs) if is_overridden_by_others(args, kwargs) else adapt(args, kwargs)
+
+
+def is_overridden_by_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns True if an argument that is no tensor overrides torch's functions."""
     overriding = [value for value in (*args, *kwargs.values()) if hasattr(type(value), "__torch_function__")]
-    return adapt(args, kwargs) if all(isinstance(value, Tensor) for value in overriding) else (args, kwargs)
+    return not all(isinstance(value, Tensor) for value in overriding)

@@ -375,10 +375,8 @@ class OptimizerGradients:
             0-dimensional float32, 1 or 0.
         """
         assert scale_use.found_inf is not None
-        found = torch.zeros_like(scale_use.found_inf)
-        # Large, so that the squares of small gradients do not underflow.
-        factor, sum_of_squares = torch.full_like(found, 2.0**64), torch.zeros_like(found, dtype=torch.float64)
-        kernels.found_inf_norm(grads, factor, found, sum_of_squares)
+        # The factor is large, so that the squares of small gradients do not underflow.
+        found, sum_of_squares = kernels.flag_and_squares(grads, scale_use.found_inf.device, factor=2.0**64)
         found.masked_fill_(sum_of_squares != 0, 1)
         self.ranks.reduce_overflow_(found, self.model_parameters())
         return found

@@ -240,18 +240,14 @@ class AdoptedOptimizer:
     @property
     def step_was_skipped(self) -> bool:
         """True if the last step was skipped; syncs with the device."""
-        self._read_verdicts(wait=True)
+        self.read_verdicts()
         return self._last_was_skipped
 
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped so far; syncs with the device."""
-        self._read_verdicts(wait=True)
+        self.read_verdicts()
         return self.skips.skipped
-
-    def read_verdicts(self) -> None:
-        """Reads the verdicts of all steps so far; syncs with the device if one has not arrived."""
-        self._read_verdicts(wait=True)
 
     @property
     def optimizer(self) -> OptimizerLike | None:
@@ -260,7 +256,7 @@ class AdoptedOptimizer:
 
     def release(self) -> bool:
         """Logs the skipped steps that were not logged yet, then calls `OptimizerGradients.release`."""
-        self._read_verdicts(wait=True)
+        self.read_verdicts()
         return self.gradients.release()
 
     def may_defer(self) -> bool:
@@ -292,7 +288,7 @@ class AdoptedOptimizer:
         Warns:
             AmpWarning: the scale is dynamic, and the gradients came from no ``amp.scale_loss`` block.
         """
-        self._read_verdicts(wait=False)  # first, as these decide whether the optimizer's kernel may skip
+        self.read_verdicts(wait=False)  # first, as these decide whether the optimizer's kernel may skip
         deferred = self.gradients.deferred
         if deferred is None and self.gradients.scaled_by is not None:
             self.gradients.check_unscaled("optimizer.step() was called on gradients that are")
@@ -365,9 +361,7 @@ class AdoptedOptimizer:
             if parameter is None:
                 return None
             scaler.to(parameter.device)
-        found_inf = scaler.no_overflow()
-        one, sum_of_squares = torch.ones_like(found_inf), torch.zeros_like(found_inf, dtype=torch.float64)
-        kernels.found_inf_norm(self.gradients.tensors(), one, found_inf, sum_of_squares)
+        found_inf, _ = kernels.flag_and_squares(self.gradients.tensors(), scaler.on_device[0].device)
         self.gradients.ranks.reduce_overflow_(found_inf, self.gradients.model_parameters())
         others = getattr(self.optimizer, "found_inf", None)
         if others is not None:  # a GradScaler has the optimizer skip, and counts that itself
@@ -391,7 +385,7 @@ class AdoptedOptimizer:
 
     def _note_verdicts_read(self, pending: Sequence[ScaleUse]) -> None:
         """Updates the record of steps before one whose verdict the host has read."""
-        self._read_verdicts(wait=bool(pending))
+        self.read_verdicts(wait=bool(pending))
         if self._unread:
             self._unread.append([])  # behind earlier steps, in their order
         else:
@@ -586,7 +580,7 @@ class AdoptedOptimizer:
             and not _has_hooks(_global_optimizer_pre_hooks)
         )
 
-    def _read_verdicts(self, wait: bool) -> None:
+    def read_verdicts(self, wait: bool = True) -> None:
         """Reads the verdicts of earlier steps, in their order.
 
         Args:
@@ -636,7 +630,7 @@ class AdoptedOptimizer:
         self._stepped_with = TensorWeakRef(grad), grad._version
 
     def _skip(self, overflowed: Sequence[ScaleUse]) -> None:
-        self._read_verdicts(wait=True)
+        self.read_verdicts()
         self._last_was_skipped = self._skips_this_step = True
         self.skips.skipped += 1
         optimizer = self.optimizer
@@ -660,11 +654,9 @@ class AdoptedOptimizer:
                     f"half_dtype=torch.bfloat16 no loss scale is needed.{trace}",
                     overflow,
                 )
-        if self._on_overflow is None:
-            self._announce_skip(overflowed)
-            return
-        self._overflow = self._overflow_of(overflowed)
-        if self._on_overflow.logs_line:
+        if self._on_overflow is not None:
+            self._overflow = self._overflow_of(overflowed)
+        if self._on_overflow is None or self._on_overflow.logs_line:
             self._announce_skip(overflowed)
 
     def _overflow_of(self, overflowed: Sequence[ScaleUse]) -> Overflow:
@@ -676,20 +668,18 @@ class AdoptedOptimizer:
         if found:
             for use in overflowed:
                 use.note_named()
-        scales = [float(block.scale) for use in overflowed for block in use.blocks]
+        trace = None
+        if self._on_overflow is not None:
+            scales = [float(block.scale) for use in overflowed for block in use.blocks]
+            trace = self._on_overflow.trace_of(self.gradients.model_parameters(), max(scales, default=1.0))
         return Overflow(
             type(self.optimizer).__name__,
             tuple(last.change for last in _last_of_each_loss(overflowed)),
             found,
             next((loss for use in overflowed if (loss := use.loss_that_is_not_finite) is not None), None),
             "" if found else overflows.OF_ANOTHER_OPTIMIZER if is_anothers else self._remark(),
-            self._trace_of(max(scales, default=1.0)),
+            trace,
         )
-
-    def _trace_of(self, loss_scale: float) -> object | None:
-        if self._on_overflow is None:
-            return None
-        return self._on_overflow.trace_of(self.gradients.model_parameters(), loss_scale)
 
     def _remark(self) -> str:
         """Returns why a skipped step has no gradient that is inf or NaN."""

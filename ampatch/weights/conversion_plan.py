@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
-from ampatch.cast_lists.paths import Path, PathError, find
+from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.spellings import NAMESPACES, spellings
 from ampatch.casting.nested import CASTABLE
 from ampatch.errors import OptionError, did_you_mean
@@ -201,10 +201,7 @@ def _is_of_class(path: str, module: nn.Module) -> bool:
     owner, _, name = path.rpartition(".")
     if not owner or not name.isidentifier() or owner.partition(".")[0] not in sys.modules:
         return False
-    try:
-        found = find(Path(owner, name))
-    except PathError:
-        return False
+    found = find_or(Path(owner, name))
     return isinstance(found, type) and isinstance(module, found)
 
 

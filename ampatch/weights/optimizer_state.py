@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ampatch.casting.nested import CASTABLE, cast_tensors
 from ampatch.errors import OptionError
+from ampatch.grouping import grouped
 from ampatch.native import calls, kernels
 from ampatch.opt_levels import HALVES
 
@@ -113,16 +114,12 @@ class NonFinite:
 
 def count_non_finite(parameters: Iterable[Tensor]) -> list[NonFinite]:
     """Counts inf and NaN in gradients, and returns those that have any; syncs with each device once."""
-    by_device: dict[torch.device, list[tuple[Tensor, Tensor, Tensor]]] = {}
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is not None:
-            values = kernels.values_of(grad.detach())
-            by_device.setdefault(values.device, []).append((parameter, grad, values))
+    pairs = [(parameter, grad) for parameter in parameters if (grad := parameter.grad) is not None]
+    rows = [(parameter, grad, kernels.values_of(grad.detach())) for parameter, grad in pairs]
     found = []
-    for rows in by_device.values():
-        counts = [torch.stack([values.isinf().sum(), values.isnan().sum()]) for _, _, values in rows]
-        for (parameter, grad, values), (infs, nans) in zip(rows, torch.stack(counts).tolist(), strict=True):
+    for on_one in grouped((values.device, (parameter, grad, values)) for parameter, grad, values in rows).values():
+        counts = [torch.stack([values.isinf().sum(), values.isnan().sum()]) for _, _, values in on_one]
+        for (parameter, grad, values), (infs, nans) in zip(on_one, torch.stack(counts).tolist(), strict=True):
             if infs or nans:
                 found.append(NonFinite(parameter, grad, infs, nans, values.numel()))
     return found

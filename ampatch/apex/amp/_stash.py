@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import types
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -81,8 +80,8 @@ class AmpStash:
 def attach(optimizer: Any, session: Session) -> None:
     """Adds a stash and the lazy methods to an adopted optimizer, until the session ends."""
     session.ledger.set(optimizer, "_amp_stash", AmpStash(optimizer, session))
-    for name in ("_amp_lazy_init", "_lazy_init_maybe_master_weights"):
-        session.ledger.set(optimizer, name, types.MethodType(_LAZY[name], optimizer))
+    for lazy in (_amp_lazy_init, _lazy_init_maybe_master_weights):
+        session.ledger.set(optimizer, lazy.__name__, types.MethodType(lazy, optimizer))
 
 
 def _amp_lazy_init(optimizer: Any) -> None:
@@ -91,8 +90,3 @@ def _amp_lazy_init(optimizer: Any) -> None:
 
 def _lazy_init_maybe_master_weights(optimizer: Any) -> None:
     """Does nothing: `initialize` has already made the masters."""
-
-
-_LAZY: dict[str, Callable[[Any], None]] = {
-    function.__name__: function for function in (_amp_lazy_init, _lazy_init_maybe_master_weights)
-}

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampatch.native import kernels
@@ -33,14 +32,14 @@ class LossScaler:
         """Factor of losses."""
         return self.cur_scale
 
-    def has_overflow(self, params: Iterable[Tensor]) -> bool:  # noqa: ARG002 - signature of both scalers
+    def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Returns False, without a check."""
         return False
 
     def update_scale(self, overflow: bool) -> None:
         """Leaves the scale as it is."""
 
-    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:  # noqa: ARG002
+    def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
         """Multiplies the gradients of a module's inputs by the scale; a backward hook of modules."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
@@ -93,9 +92,7 @@ class DynamicLossScaler(LossScaler):
         grads = [parameter.grad for parameter in params if parameter.grad is not None]
         if not grads:
             return False
-        one = torch.ones((), dtype=torch.float32, device=grads[0].device)
-        found_inf, sum_of_squares = torch.zeros_like(one), torch.zeros_like(one, dtype=torch.float64)
-        kernels.found_inf_norm(grads, one, found_inf, sum_of_squares)
+        found_inf, _ = kernels.flag_and_squares(grads, grads[0].device)
         return bool(found_inf)
 
     def update_scale(self, overflow: bool) -> None:

@@ -44,7 +44,6 @@ def fused_layer_norm(
     Returns:
         A tensor like ``input``; float32 under O1.
     """
-    del memory_efficient
     return F.layer_norm(input, _as_list(normalized_shape), None, None, eps)
 
 
@@ -69,7 +68,6 @@ def fused_layer_norm_affine(
     Returns:
         A tensor like ``input``; float32 under O1.
     """
-    del memory_efficient
     return F.layer_norm(input, _as_list(normalized_shape), weight, bias, eps)
 
 
@@ -94,7 +92,6 @@ def mixed_dtype_fused_layer_norm_affine(
     Returns:
         A tensor of the shape of ``input`` and the dtype of ``weight``, under O1 too.
     """
-    del memory_efficient
     input, wide_weight, wide_bias = _promoted(input, weight, bias)
     return F.layer_norm(input, _as_list(normalized_shape), wide_weight, wide_bias, eps).to(weight.dtype)
 
@@ -113,7 +110,6 @@ def fused_rms_norm(
     Returns:
         A tensor like ``input``; float32 under O1.
     """
-    del memory_efficient
     return F.rms_norm(input, _as_list(normalized_shape), None, eps)
 
 
@@ -132,7 +128,6 @@ def fused_rms_norm_affine(
     Returns:
         A tensor like ``input``; float32 under O1.
     """
-    del memory_efficient
     return F.rms_norm(input, _as_list(normalized_shape), weight, eps)
 
 
@@ -151,7 +146,6 @@ def mixed_dtype_fused_rms_norm_affine(
     Returns:
         A tensor of the shape of ``input`` and the dtype of ``weight``, under O1 too.
     """
-    del memory_efficient
     input, wide_weight, _ = _promoted(input, weight, None)
     return F.rms_norm(input, _as_list(normalized_shape), wide_weight, eps).to(weight.dtype)
 
@@ -198,7 +192,20 @@ class FusedRMSNorm(nn.RMSNorm):
         self.memory_efficient = memory_efficient
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class _AlwaysAffine(nn.Module):
+    """Base of the layers whose outputs have the dtype of their parameters, and which therefore always have some."""
+
+    def __init__(self, normalized_shape: Shape, eps: float | None = 1e-5, **options: Any) -> None:
+        if not options.get("elementwise_affine", True):
+            name = type(self).__name__
+            raise OptionError(
+                f"{name} found elementwise_affine=False; expected True, since its outputs have the dtype of its "
+                f"parameters. Use {name.removeprefix('Mixed')}."
+            )
+        super().__init__(normalized_shape, eps, **options)
+
+
+class MixedFusedLayerNorm(_AlwaysAffine, FusedLayerNorm):
     """`FusedLayerNorm` for inputs of any dtype, with outputs in the dtype of its parameters; it always has parameters.
 
     Args:
@@ -210,16 +217,12 @@ class MixedFusedLayerNorm(FusedLayerNorm):
         OptionError: ``elementwise_affine`` is False.
     """
 
-    def __init__(self, normalized_shape: Shape, eps: float = 1e-5, **options: Any) -> None:
-        _check_affine(type(self), **options)
-        super().__init__(normalized_shape, eps, **options)
-
     def forward(self, input: Tensor) -> Tensor:
         """Returns the normalized input, in the dtype of the parameters."""
         return mixed_dtype_fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_AlwaysAffine, FusedRMSNorm):
     """`FusedRMSNorm` for inputs of any dtype, with outputs in the dtype of its weight; it always has a weight.
 
     Args:
@@ -231,21 +234,9 @@ class MixedFusedRMSNorm(FusedRMSNorm):
         OptionError: ``elementwise_affine`` is False.
     """
 
-    def __init__(self, normalized_shape: Shape, eps: float | None = 1e-5, **options: Any) -> None:
-        _check_affine(type(self), **options)
-        super().__init__(normalized_shape, eps, **options)
-
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalized input, in the dtype of the weight."""
         return mixed_dtype_fused_rms_norm_affine(x, self.weight, self.normalized_shape, self.eps)
-
-
-def _check_affine(kind: type[nn.Module], elementwise_affine: bool = True, **_: Any) -> None:
-    if not elementwise_affine:
-        raise OptionError(
-            f"{kind.__name__} found elementwise_affine=False; expected True, since its outputs have the dtype of its "
-            f"parameters. Use {kind.__name__.removeprefix('Mixed')}."
-        )
 
 
 def _promoted(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

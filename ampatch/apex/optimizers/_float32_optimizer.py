@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ampatch.errors import OptionError, UsageError
+from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
 from ampatch.weights.optimizer_state import parameters_of
 
@@ -91,17 +92,21 @@ class Float32Optimizer(Optimizer):
         Args:
             batches: pairs of a group and those of its parameters that have gradients and are on one device.
         """
+        for group, parameters in batches:
+            with in_float32(parameters) as (values, grads):
+                self._update_batch(group, parameters, values, grads)
+
+    def _update_batch(
+        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Updates the values of parameters of one group and device, as `in_float32` gives them with the gradients."""
         raise NotImplementedError
 
     def _batches(self, group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is None or not parameter.numel():
-                continue
-            self._check(parameter, grad)
-            by_device.setdefault(parameter.device, []).append(parameter)
-        for parameters in by_device.values():
+        trained = [each for each in group["params"] if each.grad is not None and each.numel()]
+        for parameter in trained:
+            self._check(parameter, parameter.grad)
+        for parameters in grouped((each.device, each) for each in trained).values():
             yield group, parameters
 
     def _check(self, parameter: Tensor, grad: Tensor) -> None:

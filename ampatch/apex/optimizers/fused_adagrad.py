@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, in_float32
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer
 
 
 class FusedAdagrad(Float32Optimizer):
@@ -41,24 +41,24 @@ class FusedAdagrad(Float32Optimizer):
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, set_grad_none, adagrad_w_mode=adagrad_w_mode)
 
-    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
-        for group, parameters in batches:
-            with in_float32(parameters) as (values, grads):
-                weight_decay = group["weight_decay"]
-                if self.adagrad_w_mode:
-                    torch._foreach_mul_(values, 1 - float(group["lr"]) * weight_decay)
-                    weight_decay = 0.0
-                adagrad(
-                    values,
-                    grads,
-                    self._moments(parameters, values, "sum"),
-                    [torch.zeros((), device="cpu") for _ in values],  # steps, which matter only if lr_decay is not 0
-                    has_sparse_grad=False,
-                    foreach=True,
-                    has_complex=False,
-                    lr=group["lr"],
-                    weight_decay=weight_decay,
-                    lr_decay=0.0,
-                    eps=group["eps"],
-                    maximize=False,
-                )
+    def _update_batch(
+        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        weight_decay = group["weight_decay"]
+        if self.adagrad_w_mode:
+            torch._foreach_mul_(values, 1 - float(group["lr"]) * weight_decay)
+            weight_decay = 0.0
+        adagrad(
+            values,
+            grads,
+            self._moments(parameters, values, "sum"),
+            [torch.zeros((), device="cpu") for _ in values],  # steps, which matter only if lr_decay is not 0
+            has_sparse_grad=False,
+            foreach=True,
+            has_complex=False,
+            lr=group["lr"],
+            weight_decay=weight_decay,
+            lr_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )

@@ -14,7 +14,6 @@ from ampatch.apex.optimizers._float32_optimizer import (
     Float32Optimizer,
     UnsupportedOptionError,
     check_no_amsgrad,
-    in_float32,
 )
 from ampatch.native.host_copy import for_fused_step
 
@@ -69,7 +68,7 @@ class FusedAdam(Float32Optimizer):
         *,
         max_grad_norm: float | None = None,
         eps_inside_sqrt: bool = False,
-        use_mt: bool = False,  # noqa: ARG002
+        use_mt: bool = False,
         amp_scale_adjustment: float = 1.0,
     ) -> None:
         check_no_amsgrad(type(self), amsgrad)
@@ -118,28 +117,28 @@ class FusedAdam(Float32Optimizer):
             _check_not_clipping(param_group.get("max_grad_norm"))
         super().add_param_group(param_group)
 
-    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
-        for group, parameters in batches:
-            with in_float32(parameters) as (values, grads):
-                adam(
-                    values,
-                    grads,
-                    self._moments(parameters, values, "exp_avg"),
-                    self._moments(parameters, values, "exp_avg_sq"),
-                    [],
-                    self._steps(parameters, group["bias_correction"]),
-                    fused=True,
-                    grad_scale=for_fused_step(getattr(self, "grad_scale", None), parameters),
-                    found_inf=for_fused_step(getattr(self, "found_inf", None), parameters),
-                    decoupled_weight_decay=self.adam_w_mode,
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=self._learning_rate(group, parameters[0].device),
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
+    def _update_batch(
+        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        adam(
+            values,
+            grads,
+            self._moments(parameters, values, "exp_avg"),
+            self._moments(parameters, values, "exp_avg_sq"),
+            [],
+            self._steps(parameters, group["bias_correction"]),
+            fused=True,
+            grad_scale=for_fused_step(getattr(self, "grad_scale", None), parameters),
+            found_inf=for_fused_step(getattr(self, "found_inf", None), parameters),
+            decoupled_weight_decay=self.adam_w_mode,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=self._learning_rate(group, parameters[0].device),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def _steps(self, parameters: list[Tensor], bias_correction: bool) -> list[Tensor]:
         """Returns the number of earlier steps of each parameter, as a tensor that the kernel increments."""

@@ -82,11 +82,8 @@ class FusedLAMB(Float32Optimizer):
         max_norm = self.defaults["max_grad_norm"]
         if not parameters or not max_norm:
             return None
-        device = parameters[0].device
-        sum_of_squares = torch.zeros((), dtype=torch.float64, device=device)
-        one = torch.ones((), dtype=torch.float32, device=device)
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        kernels.found_inf_norm(grads, one, torch.zeros_like(one), sum_of_squares)
+        _, sum_of_squares = kernels.flag_and_squares(grads, parameters[0].device)
         return torch.clamp(sum_of_squares.sqrt() / max_norm, min=1)
 
     def _update_batch(

@@ -14,7 +14,6 @@ from ampatch.apex.optimizers._float32_optimizer import (
     Tensors,
     UnsupportedOptionError,
     check_no_amsgrad,
-    in_float32,
 )
 
 
@@ -78,11 +77,6 @@ class FusedNovoGrad(Float32Optimizer):
             "init_zero": init_zero,
         }
         super().__init__(params, defaults, set_grad_none, reg_inside_moment=reg_inside_moment)
-
-    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
-        for group, parameters in batches:
-            with in_float32(parameters) as (values, grads):
-                self._update_batch(group, parameters, values, grads)
 
     def _update_batch(
         self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: Tensors

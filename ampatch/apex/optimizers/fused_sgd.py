@@ -95,14 +95,14 @@ class FusedSGD(Float32Optimizer):
             for is_first in (False, True):
                 some = [each for each, has in zip(parameters, has_buffer, strict=True) if has is not is_first]
                 if some and not (is_first and group["momentum"] and self._overflowed()):
-                    self._update_batch(group, some, is_first)
+                    self._update_some(group, some, is_first)
 
     def _overflowed(self) -> bool:
         """Returns True to skip this step; otherwise the kernel would leave new momentum buffers uninitialized."""
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
-    def _update_batch(self, group: dict[str, Any], parameters: list[Tensor], is_first: bool) -> None:
+    def _update_some(self, group: dict[str, Any], parameters: list[Tensor], is_first: bool) -> None:
         with in_float32(parameters) as (values, grads):
             buffers: list[Tensor | None] = [None for _ in values]
             if group["momentum"] and not is_first:

@@ -7,7 +7,6 @@ options are those of the inner optimizer.
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ampatch import amp
+from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
 
 
@@ -134,11 +134,8 @@ class LARC:
         # If amp has masters, changes of the model's gradients reach the masters only when master_params is called.
         amp.master_params(self.optim)
         for group, decay in zip(self.param_groups, decays, strict=True):
-            by_kind: dict[Any, list[Tensor]] = defaultdict(list)
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    by_kind[parameter.device, parameter.dtype].append(parameter)
-            for parameters in by_kind.values():
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameters in grouped(((each.device, each.dtype), each) for each in trained).values():
                 self._adapt_gradients(parameters, group["lr"], decay)
 
     def _adapt_gradients(self, parameters: list[Tensor], lr: float | Tensor, decay: float) -> None:
