@@ -423,9 +423,7 @@ def initialize(
     conversion_plan.check_matches(every_model, wide, "float32_outputs")
     check_entries(every_model, lists.modules, settings.keep_fp32)
 
-    device_types = (
-        set().union(*(adopted_model.device_types(model) for model in model_list)) or adopted_model.all_device_types()
-    )
+    device_types = adopted_model.device_types_of(model_list)
     opened = _open(settings, device_types, fused_linear) if live is None else live
     opened.verbose = verbose
     try:

@@ -9,7 +9,6 @@ tell torch.compile about objects of ampatch.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import sys
 import types
@@ -213,8 +212,4 @@ def _weakly(value: object) -> Callable[[], object]:
     try:
         return weakref.ref(value)
     except TypeError:  # None, numbers, builtins' wrappers: none of them holds an owner
-        return functools.partial(_same, value)
-
-
-def _same(value: object) -> object:
-    return value
+        return lambda: value

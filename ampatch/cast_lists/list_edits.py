@@ -14,7 +14,7 @@ import torch
 
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, find_or, identity
-from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treatment, typed_options
+from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treatment, place, typed_options
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
 from ampatch.grouping import grouped
 from ampatch.opt_levels import HALF_DTYPES
@@ -217,7 +217,7 @@ def _undoes(callee: Rule | None, caller: Rule | None) -> bool:
 
 
 def _told_undone(edit: Edit, undoing: Sequence[Rule]) -> str:
-    called = _enumerated([f"{rule.path} ({_place(rule)})" for rule in undoing])
+    called = _enumerated([f"{rule.path} ({place(rule)})" for rule in undoing])
     if any(rule.path.name == edit.path.name for rule in undoing):
         remedy = _every_spelling(edit)
     else:
@@ -236,7 +236,7 @@ def _every_spelling(edit: Edit) -> str:
 
 def _opening(edit: Edit) -> str:
     source = "" if edit.rule is None else f"{edit.rule.source}: "
-    return f"{source}{edit.path} is {_place(edit.rule)} now"
+    return f"{source}{edit.path} is {place(edit.rule)} now"
 
 
 def _treatment(rule: Rule | None) -> Treatment | None:
@@ -245,12 +245,6 @@ def _treatment(rule: Rule | None) -> Treatment | None:
 
 def _list(rule: Rule | None) -> str:
     return UNLISTED if rule is None else rule.treatment.value
-
-
-def _place(rule: Rule | None) -> str:
-    if rule is None:
-        return "on no list"
-    return "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
 
 
 def _first(several: list[str]) -> list[str]:
@@ -273,6 +267,6 @@ def _told(live: Rule | None, asked: Rule | None) -> str:
 def _place_by(rule: Rule | None) -> str:
     """Returns the list that a rule puts its function in, with the rule's options, file and line."""
     if rule is None:
-        return _place(rule)
+        return place(rule)
     options = typed_options(rule.when, rule.via_dtype, rule.needs_float32)
-    return " ".join([_place(rule), *options, f"by {rule.source}"])
+    return " ".join([place(rule), *options, f"by {rule.source}"])

@@ -108,6 +108,13 @@ class ModuleRules:
         return self.changes is None
 
 
+def place(rule: Rule | None) -> str:
+    """Returns where a function stands by its rule, as part of a sentence."""
+    if rule is None:
+        return "on no list"
+    return "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
+
+
 def typed_conditions(when: When) -> str:
     """Returns conditions as text, with values written as in YAML, so that True differs from the string "True"."""
     return ", ".join(f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when)

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from ampatch.cast_lists import spellings
 from ampatch.cast_lists.paths import find_or
-from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.cast_lists.rules import Rule, Treatment, place
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import TensorCast, cast_tensors
 from ampatch.compilers import traced_within_others
@@ -133,8 +133,7 @@ class CastRules:
                 reason = f"ampatch: {rule.path} is registered for the {rule.treatment.value}."
             else:
                 adapter = adapters.for_rule(rule, function)
-                kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
-                reason = f"ampatch: {rule.path} is {kind} ({rule.source})."
+                reason = f"ampatch: {rule.path} is {place(rule)} ({rule.source})."
             always = rule.treatment if dtype in (None, half_dtype) and not rule.when else None
             in_half = always is Treatment.WHITELIST and not _is_in_place(rule)
             self.entries[function] = _Entry(adapter.adapt, always, in_half, None, reason)

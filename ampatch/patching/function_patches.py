@@ -22,7 +22,7 @@ from torch import fx, nn
 from ampatch.cast_lists.list_edits import Edit
 from ampatch.cast_lists.lists import PEERS, CastLists, peer
 from ampatch.cast_lists.paths import Path, PathError, find_owner
-from ampatch.cast_lists.rules import Rule, Treatment, unlistable_reason
+from ampatch.cast_lists.rules import Rule, Treatment, place, unlistable_reason
 from ampatch.cast_lists.spellings import called_by
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
@@ -241,10 +241,11 @@ class FunctionPatches:
             sys.modules[name] for name in homes & sys.modules.keys() if name.partition(".")[0] not in _NOT_USERS
         ]
         for holder in (*modules, *of_users):
-            if replace_in_containers(holder, self._replacement_of):
-                self._ledger.on_undo(functools.partial(_restore_kept, weakref.ref(holder)), holder)
-            if isinstance(holder, fx.GraphModule) and _retarget(holder, self._replacement_of):
-                self._ledger.on_undo(functools.partial(_restore_graph, weakref.ref(holder)), holder)
+            has_changed = replace_in_containers(holder, self._replacement_of)
+            if isinstance(holder, fx.GraphModule):
+                has_changed |= _retarget(holder, self._replacement_of)
+            if has_changed:
+                self._ledger.on_undo(functools.partial(_restore, weakref.ref(holder)), holder)
 
     def _replacement_of(self, value: object) -> object | None:
         """Returns the wrapper of a function, or None.
@@ -495,16 +496,13 @@ def _retarget(module: fx.GraphModule, replacement_of: Replacement) -> bool:
     return has_changed
 
 
-def _restore_graph(reference: weakref.ref[fx.GraphModule]) -> None:
-    module = reference()
-    if module is not None:
-        _retarget(module, _original)
-
-
-def _restore_kept(reference: weakref.ref[object]) -> None:
+def _restore(reference: weakref.ref[object]) -> None:
+    """Puts originals back where a holder's containers, or its traced graph, have wrappers."""
     holder = reference()
     if holder is not None:
         replace_in_containers(holder, _original)
+    if isinstance(holder, fx.GraphModule):
+        _retarget(holder, _original)
 
 
 def _watch(namespace: str, patches: FunctionPatches) -> None:
@@ -569,7 +567,5 @@ def _reason(path: Path, listed: str) -> str:
 
 
 def _reason_of(path: Path, rule: Rule | None, where: str = "") -> str:
-    if rule is None:
-        return _reason(path, f"on no list{where}")
-    kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
-    return _reason(path, f"{kind}{where} ({rule.source})")
+    source = "" if rule is None else f" ({rule.source})"
+    return _reason(path, f"{place(rule)}{where}{source}")
