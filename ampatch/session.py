@@ -299,15 +299,12 @@ class Session:
             (hooks.before_forward, hooks.after_forward),
             replaced_forward.own_forwards,
         )
-        if self.patches_functions:
-            replaced_forward.follow_copies(self.ledger)
-        if self.patches_functions:
-            self._warn_of_undone_edits()
-        if self.patches_functions:
-            self._functions.install(self.settings.lists, self.registered, self.lists_of_parts)
-        else:
+        if not self.patches_functions:
             self._functions.install(self.settings.lists, ())
-        if self.patches_functions:
+        else:
+            replaced_forward.follow_copies(self.ledger)
+            self._warn_of_undone_edits()
+            self._functions.install(self.settings.lists, self.registered, self.lists_of_parts)
             autocast_checks.patch_autocast_checks(self.ledger, self.switch)
             half_dtype = self.settings.properties.half_dtype
             autocast_checks.hear_regions(self.ledger, half_dtype, self.device_types, self.casts_for_models)
@@ -396,26 +393,23 @@ class Session:
                 whatever_raises.callback(let_go, adopted)
             whatever_raises.callback(self._settle_replaced)
         if cut_off:
-            message = (
+            warn(
                 "the weights of a model that is in a DistributedDataParallel have the types back that they had before "
                 "amp.initialize, and it no longer reduces their gradients. Wrap the model anew before training goes on."
             )
-            warn(message)
         if foreign:
             names = ", ".join(
                 sorted(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}" for owner, name in foreign)
             )
-            message = (
+            warn(
                 f"another library has replaced functions that amp had patched, and its replacements stay: {names}. To "
                 "remove them, undo that library's patches before amp.deinitialize()."
             )
-            warn(message)
         if dropped:
-            message = (
+            warn(
                 "gradients that were still scaled, after amp.scale_loss(..., delay_unscale=True), are None now. To "
                 "keep them, call amp.unscale_(optimizer) before amp.deinitialize()."
             )
-            warn(message)
 
     # Models and optimizers
 
