@@ -30,36 +30,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Modules of this package that models call while they run. The others do bookkeeping, which must not be compiled.
 _TRACED = {
-    "": [
-        "amp",
-        "apex",
-        "compilers",
-        "cuda_on_cpu",
-        "errors",
-        "function_wrapper",
-        "runtime",
-        "session",
-        "switch",
-        "sync_batch_norm",
-        "tracing",
-    ],
-    "casting": ["write_back", "nested"],
-    "cast_lists": ["paths", "signatures"],
-    "interfaces": ["inference_copy"],
-    "patching": [
-        "adapters",
-        "adopted_forward",
-        "adopted_model",
-        "autocast_checks",
-        "cast_labels",
-        "casting_mode",
-        "fused_linear",
-        "module_rules",
-        "replaced_forward",
-        "thread_rules",
-        "weight_cache",
-        "wrappers",
-    ],
+    "": "amp apex compilers cuda_on_cpu errors function_wrapper runtime session switch sync_batch_norm tracing",
+    "casting": "write_back nested",
+    "cast_lists": "paths signatures",
+    "interfaces": "inference_copy",
+    "patching": "adapters adopted_forward adopted_model autocast_checks cast_labels casting_mode fused_linear "
+    "module_rules replaced_forward thread_rules weight_cache wrappers",
 }
 
 
@@ -67,7 +43,7 @@ def _keep_books_untraced(dynamo: types.ModuleType) -> None:
     root = Path(__file__).parent
     for folder, traced in _TRACED.items():
         for module in pkgutil.iter_modules([str(root / folder)]):
-            if module.name not in traced and (folder or module.name not in _TRACED):
+            if module.name not in traced.split() and (folder or module.name not in _TRACED):
                 dynamo.trace_rules.add(".".join(filter(None, ("ampatch", folder, module.name))))
 
 

@@ -455,6 +455,25 @@ class TestFloatFunctions:
         assert energy(torch.ones(2, 2)).dtype is torch.float32
         assert seen == [torch.float32] * 2
 
+    def test_generators_and_coroutines_in_each_of_their_steps(self) -> None:
+        @amp.float_function
+        def steps(x: Tensor) -> Iterator[Tensor]:
+            yield x @ x
+            yield x @ x
+
+        @amp.float_function
+        async def awaited(x: Tensor) -> Tensor:
+            return x @ x
+
+        def run(coroutine: Any) -> Any:
+            with pytest.raises(StopIteration) as ended:
+                coroutine.send(None)
+            return ended.value.value
+
+        model = adopted(Calling(lambda x: [x @ x, *steps(x), run(awaited(x)), x @ x]), half_dtype=torch.float16)
+        half, full = torch.float16, torch.float32
+        assert [each.dtype for each in model(torch.ones(2, 2))] == [half, full, full, full, half]
+
     def test_registered_ones_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         library: Any = types.ModuleType("library")
         library.energy = lambda x: x @ x

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import threading
 import weakref
@@ -15,6 +16,7 @@ from helpers import HALF_DTYPES, assert_same_bits, dtype_name
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import amp
@@ -189,10 +191,26 @@ class TestWorkOfAModel:
     def test_tensors_that_are_half_already(self, given: torch.dtype) -> None:
         adopt()
         value = x()
-        assert (value.to(given) @ value.T).dtype is HALF
-        assert torch.mm(value, mat2=value.T.to(given)).dtype is HALF
-        assert F.linear(value, value, value[0, :3].to(given)).dtype is HALF
-        assert torch.einsum("ij,kj->ik", [value, value.to(given)]).dtype is HALF
+        # Another half type is that of another model: a text encoder in bfloat16 overflows in float16.
+        assert (value.to(given) @ value.T.to(given)).dtype is given
+        assert (value.to(given) @ value.T).dtype is given
+        assert torch.mm(value, mat2=value.T.to(given)).dtype is given
+        assert F.linear(value, value, value[0, :3].to(given)).dtype is given
+        assert torch.einsum("ij,kj->ik", [value, value.to(given)]).dtype is given
+        assert (value.half() @ value.T.bfloat16()).dtype is HALF
+
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    def test_a_model_in_another_half_type_computes_in_its_own(self, half: torch.dtype) -> None:
+        other = nn.ModuleList([nn.Linear(8, 8), nn.LSTM(8, 8)]).to(half)
+
+        def results() -> list[Tensor]:
+            given = (x() * 2.0**8).to(half)
+            return [other[0](given), other[1](given)[0], other[0].weight @ given.T]
+
+        expected = results()
+        adopt(half=torch.bfloat16 if half is torch.float16 else torch.float16)
+        for found, wanted in zip(results(), expected, strict=True):
+            assert_same_bits(found, wanted)
 
     def test_where_gradients_are_recorded(self) -> None:
         adopt()
@@ -471,3 +489,78 @@ class TestWhoAsks:
             assert nn.Linear(8, 8)(x()).dtype is HALF
             assert nn.LSTM(8, 8)(x())[0].dtype is HALF
             assert nn.Module._compiled_call_impl is None
+
+
+class Copied:
+    """Calls a module of another model while it is copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Copied:
+        nn.Linear(8, 8)(x())
+        return Copied()
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Equal(nn.Module):
+    """Equals every other with the same field."""
+
+    size: int = 1
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+class Unhashable(Equal):
+    __hash__ = None  # type: ignore[assignment]
+
+
+class TestWhatIsAPart:
+    def test_parts_of_a_copy_although_modules_were_called_meanwhile(self) -> None:
+        model = adopt()
+        model.memory = Copied()
+        copied = copy.deepcopy(model)
+        with torch.no_grad():
+            assert copied.visual(x()).dtype is HALF
+
+    def test_modules_that_define_equality(self) -> None:
+        model = adopt(nn.Sequential(Equal()))
+        with torch.no_grad():
+            assert model[0](x()).dtype is HALF
+            assert Equal()(x()).dtype is FULL
+            assert Unhashable()(x()).dtype is FULL
+
+    def test_no_module_without_parameters_such_as_a_metric(self) -> None:
+        class Matches(nn.Module):
+            def forward(self, one: Tensor, other: Tensor) -> Tensor:
+                return one.T @ other
+
+        model = adopt(nn.ModuleList([nn.Linear(8, 8), Matches()]), torch.bfloat16)
+        ones = torch.ones(1001, 1)
+        assert model[1](ones, ones).item() == 1001
+
+    @pytest.mark.parametrize("orthogonal", [True, False])
+    def test_no_parametrization_outside_of_a_forward(self, orthogonal: bool) -> None:
+        class Product(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.factor = nn.Parameter(torch.randn(8, 8))
+
+            def forward(self, weight: Tensor) -> Tensor:
+                return weight @ self.factor
+
+        layer = nn.Linear(8, 8)
+        if orthogonal:
+            parametrizations.orthogonal(layer)
+        else:
+            parametrize.register_parametrization(layer, "weight", Product())
+        with torch.no_grad():
+            expected = layer.weight
+        model = adopt(nn.Sequential(layer))
+        with torch.no_grad():
+            assert model[0](x()).dtype is HALF
+            assert_same_bits(layer.weight, expected)
+        parametrize.remove_parametrizations(layer, "weight")
+        assert_same_bits(layer.weight, expected)

@@ -59,7 +59,7 @@ _selection = Selection(_VARIABLE, CHOICES, _choose, "Patched functions are calle
 
 
 #: "to": casts tensors to a dtype. "for_models": the same, but outside of regions only in calls that belong to a model:
-#: see `adapters.is_of_model`. "via_dtype": as "to", but if the first tensor is half, passes `dtype=` to the function
+#: see `Adapters`. "via_dtype": as "to", but if the first tensor is half, passes `dtype=` to the function
 #: instead. "promote": casts tensors to the widest dtype among them.
 Kind = Literal["to", "for_models", "via_dtype", "promote"]
 

@@ -31,7 +31,8 @@ from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
 
 Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-_Condition = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+# Returns the half type to cast a call's arguments to, given these; None if they are not cast.
+_Chosen = Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None]
 #: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
 Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
@@ -72,10 +73,6 @@ class Adapter:
     may_write: bool = False
 
 
-def _always(*_: object) -> bool:
-    return True
-
-
 def is_in_place(name: str) -> bool:
     """Returns True if a function of this name writes to its first argument."""
     return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
@@ -83,20 +80,6 @@ def is_in_place(name: str) -> bool:
 
 def _has_size(tensor: Tensor, *size: Any) -> bool:
     return [*tensor.shape] == [*(size[0] if isinstance(size[0], (list, tuple)) else size)]
-
-
-def is_of_model(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns True if a call outside of all regions belongs to a model, by its arguments.
-
-    One of them is half already, or autograd records the call through one of them. In half, other float32 products
-    could lose what their caller needs, for example the exact result of one that counts.
-    """
-    records = torch.is_grad_enabled()
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        for tensor in () if type(value) in PLAIN else tensors_in(value):
-            if tensor.dtype in HALVES or (records and tensor.requires_grad):
-                return True
-    return False
 
 
 def lacks_half_products(tensor: Tensor) -> bool:
@@ -176,9 +159,9 @@ class Adapters:
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
         # All functions with the same treatment share these.
         self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
-        self._to_half = self._make_to_half(_always)
-        self._applies: _Condition = self._is_of_model if for_models else _always
-        self._to_half_listed = self._make_to_half(self._applies) if for_models else self._to_half
+        self._to_half = self._make_to_half(self._half_of_all)
+        self._chosen: _Chosen = self._half_of_models if for_models else self._half_of_all
+        self._to_half_listed = self._make_to_half(self._chosen) if for_models else self._to_half
         self._to_widest = self._make_to_widest()
         self._via_dtype = self._make_via_dtype()
         self._obeying_keywords: dict[Adapt, Adapter] = {}
@@ -255,8 +238,8 @@ class Adapters:
             kind: Kind = "to" if to_half is self._to_half else "for_models"
             adapter = self._obeying(to_half, original, kind, self.half_dtype)
             if original is not None and recurrent_weights.is_recurrent(original):
-                applies = self._applies if is_listed else _always
-                return Adapter(self._with_weights_together(adapter.adapt, original, applies))
+                chosen = self._chosen if is_listed else self._half_of_all
+                return Adapter(self._with_weights_together(adapter.adapt, original, chosen))
             if original is LINEAR and self._linear is not None:
                 plain_cast = PlainCast(kind, self.half_dtype, product=self._linear.product)
                 return Adapter(adapter.adapt, plain_cast, self._linear.call)
@@ -277,7 +260,7 @@ class Adapters:
         adapters |= {name: self._obeying(self._to[dtype], None, "to", dtype) for name, dtype in HALF_DTYPES.items()}
         return {name: adapter.adapt for name, adapter in adapters.items()}
 
-    def _make_to_half(self, applies: _Condition) -> Adapt:
+    def _make_to_half(self, chosen: _Chosen) -> Adapt:
         """Makes the cast to half, or to float32 if an argument is sparse and torch has no half kernel for it.
 
         In a region it casts to the region's type.
@@ -290,12 +273,35 @@ class Adapters:
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     if isinstance(value, Tensor) and value.layout is not strided and lacks_half_products(value):
                         return in_float32(args, kwargs)
-            return cast(args, kwargs) if applies(args, kwargs) else (args, kwargs)
+            dtype = chosen(args, kwargs)
+            if dtype is None:
+                return args, kwargs
+            return (cast if dtype is self.half_dtype else self._to[dtype])(args, kwargs)
 
         return to_half
 
-    def _is_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return is_set_by_autocast(self.device_types) or is_of_model(args, kwargs)
+    def _half_of_all(self, *_: object) -> torch.dtype:
+        return self.half_dtype
+
+    def _half_of_models(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+        """Returns the half type for a call that belongs to a model: in a region, or outside of all by its arguments.
+
+        Outside, one of them is half already, or autograd records the call through one of them. In half, other float32
+        products could lose what their caller needs, for example the exact result of one that counts. Arguments of
+        another half type than the session's belong to a model that computes in that type.
+        """
+        if is_set_by_autocast(self.device_types):
+            return self.half_dtype
+        records, is_recorded = torch.is_grad_enabled(), False
+        halves: list[torch.dtype] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            for tensor in () if type(value) in PLAIN else tensors_in(value):
+                if tensor.dtype in HALVES and tensor.dtype not in halves:
+                    halves.append(tensor.dtype)
+                is_recorded = is_recorded or (records and tensor.requires_grad)
+        if len(halves) == 1:
+            return halves[0]
+        return self.half_dtype if halves or is_recorded else None
 
     def _cast_in_region(self, tensor: Tensor) -> Tensor:
         dtype = self._half_dtype_for(tensor)
@@ -306,14 +312,15 @@ class Adapters:
         dtype = dtype_in_region(tensor.device.type)
         return self.half_dtype if dtype is None and not (self._hears_regions and is_in_region()) else dtype
 
-    def _with_weights_together(self, to_half: Adapt, original: Function, applies: _Condition) -> Adapt:
+    def _with_weights_together(self, to_half: Adapt, original: Function, chosen: _Chosen) -> Adapt:
         """Returns an adapter that casts the weights of a recurrent layer into one buffer, the rest by ``to_half``."""
 
         def with_weights_together(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             place = None if is_compiling() else recurrent_weights.place_of_weights(args)
-            if place is not None and args[place] and applies(args, kwargs):
-                weights = args[place]
-                dtype = self._half_dtype_for(weights[0])
+            if place is not None and args[place]:
+                weights, dtype = args[place], chosen(args, kwargs)
+                if dtype is self.half_dtype:
+                    dtype = self._half_dtype_for(weights[0])
                 if (
                     dtype is not None
                     and recurrent_weights.can_share_memory(weights, dtype)

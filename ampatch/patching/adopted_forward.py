@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ampatch.casting.nested import tensors_in
 from ampatch.compilers import trace_calls, traced_within_others
@@ -51,7 +52,7 @@ class Regions:
     def __init__(self, switch: Switch, dtype: torch.dtype, kinds: Set[str]) -> None:
         self._switch, self._dtype, self.kinds = switch, dtype, kinds
         self._state: State | None = None  # as of the last region
-        self._parts: set[weakref.ref[nn.Module]] = set()  # each root's forward looks here, and a WeakSet is slower
+        self._parts: dict[int, weakref.ref[nn.Module]] = {}  # by id, since modules may define equality
         # Deep copies of models. They get their parts after their forwards.
         self._copies: list[weakref.ref[nn.Module]] = []
 
@@ -80,7 +81,7 @@ class Regions:
     def add(self, model: nn.Module) -> None:
         """Takes in the parts of an adopted model; those that are added to it later follow."""
         self._take_in(model)
-        self._parts.discard(weakref.ref(model))
+        self._parts.pop(id(model), None)
 
     def note_copy(self, model: nn.Module) -> None:
         """Takes in the parts of a deep copy of a model once it has them."""
@@ -104,24 +105,30 @@ class Regions:
 
     def _take_in_later(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
         is_root = isinstance(vars(parent).get("forward"), _ForwardInRegion)
-        if module is not None and (is_root or weakref.ref(parent) in self._parts):
+        if module is not None and (is_root or id(parent) in self._parts):
             self._take_in(module)
 
     def _take_in(self, module: nn.Module) -> None:
-        self._parts.update(
-            weakref.ref(each, self._parts.discard)
-            for each in module.modules()
-            if not isinstance(each, torch.jit.ScriptModule)  # amp casts nothing in there
-        )
+        # Reading a parametrized weight is a call, but no work of the model's. Nor is what a metric in it computes.
+        read = [each for made in module.modules() if isinstance(made, ParametrizationList) for each in made.modules()]
+        others = set(map(id, read))
+        for each in module.modules():
+            has_weights = next(each.parameters(), None) is not None
+            # In scripted modules amp casts nothing.
+            if has_weights and id(each) not in others and not isinstance(each, torch.jit.ScriptModule):
+                self._parts[id(each)] = weakref.ref(each, self._forgetting(id(each)))
+
+    def _forgetting(self, key: int) -> Callable[[object], object]:
+        return lambda _: self._parts.pop(key, None)
 
     def _is_part(self, module: nn.Module) -> bool:
-        if self._copies:
-            copies, self._copies = self._copies, []
-            for copied in copies:
-                model = copied()
+        for copied in tuple(self._copies):
+            model = copied()
+            if model is None or "_modules" in vars(model):  # as long as it is being copied, it has none
+                self._copies = [other for other in self._copies if other is not copied]
                 if model is not None:
                     self.add(model)
-        return weakref.ref(module) in self._parts
+        return id(module) in self._parts
 
     @traced_within_others
     def _call_elsewhere(self, module: nn.Module, held: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -1,4 +1,4 @@
-"""Two methods of PEFT's models that read what amp has changed: half prompts to save, and gradients after a step.
+"""Methods of PEFT's models that read what amp has changed: half prompts to save, gradients after a step; and merges.
 
 Owns the patches of these methods, on the classes that define them. Must not import PEFT: a model has them, or not.
 """
@@ -28,7 +28,7 @@ def adapt(model: nn.Module, ledger: PatchLedger, switch: Switch) -> None:
         switch: turns casts off while prompts are computed; the methods are the original ones once it is not active.
     """
     for kind in {type(module) for module in model.modules()}:
-        for owner in kind.__mro__:
+        for owner in [each for each in kind.__mro__ if each.__module__.startswith("peft.")]:
             for name, make in _METHODS.items():
                 method = vars(owner).get(name)
                 if method is not None and not hasattr(method, "_is_of_ampatch"):
@@ -76,7 +76,19 @@ def _with_gradients(original: Callable[..., Any], switch: Switch) -> Callable[..
     return update_and_allocate
 
 
+def _exactly(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
+    """Returns a method that adds adapters to weights: PEFT multiplies them while gradients are recorded."""
+
+    def merge(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with switch.suspended():
+            return original(module, *args, **kwargs)
+
+    return merge
+
+
 _METHODS: dict[str, Callable[[Callable[..., Any], Switch], Any]] = {
     "get_prompt_embedding_to_save": _in_float32,
     "update_and_allocate": _with_gradients,
+    "merge": _exactly,
+    "unmerge": _exactly,
 }

@@ -7,6 +7,7 @@ session, a wrapper that user code kept forwards every call unchanged. Must hold 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import sys
 import types
@@ -27,7 +28,7 @@ from ampatch.compilers import traced_within_others
 from ampatch.function_wrapper import NO_SLOTS, FunctionWrapper, unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
-from ampatch.switch import Switch, is_in_region
+from ampatch.switch import Switch, WithoutCasts, is_in_region
 from ampatch.tracing import is_below_operators
 
 _without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
@@ -134,6 +135,8 @@ def _let_override(original: Function) -> Callable[[FunctionWrapper, tuple[Any, .
 
 def without_casts(function: Function, always: bool) -> Function:
     """Returns a function that runs without casts: always, or only in a region."""
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        return WithoutCasts()(function)  # in each of its steps
 
     def enclosed(*args: Any, **kwargs: Any) -> Any:
         if always or is_in_region():

@@ -448,8 +448,12 @@ class Arguments {
           at::autocast::get_autocast_dtype(device) != type_) {
         return false;  // a region of another type
       }
+      const ScalarType found = tensor.scalar_type();
+      if (call_->kind == Kind::for_models && !here_.is_in_region() && is_half(found) && found != type_) {
+        return false;  // of a model that computes in another half type
+      }
       casts_ = casts_ || is_cast(tensor);
-      is_of_model_ = is_of_model_ || here_.is_in_region() || is_half(tensor.scalar_type()) ||
+      is_of_model_ = is_of_model_ || here_.is_in_region() || is_half(found) ||
                      (tensor.requires_grad() && at::GradMode::is_enabled());
       return true;
     }
@@ -577,7 +581,7 @@ class Arguments {
   Py_ssize_t positional_;
   Py_ssize_t count_;
   bool casts_ = false;
-  bool is_of_model_ = false;  // as `Adapters._is_of_model` of ampatch/patching/adapters.py
+  bool is_of_model_ = false;  // as `Adapters._half_of_models` of ampatch/patching/adapters.py
   bool tells_dtype_ = false;
   bool has_cast_ = false;  // errors from now on come from the original
   ScalarType type_;        // type to cast to; for promotion, the widest type of the tensors seen so far

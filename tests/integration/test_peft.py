@@ -425,6 +425,16 @@ class TestMerging:
         train(model, optimizer, 2)
         assert all(not torch.equal(each, before[name]) for name, each in trained_weights(model).items())
 
+    def test_of_a_live_session_is_in_float32(self) -> None:
+        model = adapted(torch.float32)
+        train(model, initialize(model, "O1", torch.float16), 8)
+        layer = model.base_model.model.model.layers[0].self_attn.q_proj
+        with amp.disable_casts():
+            adapter = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+            wanted = layer.base_layer.weight + layer.scaling["default"] * adapter
+        model.merge_adapter()
+        assert torch.equal(layer.base_layer.weight, wanted)
+
     @EACH_BASE
     @EACH_LEVEL
     def test_state_dict_has_the_merged_weights(self, level: str, half_base: bool) -> None:
