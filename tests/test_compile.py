@@ -326,11 +326,12 @@ class TestFreshProcess:
             from torch import nn
             import torch.nn.functional as F
             from ampatch import amp
+            from ampatch.function_wrapper import is_wrapper
             from ampatch.runtime import runtime
 
             amp.initialize(nn.Linear(4, 4), half_dtype=torch.float16, verbosity=0)
             installed = [patch.installed() for patch in runtime.live.ledger.patches]
-            wrappers = [f for f in installed if isinstance(f, types.FunctionType) and hasattr(f, "__wrapped__")]
+            wrappers = [f for f in installed if is_wrapper(f)]
             del installed
             assert len(wrappers) > 300
 
