@@ -113,9 +113,9 @@ class Regions:
         read = [each for made in module.modules() if isinstance(made, ParametrizationList) for each in made.modules()]
         others = set(map(id, read))
         for each in module.modules():
-            has_weights = next(each.parameters(), None) is not None
+            has_own = "forward" in vars(each) or next(each.parameters(), None) is not None  # rules, or weights
             # In scripted modules amp casts nothing.
-            if has_weights and id(each) not in others and not isinstance(each, torch.jit.ScriptModule):
+            if has_own and id(each) not in others and not isinstance(each, torch.jit.ScriptModule):
                 self._parts[id(each)] = weakref.ref(each, self._forgetting(id(each)))
 
     def _forgetting(self, key: int) -> Callable[[object], object]:
