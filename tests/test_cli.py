@@ -195,7 +195,10 @@ class TestImports:
     ) -> None:
         found = imported_by(arguments, fresh)
         assert {name for name in found if name.startswith("ampatch.")} == {
-            *(f"ampatch.{name}" for name in ("cast_lists", "cli", "diagnostics", "errors", "grouping", "lists")),
+            *(
+                f"ampatch.{name}"
+                for name in ("cast_lists", "cli", "diagnostics", "errors", "function_wrapper", "grouping", "lists")
+            ),
             "ampatch.opt_levels",
             *(f"ampatch.cli.{name}" for name in ("commands", "main", "run", "script_report", "users_errors")),
             *("ampatch.diagnostics.report_file", "ampatch.version"),

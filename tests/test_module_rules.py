@@ -517,11 +517,11 @@ class TestCompiled:
         torch._dynamo.reset()
         run = torch.compile(Types().forward, backend="aot_eager", fullgraph=True)
 
-        class Calls(nn.Module):
+        class Calls(nn.Linear):  # parts that are called alone, and so need parameters to be cast
             def forward(self, x: Tensor) -> tuple[Tensor, ...]:
                 return run(x)
 
-        model = ruled({"1": OWN, "2": "float32"}, nn.ModuleList([Calls(), Calls(), Calls()]))
+        model = ruled({"1": OWN, "2": "float32"}, nn.ModuleList([Calls(1, 1), Calls(1, 1), Calls(1, 1)]))
         for _ in range(2):
             assert types_of([each(INPUTS) for each in model]) == [BY_SESSION, BY_OWN, IN_FLOAT32]
         torch._dynamo.reset()
