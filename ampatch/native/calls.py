@@ -58,9 +58,9 @@ def _choose(asked: str) -> Chosen[ModuleType]:
 _selection = Selection(_VARIABLE, CHOICES, _choose, "Patched functions are called by %s.")
 
 
-#: "to": casts tensors to a dtype. "for_models": the same, but outside of regions only in calls that belong to a model:
-#: see `Adapters`. "via_dtype": as "to", but if the first tensor is half, passes `dtype=` to the function
-#: instead. "promote": casts tensors to the widest dtype among them.
+#: "to": casts tensors to a dtype. "for_models": the same, but outside of regions only in calls that belong to a model
+#: by their arguments. "via_dtype": as "to", but if the first tensor is half, passes `dtype=` to the function instead.
+#: "promote": casts tensors to the widest dtype among them.
 Kind = Literal["to", "for_models", "via_dtype", "promote"]
 
 

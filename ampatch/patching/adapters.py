@@ -127,7 +127,7 @@ class Adapters:
         labelled: True if the cache labels casts with the function's name; then `Adapter.plain_cast` is always None.
         linear: object that makes calls of linear layers whose arguments were cast to half; None: torch does.
         hears_regions: True to cast nothing in regions in which autocast is off.
-        for_models: True if rules of the whitelist cast only in regions and in calls that `is_of_model` accepts.
+        for_models: True if rules of the whitelist cast only in regions, and outside of them what belongs to a model.
     """
 
     def __init__(

@@ -326,7 +326,7 @@ class Arguments {
       }
     }
     if (call_->kind == Kind::for_models) {
-      casts_ = casts_ && is_of_model_;
+      casts_ = casts_ && (is_of_model_ || here_.is_in_region());
     } else if (call_->kind == Kind::promote) {
       casts_ = is_mixed_ && is_wider_;
     } else if (call_->kind == Kind::via_dtype && casts_) {
@@ -448,13 +448,14 @@ class Arguments {
           at::autocast::get_autocast_dtype(device) != type_) {
         return false;  // a region of another type
       }
-      const ScalarType found = tensor.scalar_type();
-      if (call_->kind == Kind::for_models && !here_.is_in_region() && is_half(found) && found != type_) {
-        return false;  // of a model that computes in another half type
+      if (call_->kind == Kind::for_models && !here_.is_in_region()) {
+        const ScalarType found = tensor.scalar_type();
+        if (is_half(found) && found != type_) {
+          return false;  // of a model that computes in another half type
+        }
+        is_of_model_ = is_of_model_ || is_half(found) || (tensor.requires_grad() && at::GradMode::is_enabled());
       }
       casts_ = casts_ || is_cast(tensor);
-      is_of_model_ = is_of_model_ || here_.is_in_region() || is_half(found) ||
-                     (tensor.requires_grad() && at::GradMode::is_enabled());
       return true;
     }
     const ScalarType found = tensor.scalar_type();
@@ -581,7 +582,7 @@ class Arguments {
   Py_ssize_t positional_;
   Py_ssize_t count_;
   bool casts_ = false;
-  bool is_of_model_ = false;  // as `Adapters._half_of_models` of ampatch/patching/adapters.py
+  bool is_of_model_ = false;  // outside of regions: as `Adapters._half_of_models` of ampatch/patching/adapters.py
   bool tells_dtype_ = false;
   bool has_cast_ = false;  // errors from now on come from the original
   ScalarType type_;        // type to cast to; for promotion, the widest type of the tensors seen so far
