@@ -359,7 +359,7 @@ class Session:
         self._settle_replaced()
         self.conversion.take_back()
         for adopted in list(self._optimizers.values()):
-            if self.has_masters and not adopted.masters.is_stepping:
+            if self.has_masters:
                 adopted.masters.synchronise_all()
         return True
 
@@ -449,7 +449,8 @@ class Session:
         for adopted in list(self._optimizers.values()):
             adopted.masters.search_replaced(self._replaced)
         for optimizer in optimizers:
-            optimizer_state.cast_state(optimizer, self.conversion.dtype_before)
+            mastered = self.adopted(optimizer).masters.ids()
+            optimizer_state.cast_state(optimizer, self.conversion.dtype_before, but=mastered)
 
     def adopt_model(self, model: nn.Module) -> None:
         """Adopts a model: converts its weights, hooks its forward pass, replaces functions that it keeps.

@@ -28,6 +28,7 @@ from helpers import HALF_DTYPES, assert_same_state, combinations, dtype_name, is
 from torch import Tensor, nn
 
 from ampatch import amp
+from ampatch.runtime import runtime
 from ampatch.scaling.loss_scaler import ScaleState, first_state, make_policy, next_state
 from ampatch.weights import optimizer_state
 
@@ -190,9 +191,15 @@ def flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.zeros(0), *(tensor.detach().float().flatten() for tensor in tensors)])
 
 
-def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What it updates: at O2 the masters."""
+def held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What it updates: at O2 the masters, as they are, for `amp.master_params` copies edits."""
+    live = runtime.live
+    is_adopted = live is not None and live.has_adopted(optimizer)
+    return list(live.adopted(optimizer).gradients.parameters()) if is_adopted else held(optimizer)
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -204,7 +211,7 @@ def weights(world: World) -> list[Tensor]:
 
 
 def state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    found = [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in parameters(optimizer)]
+    found = [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in held(optimizer)]
     return [buffer for buffer in found if buffer is not None]
 
 

@@ -337,8 +337,7 @@ for _hook in (Steps._before_step, Steps._after_step):
 def _unscaled(gradients: OptimizerGradients, factor: Tensor, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
     """Yields the names of parameters, and the gradients that the block is about to leave them, unscaled in float32."""
     masters = gradients.masters
-    for own in gradients.parameters():
-        parameter = masters.parameter_of(own)
+    for parameter, own in zip(gradients.model_parameters(), gradients.parameters(), strict=True):
         grad, earlier = parameter.grad, None if own is parameter else own.grad
         if grad is None:
             continue

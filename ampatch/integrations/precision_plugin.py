@@ -268,10 +268,6 @@ class _Run:
     def _patch_lightning(self) -> None:
         loop = self._trainer.fit_loop.epoch_loop
         self._ledger.set(loop, "update_lr_schedulers", self._unless_skipped(loop.update_lr_schedulers))
-        if self.session.converts:
-            for name in ("toggle_optimizer", "untoggle_optimizer"):
-                owner = next(each for each in type(self._module).__mro__ if name in vars(each))
-                self._ledger.set(owner, name, _followed(vars(owner)[name], self.session.follow_masters))
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Wraps the model in DDP, if the strategy was about to; returns the strategy's model."""
@@ -340,16 +336,6 @@ def _preceded(first: Callable[[], None], original: Callable[..., Any]) -> Callab
             first()
         finally:
             result = original(*args, **kwargs)
-        return result
-
-    return method
-
-
-def _followed(original: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then()
         return result
 
     return method

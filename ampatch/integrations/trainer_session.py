@@ -380,11 +380,6 @@ class TrainerSession:
 
     # What frameworks do to the models
 
-    def follow_masters(self) -> None:
-        """Gives half weights the ``requires_grad`` that user code has set on their masters."""
-        for optimizer in self.optimizers:
-            self._session.adopted(optimizer).masters.follow_requires_grad()
-
     def forget_wrapper(self, wrapper: DistributedDataParallel) -> None:
         """Notes that the framework is about to drop a wrapper."""
         self._session.ranks.forget(wrapper)

@@ -1,8 +1,8 @@
 """`MixedPrecision`: wraps any optimizer of half parameters, and keeps float32 masters in the optimizer's state.
 
-Owns the masters of one optimizer, which are entries of its state. They replace the half parameters in its groups while
-it steps or loads. Must not know opt levels or patches. Must not know the loss scale, except for the two attributes that
-a scaler sets on an optimizer (docs/guide/optimizers.md).
+Owns the masters of one optimizer, which are entries of its state. The half parameters stand for them while it steps or
+loads (`ampatch.weights.exchange`). Must not know opt levels or patches. Must not know the loss scale, except for the
+two attributes that a scaler sets on an optimizer (docs/guide/optimizers.md).
 
 The design follows Optimisers.jl, whose rule ``MixedPrecision`` also keeps the precise weights in the optimizer's state.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
@@ -28,6 +27,7 @@ from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
+from ampatch.weights.exchange import exchange
 
 # Types of callables that can make an optimizer. Other callable objects are not accepted: they might be anything.
 _MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
@@ -49,9 +49,9 @@ class MixedPrecision(torch.optim.Optimizer):
         optimizer.step()  # updates the masters, and rounds them to the model's weights
 
     It can also wrap an optimizer class: ``MixedPrecision(torch.optim.AdamW)(model.parameters(), lr=1e-3)``.
-    ``param_groups``, ``state`` and all other attributes are those of the wrapped optimizer, which steps the masters in
-    place of the half parameters. Parameters that are already as precise as the masters get no master. `MixedPrecision`
-    needs neither ``amp.initialize`` nor casts. For float16, scale the loss with `ampatch.GradScaler`.
+    ``param_groups``, ``state`` and all other attributes are those of the wrapped optimizer. While that steps, the half
+    parameters stand for their masters. Parameters that are already as precise as the masters get no master.
+    `MixedPrecision` needs neither ``amp.initialize`` nor casts. For float16, scale the loss with `ampatch.GradScaler`.
 
     Writes to a half parameter between two steps count: elements that differ from the rounded master are copied to the
     master. A write to a master reaches the parameter at the next step, unless both were written to.
@@ -96,10 +96,9 @@ class MixedPrecision(torch.optim.Optimizer):
         _check_composition(optimizer)
         self._dtype = _master_type(dtype)
         self.optimizer = optimizer
-        self._in_place: list[tuple[Tensor, Tensor]] = []  # parameters and masters, while masters are in the groups
+        self._in_place: list[tuple[Tensor, Tensor]] = []  # parameters and masters, during a step
         self._synced: dict[int, _Synced] = {}  # by id of the parameter
         self._widened: list[tuple[Tensor, torch.dtype | None]] = []
-        self._versions: list[int] = []  # versions of the parameters in a step, when only this class may write to them
         values = None if masters_from is None else _values(masters_from, optimizer)
         super().__setstate__({})  # creates the hook attributes; `__init__` would also copy the groups
         for number, parameter in enumerate(optimizer_state.parameters_of(optimizer)):
@@ -114,12 +113,8 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Any:
-        """Groups of the wrapped optimizer, with the half parameters, also during a step."""
-        groups = self.optimizer.param_groups
-        if not self._in_place:
-            return groups
-        originals = {id(master): parameter for parameter, master in self._in_place}
-        return [_GroupView(group, [originals.get(id(each), each) for each in group["params"]]) for group in groups]
+        """Groups of the wrapped optimizer."""
+        return self.optimizer.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: Any) -> None:
@@ -150,7 +145,7 @@ class MixedPrecision(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # Like torch's optimizers, without hooks. The `step` that a scheduler sets on the instance is left out too: it
         # would step the original.
-        kept = {name: self.__dict__[name] for name in ("optimizer", "_dtype", "_in_place", "_widened", "_versions")}
+        kept = {name: self.__dict__[name] for name in ("optimizer", "_dtype", "_in_place", "_widened")}
         return {**kept, "_synced": {}}  # ids in `_synced` mean nothing in a copy
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -196,14 +191,11 @@ class MixedPrecision(torch.optim.Optimizer):
         }
 
     def _parameters(self) -> Iterator[Tensor]:
-        """Yields the model's parameters, also while masters replace them in the groups."""
-        originals = {id(master): parameter for parameter, master in self._in_place}
-        for each in optimizer_state.parameters_of(self.optimizer):
-            yield originals.get(id(each), each)
+        return optimizer_state.parameters_of(self.optimizer)
 
     def _master(self, parameter: Tensor) -> Tensor | None:
         """Returns the master of a parameter, and makes it if there is none; None if the parameter needs none."""
-        if self._in_place:  # the state is stored under the masters now
+        if self._in_place:  # not in the state now
             return next((master for each, master in self._in_place if each is parameter), None)
         # torch does not promote 8-bit types, and no optimizer updates them.
         is_narrower = parameter.is_floating_point() and 1 < parameter.dtype.itemsize < self._dtype.itemsize
@@ -303,13 +295,12 @@ class MixedPrecision(torch.optim.Optimizer):
             has found.
 
         Raises:
-            UsageError: a step is already running; the wrapped optimizer has updated half parameters itself; or the
-                closure clears the gradients of the wrapped optimizer, not of this one.
+            UsageError: a step is already running.
         """
         self._check_not_stepping("step again")
         inside = self.optimizer
         found_inf, grad_scale = self.__dict__.get("found_inf"), self.__dict__.get("grad_scale")
-        with self._masters_in_place():
+        with self._stepping() as pairs:
             if closure is None:
                 self._copy_gradients(grad_scale)
             else:
@@ -320,28 +311,15 @@ class MixedPrecision(torch.optim.Optimizer):
                 found_inf = None
             if found_inf is not None:
                 inside.grad_scale = None
-                inside.found_inf = for_fused_step(found_inf, optimizer_state.parameters_of(inside))
-            self._versions = self._versions_now()
+                inside.found_inf = for_fused_step(found_inf, self._parameters())
+            exchange(pairs)
             try:
-                result = inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
-                self._check_not_written()
-                return result
+                return inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
             finally:
+                exchange(pairs)
                 if found_inf is not None:
                     del inside.grad_scale, inside.found_inf
                 self._narrow()
-
-    def _versions_now(self) -> list[int]:
-        return [parameter._version for parameter, _ in self._in_place]
-
-    def _check_not_written(self) -> None:
-        """Raises `UsageError` if the wrapped optimizer has updated half parameters; these are then rounded again."""
-        if self._versions_now() != self._versions:
-            raise UsageError(
-                f"this {type(self.optimizer).__name__} has updated half parameters, and not their masters, which its "
-                "param_groups hold while it steps: it keeps a list of parameters of its own. Change it to update the "
-                "parameters in param_groups. The half parameters have their values from before the step."
-            )
 
     def _skips_by_itself(self, closure: object) -> bool:
         """Returns True if the wrapped optimizer can skip by itself, without a sync with the device."""
@@ -350,62 +328,47 @@ class MixedPrecision(torch.optim.Optimizer):
         return supports and closure is None and optimizer_state.has_state(inside)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        self._check_not_written()
-        self._round()
-        # The wrapped optimizer has masters now: its zero_grad would clear their gradients, not the parameters', and new
-        # gradients would be added to old ones. These marks detect such a call.
-        marks = [master.new_zeros(()).expand(master.shape) for _, master in self._in_place]
-        versions = [mark._version for mark in marks]
-        for (_, master), mark in zip(self._in_place, marks, strict=True):
-            master.grad = mark
-        result = closure()
-        self._versions = self._versions_now()
-        now = [master.grad for _, master in self._in_place]
-        if any(map(operator.is_not, now, marks)) or [mark._version for mark in marks] != versions:
-            raise UsageError(
-                f"the closure clears gradients by the {type(self.optimizer).__name__} inside of this MixedPrecision, "
-                "but that holds masters now. Call zero_grad() of the MixedPrecision, or of the model."
-            )
-        self._copy_gradients(None)
-        return result
+        exchange(self._in_place)  # back: the closure has the half parameters
+        try:
+            self._round()
+            result = closure()
+            self._copy_gradients(None)
+            return result
+        finally:
+            exchange(self._in_place)
 
     @torch.no_grad()
     @WithoutCasts()
     def _copy_gradients(self, grad_scale: Tensor | None) -> None:
         """Copies the parameters' gradients to the masters; divides all gradients by the scale, if one is given."""
-        taken = {id(master) for _, master in self._in_place}
+        taken = {id(parameter) for parameter, _ in self._in_place}
         for parameter, master in self._in_place:
             grad = parameter.grad
             master.grad = None if grad is None else grad.to(master.dtype, copy=True)
         if grad_scale is not None:
-            own = [each for each in optimizer_state.parameters_of(self.optimizer) if id(each) not in taken]
+            own = [each for each in self._parameters() if id(each) not in taken]
             grads = optimizer_state.gradients_of(itertools.chain(own, (master for _, master in self._in_place)))
             kernels.multiply_(grads, grad_scale.float().reciprocal())
 
     @contextlib.contextmanager
-    def _masters_in_place(self) -> Iterator[None]:
-        """Context in which masters replace their parameters in the wrapped optimizer's groups and state.
-
-        On exit, rounds the masters to the parameters.
-        """
+    def _stepping(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Context with the pairs of parameter and master, in which the state has no masters; then rounds them."""
         pairs = self._sync_masters()
+        state = self.optimizer.state
         for parameter, master in pairs:
             master.requires_grad_(parameter.requires_grad)
-            del self.optimizer.state[parameter][MASTER]
-            if not self.optimizer.state[parameter]:  # an optimizer may treat an empty dict as state that it has made
-                del self.optimizer.state[parameter]
-        _replace_parameters(self.optimizer, {id(parameter): master for parameter, master in pairs})
+            del state[parameter][MASTER]
+            if not state[parameter]:  # an optimizer may treat an empty dict as state that it has made
+                del state[parameter]
         self._in_place = pairs
         try:
-            yield
+            yield pairs
         finally:
             self._round()
             self._record_synced(pairs)
-            for _, master in pairs:
-                master.grad = None
-            _replace_parameters(self.optimizer, {id(master): parameter for parameter, master in pairs})
             self._in_place = []
             for parameter, master in pairs:
+                master.grad = None
                 self.optimizer.state.setdefault(parameter, {})[MASTER] = master
 
     @torch.no_grad()
@@ -451,8 +414,12 @@ class MixedPrecision(torch.optim.Optimizer):
         saved_masters = self._saved_masters(state_dict)
         states: Mapping[Any, Any] = state_dict["state"]
         bare = {key: {name: v for name, v in each.items() if name != MASTER} for key, each in states.items()}
-        with self._masters_in_place():  # the optimizer casts loaded state to the type of its parameters, here masters
-            self.optimizer.load_state_dict({**state_dict, "state": bare})
+        with self._stepping() as pairs:
+            exchange(pairs)  # the optimizer casts loaded state to the type of its parameters
+            try:
+                self.optimizer.load_state_dict({**state_dict, "state": bare})
+            finally:
+                exchange(pairs)
         for parameter, saved in zip(list(self._parameters()), saved_masters, strict=True):
             if saved is not None:
                 master = self._master(parameter)
@@ -514,28 +481,6 @@ def _keep_bits(parameter: Tensor, master: Tensor, before: Iterable[torch.dtype])
     master.copy_(torch.where(is_same, master, parameter.to(master.dtype)))
 
 
-class _GroupView(MutableMapping[str, Any]):
-    """A view of a group that holds masters: shows the model's parameters instead, and passes on all other keys."""
-
-    def __init__(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        self._group, self._parameters = group, parameters
-
-    def __getitem__(self, name: str) -> Any:
-        return self._parameters if name == "params" else self._group[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._group[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._group[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._group)
-
-    def __len__(self) -> int:
-        return len(self._group)
-
-
 def mixed_precision_within(optimizer: object) -> MixedPrecision | None:
     """Returns the optimizer if it is a `MixedPrecision`, or the one that it wraps; None if there is none."""
     return next((each for each in _wrapped_optimizers(optimizer) if isinstance(each, MixedPrecision)), None)
@@ -561,11 +506,6 @@ def _check_composition(optimizer: object) -> None:
     if not isinstance(getattr(optimizer, "state", None), MutableMapping):
         raise OptionError(
             f"this {kind} has no mapping `state`, in which masters are kept; expected an optimizer like those of torch."
-        )
-    if not all(isinstance(group["params"], list) for group in optimizer.param_groups):  # type: ignore[attr-defined]
-        raise OptionError(
-            f"the groups of this {kind} do not keep their parameters in lists, in which masters could replace them; "
-            "expected an optimizer like those of torch."
         )
     live = runtime.live
     for each in _wrapped_optimizers(optimizer):
@@ -621,22 +561,5 @@ def _values(masters_from: Any, optimizer: Any) -> list[Tensor]:
     return [value.detach() for value in values]
 
 
-def _replace_parameters(optimizer: Any, others: Mapping[int, Tensor]) -> None:
-    """Replaces parameters by other tensors in an optimizer's groups and state, in place."""
-    for group in optimizer.param_groups:
-        # In place: some optimizers (LBFGS) keep a reference to this list.
-        group["params"][:] = [others.get(id(each), each) for each in group["params"]]
-    for state in _states(optimizer):
-        moved = {others.get(id(key), key): value for key, value in state.items()}
-        state.clear()
-        state.update(moved)
-
-
 def _unzip(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     return [parameter for parameter, _ in pairs], [master for _, master in pairs]
-
-
-def _states(optimizer: object) -> list[MutableMapping[Any, Any]]:
-    """Returns the state mappings of an optimizer and of the optimizers that it wraps, each once."""
-    found = [getattr(each, "state", None) for each in _wrapped_optimizers(optimizer)]
-    return list({id(state): state for state in found if isinstance(state, MutableMapping)}.values())

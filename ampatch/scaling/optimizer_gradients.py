@@ -96,13 +96,13 @@ class OptimizerGradients:
     # Which tensors there are
 
     def parameters(self) -> Iterator[Tensor]:
-        """Returns the tensors that the optimizer updates."""
-        optimizer = self._optimizer()
-        return iter(()) if optimizer is None else optimizer_state.parameters_of(optimizer)
+        """Returns the tensors that the optimizer updates: masters in place of half parameters."""
+        return iter(self.masters.masters_of(self.model_parameters()))
 
     def model_parameters(self) -> Iterator[Tensor]:
-        """Returns the model's parameters that `parameters` stands for: half parameters instead of masters."""
-        return map(self.masters.parameter_of, self.parameters()) if self.masters else self.parameters()
+        """Returns the parameters in the optimizer's groups, which are the model's."""
+        optimizer = self._optimizer()
+        return iter(()) if optimizer is None else optimizer_state.parameters_of(optimizer)
 
     def tensors(self) -> list[Tensor]:
         """Returns the gradients that the optimizer reads, each once."""
@@ -147,7 +147,7 @@ class OptimizerGradients:
         self.masters.make_missing()
         if weights_too:
             self.masters.synchronise(by_value=True)
-        if self.scaled_by is None:
+        if self.scaled_by is None and not self.masters.are_in_place:
             self.ranks.note_unreduced(self.masters.gradients.copy_edits())
 
     # Whether they are scaled
@@ -411,8 +411,7 @@ class OptimizerGradients:
 
     def optimizer_died(self) -> None:
         """Drops the gradients that a deleted optimizer left scaled, since another would take them for unscaled ones."""
-        updated = [parameter for group in self._left_scaled for parameter in group["params"]]
-        left = [each for each in map(self.masters.parameter_of, updated) if each.grad is not None]
+        left = [each for group in self._left_scaled for each in group["params"] if each.grad is not None]
         self._left_scaled = ()
         if left and self.scaled_by is not None and not self.scaled_by.is_one:
             for parameter in left:

@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from ampatch import distributed
@@ -171,7 +170,8 @@ class AdoptedOptimizer:
         self._warns_of_no_scale = dynamic  # once: a loop without amp.scale_loss lacks it in every step
         self._has_other_scale = False
         self._uses_by_hand = LossScaler.uses_by_hand
-        self._stepped_with: tuple[TensorWeakRef, int] | None = None  # one gradient of the last step, and its version
+        # One gradient from before amp, or of the last step, and its version.
+        self._known_gradient: tuple[TensorWeakRef, int] | None = None
         self.skips = SkipCount()
         self._last_was_skipped = False
         self._skips_this_step = False
@@ -203,7 +203,7 @@ class AdoptedOptimizer:
                 return original(*args, **kwargs)
             was_at_work, self.is_at_work = self.is_at_work, True
             try:
-                with switch.suspended():
+                with switch.suspended(), self.masters.set_aside():
                     return self.step(original, args, kwargs)
             finally:
                 self.is_at_work = was_at_work
@@ -213,6 +213,13 @@ class AdoptedOptimizer:
         installed.__name__ = "step"
         ledger.set(optimizer, "step", types.MethodType(installed, optimizer))
         self.masters.install(ledger)
+        self._note_gradient(
+            next((each.grad for each in self.gradients.model_parameters() if each.grad is not None), None)
+        )
+
+    def _note_gradient(self, grad: Tensor | None) -> None:
+        """Remembers one of the gradients that are there, which no block has made."""
+        self._known_gradient = None if grad is None else (TensorWeakRef(grad), grad._version)
 
     def _reporting(self, step: Callable[..., Any], on_overflow: OverflowHandler) -> Callable[..., Any]:
         """Returns a ``step`` that reports a skipped step once everything is in order again, and casts are on."""
@@ -416,75 +423,71 @@ class AdoptedOptimizer:
     ) -> Any:
         # If a later evaluation of the closure overflows, the parameters have moved already and have to be restored.
         may_go_back = has_closure and self._may_go_back and not optimizer_state.evaluates_first(self.optimizer)
-        before = Snapshot(self.optimizer) if may_go_back else None
+        before = None
+        if may_go_back:
+            with self.masters.for_methods():
+                before = Snapshot(self.optimizer)
         unless_evaluated = None
         if before is not None and self._checks_by is not None:
             # An optimizer may leave its closure alone, and use the gradients that are there.
             self._evaluations, unless_evaluated = 0, self._check((), self._checks_by)
         try:
-            if self.masters.wanted and self.masters:
-                with self._writing():
-                    result = original(*args, **kwargs)
-            else:
+            with self._masters_in_place():
                 result = original(*args, **kwargs)
             if unless_evaluated is not None and not self._evaluations and unless_evaluated.overflowed:
                 raise _ClosureOverflowedError([unless_evaluated], None)
             return result
         except _ClosureOverflowedError as error:
             if before is not None:
-                before.restore()
-                self.masters.write()
+                with self.masters.for_methods():
+                    before.restore()
             self._skip(error.overflowed)
             return error.result
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Writes half weights after a step and before the user's hooks; then copies what hooks wrote to the masters."""
-        written = False
+    def _masters_in_place(self) -> Iterator[None]:
+        """Context in which the optimizer's parameters stand for their masters, except in the hooks around its step."""
+        masters = self.masters
+        if not masters:
+            yield
+            return
+        masters.put_in()
+        try:
+            with self._hooks_aside():
+                yield
+        finally:
+            masters.take_back()
 
-        def write(*_: object) -> None:
-            nonlocal written
-            written, self.masters.is_stepping = True, False
-            self.masters.check_that_masters_are_updated()
-            self.masters.write()
-
-        hooks = self._hook_step(write)
-        self.masters.is_stepping = True
+    @contextlib.contextmanager
+    def _hooks_aside(self) -> Iterator[None]:
+        """Context in which the user's hooks around the step see and write half weights."""
+        own = vars(self.optimizer)
+        tables: list[Any] = [
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+            own.get("_optimizer_step_pre_hooks", {}),
+            own.get("_optimizer_step_post_hooks", {}),
+        ]
+        replaced = [
+            (table, key, hook, functools.partial(self._run_aside, hook))
+            for table in tables
+            for key, hook in table.items()
+            if not hasattr(hook, OWN_HOOK)
+        ]
+        for table, key, _, aside in replaced:
+            table[key] = aside
         try:
             yield
-        except BaseException:
-            if not written:
-                self.masters.write()
-            raise
-        else:
-            if written:
-                self.masters.synchronise(by_value=True)
-            else:  # the step fired no hooks
-                write()
         finally:
-            self.masters.is_stepping = False
-            for hook in hooks:
-                hook.remove()
+            for table, key, hook, aside in replaced:
+                if table.get(key) is aside:  # the hook has not removed itself
+                    table[key] = hook
 
-    def _hook_step(self, write: Callable[..., None]) -> list[RemovableHandle]:
-        """Registers amp's hooks as the last before the step and the first after it, if the optimizer has any hooks."""
-        optimizer: Any = self.optimizer
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            return []
-        before: Any = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        after: Any = getattr(optimizer, "_optimizer_step_post_hooks", None)
-        if before is None or after is None:  # its __init__ was not called
-            return []
-        if not (before or after or _has_hooks(_global_optimizer_pre_hooks, _global_optimizer_post_hooks)):
-            return []
-        hooks = [optimizer.register_step_pre_hook(self._before_step), optimizer.register_step_post_hook(write)]
-        after.move_to_end(hooks[-1].id, last=False)
-        return hooks
-
-    def _before_step(self, *_: object) -> None:
-        """Copies to the masters what the user's hooks wrote."""
-        self.masters.gradients.copy_edits()
-        self.masters.synchronise(by_value=True)
+    def _run_aside(self, hook: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
+        if optimizer is not self.optimizer:  # one that steps at the same time
+            return hook(optimizer, *args)
+        with self.masters.set_aside():
+            return hook(optimizer, *args)
 
     def note_scaled_losses(self, losses: Iterable[Tensor]) -> None:
         """Remembers scaled losses, to recognise one that a closure returns."""
@@ -507,24 +510,24 @@ class AdoptedOptimizer:
         Raises:
             _ClosureOverflowedError: its gradients overflowed.
         """
-        self.masters.write()
-        with self._switch.resumed():
-            result = closure(*args, **kwargs)
-        if self._scaled_in_closure:
-            self._check_result(result)
-        self.gradients.unscale_deferred()
-        self.gradients.check_unscaled("the closure of optimizer.step(closure) left gradients that are")
-        if self._warns_of_no_scale:
-            self._look_for_scale()
-        self.masters.synchronise(by_value=True)
-        self.masters.gradients.copy_edits()
-        pending, self.gradients.pending = self.gradients.pending, []
-        overflowed = list(filter(_OVERFLOWED, pending))
-        if self._checks_by is not None:
-            self._evaluations += 1
-            check = None if overflowed else self._check(pending, self._checks_by)
-            if check is not None and check.overflowed:
-                overflowed = [check]
+        with self.masters.set_aside():
+            with self._switch.resumed():
+                result = closure(*args, **kwargs)
+            if self._scaled_in_closure:
+                self._check_result(result)
+            self.gradients.unscale_deferred()
+            self.gradients.check_unscaled("the closure of optimizer.step(closure) left gradients that are")
+            if self._warns_of_no_scale:
+                self._look_for_scale()
+            self.masters.synchronise(by_value=True)
+            self.masters.gradients.copy_edits()
+            pending, self.gradients.pending = self.gradients.pending, []
+            overflowed = list(filter(_OVERFLOWED, pending))
+            if self._checks_by is not None:
+                self._evaluations += 1
+                check = None if overflowed else self._check(pending, self._checks_by)
+                if check is not None and check.overflowed:
+                    overflowed = [check]
         if overflowed:
             raise _ClosureOverflowedError(overflowed, result)
         return result
@@ -540,7 +543,7 @@ class AdoptedOptimizer:
         optimizer.grad_scale = for_fused_step(divisor, self.gradients.parameters())
         optimizer.found_inf = for_fused_step(found_inf, self.gradients.parameters())
         try:
-            with self._writing():
+            with self._masters_in_place():
                 result = original()
             if self.gradients.deferred is not None:
                 self.gradients.note_unscaled()
@@ -617,7 +620,7 @@ class AdoptedOptimizer:
         )
         self._has_other_scale, self._uses_by_hand = False, LossScaler.uses_by_hand
         grad = next((each.grad for each in self.gradients.model_parameters() if each.grad is not None), None)
-        last, self._stepped_with = self._stepped_with, None
+        last, self._known_gradient = self._known_gradient, None
         if grad is None or is_capturing():  # nothing can be read from the device
             return
         is_known = is_judged or bool(self.gradients.pending)
@@ -627,7 +630,7 @@ class AdoptedOptimizer:
         if not is_known and any(bool(kernels.values_of(each).any()) for each in self.gradients.of_model()):
             self._warns_of_no_scale = False
             warn(NO_SCALE.format(f"this {type(optimizer).__name__} steps with gradients", self.scaled_backward))
-        self._stepped_with = TensorWeakRef(grad), grad._version
+        self._note_gradient(grad)
 
     def _skip(self, overflowed: Sequence[ScaleUse]) -> None:
         self.read_verdicts()

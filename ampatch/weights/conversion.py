@@ -283,8 +283,9 @@ class Conversion:
             if converted.owner() is not None:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, which would update two "
-                    "float32 masters of it. Put it into one of them only, or leave master weights out "
-                    "(master_weights=False). To replace an optimizer, delete the old one first, with its LR schedulers."
+                    "float32 masters of it. Put it into one of them only: hand in the outer one, if one is wrapped "
+                    "around the other. Or leave master weights out (master_weights=False). To replace an optimizer, "
+                    "delete the old one first, with its LR schedulers."
                 )
             assert converted.full is not None
             converted.full.grad = None  # a gradient of an optimizer that was deleted
@@ -295,7 +296,8 @@ class Conversion:
             else:
                 converted.synchronise(parameter)
         converted.full.requires_grad_()
-        vars(converted.full).update(vars(parameter))  # some optimizers read attributes that users set on parameters
+        if type(parameter) is nn.Parameter:  # attributes that users set on one are those of the other, at all times
+            converted.full.__dict__ = parameter.__dict__
         converted.owner = weakref.ref(owner)
         self._owners[id(parameter)] = owner
         return converted

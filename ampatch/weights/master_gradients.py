@@ -11,10 +11,9 @@ Owns the gradients of the pairs between two blocks. Must know neither scales nor
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import operator
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +62,6 @@ class Pair:
         parameter: the model's parameter.
         converted: the conversion's record of the parameter.
         master: the parameter that the optimizer updates.
-        kept: master's gradient that the half parameter does not show; new half gradients are added to it.
         gradient: meaning of the half parameter's gradient.
         left: half gradient that amp last left in the parameter, or None.
         left_version: version counter of ``left`` at that moment.
@@ -72,7 +70,6 @@ class Pair:
     parameter: nn.Parameter
     converted: ConvertedTensor
     master: nn.Parameter
-    kept: Tensor | None = None
     gradient: _Gradient = _Gradient.NEW
     left: Tensor | None = None
     left_version: int = 0
@@ -203,6 +200,19 @@ class MasterGradients:
         pair = self._pairs.get(id(parameter))
         return pair is not None and pair.gradient is _Gradient.SHOWN
 
+    def show(self, pairs: Iterable[Pair]) -> None:
+        """Shows the gradients that masters of new pairs have from before `initialize`."""
+        shown = [pair for pair in pairs if pair.master.grad is not None]
+        for pair in shown:
+            pair.parameter.grad = _gradient_of(pair.master).to(pair.parameter.dtype)
+        dense = [pair for pair in shown if _is_plain(pair.master.grad) and pair.parameter.numel()]
+        kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
+        for pair in shown:
+            pair.leave(_Gradient.SHOWN)
+        if shown:
+            self._is_clear, self._left = False, []
+            self._shown += map(_Shown.of, by_device(dense))
+
     # At the end of a block
 
     def unscale_to_masters(self, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> None:
@@ -315,11 +325,7 @@ class MasterGradients:
         if is_all_shown or not takes_new:
             return []
         new = self._with_new()
-        by_hand = [
-            pair
-            for pair in new
-            if pair.gradient is _Gradient.NEW and pair.master.grad is not None and pair.master.grad is not pair.kept
-        ]
+        by_hand = [pair for pair in new if pair.gradient is _Gradient.NEW and pair.master.grad is not None]
         for pair in by_hand:
             pair.leave(_Gradient.SHOWN)
         self.unscale_to_masters()
@@ -451,7 +457,7 @@ class MasterGradients:
                 pair for pair in self._pairs.values() if pair.gradient is base and id(pair.parameter) in ids
             )
 
-    def drop_sums(self, ids: set[int]) -> None:
+    def drop_sums(self, ids: Collection[int]) -> None:
         """Drops the masters' sums of earlier blocks for half parameters that the user has just cleared.
 
         Args:
@@ -615,33 +621,10 @@ class MasterGradients:
             pair.clear()
         self._forget_shown()
 
-    @contextlib.contextmanager
-    def clearing(self) -> Iterator[None]:
-        """Context in which the optimizer clears masters' gradients; on exit, clears the half gradients of these too.
-
-        Also clears masters' gradients whose half gradients the optimizer has cleared.
-        """
-        if self.are_clear():
-            yield
-            return
-        before = [(pair, pair.master.grad) for pair in self._pairs.values()]
-        versions = [0 if full is None else full._version for _, full in before]
-        yield
-        self._copy_edits_of_shown()
-        for (pair, was), version in zip(before, versions, strict=True):
-            full = pair.master.grad
-            if full is None or full is not was or full._version != version:
-                pair.clear()
-                pair.kept = full  # not None if the optimizer set it to zeros
-        # `_shown` would keep the cleared gradients alive.
-        self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
-        self._left.clear()
-        self._is_clear = self.have_no_gradients()
-
     def clear(self) -> None:
         """Sets the gradients of masters and half parameters to None."""
         for pair in self._pairs.values():
-            pair.master.grad = pair.kept = None
+            pair.master.grad = None
             pair.clear()
         self._forget_shown()
         self._is_clear = True

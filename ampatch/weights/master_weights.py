@@ -1,19 +1,19 @@
 """The float32 masters of one optimizer's half parameters; keeps the values of both the same.
 
-The optimizer's groups hold the masters, so the optimizer updates the masters; the model keeps its own half parameters.
-Owns the pairs of parameter and master; `ampatch.weights.master_gradients` owns their gradients. Must know neither
-scales nor whether a step is skipped.
+The optimizer's groups hold the model's half parameters. While its own code runs, these objects stand for the masters
+(`ampatch.weights.exchange`), so it updates the masters. Owns the pairs of parameter and master, and the exchange;
+`ampatch.weights.master_gradients` owns their gradients. Must know neither scales nor whether a step is skipped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
-import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -26,12 +26,14 @@ from ampatch.opt_levels import HALVES
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 from ampatch.weights.conversion import Conversion, Mark, Marks
+from ampatch.weights.exchange import exchange
 from ampatch.weights.master_gradients import MasterGradients, Pair, by_device
 from ampatch.weights.replaced_parameters import Places, ReplacedParameters
 from ampatch.weights.untracked_writes import data_of
 
-_DTYPE = operator.attrgetter("dtype")
 _ALL = slice(None)
+# Methods of optimizers that `MasterWeights` or `AdoptedOptimizer` replaces by others, or that touch no parameter.
+_KNOWN_METHODS = frozenset({"step", "zero_grad", "add_param_group", "state_dict"})
 
 
 class _Group:
@@ -109,7 +111,7 @@ class MasterWeights:
     Attributes:
         wanted: the argument ``wanted``.
         gradients: gradients of the masters and of the half parameters.
-        is_stepping: True while the optimizer steps; it then writes to masters, but keeps no tensor of their memory.
+        are_in_place: True while the optimizer's parameters stand for their masters.
     """
 
     def __init__(
@@ -117,8 +119,8 @@ class MasterWeights:
     ) -> None:
         self.wanted = wanted
         self.name_of = name_of
+        self.are_in_place = False
         self._is_being_copied = False
-        self.is_stepping = False
         self._heard: set[int] = set()  # ids of half parameters that user code may have written to uncounted
         self._are_shared = False  # user code may have another tensor of a master's memory, and write to it uncounted
         self._storages: set[int] | None = None  # addresses of the masters' storages; None until needed
@@ -130,6 +132,7 @@ class MasterWeights:
         self._conversion = conversion
         self._pairs: dict[int, Pair] = {}  # by id of the half parameter
         self._parameters: dict[int, nn.Parameter] = {}  # by id of the master
+        self._masters: dict[int, nn.Parameter] = {}  # by id of the half parameter
         self.gradients = MasterGradients(self._pairs, self._parameters)
         # Marks of all pairs when the half weights last equalled the rounded masters.
         self._half_marks, self._full_marks = Marks([], []), Marks([], [])
@@ -150,64 +153,69 @@ class MasterWeights:
         self._replace(ledger, optimizer, "zero_grad", self._zero_grad)
         if hasattr(optimizer, "add_param_group"):
             self._replace(ledger, optimizer, "add_param_group", self._add_param_group)
+        for name in _own_methods(optimizer):
+            self._replace(ledger, optimizer, name, self._with_masters)
         if isinstance(optimizer, torch.optim.Optimizer):
+            self._replace(ledger, optimizer, "load_state_dict", self._with_masters)
             self._replace(ledger, optimizer, "__getstate__", self._getstate)
             ledger.set(optimizer, "__deepcopy__", types.MethodType(self._deepcopy, optimizer))
 
     def make_missing(self) -> None:
         """Makes masters for half parameters of the optimizer that have none: in new groups, or unfrozen since."""
-        optimizer = self._optimizer() if self.wanted else None
-        if optimizer is None or HALVES.isdisjoint(map(_DTYPE, optimizer_state.parameters_of(optimizer))):
+        without = self._without_masters()
+        if not without:
             return
         self.synchronise(by_value=True)  # must come before `_note_in_step` records all pairs again
         new: dict[int, Pair] = {}
-        back: dict[int, Pair] = {}
-        there = set(map(id, optimizer_state.parameters_of(optimizer)))
         try:
-            for parameter in optimizer_state.parameters_of(optimizer):
-                if parameter.dtype in HALVES and parameter.requires_grad and isinstance(parameter, nn.Parameter):
-                    known = self._pairs.get(id(parameter))
-                    if known is not None and id(known.master) not in there and id(parameter) not in back:
-                        back[id(parameter)] = known  # user code rebuilt its group from the model's own parameters
-                        continue
-                    if known is not None or id(parameter) in new:
-                        raise UsageError(
-                            f"a parameter of shape {tuple(parameter.shape)} is in more than one parameter group of the "
-                            "optimizer, or in one twice: as itself and as its float32 master, which is what the groups "
-                            "hold. Leave it where amp.initialize put the master."
-                        )
-                    converted = self._conversion.claim(parameter, self)
-                    assert isinstance(converted.full, nn.Parameter)
-                    new[id(parameter)] = Pair(parameter, converted, converted.full, converted.full.grad)
+            for parameter in without:
+                converted = self._conversion.claim(parameter, self)
+                assert isinstance(converted.full, nn.Parameter)
+                new[id(parameter)] = Pair(parameter, converted, converted.full)
         except BaseException:
             for pair in new.values():
                 self._conversion.release(pair.parameter)
             raise
-        if new:
-            self._pairs.update(new)
-            self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
-            marks = [_marks_of(pair) for pair in self._pairs.values()]
-            self._half_marks = Marks([half for half, _ in marks], [pair.parameter for pair in self._pairs.values()])
-            self._full_marks = Marks([full for _, full in marks], [pair.master for pair in self._pairs.values()])
-            self._note_in_step()
-        if new or back:
-            placed = {**new, **back}
-            # `take_out` undoes this.
-            optimizer_state.replace_parameters(
-                optimizer,
-                lambda parameter: (placed[id(parameter)].master, torch.float32) if id(parameter) in placed else None,
+        self._pairs.update(new)
+        self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
+        self._masters.update({key: pair.master for key, pair in new.items()})
+        marks = [_marks_of(pair) for pair in self._pairs.values()]
+        self._half_marks = Marks([half for half, _ in marks], [pair.parameter for pair in self._pairs.values()])
+        self._full_marks = Marks([full for _, full in marks], [pair.master for pair in self._pairs.values()])
+        self._note_in_step()
+        self.gradients.show(new.values())
+        for pair in new.values():  # of a parameter that came half; `take_out` undoes this
+            optimizer_state.retype(self._optimizer(), pair.parameter, pair.parameter.dtype, torch.float32)
+
+    def _without_masters(self) -> list[nn.Parameter]:
+        """Returns the trained half parameters of the optimizer that have no master yet, each once."""
+        optimizer = self._optimizer() if self.wanted and not self.are_in_place else None
+        known = [] if optimizer is None else list(optimizer_state.parameters_of(optimizer))
+        held = dict(zip(map(id, known), known, strict=True))
+        if held.keys() == self._pairs.keys():  # as in nearly every step
+            return []
+        held = {key: each for key, each in held.items() if key not in self._pairs}
+        if not self._parameters.keys().isdisjoint(held):
+            raise UsageError(
+                f"a group of this {type(optimizer).__name__} holds a float32 master. Groups hold the model's "
+                "parameters: put back the parameter that was there."
             )
+        return [
+            each
+            for each in held.values()
+            if each.dtype in HALVES and each.requires_grad and isinstance(each, nn.Parameter)
+        ]
 
     def take_out(self) -> None:
-        """Puts the model's parameters back into the optimizer; `Conversion.restore` restores their values."""
+        """Forgets the masters; `Conversion.restore` gives their values back to the parameters."""
         optimizer = self._optimizer()
-        before = {id(pair.master): (pair.parameter, pair.converted.before) for pair in self._pairs.values()}
-        if optimizer is not None:
-            optimizer_state.replace_parameters(optimizer, lambda master: before.get(id(master)))
         for pair in self._pairs.values():
+            if optimizer is not None:
+                optimizer_state.retype(optimizer, pair.parameter, torch.float32, pair.converted.before)
             self._conversion.release(pair.parameter)
         self._pairs.clear()
         self._parameters.clear()
+        self._masters.clear()
         self._held = None
         self._groups.clear()
         self._are_shared, self._storages = False, None
@@ -217,9 +225,20 @@ class MasterWeights:
     def __len__(self) -> int:
         return len(self._pairs)
 
+    def ids(self) -> Collection[int]:
+        """Returns the ids of the parameters that have masters here."""
+        return self._pairs.keys()
+
     def parameter_of(self, tensor: Tensor) -> Tensor:
         """Returns the model's parameter of a master; returns any other tensor as it is."""
         return self._parameters.get(id(tensor), tensor)
+
+    def masters_of(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
+        """Returns what the optimizer updates for its parameters: the master of each, or the parameter itself."""
+        if self.are_in_place or not self._pairs:
+            return parameters
+        given = list(parameters)
+        return map(self._masters.get, map(id, given), given)
 
     def is_master(self, tensor: Tensor) -> bool:
         """Returns True if a tensor is one of these masters."""
@@ -229,11 +248,6 @@ class MasterWeights:
         """Returns the optimizer's parameters that are not masters."""
         masters = self._parameters
         return [parameter for parameter in parameters if id(parameter) not in masters]
-
-    def follow_requires_grad(self) -> None:
-        """Gives half parameters the ``requires_grad`` of their masters, which the optimizer's groups hold."""
-        for pair in self._pairs.values():
-            pair.parameter.requires_grad_(pair.master.requires_grad)
 
     def search_replaced(self, replaced: ReplacedParameters) -> None:
         """Looks for half parameters that user code has replaced in the models since the last call, by any means."""
@@ -249,9 +263,11 @@ class MasterWeights:
 
     def note_write(self, tensor: Tensor) -> None:
         """Records that user code may write, uncounted, to a half parameter, or to a tensor of a master's memory."""
+        if self.are_in_place:
+            return
         if id(tensor) in self._pairs:
             self._heard.add(id(tensor))
-        elif not (self.is_stepping or self._are_shared) and self._is_of_master(tensor):
+        elif not self._are_shared and self._is_of_master(tensor):
             self._are_shared = True  # for good: user code may keep the tensor, and write to it later
             for group in self._groups:
                 group.watch_masters()
@@ -272,6 +288,8 @@ class MasterWeights:
         Raises:
             UsageError: the model was converted to another type; or both tensors of a pair were written to.
         """
+        if self.are_in_place:
+            return
         is_counted = not (self._half_marks.are_now() and self._full_marks.are_now())
         if not is_counted and not by_value:
             return
@@ -317,7 +335,7 @@ class MasterWeights:
     def synchronise_all(self) -> None:
         """Synchronises before a forward pass: also finds writes that torch may not have counted, to either tensor."""
         self.synchronise(by_value=bool(self._heard) or self._are_shared)
-        if self._are_shared:
+        if self._are_shared and not self.are_in_place:
             pairs = self._pairs.values()
             with torch.no_grad():
                 # Uncounted: a counted write would break autograd graphs that use the half weights, even if no value
@@ -407,24 +425,66 @@ class MasterWeights:
             for group in self._groups:
                 group.note()
 
-    def check_that_masters_are_updated(self) -> None:
-        """Checks, after a step and before `write`, that the optimizer has updated the masters.
+    # The exchange
+
+    def put_in(self) -> None:
+        """Has the optimizer's parameters stand for their masters."""
+        self._exchange(to=True)
+
+    def take_back(self) -> None:
+        """Has the optimizer's parameters be the model's half weights again, and rounds the masters to them."""
+        if self.are_in_place:
+            self._exchange(to=False)
+            self._check_that_masters_are_updated()
+            self.write()
+
+    def _exchange(self, to: bool) -> None:
+        if self.are_in_place is not to:
+            exchange(list(zip(self._parameters.values(), self._masters.values(), strict=True)))
+            self.are_in_place = to
+
+    @contextlib.contextmanager
+    def for_methods(self) -> Iterator[None]:
+        """Context for methods of the optimizer's class, which may read and write its parameters: on the masters."""
+        if self.are_in_place:
+            yield
+            return
+        self.make_missing()
+        self.synchronise(by_value=True)
+        self.gradients.copy_edits()
+        self.put_in()
+        try:
+            yield
+        finally:
+            self.take_back()
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Context in which the user's code runs during a step: it sees half weights, rounded, and may write to them."""
+        were_in_place = self.are_in_place
+        self.take_back()
+        try:
+            yield
+        finally:
+            if were_in_place:
+                self.gradients.copy_edits()
+                self.synchronise(by_value=True)
+                self.put_in()
+
+    def _check_that_masters_are_updated(self) -> None:
+        """Checks, after a step and before `write`, that the optimizer has not written to half weights.
 
         Raises:
-            UsageError: the optimizer has written to half weights of the model, and not to their masters.
+            UsageError: it has, by tensors of the same memory that it keeps.
         """
-        if self._half_marks.are_now() and self._heard.isdisjoint(self._pairs):
+        if self._half_marks.are_now():
             return
-        for key, pair in self._pairs.items():
-            converted, parameter = pair.converted, pair.parameter
-            assert converted.half_mark is not None
-            if converted.was_updated or (key not in self._heard and converted.half_mark.is_now(parameter)):
-                continue
-            if not _are_alike(pair):
+        for pair in self._pairs.values():
+            if not _are_alike(pair) and not pair.converted.was_updated:
                 raise UsageError(
-                    f"this {type(self._optimizer()).__name__} has written to the model's {self.name_of(parameter)} "
-                    "itself, and not to its float32 master in param_groups: it has a list of parameters of its own. "
-                    "Change it to update the parameters in param_groups; or use master_weights=False, or "
+                    f"this {type(self._optimizer()).__name__} has written to the memory of the model's "
+                    f"{self.name_of(pair.parameter)}, and not to its parameters, which stand for float32 masters while "
+                    "it steps. Make the optimizer before amp.initialize; or use master_weights=False, or "
                     "opt_level='O1'."
                 )
 
@@ -460,7 +520,14 @@ class MasterWeights:
         ledger.set(optimizer, name, types.MethodType(method, optimizer))
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.gradients.clearing():
+        with self.set_aside():
+            result = original(*args, **kwargs)
+            self.gradients.drop_sums(self._pairs.keys())
+            self.gradients.copy_edits(takes_new=False)
+        return result
+
+    def _with_masters(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self.for_methods():
             return original(*args, **kwargs)
 
     def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> Any:
@@ -488,21 +555,26 @@ class MasterWeights:
             self._is_being_copied = False
 
     def _getstate(self, original: Callable[..., Any]) -> Any:
-        """Returns the state for a copy or pickle: that of an ordinary optimizer of the model's own parameters."""
+        """Returns the state for a copy, or for a pickle: that of an ordinary optimizer of half parameters."""
         state = dict(original())
-        state["param_groups"] = [
-            {**group, "params": [self.parameter_of(parameter) for parameter in group["params"]]}
-            for group in state["param_groups"]
-        ]
-        # copy.copy keeps the class: torch's optimizers use a defaultdict.
-        moved = copy.copy(state["state"])
-        moved.clear()
-        for key, value in state["state"].items():
-            parameter = self.parameter_of(key)
-            dtype = key.dtype if self._is_being_copied else parameter.dtype
-            moved[parameter] = optimizer_state.retyped(value, key.dtype, dtype, parameter)
-        state["state"] = moved
+        if not self._is_being_copied:
+            state["state"] = copy.copy(state["state"])  # keeps the class: torch's optimizers use a defaultdict
+            for pair in self._pairs.values():
+                key = pair.parameter
+                if key in state["state"]:
+                    state["state"][key] = optimizer_state.retyped(state["state"][key], torch.float32, key.dtype, key)
         return state
+
+
+def _own_methods(optimizer: object) -> list[str]:
+    """Returns the names of public methods that classes other than torch's give an optimizer, but known ones."""
+    methods = {
+        name: value
+        for kind in reversed(type(optimizer).__mro__)
+        for name, value in vars(kind).items()
+        if isinstance(value, types.FunctionType) and kind.__module__.partition(".")[0] != "torch"
+    }
+    return [name for name in methods if not name.startswith("_") and name not in _KNOWN_METHODS]
 
 
 def dropping_sums(

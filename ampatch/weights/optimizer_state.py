@@ -6,12 +6,11 @@ Owns nothing. Must know neither masters nor scales.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from ampatch.casting.nested import CASTABLE, cast_tensors
-from ampatch.errors import OptionError
 from ampatch.grouping import grouped
 from ampatch.native import calls, kernels
 from ampatch.opt_levels import HALVES
@@ -148,48 +146,25 @@ def names_in(optimizer: Any) -> Callable[[Tensor], str]:
     return lambda parameter: names[id(parameter)]
 
 
-def replace_parameters(optimizer: Any, replacement_of: Callable[[Tensor], tuple[Tensor, torch.dtype] | None]) -> None:
-    """Replaces parameters of an optimizer, and moves their state to the replacements.
+def retype(optimizer: Any, parameter: Tensor, before: torch.dtype, now: torch.dtype) -> None:
+    """Casts the state of one parameter from one type to another; leaves tensors of other types."""
+    state = _state(optimizer)
+    if state and before is not now and parameter in state:
+        state[parameter] = retyped(state[parameter], before, now, parameter)
+
+
+def cast_state(optimizer: Any, dtype_before: Callable[[Tensor], torch.dtype | None], but: Collection[int] = ()) -> None:
+    """Casts the state of parameters whose type has changed to the new type, as ``load_state_dict`` would.
 
     Args:
         optimizer: any object with ``param_groups``.
-        replacement_of: function that returns the replacement of a parameter and the type for its state; or None to
-            keep the parameter.
-
-    Raises:
-        OptionError: the optimizer ignores a write to its groups. No state is moved then.
+        dtype_before: function that returns the type that a parameter had; None if it has not changed.
+        but: ids of parameters whose state stays, as they have float32 masters.
     """
-    replaced: dict[Tensor, tuple[Tensor, torch.dtype]] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            replacement = replacement_of(parameter)
-            if replacement is not None:
-                # In place: some optimizers (LBFGS) keep a reference to this list.
-                with contextlib.suppress(TypeError):
-                    group["params"][place] = replacement[0]
-                if optimizer.param_groups[index]["params"][place] is not replacement[0]:
-                    raise OptionError(
-                        f"the param_groups of this {type(optimizer).__name__} cannot be written to, so it cannot "
-                        "update float32 masters. Pass the optimizer inside it, or use master_weights=False."
-                    )
-                replaced[parameter] = replacement
-    state = _state(optimizer)
-    if replaced and state:
-        moved = {}
-        for key, value in state.items():
-            now, dtype = replaced.get(key, (key, None))
-            moved[now] = value if dtype is None else retyped(value, key.dtype, dtype, key)
-        state.clear()
-        state.update(moved)
-
-
-def cast_state(optimizer: Any, dtype_before: Callable[[Tensor], torch.dtype | None]) -> None:
-    """Casts the state of parameters whose type has changed to the new type, as ``load_state_dict`` would."""
-    state = _state(optimizer)
     for parameter in parameters_of(optimizer):
-        before = dtype_before(parameter)
-        if state and before is not None and before is not parameter.dtype and parameter in state:
-            state[parameter] = retyped(state[parameter], before, parameter.dtype, parameter)
+        before = None if id(parameter) in but else dtype_before(parameter)
+        if before is not None:
+            retype(optimizer, parameter, before, parameter.dtype)
 
 
 def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor) -> Any:

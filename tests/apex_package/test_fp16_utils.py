@@ -92,6 +92,12 @@ def wrapped(half: torch.dtype, make: Any = sgd, **options: Any) -> tuple[nn.Modu
     return model, FP16_Optimizer(make(model.parameters()), **options)
 
 
+def updated(optimizer: FP16_Optimizer) -> list[Tensor]:
+    """Returns what the optimizer updates, in the order of its parameters: masters in place of half parameters."""
+    masters = dict(zip(optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0], strict=True))
+    return [masters.get(parameter, parameter) for parameter in optimizer.param_groups[0]["params"]]
+
+
 def train(model: nn.Module, optimizer: FP16_Optimizer, batches: list[Tensor]) -> None:
     for batch in batches:
         optimizer.zero_grad()
@@ -100,7 +106,7 @@ def train(model: nn.Module, optimizer: FP16_Optimizer, batches: list[Tensor]) ->
 
 
 class TestMasters:
-    def test_take_the_places_of_half_parameters_only(self):
+    def test_are_of_half_parameters_only(self):
         model, optimizer = wrapped(torch.float16)
         halves, masters = optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0]
         assert [id(p) for p in halves] == [id(p) for p in model.parameters() if p.dtype is torch.float16]
@@ -109,9 +115,7 @@ class TestMasters:
         for parameter, master in zip(halves, masters, strict=True):
             assert_same_bits(master, parameter.float())
         held = optimizer.param_groups[0]["params"]
-        assert [each.dtype for each in held] == [torch.float32] * 6
-        assert held[0] is masters[0]
-        assert held[2] is model[1].weight
+        assert list(map(id, held)) == list(map(id, model.parameters()))
 
     def test_leave_frozen_parameters_where_they_are(self):
         model = nn.Linear(2, 2).half()
@@ -127,8 +131,7 @@ class TestMasters:
         inner.step()
         momentum = inner.state[model[0].weight]["momentum_buffer"].clone()
         optimizer = FP16_Optimizer(inner)
-        assert_same_bits(optimizer.state[optimizer.fp32_from_fp16_groups[0][0]]["momentum_buffer"], momentum.float())
-        assert model[0].weight not in optimizer.state
+        assert_same_bits(optimizer.state[model[0].weight]["momentum_buffer"], momentum.float())
 
     def test_are_of_an_optimizer(self):
         with pytest.raises(OptionError, match="which lacks param_groups, step;"):
@@ -154,7 +157,7 @@ class TestSteps:
             optimizer.step()
             assert hand.step(batch)
             assert_same_state(model.state_dict(), hand.model.state_dict())
-            assert_same_state(optimizer.param_groups[0]["params"], hand.masters)
+            assert_same_state(updated(optimizer), hand.masters)
             assert_same_state(model[0].weight.grad, hand.parameters[0].grad)  # at the scale, as Apex left them
 
     def test_clip_the_masters(self):
@@ -165,7 +168,7 @@ class TestSteps:
             optimizer.backward(loss_of(model, batch))
             norm = optimizer.clip_master_grads(0.1)
             assert norm > 0.1
-            assert float(clip_grad_norm(optimizer.param_groups[0]["params"], math.inf)) == pytest.approx(0.1, rel=1e-4)
+            assert float(clip_grad_norm(updated(optimizer), math.inf)) == pytest.approx(0.1, rel=1e-4)
             optimizer.step()
             hand.step(batch, max_norm=0.1)
         assert_same_state(model.state_dict(), hand.model.state_dict())
@@ -331,7 +334,7 @@ class TestGradients:
         model, optimizer = wrapped(torch.float16)
         optimizer.backward(loss_of(model, inputs(1)[0]))
         optimizer.zero_grad(set_grads_to_None=to_none)
-        for parameter in [*model.parameters(), *optimizer.param_groups[0]["params"]]:
+        for parameter in [*model.parameters(), *updated(optimizer)]:
             assert parameter.grad is None if to_none else not parameter.grad.any()
 
     def test_may_be_sparse(self):

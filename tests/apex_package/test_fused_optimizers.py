@@ -819,7 +819,7 @@ class TestUnderAmp:
         assert any(each.dtype is torch.bfloat16 for each in model.parameters()) == (opt_level == "O2")
         for master, parameter in zip(masters, model.parameters(), strict=True):
             assert_same_bits(parameter, master.to(parameter.dtype))
-        assert {each for each in optimizer.state if optimizer.state[each]} == set(masters)
+        assert {each for each in optimizer.state if optimizer.state[each]} == set(model.parameters())
 
     @pytest.mark.covering(1)
     def test_interrupted_and_resumed_it_ends_in_the_same_bits(self, optimizer_class, opt_level, trained):

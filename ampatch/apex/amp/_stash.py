@@ -72,7 +72,11 @@ class AmpStash:
         masters = session.adopted(optimizer).masters
         masters.make_missing()
         return [
-            [(masters.parameter_of(own), own) for own in group["params"] if masters.parameter_of(own).requires_grad]
+            [
+                pair
+                for pair in zip(group["params"], masters.masters_of(group["params"]), strict=True)
+                if pair[0].requires_grad
+            ]
             for group in optimizer.param_groups
         ]
 

@@ -6,6 +6,7 @@ but its parameters and gradients. Must leave gradient arithmetic to `ampatch.nat
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -24,6 +25,7 @@ from ampatch.scaling.loss_scaler import make_policy
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
 from ampatch.weights import optimizer_state
+from ampatch.weights.exchange import exchange
 
 logger = logging.getLogger("ampatch")
 
@@ -60,8 +62,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
     Every ``update_master_grads`` with a dynamic scale syncs with the device once, since ``overflow`` is a bool.
 
     Args:
-        init_optimizer: optimizer of the model's parameters. Masters replace its float16 and bfloat16 parameters in its
-            ``param_groups``.
+        init_optimizer: optimizer of the model's parameters. While it steps, its float16 and bfloat16 parameters stand
+            for their masters.
         static_loss_scale: factor of losses, without a check for overflow.
         dynamic_loss_scale: True for a scale that reacts to overflows; an overflow then skips the step.
         dynamic_loss_args: settings of the dynamic scale; the defaults are ``init_scale=2**16``, ``scale_factor=2``,
@@ -81,8 +83,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         first_closure_call_this_step: True if the next evaluation of a closure is the first one of its step.
 
     Raises:
-        OptionError: ``init_optimizer`` is no optimizer, its groups cannot be written to, or a loss scale argument is
-            invalid.
+        OptionError: ``init_optimizer`` is no optimizer, or a loss scale argument is invalid.
     """
 
     def __init__(
@@ -118,25 +119,39 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
-        masters: dict[int, nn.Parameter] = {}
+        self._masters: dict[int, Tensor] = {}  # by id of the half parameter
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.requires_grad]
             halves = [parameter for parameter in trained if parameter.dtype in HALVES]
-            of_group = [nn.Parameter(parameter.detach().clone().float()) for parameter in halves]
-            masters.update(zip(map(id, halves), of_group, strict=True))
+            of_group: list[Tensor] = [nn.Parameter(parameter.detach().clone().float()) for parameter in halves]
+            self._masters.update(zip(map(id, halves), of_group, strict=True))
             self.fp16_groups.append(halves)
-            self.fp32_from_fp16_groups.append([*of_group])
+            self.fp32_from_fp16_groups.append(of_group)
             self.fp32_from_fp32_groups.append([each for each in trained if each.dtype not in HALVES])
-        optimizer_state.replace_parameters(
-            self.optimizer,
-            lambda parameter: (masters[id(parameter)], torch.float32) if id(parameter) in masters else None,
-        )
+            for parameter in halves:
+                optimizer_state.retype(self.optimizer, parameter, parameter.dtype, torch.float32)
+
+    def _updated(self) -> Iterator[Tensor]:
+        """Yields what the inner optimizer updates: masters in place of half parameters."""
+        return map(self._updated_for, optimizer_state.parameters_of(self.optimizer))
+
+    def _updated_for(self, parameter: Tensor) -> Tensor:
+        return self._masters.get(id(parameter), parameter)
+
+    @contextlib.contextmanager
+    def _exchanged(self) -> Iterator[None]:
+        """Context in which half parameters and masters have changed places; within another such context, back."""
+        exchange(list(self._pairs()))
+        try:
+            yield
+        finally:
+            exchange(list(self._pairs()))
 
     # Attributes of the inner optimizer
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
-        """State of the inner optimizer, by master."""
+        """State of the inner optimizer."""
         state: MutableMapping[Any, Any] = self.optimizer.state
         return state
 
@@ -146,7 +161,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the inner optimizer, with masters in place of half parameters."""
+        """Groups of the inner optimizer, with the model's parameters."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
@@ -171,7 +186,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         Args:
             set_grads_to_None: True to set gradients to None; False to set them to 0.
         """
-        for parameter in itertools.chain(optimizer_state.parameters_of(self.optimizer), *self.fp16_groups):
+        for parameter in itertools.chain(self._updated(), *self.fp16_groups):
             if set_grads_to_None:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -247,7 +262,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         """
         if self.overflow:
             return -1
-        return clip_grad_norm(optimizer_state.parameters_of(self.optimizer), max_norm, norm_type)
+        return clip_grad_norm(self._updated(), max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Returns the gradients of all parameters that the optimizer updates, by group; None if they overflowed."""
@@ -255,7 +270,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             logger.warning("There are no master gradients to inspect: the last ones overflowed.")
             return None
         return [
-            [None if parameter.grad is None else parameter.grad.detach() for parameter in group["params"]]
+            [None if full.grad is None else full.grad.detach() for full in map(self._updated_for, group["params"])]
             for group in self.param_groups
         ]
 
@@ -282,7 +297,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             self._react_to_overflow("Skipping step", logs=self._overflows.logs_line)
             result = None
         else:
-            result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
+            with self._exchanged():
+                result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
             self._write_masters()
         self._half_scale = self._full_scale = None
         if skipped is not None:
@@ -291,21 +307,23 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     def _overflow_event(self) -> Overflow:
         optimizer, now = self.optimizer, self.loss_scale
-        parameters, name_of = optimizer_state.parameters_of(optimizer), optimizer_state.names_in(optimizer)
-        found = overflows.non_finite_gradients(parameters, name_of)
+        names = optimizer_state.names_in(optimizer)
+        of_masters = {id(master): names(parameter) for parameter, master in self._pairs()}
+        found = overflows.non_finite_gradients(self._updated(), lambda each: of_masters.get(id(each)) or names(each))
         change = ScaleChange(0, self._scale_before, now)
         return Overflow(type(optimizer).__name__, (change,), found, remark="" if found else overflows.CLEARED)
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
-            if not self.first_closure_call_this_step:
-                self._write_masters()
-            self.first_closure_call_this_step = False
-            loss = closure()
-            while self.overflow:
-                self._react_to_overflow("Evaluating the closure again")
+            with self._exchanged():  # back: the closure has the half parameters
+                if not self.first_closure_call_this_step:
+                    self._write_masters()
+                self.first_closure_call_this_step = False
                 loss = closure()
-            return loss
+                while self.overflow:
+                    self._react_to_overflow("Evaluating the closure again")
+                    loss = closure()
+                return loss
 
         try:
             return self.optimizer.step(evaluate)
@@ -379,7 +397,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             )
         dynamic = bool(state_dict["dynamic_loss_scale"])
         loss_scaler = _loss_scaler_from(state_dict["loss_scaler"], dynamic)
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        with self._exchanged():  # the inner optimizer casts its state to the type of its parameters
+            self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self.loss_scaler, self.dynamic_loss_scale = loss_scaler, dynamic
         self.overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])

@@ -7,6 +7,7 @@ options are those of the inner optimizer.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -131,10 +132,10 @@ class LARC:
 
     @torch.no_grad()
     def _adapt(self, decays: Sequence[float]) -> None:
-        # If amp has masters, changes of the model's gradients reach the masters only when master_params is called.
-        amp.master_params(self.optim)
+        updated = iter(list(amp.master_params(self.optim)))  # masters, if amp has made some
         for group, decay in zip(self.param_groups, decays, strict=True):
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            of_group = itertools.islice(updated, len(group["params"]))
+            trained = [parameter for parameter in of_group if parameter.grad is not None]
             for parameters in grouped(((each.device, each.dtype), each) for each in trained).values():
                 self._adapt_gradients(parameters, group["lr"], decay)
 

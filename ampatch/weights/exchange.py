@@ -1,0 +1,54 @@
+"""Exchanges the tensors of parameters and their masters, so that an optimizer steps the masters as its own parameters.
+
+An optimizer's groups, its state and whatever lists its class keeps hold the model's parameters, at all times. While it
+steps, each of these objects stands for its master: float32 data, and the master's gradient. Ids, attributes and weak
+references belong to the object, and stay. Hooks, the nodes of graphs and DDP's buckets belong to the tensor, and see
+nothing of the exchange.
+
+Must not know which parameters have masters, nor when optimizers step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+_ORDINARY = frozenset({Tensor, nn.Parameter})
+
+
+def exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Exchanges the tensors of two objects, for each pair of objects; a second call undoes the first.
+
+    If one pair raises, no pair is exchanged.
+
+    Args:
+        pairs: a parameter and its master, of one shape.
+    """
+    # What torch.utils.swap_tensors rests on. That also exchanges attributes, and refuses parameters that have weak
+    # references or belong to a graph.
+    swap = torch._C._swap_tensor_impl
+    for place, (parameter, master) in enumerate(pairs):
+        try:
+            swap(parameter, master)
+        except BaseException:
+            exchange(pairs[:place])
+            raise
+        if type(parameter) not in _ORDINARY:
+            _exchange_inner(parameter, master)
+
+
+def _exchange_inner(parameter: Tensor, master: Tensor) -> None:
+    """Exchanges the attributes in which a subclass such as DTensor keeps the tensors that it wraps."""
+    for name in _inner(master):
+        one, other = getattr(parameter, name), getattr(master, name)
+        setattr(parameter, name, other)
+        setattr(master, name, one)
+
+
+def _inner(tensor: Tensor) -> Iterator[str]:
+    for base in type(tensor).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+    yield from vars(tensor)
