@@ -1546,11 +1546,6 @@ def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Pro
                 f"{properties.opt_level!r} would give it others. Leave MixedPrecision out, or type "
                 "master_weights=False."
             )
-        if properties.master_weights and hasattr(optimizer, "consolidate_state_dict"):
-            raise OptionError(
-                f"the {type(optimizer).__name__} hands pieces of its parameters to an optimizer of its own, which "
-                f"would not update float32 masters. {instead} with it."
-            )
 
 
 def _check_optimizers(

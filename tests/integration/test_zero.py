@@ -20,20 +20,20 @@ SCALE = {"loss_scale": "dynamic", "init_scale": 2.0**10, "verbosity": 0}
 OVERFLOWS = {2: 0, 5: 1}  # by step, the rank in which it happens
 
 
-def zero(parameters: Any, kind: type[torch.optim.Optimizer], lr: float) -> torch.optim.Optimizer:
+def zero(parameters: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # warns that torch.jit is deprecated
 
-    return ZeroRedundancyOptimizer(parameters, kind, lr=lr)
+    return ZeroRedundancyOptimizer(parameters, kind, **options)
 
 
-def train(half: torch.dtype, device: str, sharded: bool) -> dict[str, Any]:
+def train(half: torch.dtype, device: str, level: str, sharded: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).to(device)
     if sharded:
         optimizer = zero(model.parameters(), torch.optim.AdamW, lr=0.01)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    amp.initialize(model, optimizer, half_dtype=half, **SCALE)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE)
     replica = DistributedDataParallel(model)
     skipped = []
     for step in range(8):
@@ -47,33 +47,53 @@ def train(half: torch.dtype, device: str, sharded: bool) -> dict[str, Any]:
         amp.clip_grad_norm_(optimizer, 0.1)
         optimizer.step()
         skipped.append(amp.step_was_skipped(optimizer))
-    weights = [p.detach().cpu() for p in model.parameters()]
+    weights = [p.detach().cpu() for p in amp.master_params(optimizer)]
     scale = amp.get_loss_scale()
     amp.deinitialize()
     return {"weights": weights, "skipped": skipped, "scale": scale}
 
 
-def both(half: torch.dtype, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return train(half, device, sharded=True), train(half, device, sharded=False)
+def both(half: torch.dtype, device: str, level: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return train(half, device, level, sharded=True), train(half, device, level, sharded=False)
 
 
 @pytest.mark.slow_on_cpu
 @ON_DEVICES
 @HALVES
-def test_trains_as_the_optimizer_inside_it(two, half, device):
-    for sharded, whole in two.run(both, half, device):
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_trains_as_the_optimizer_inside_it(two, level, half, device):
+    for sharded, whole in two.run(both, half, device, level):
         assert_same_state(sharded, whole)
         assert [step for step, was_skipped in enumerate(sharded["skipped"]) if was_skipped] == list(OVERFLOWS)
 
 
-def refused(level: str) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = zero(model.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(amp.OptionError, match="an optimizer of its own, which would not update float32 masters"):
-        amp.initialize(model, optimizer, opt_level=level)
-    assert model.weight.dtype is torch.float32
+def resumed(bucketed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 3)
+    options = {"parameters_as_bucket_view": bucketed}
+    ends = []
+    for resumes in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 3)
+        optimizer = zero(model.parameters(), torch.optim.Adam, lr=0.01, **options)
+        amp.initialize(model, optimizer, opt_level="O2", half_dtype="bfloat16", verbosity=0)
+        for step in range(4):
+            if step == 2 and resumes:
+                optimizer.consolidate_state_dict(to=0)
+                saved = [[model.state_dict(), optimizer.state_dict()]] if dist.get_rank() == 0 else [None]
+                dist.broadcast_object_list(saved, src=0)
+                model.load_state_dict(saved[0][0])
+                optimizer.load_state_dict(saved[0][1])
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(2, 8)).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        ends.append([each.detach().clone() for each in amp.master_params(optimizer)])
+        assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
+        amp.deinitialize()
+    assert_same_state(*ends)
 
 
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_masters_are_refused(two, level):
-    two.run(refused, level)
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_resumes_with_masters(two, bucketed):
+    two.run(resumed, bucketed)
