@@ -312,11 +312,11 @@ class MixedPrecision(torch.optim.Optimizer):
             if found_inf is not None:
                 inside.grad_scale = None
                 inside.found_inf = for_fused_step(found_inf, self._parameters())
-            exchange(pairs)
+            exchange(*_unzip(pairs))
             try:
                 return inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
             finally:
-                exchange(pairs)
+                exchange(*_unzip(pairs))
                 if found_inf is not None:
                     del inside.grad_scale, inside.found_inf
                 self._narrow()
@@ -328,14 +328,14 @@ class MixedPrecision(torch.optim.Optimizer):
         return supports and closure is None and optimizer_state.has_state(inside)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        exchange(self._in_place)  # back: the closure has the half parameters
+        exchange(*_unzip(self._in_place))  # back: the closure has the half parameters
         try:
             self._round()
             result = closure()
             self._copy_gradients(None)
             return result
         finally:
-            exchange(self._in_place)
+            exchange(*_unzip(self._in_place))
 
     @torch.no_grad()
     @WithoutCasts()
@@ -415,11 +415,11 @@ class MixedPrecision(torch.optim.Optimizer):
         states: Mapping[Any, Any] = state_dict["state"]
         bare = {key: {name: v for name, v in each.items() if name != MASTER} for key, each in states.items()}
         with self._stepping() as pairs:
-            exchange(pairs)  # the optimizer casts loaded state to the type of its parameters
+            exchange(*_unzip(pairs))  # the optimizer casts loaded state to the type of its parameters
             try:
                 self.optimizer.load_state_dict({**state_dict, "state": bare})
             finally:
-                exchange(pairs)
+                exchange(*_unzip(pairs))
         for parameter, saved in zip(list(self._parameters()), saved_masters, strict=True):
             if saved is not None:
                 master = self._master(parameter)

@@ -451,35 +451,27 @@ class AdoptedOptimizer:
         if not masters:
             yield
             return
-        masters.put_in()
-        try:
-            with self._hooks_aside():
-                yield
-        finally:
-            masters.take_back()
-
-    @contextlib.contextmanager
-    def _hooks_aside(self) -> Iterator[None]:
-        """Context in which the user's hooks around the step see and write half weights."""
         own = vars(self.optimizer)
-        tables: list[Any] = [
+        tables = (
             _global_optimizer_pre_hooks,
             _global_optimizer_post_hooks,
             own.get("_optimizer_step_pre_hooks", {}),
             own.get("_optimizer_step_post_hooks", {}),
-        ]
-        replaced = [
+        )
+        hooks: list[tuple[Any, int, Any, Any]] = [
             (table, key, hook, functools.partial(self._run_aside, hook))
             for table in tables
             for key, hook in table.items()
             if not hasattr(hook, OWN_HOOK)
         ]
-        for table, key, _, aside in replaced:
+        for table, key, _, aside in hooks:
             table[key] = aside
+        masters.put_in()
         try:
             yield
         finally:
-            for table, key, hook, aside in replaced:
+            masters.take_back()
+            for table, key, hook, aside in hooks:
                 if table.get(key) is aside:  # the hook has not removed itself
                     table[key] = hook
 

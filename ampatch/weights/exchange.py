@@ -18,25 +18,28 @@ from torch import Tensor, nn
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 
 
-def exchange(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Exchanges the tensors of two objects, for each pair of objects; a second call undoes the first.
+def exchange(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Exchanges the tensors of each parameter and its master; a second call undoes the first.
 
     If one pair raises, no pair is exchanged.
 
     Args:
-        pairs: a parameter and its master, of one shape.
+        parameters: tensors of the model.
+        masters: one for each parameter, in its shape.
     """
-    # What torch.utils.swap_tensors rests on. That also exchanges attributes, and refuses parameters that have weak
-    # references or belong to a graph.
-    swap = torch._C._swap_tensor_impl
-    for place, (parameter, master) in enumerate(pairs):
-        try:
-            swap(parameter, master)
-        except BaseException:
-            exchange(pairs[:place])
-            raise
-        if type(parameter) not in _ORDINARY:
-            _exchange_inner(parameter, master)
+    done = 0
+    try:
+        # What torch.utils.swap_tensors rests on. That also exchanges attributes, and refuses parameters that have
+        # weak references or belong to a graph.
+        for _ in map(torch._C._swap_tensor_impl, parameters, masters):
+            done += 1
+    except BaseException:
+        exchange(parameters[:done], masters[:done])
+        raise
+    if not _ORDINARY.issuperset(map(type, parameters)):
+        for parameter, master in zip(parameters, masters, strict=True):
+            if type(parameter) not in _ORDINARY:
+                _exchange_inner(parameter, master)
 
 
 def _exchange_inner(parameter: Tensor, master: Tensor) -> None:

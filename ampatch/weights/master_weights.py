@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -32,6 +33,7 @@ from ampatch.weights.replaced_parameters import Places, ReplacedParameters
 from ampatch.weights.untracked_writes import data_of
 
 _ALL = slice(None)
+_NOTHING = contextlib.nullcontext()
 # Methods of optimizers that `MasterWeights` or `AdoptedOptimizer` replaces by others, or that touch no parameter.
 _KNOWN_METHODS = frozenset({"step", "zero_grad", "add_param_group", "state_dict"})
 
@@ -190,11 +192,10 @@ class MasterWeights:
     def _without_masters(self) -> list[nn.Parameter]:
         """Returns the trained half parameters of the optimizer that have no master yet, each once."""
         optimizer = self._optimizer() if self.wanted and not self.are_in_place else None
-        known = [] if optimizer is None else list(optimizer_state.parameters_of(optimizer))
-        held = dict(zip(map(id, known), known, strict=True))
-        if held.keys() == self._pairs.keys():  # as in nearly every step
+        given = [] if optimizer is None else list(optimizer_state.parameters_of(optimizer))
+        if self._are_all(given):  # as in nearly every step
             return []
-        held = {key: each for key, each in held.items() if key not in self._pairs}
+        held = {id(each): each for each in given if id(each) not in self._masters}
         if not self._parameters.keys().isdisjoint(held):
             raise UsageError(
                 f"a group of this {type(optimizer).__name__} holds a float32 master. Groups hold the model's "
@@ -238,7 +239,11 @@ class MasterWeights:
         if self.are_in_place or not self._pairs:
             return parameters
         given = list(parameters)
-        return map(self._masters.get, map(id, given), given)
+        return self._masters.values() if self._are_all(given) else map(self._masters.get, map(id, given), given)
+
+    def _are_all(self, given: list[Tensor]) -> bool:
+        """Returns True if these are the parameters that have masters, in their order."""
+        return len(given) == len(self._parameters) and all(map(operator.is_, given, self._parameters.values()))
 
     def is_master(self, tensor: Tensor) -> bool:
         """Returns True if a tensor is one of these masters."""
@@ -440,7 +445,7 @@ class MasterWeights:
 
     def _exchange(self, to: bool) -> None:
         if self.are_in_place is not to:
-            exchange(list(zip(self._parameters.values(), self._masters.values(), strict=True)))
+            exchange(list(self._parameters.values()), list(self._masters.values()))
             self.are_in_place = to
 
     @contextlib.contextmanager
@@ -458,18 +463,19 @@ class MasterWeights:
         finally:
             self.take_back()
 
+    def set_aside(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for the user's code during a step: it sees half weights, rounded, and may write to them."""
+        return self._aside() if self.are_in_place else _NOTHING
+
     @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """Context in which the user's code runs during a step: it sees half weights, rounded, and may write to them."""
-        were_in_place = self.are_in_place
+    def _aside(self) -> Iterator[None]:
         self.take_back()
         try:
             yield
         finally:
-            if were_in_place:
-                self.gradients.copy_edits()
-                self.synchronise(by_value=True)
-                self.put_in()
+            self.gradients.copy_edits()
+            self.synchronise(by_value=True)
+            self.put_in()
 
     def _check_that_masters_are_updated(self) -> None:
         """Checks, after a step and before `write`, that the optimizer has not written to half weights.
@@ -495,14 +501,14 @@ class MasterWeights:
         # whose master was probably not updated are written to uncounted, which keeps their graphs valid.
         if not self._pairs:
             return
-        updated: list[Pair] = []
-        others: list[Pair] = []
-        for pair in self._pairs.values():
-            (updated if pair.master.grad is not None or pair.converted.was_updated else others).append(pair)
+        halves: list[Tensor] = [*self._parameters.values()]
+        masters: list[Tensor] = [*self._masters.values()]
         with torch.no_grad():
-            kernels.copy_to_half([pair.master for pair in updated], [pair.parameter for pair in updated])
-            if others:
-                kernels.copy_to_half([pair.master for pair in others], [data_of(pair.parameter) for pair in others])
+            if optimizer_state.lack_gradients(masters):
+                for place, pair in enumerate(self._pairs.values()):
+                    if pair.master.grad is None and not pair.converted.was_updated:
+                        halves[place] = data_of(pair.parameter)
+            kernels.copy_to_half(masters, halves)
         self._note_in_step()
 
     # Patched methods of the optimizer

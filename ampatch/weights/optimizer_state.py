@@ -91,6 +91,11 @@ def have_no_gradients(parameters: Iterable[Tensor], may_be_half: bool = True) ->
     return all(parameter.grad is None and (may_be_half or parameter.dtype not in HALVES) for parameter in parameters)
 
 
+def lack_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Returns True if any parameter has no gradient."""
+    return any(map(_IS_NONE, map(_GRAD, parameters)))
+
+
 @dataclass(frozen=True, slots=True)
 class NonFinite:
     """A gradient with elements that are inf or NaN.

@@ -141,11 +141,12 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
     @contextlib.contextmanager
     def _exchanged(self) -> Iterator[None]:
         """Context in which half parameters and masters have changed places; within another such context, back."""
-        exchange(list(self._pairs()))
+        pairs = list(zip(*self._pairs(), strict=True)) or [(), ()]
+        exchange(*pairs)
         try:
             yield
         finally:
-            exchange(list(self._pairs()))
+            exchange(*pairs)
 
     # Attributes of the inner optimizer
 
