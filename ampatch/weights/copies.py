@@ -1,8 +1,8 @@
 """Makes deep copies and weight averages of a converted model float32.
 
 A half copy loses small updates: a half average of weights with decay 0.999 would never leave its first value. So a
-deep copy of a converted module gets the masters' float32 values, and `torch.optim.swa_utils.AveragedModel` averages
-the masters. Must not know optimizers.
+deep copy of a converted module, or of an optimizer, gets the masters' float32 values, and
+`torch.optim.swa_utils.AveragedModel` averages the masters. Must not know how optimizers have masters.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def widen(ledger: PatchLedger, full_of: FullOf) -> None:
         ledger: records the patches.
         full_of: function that returns the float32 values of a tensor, or None.
     """
-    within = _Within()
-    ledger.set(nn.Module, "__deepcopy__", _noting(within))
+    for whole in (nn.Module, torch.optim.Optimizer):
+        ledger.set(whole, "__deepcopy__", _copying)
     for kind in (nn.Parameter, Tensor):
-        ledger.set(kind, "__deepcopy__", _widening(kind.__deepcopy__, full_of, within))
+        ledger.set(kind, "__deepcopy__", _widening(kind.__deepcopy__, full_of))
     original: Any = AveragedModel.update_parameters
 
     @functools.wraps(original)
@@ -44,27 +44,32 @@ def widen(ledger: PatchLedger, full_of: FullOf) -> None:
 
 
 class _Within(threading.local):
-    """Number of modules that this thread is copying; a tensor outside of any module is copied as it is."""
+    """Number of modules and optimizers that this thread is copying; a tensor outside of any is copied as it is."""
 
-    modules = 0
-
-
-def _noting(within: _Within) -> Callable[..., Any]:
-    def __deepcopy__(module: nn.Module, memo: dict[int, Any]) -> Any:  # noqa: N807
-        within.modules += 1
-        try:
-            # As `copy.deepcopy` copies an object whose class has no `__deepcopy__`.
-            return copy._reconstruct(module, memo, *module.__reduce_ex__(4))  # type: ignore[attr-defined]
-        finally:
-            within.modules -= 1
-
-    return __deepcopy__
+    wholes = 0
 
 
-def _widening(original: Callable[..., Any], full_of: FullOf, within: _Within) -> Callable[..., Any]:
+_within = _Within()
+
+
+def is_copying() -> bool:
+    """Returns True while this thread makes a deep copy of a module or an optimizer."""
+    return _within.wholes > 0
+
+
+def _copying(whole: Any, memo: dict[int, Any]) -> Any:
+    _within.wholes += 1
+    try:
+        # As `copy.deepcopy` copies an object whose class has no `__deepcopy__`.
+        return copy._reconstruct(whole, memo, *whole.__reduce_ex__(4))  # type: ignore[attr-defined]
+    finally:
+        _within.wholes -= 1
+
+
+def _widening(original: Callable[..., Any], full_of: FullOf) -> Callable[..., Any]:
     @functools.wraps(original)
     def __deepcopy__(tensor: Tensor, memo: dict[int, Any]) -> Any:  # noqa: N807
-        full = full_of(tensor) if within.modules and id(tensor) not in memo else None
+        full = full_of(tensor) if is_copying() and id(tensor) not in memo else None
         if full is None:
             return original(tensor, memo)
         values = full.detach().clone(memory_format=torch.preserve_format)

@@ -25,7 +25,7 @@ from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 from ampatch.tracing import is_capturing
-from ampatch.weights import optimizer_state
+from ampatch.weights import copies, optimizer_state
 from ampatch.weights.conversion import Conversion, Mark, Marks
 from ampatch.weights.exchange import exchange
 from ampatch.weights.master_gradients import MasterGradients, Pair, by_device
@@ -122,8 +122,6 @@ class MasterWeights:
         self.wanted = wanted
         self.name_of = name_of
         self.are_in_place = False
-        self._is_being_copied = False
-        self._heard: set[int] = set()  # ids of half parameters that user code may have written to uncounted
         self._are_shared = False  # user code may have another tensor of a master's memory, and write to it uncounted
         self._storages: set[int] | None = None  # addresses of the masters' storages; None until needed
         self._groups: list[_Group] = []
@@ -160,7 +158,6 @@ class MasterWeights:
         if isinstance(optimizer, torch.optim.Optimizer):
             self._replace(ledger, optimizer, "load_state_dict", self._with_masters)
             self._replace(ledger, optimizer, "__getstate__", self._getstate)
-            ledger.set(optimizer, "__deepcopy__", types.MethodType(self._deepcopy, optimizer))
 
     def make_missing(self) -> None:
         """Makes masters for half parameters of the optimizer that have none: in new groups, or unfrozen since."""
@@ -267,12 +264,8 @@ class MasterWeights:
     # Weights
 
     def note_write(self, tensor: Tensor) -> None:
-        """Records that user code may write, uncounted, to a half parameter, or to a tensor of a master's memory."""
-        if self.are_in_place:
-            return
-        if id(tensor) in self._pairs:
-            self._heard.add(id(tensor))
-        elif not self._are_shared and self._is_of_master(tensor):
+        """Records that user code may write, uncounted, to a tensor of a master's memory."""
+        if not self.are_in_place and not self._are_shared and self._is_of_master(tensor):
             self._are_shared = True  # for good: user code may keep the tensor, and write to it later
             for group in self._groups:
                 group.watch_masters()
@@ -310,7 +303,6 @@ class MasterWeights:
         else:
             self._half_marks.renew()
             self._full_marks.renew()
-            self._heard.clear()
 
     def _check_not_both_written(self) -> None:
         """Raises `UsageError` if the user wrote to a watched master and to its half parameter, and the two differ."""
@@ -338,8 +330,11 @@ class MasterWeights:
             group.copy_edits(_only(place))
 
     def synchronise_all(self) -> None:
-        """Synchronises before a forward pass: also finds writes that torch may not have counted, to either tensor."""
-        self.synchronise(by_value=bool(self._heard) or self._are_shared)
+        """Brings writes to masters into half weights before a forward pass, which reads these.
+
+        Writes to half weights that torch has not counted wait for the step, a save or `amp.master_params`.
+        """
+        self.synchronise(by_value=self._are_shared)
         if self._are_shared and not self.are_in_place:
             pairs = self._pairs.values()
             with torch.no_grad():
@@ -418,7 +413,6 @@ class MasterWeights:
     def _note_in_step(self) -> None:
         """Records that all half weights now equal the rounded masters."""
         halves_moved, masters_moved = self._half_marks.renew(), self._full_marks.renew()
-        self._heard.clear()
         if halves_moved or masters_moved:
             self._storages = None
             pairs = [pair for pair in self._pairs.values() if pair.parameter.numel()]
@@ -548,22 +542,10 @@ class MasterWeights:
             raise
         return result
 
-    def _deepcopy(self, optimizer: Any, memo: dict[int, Any]) -> Any:
-        """Returns a deep copy with float32 copies of the masters as parameters, and float32 state."""
-        for pair in self._pairs.values():
-            if id(pair.parameter) not in memo:
-                self.synchronise_one(pair.parameter)
-                memo[id(pair.parameter)] = nn.Parameter(pair.master.detach().clone(), pair.parameter.requires_grad)
-        self._is_being_copied = True
-        try:
-            return copy._reconstruct(optimizer, memo, *optimizer.__reduce_ex__(4))  # type: ignore[attr-defined]
-        finally:
-            self._is_being_copied = False
-
     def _getstate(self, original: Callable[..., Any]) -> Any:
         """Returns the state for a copy, or for a pickle: that of an ordinary optimizer of half parameters."""
         state = dict(original())
-        if not self._is_being_copied:
+        if not copies.is_copying():
             state["state"] = copy.copy(state["state"])  # keeps the class: torch's optimizers use a defaultdict
             for pair in self._pairs.values():
                 key = pair.parameter
