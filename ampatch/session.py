@@ -344,6 +344,7 @@ class Session:
         if self.has_masters and untracked_writes.has_memory(tensor):
             for adopted in list(self._optimizers.values()):
                 adopted.masters.note_write(tensor)
+            self.conversion.without_master.hear(tensor)
 
     @_with_casts_off
     def _prepare_capture(self) -> bool:
@@ -446,6 +447,8 @@ class Session:
             self._regions.add(model)
         # Last, since rounding cannot be undone.
         self.conversion.forget_unclaimed()
+        if self.has_masters:
+            self.conversion.watch_writes()
         for adopted in list(self._optimizers.values()):
             adopted.masters.search_replaced(self._replaced)
         for optimizer in optimizers:

@@ -25,6 +25,7 @@ from ampatch.native import calls
 from ampatch.opt_levels import HALVES
 from ampatch.weights.conversion_plan import Plan, own_tensors
 from ampatch.weights.untracked_writes import data_of
+from ampatch.weights.written_halves import WrittenHalves
 
 # For `map` over a list of tensors: a line of Python for each tensor takes several times as long.
 _VERSION = operator.attrgetter("_version")
@@ -215,14 +216,15 @@ class Conversion:
 
     Args:
         is_of_model: function that returns True if a tensor belongs to a converted model, even if it was added later.
+
+    Attributes:
+        without_master: the half weights that have no master.
     """
 
     def __init__(self, is_of_model: Callable[[Tensor], bool] = lambda _: False) -> None:
         self._is_of_model = is_of_model
         self._narrowed_buffers: list[tuple[weakref.ref[Tensor], ConvertedTensor]] = []
-        # float32 copies of half weights without a master, given to state dicts since the last forward pass; by id of
-        # the half weight.
-        self._float32_copies: dict[int, _Float32Copy] = {}
+        self.without_master = WrittenHalves(self._widen)
         self._converted = WeakTensorKeyDictionary()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, torch.dtype]]]
         self._buffers = weakref.WeakKeyDictionary()
@@ -255,6 +257,22 @@ class Conversion:
                         _set_dtype(tensor, dtype, converted)
                         if converted.full is not None and not isinstance(tensor, nn.Parameter):
                             self._narrowed_buffers.append((weakref.ref(tensor), converted))
+
+    def watch_writes(self) -> None:
+        """Watches half weights that have no master, and became half by amp, for writes to them."""
+        self.without_master.watch(
+            tensor
+            for tensor, converted in self._converted.items()
+            if converted.full is None and converted.before is torch.float32 and isinstance(tensor, nn.Parameter)
+        )
+
+    def _widen(self, tensor: Tensor, values: Tensor) -> None:
+        """Makes a half weight without a master float32."""
+        grad = tensor.grad
+        _replace(tensor, values)
+        if grad is not None:
+            tensor.grad = grad.float()
+        del self._converted[tensor]
 
     def dtype_before(self, tensor: Tensor) -> torch.dtype | None:
         """Returns the type of a tensor before it was converted; None if it was not converted."""
@@ -337,11 +355,11 @@ class Conversion:
         converted = self._converted.get(tensor)
         if converted is None:  # the module may have replaced its buffer
             is_replaced = name in self._buffers.get(module, {})
-            return self._float32_copy_of(tensor) if is_replaced or self._is_late(tensor) else None
+            return self.without_master.float32_copy_of(tensor) if is_replaced or self._is_late(tensor) else None
         if converted.full is None or converted.full.shape != tensor.shape:
             # A state dict of weights that came half, such as a frozen base, must not take twice their memory.
             is_as_it_came = tensor.dtype is converted.before
-            return self._float32_copy_of(tensor) if tensor.dtype in HALVES and not is_as_it_came else None
+            return self.without_master.float32_copy_of(tensor) if tensor.dtype in HALVES and not is_as_it_came else None
         if tensor.dtype is not converted.dtype:  # the user converted it again
             values: Tensor = converted.values(tensor)
             full: Tensor = converted.full
@@ -364,19 +382,9 @@ class Conversion:
             if tensor.dtype in HALVES and tensor not in self._converted and not self._buffers.get(module, {}).get(name):
                 self._record_late(tensor)
 
-    def _float32_copy_of(self, tensor: Tensor) -> Tensor:
-        """Returns a float32 copy of half weights; `take_back` copies user writes from it to the half weights."""
-        given = self._float32_copies.get(id(tensor))
-        if given is None or not given.is_of(tensor):
-            given = self._float32_copies[id(tensor)] = _Float32Copy(tensor)
-        return given.copy
-
     def take_back(self) -> None:
-        """Copies user writes from float32 copies, and from buffers' kept values, to half tensors without a master."""
-        if self._float32_copies:
-            given_away, self._float32_copies = self._float32_copies, {}
-            for given in given_away.values():
-                given.take_back()
+        """Makes half weights without a master float32 if they were written to, and copies writes to buffers' values."""
+        self.without_master.settle()
         for reference, converted in self._narrowed_buffers:
             buffer = reference()
             if buffer is not None and converted.was_updated and buffer.dtype is converted.dtype:
@@ -407,6 +415,7 @@ class Conversion:
         if converted is not None:
             converted.load(tensor, values)
             self._note_with_owner(tensor, converted)
+            self.without_master.note_loaded(tensor, values)
 
     def kept_float32_values(self, tensor: Tensor) -> Tensor | None:
         """Returns the kept float32 values of a half tensor, without a copy; None if there are none."""
@@ -453,43 +462,6 @@ class Conversion:
     def _record(self, tensor: Tensor, dtype: torch.dtype) -> ConvertedTensor:
         converted = self._converted[tensor] = ConvertedTensor(next(self._numbers), tensor.dtype, dtype)
         return converted
-
-
-class _Float32Copy:
-    """A float32 copy of half weights that user code got in their place.
-
-    Args:
-        tensor: the half weights.
-
-    Attributes:
-        copy: float32 tensor of the same values.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.copy = tensor.detach().float()
-        self._given = self.copy.to(tensor.dtype)
-        self._tensor = weakref.ref(tensor)
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Copies user writes to the weights, then returns True if the copy is of this tensor and up to date."""
-        self.take_back()
-        if self._tensor() is not tensor or (tensor.dtype, tensor.device) != (self._given.dtype, self._given.device):
-            return False
-        return torch.equal(tensor, self._given)  # by value, as torch does not count every write to the weights either
-
-    @torch.no_grad()
-    def take_back(self) -> None:
-        """Copies the elements of the copy that the user has changed to the weights, and no others."""
-        tensor = self._tensor()
-        if tensor is None or tensor.shape != self.copy.shape:
-            return
-        values = self.copy.to(tensor)
-        is_other = values != self._given
-        # Compared by value, as torch does not count every write to the copy. If nothing has changed, the weights must
-        # not be written to: a write would increment their version counter.
-        if bool(is_other.any()):
-            tensor.copy_(torch.where(is_other, values, tensor))
-            self._given = values
 
 
 def _set_dtype(tensor: Tensor, dtype: torch.dtype, converted: ConvertedTensor) -> None:

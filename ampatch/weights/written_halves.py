@@ -1,0 +1,139 @@
+"""Half weights that no optimizer updates, and so have no master: finds out what writes to them, and makes them float32.
+
+Frozen weights may be half: nothing is lost. But user code may write to weights without an optimizer, as a momentum
+teacher does. In half, it would lose every update below the type's resolution. So a weight that was written to is
+float32 from then on. Owns also the float32 copies of such weights that state dicts get.
+
+Must not know optimizers, nor how a tensor's type is recorded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ampatch.native import kernels
+from ampatch.opt_levels import HALVES
+from ampatch.tracing import is_capturing
+from ampatch.weights.untracked_writes import data_of, has_memory
+
+
+class WrittenHalves:
+    """The half weights without a master that are watched.
+
+    Args:
+        widen: function that makes a half weight float32, with the given float32 values, and tells the user.
+    """
+
+    def __init__(self, widen: Callable[[Tensor, Tensor], None]) -> None:
+        self._widen = widen
+        self._watched: list[weakref.ref[Tensor]] = []
+        self._before: dict[int, tuple[int, Tensor]] = {}  # by id: version counter, and memory, when last looked at
+        self._heard: dict[int, Tensor] = {}  # fingerprints from before `data` was accessed, by id
+        self._copies: dict[int, _Float32Copy] = {}  # since the last look, by id of the weight
+        self._loaded = WeakTensorKeyDictionary()  # weights that have lost digits of values loaded into them
+
+    def watch(self, tensors: Iterable[Tensor]) -> None:
+        """Watches these tensors from now on, and no others."""
+        kept = [each for each in tensors if has_memory(each) and each.numel()]
+        self._watched = list(map(weakref.ref, kept))
+        self._before = {id(each): (each._version, data_of(each)) for each in kept}
+        self._heard.clear()
+
+    def hear(self, tensor: Tensor) -> None:
+        """Notes that user code may write to a tensor in a way that torch does not count."""
+        if id(tensor) in self._before and id(tensor) not in self._heard and not is_capturing():
+            self._heard[id(tensor)] = kernels.fingerprints([data_of(tensor)])
+
+    def settle(self) -> None:
+        """Makes the weights float32 that were written to since the last look, also through a copy that was given."""
+        given, self._copies = self._copies, {}
+        for copy in given.values():
+            self._take_back(copy)
+        tensors = [each() for each in self._watched]
+        before = self._before
+        if not self._heard and all(
+            each is not None
+            and each._version == before[id(each)][0]
+            and each.data_ptr() == before[id(each)][1].data_ptr()
+            for each in tensors
+        ):
+            return
+        alive = [each for each in tensors if each is not None and each.dtype in HALVES]
+        written = [each for each in alive if self._was_written(each)]
+        for each in written:
+            self._widen(each, each.detach().float())
+        self.watch(each for each in alive if each.dtype in HALVES)
+
+    def _was_written(self, tensor: Tensor) -> bool:
+        version, data = self._before[id(tensor)]
+        heard = self._heard.get(id(tensor))
+        if tensor._version != version:
+            return True
+        if heard is not None and data_of(tensor).device == heard.device:
+            return not torch.equal(kernels.fingerprints([data_of(tensor)]), heard)
+        # It has other memory: a module that was moved has equal values in it.
+        return tensor.data_ptr() != data.data_ptr() and not torch.equal(data_of(tensor), data.to(tensor.device))
+
+    def note_loaded(self, tensor: Tensor, values: Tensor) -> None:
+        """Notes that values were loaded into a weight; makes it float32 if it loses their digits a second time.
+
+        The first time is a checkpoint, which the weight rounds as `initialize` did. From then on it is an average.
+        """
+        if id(tensor) not in self._before:
+            return
+        is_rounded = values.shape == tensor.shape and not torch.equal(values.to(tensor.device), tensor.to(values.dtype))
+        self._before[id(tensor)] = (tensor._version, data_of(tensor))
+        self._heard.pop(id(tensor), None)
+        if is_rounded and tensor in self._loaded:
+            self._widen(tensor, values.detach().float().to(tensor.device, copy=True))
+        elif is_rounded:
+            self._loaded[tensor] = True
+
+    def float32_copy_of(self, tensor: Tensor) -> Tensor:
+        """Returns a float32 copy of a half weight; what the user writes to it counts, from the next look on."""
+        given = self._copies.get(id(tensor))
+        if given is not None:
+            self._take_back(given)
+            if tensor.dtype not in HALVES:
+                return tensor.detach()
+        if given is None or not given.is_of(tensor):
+            given = self._copies[id(tensor)] = _Float32Copy(tensor)
+        return given.copy
+
+    def _take_back(self, given: _Float32Copy) -> None:
+        tensor = given.tensor()
+        if tensor is not None and tensor.dtype in HALVES and tensor.shape == given.copy.shape and given.was_written():
+            values = torch.where(given.copy.to(tensor.device) != given.values.float(), given.copy, tensor.detach())
+            self._widen(tensor, values)
+
+
+class _Float32Copy:
+    """A float32 copy of half weights that user code got in their place.
+
+    Args:
+        tensor: the half weights.
+
+    Attributes:
+        tensor: weak reference to them.
+        copy: float32 tensor of the same values.
+        values: the values at that moment.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.copy = tensor.detach().float()
+        self.values = self.copy.to(tensor.dtype)
+
+    def was_written(self) -> bool:
+        """Returns True if the copy was changed; by value, as torch does not count every write."""
+        return not torch.equal(self.copy, self.values.float())
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Returns True if the copy is of this tensor and up to date."""
+        is_alike = self.tensor() is tensor and (tensor.dtype, tensor.device) == (self.values.dtype, self.values.device)
+        return is_alike and torch.equal(tensor, self.values)
