@@ -148,6 +148,8 @@ def _settings(session: Session) -> dict[str, Any]:
         told["fused_linear"] = True
     if settings.float32_outputs:
         told["float32_outputs"] = _names(settings.float32_outputs)
+    if settings.cast_buffers:
+        told["cast_buffers"] = settings.cast_buffers if settings.cast_buffers is True else sorted(settings.cast_buffers)
     if not scale.dynamic:
         return {**told, "check_finite": settings.check_finite}  # a dynamic scale always checks
     named = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]

@@ -6,10 +6,11 @@ switches or sessions.
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,15 @@ _VIEWS: dict[Function, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
 _IN_PLACE_OPERATORS = frozenset(
     f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 ) | {"__setitem__"}
+
+
+class InHalf(enum.Enum):
+    """How a function of torch that demands arguments of one type gets them in models with half weights."""
+
+    BESIDE = "beside half"  # to the type of a half argument
+    PROMOTE = "promote"  # to the widest type
+    NORMALISE = "normalise"  # see `Adapters._normalise`
+    ATTENTION = "attention"  # beside half, but a mask keeps finite values finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +173,7 @@ class Adapters:
         self._chosen: _Chosen = self._half_of_models if for_models else self._half_of_all
         self._to_half_listed = self._make_to_half(self._chosen) if for_models else self._to_half
         self._to_widest = self._make_to_widest()
+        self._beside_half = self._make_beside_half()
         self._via_dtype = self._make_via_dtype()
         self._obeying_keywords: dict[Adapt, Adapter] = {}
 
@@ -251,6 +262,22 @@ class Adapters:
             adapter = self._obeying(self._to[torch.float32], original, "to", torch.float32)
         return self._unless_in_place(adapter, path, original, refuse_half=treatment is Treatment.BLACKLIST)
 
+    def in_half(self, treatment: InHalf, path: Path, original: Function) -> Adapter:
+        """Returns the adapter of a function for models with half weights."""
+        if is_in_place(path.name):
+            return Adapter(self._in_place(path, original, refuse_half=False))
+        if treatment is InHalf.NORMALISE:
+            return Adapter(self._normalise, PlainCast("normalise", self.half_dtype, for_half=True))
+        if treatment is InHalf.ATTENTION:
+            return Adapter(self._make_attend(original), PlainCast("attention", self.half_dtype, for_half=True))
+        if treatment is InHalf.PROMOTE:
+            adapter = self._obeying(self._to_widest, original, "promote")
+        else:
+            adapter = self._obeying(self._beside_half, original, "beside_half", self.half_dtype)
+        adapter = self._unless_in_place(adapter, path, original, refuse_half=False)
+        plain_cast = adapter.plain_cast and replace(adapter.plain_cast, for_half=True)
+        return replace(self._labelled(adapter, path), plain_cast=None if self._adds_labels else plain_cast)
+
     def by_kind(self) -> dict[str, Adapt]:
         """Returns the adapters of decorated functions, by the name of a list or of a half type."""
         decorated = Path("decorated", "function")
@@ -279,6 +306,72 @@ class Adapters:
             return (cast if dtype is self.half_dtype else self._to[dtype])(args, kwargs)
 
         return to_half
+
+    def _make_beside_half(self) -> Adapt:
+        """Makes the cast to the half type that an argument has; it casts nothing if none has.
+
+        If there are both half types, one argument is of a part that computes in another type than the model's.
+        """
+        in_half, in_float32, strided = self._to, self._to[torch.float32], torch.strided
+
+        def beside_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            half, is_mixed = None, False
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                for tensor in () if type(value) in PLAIN else tensors_in(value):
+                    found = tensor.dtype
+                    if found in HALVES:
+                        is_mixed = is_mixed or (half is not None and found is not half)
+                        half = self.half_dtype if is_mixed else found
+                    if not is_compiling() and tensor.layout is not strided and lacks_half_products(tensor):
+                        return in_float32(args, kwargs)
+            return (args, kwargs) if half is None else in_half[half](args, kwargs)
+
+        return beside_half
+
+    def _make_attend(self, original: Function) -> Adapt:
+        """Makes the cast beside half for attention, whose masks often hold float32's lowest number.
+
+        As -inf it would make a row of them NaN.
+        """
+        beside_half = self._beside_half
+        readers = {name: argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")}
+
+        def attend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            cast = beside_half(args, kwargs)
+            for reader in readers.values():
+                mask, made = (None, None) if reader is None else (reader(args, kwargs), reader(*cast))
+                if made is not mask and isinstance(made, Tensor) and mask.dtype is torch.float32:
+                    lowest = torch.finfo(made.dtype).min
+                    bounded = torch.where(mask.isneginf(), made, mask.clamp(min=lowest).to(made.dtype))
+                    args, kwargs = cast
+                    cast = (
+                        tuple([bounded if value is made else value for value in args]),
+                        {name: bounded if value is made else value for name, value in kwargs.items()},
+                    )
+            return cast
+
+        return attend
+
+    def _normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Adapts a normalisation by statistics, whose kernels take half inputs and float32 weights.
+
+        With half weights the input is cast to their type. If the statistics are float32, the weights are cast to it:
+        the statistics themselves must not be, since the function updates them.
+        """
+        values = [*args, *kwargs.values()]
+        given = values[0] if args else kwargs.get("input")
+        others = [each for each in values if isinstance(each, Tensor) and each is not given and each.dtype in CASTABLE]
+        half = next((each.dtype for each in others if each.dtype in HALVES), None)
+        if half is None:
+            return args, kwargs
+        all_half = all(each.dtype is half for each in others)
+
+        def cast(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return self._casts[half if value is given or all_half else torch.float32](value)
+
+        return tuple([cast(value) for value in args]), {name: cast(value) for name, value in kwargs.items()}
 
     def _half_of_all(self, *_: object) -> torch.dtype:
         return self.half_dtype

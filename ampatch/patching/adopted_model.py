@@ -268,19 +268,16 @@ def hook_casts(
         ledger: records the hooks.
         inputs: type that arguments are cast to; None to leave them.
         outputs: type that the result is cast to.
-        widens_copies: True if deep copies of the model are float32. A deep copy then casts its arguments to the type
-            of its own weights; in it, submodules that give a half result leave it uncast.
+        widens_copies: True if deep copies of the model are float32. In a copy, submodules that give a half result leave
+            it uncast.
         labelled: True to label the casts in ``torch.profiler``.
     """
-    if inputs is not None:
-        before: Any = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
-        if widens_copies:
-            before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
-        ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
+    before = functools.partial(cast_labels.cast_arguments if labelled and inputs else _cast_arguments, inputs)
+    ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
     after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
-    if inputs in (None, torch.float32) and widens_copies:
+    if widens_copies and inputs is torch.float32:
         after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
-    ledger.on_undo(model.register_forward_hook(after, always_call=inputs is not None).remove, model)
+    ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
 
 
 def hook_state_dict(
@@ -345,21 +342,15 @@ def _is_of_amp(hook: Any) -> bool:
 
 @traced_within_others
 def _cast_arguments(
-    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    dtype: torch.dtype | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    given: Any = cast_floating((args, kwargs), dtype)
+    given: Any = (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
     write_back.begin(module, (args, kwargs), given)
     return given  # type: ignore[no-any-return]
 
 
 def _hook_of_copy(hook: Callable[..., Any], _: dict[int, Any]) -> Callable[..., Any]:
     return hook
-
-
-@traced_within_others
-def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    parameter = next(module.parameters(), None)
-    return _cast_arguments(torch.float32 if parameter is None else parameter.dtype, module, args, kwargs)
 
 
 @traced_within_others

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import wrapt
@@ -28,13 +29,13 @@ from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
-from ampatch.patching import thread_rules
+from ampatch.patching import half_functions, thread_rules
 from ampatch.patching.adapters import Adapter, Adapters, Function, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
 from ampatch.patching.fused_linear import LINEAR
 from ampatch.patching.thread_rules import Token
-from ampatch.patching.wrappers import HalfModelFunction, PatchedFunction, Reason, overridable
+from ampatch.patching.wrappers import FunctionInHalf, HalfModelFunction, PatchedFunction, Reason, overridable
 from ampatch.switch import Switch
 
 
@@ -105,7 +106,8 @@ class FunctionPatches:
         adapters: maker of the adapters.
         accelerator: object that makes wrappers run in C++, if C++ is in use.
         switch: switch of the session.
-        for_half_models: True to apply only the rules of functions that need float32, for models with half weights.
+        for_half_models: True for models with half weights: applies only the rules of functions that need float32, and
+            casts what meets a half weight.
 
     Attributes:
         fuses_linear: True if linear layers that the lists cast to half may become one node.
@@ -178,6 +180,11 @@ class FunctionPatches:
             owner = owner_of(path.namespace)
             if id(getattr(owner, path.name, None)) in overridable():  # not what another library has put there
                 self._patch(owner, path.name, lambda _: Adapter(thread_rules.unchanged), _reason_of(path, None))
+        for path, treatment in half_functions.functions() if self._for_half_models else ():
+            owner = owner_of(path.namespace)
+            if owner is not None and hasattr(owner, path.name):
+                adapter = functools.partial(self._adapters.in_half, treatment, path)
+                self._patch(owner, path.name, adapter, f"ampatch: {path} was given a half weight or half activations.")
         self._rebind_modules()
         for namespace in self._later:
             _watch(namespace, self)
@@ -410,24 +417,33 @@ class FunctionPatches:
             adapter = make_adapter(original)
             if name in _WRITING or module.partition(".")[0] != "torch":
                 adapter = replace(adapter, plain_cast=None, may_write=True)
-            if self._for_half_models:
+            if needs_float32 and self._for_half_models:
                 half = HalfModelFunction.derived()
                 wrapper = half(original, adapter, self._switch, reason, frozenset(needs_float32))
+            elif self._for_half_models:
+                wrapper = self._plain(FunctionInHalf, adapter, original, adapter, self._switch, reason)
             else:
                 known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
                 needs_block = any(_needs_block(original, known_as, treatment) for treatment in treatments)
                 given = (original, adapter, self._switch, reason, needs_block)
                 encloses = needs_block and isinstance(original, types.FunctionType)
-                if adapter.plain_cast is None or encloses or not isinstance(reason, str):
+                if encloses or not isinstance(reason, str):
                     wrapper = PatchedFunction.derived()(*given)
                 else:
-                    wrapper = self._accelerator.class_of(PatchedFunction)(*given)
-                    self._accelerator.accelerate(wrapper, adapter.plain_cast, reason)
+                    wrapper = self._plain(PatchedFunction, adapter, *given)
                 self.fuses_linear |= adapter.call is not None
             wrapper.__module__, wrapper.__qualname__ = module, qualified
             self._installed[id(wrapper)] = _alive[id(wrapper)] = wrapper
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
+
+    def _plain(self, kind: type[PatchedFunction], adapter: Adapter, *given: Any) -> PatchedFunction:
+        """Returns a wrapper of a class, made of these arguments, whose calls C++ runs if it can."""
+        if adapter.plain_cast is None:
+            return kind.derived()(*given)
+        wrapper = self._accelerator.class_of(kind)(*given)
+        self._accelerator.accelerate(wrapper, adapter.plain_cast, wrapper.reason)
+        return wrapper
 
 
 @functools.cache

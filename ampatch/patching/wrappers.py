@@ -28,7 +28,7 @@ from ampatch.compilers import traced_within_others
 from ampatch.function_wrapper import NO_SLOTS, FunctionWrapper, unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
-from ampatch.switch import Switch, WithoutCasts, is_in_region
+from ampatch.switch import Switch, WithoutCasts, is_in_half, is_in_region
 from ampatch.tracing import is_below_operators
 
 _without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
@@ -70,7 +70,7 @@ class PatchedFunction(FunctionWrapper):
             return self.original(*args, **kwargs)
         in_region = is_in_region()
         if is_dynamo_compiling() or in_region or _len_torch_dispatch_stack():
-            if in_region and self.switch.is_off():
+            if in_region and self.is_off():
                 return self.uncast(args, kwargs)
             # Under a tracer, Python code may run in place of an operator's kernel: its calls are not user code.
             if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
@@ -90,6 +90,10 @@ class PatchedFunction(FunctionWrapper):
         except Exception as error:
             explain(error, self.reason, (args, kwargs), adapted)
             raise
+
+    def is_off(self) -> bool:
+        """Returns True if the region that this thread is in casts nothing."""
+        return self.switch.is_off()
 
     def uncast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the original without casts; ``__torch_function__`` may override the call."""
@@ -145,6 +149,28 @@ def without_casts(function: Function, always: bool) -> Function:
         return function(*args, **kwargs)
 
     return enclosed
+
+
+class FunctionInHalf(PatchedFunction):
+    """A function that demands arguments of one type, for models with half weights: casts in their forwards only.
+
+    It does so where casts are off, too: torch cannot multiply a half weight by float32.
+    """
+
+    __slots__ = NO_SLOTS
+
+    @traced_within_others
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the original; in the forward of a model with half weights, with arguments cast by the adapter."""
+        if not self.switch.active:
+            return self.original(*args, **kwargs)
+        if not is_in_half():
+            return self.uncast(args, kwargs)
+        return PatchedFunction.__call__(self, *args, **kwargs)
+
+    def is_off(self) -> bool:
+        """Returns False."""
+        return False
 
 
 class HalfModelFunction(PatchedFunction):

@@ -100,6 +100,48 @@ def _for_function(name: str) -> str:
     return f" To compute torch's function {name} in float32, type cast_lists={lists} at O1 or O4."
 
 
+#: The buffers that become half: all of them, or those with these names or patterns.
+CastBuffers = bool | tuple[str, ...]
+
+
+def check_cast_buffers(given: object) -> CastBuffers:
+    """Returns a flag, or names and patterns as a tuple; a single one becomes a tuple of one.
+
+    Raises:
+        OptionError: it is anything else.
+    """
+    if isinstance(given, bool):
+        return given
+    wanted = tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else (given,)
+    for one in wanted:
+        if not isinstance(one, str):
+            raise OptionError(
+                f"cast_buffers has {one!r}; expected True, False, or names of buffers ('rope.inv_freq') or patterns "
+                "('*.inv_freq'), one or a list of them."
+            )
+    return wanted
+
+
+def check_matches_buffers(models: Iterable[nn.Module], wanted: CastBuffers) -> None:
+    """Raises `OptionError`, with the nearest names, if a name or pattern matches no floating-point buffer."""
+    if isinstance(wanted, bool):
+        return
+    buffers = dict(pair for model in models for pair in model.named_buffers(remove_duplicate=False))
+    names = [name for name, buffer in buffers.items() if buffer.dtype in CASTABLE]
+    for one in wanted:
+        if not _is_cast(one, names):
+            if one in buffers:
+                hint = f" It is {buffers[one].dtype}."
+            else:
+                some = ", ".join(map(repr, names[:10]))
+                hint = did_you_mean(one, names) or (f" Its buffers are {some}." if names else " It has none.")
+            raise OptionError(f"cast_buffers has {one!r}, which matches no floating-point buffer of the model.{hint}")
+
+
+def _is_cast(wanted: str, names: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, wanted) for name in names)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A planned conversion of a model.
@@ -122,6 +164,7 @@ def plan(
     keep_batchnorm_fp32: bool,
     keep_fp32: KeepFloat32,
     float32_outputs: KeepFloat32 = (),
+    cast_buffers: CastBuffers = False,
 ) -> Plan:
     """Plans a conversion; does not change the model.
 
@@ -131,6 +174,7 @@ def plan(
         keep_batchnorm_fp32: True if modules that `keeps_statistics` accepts stay float32.
         keep_fp32: names, patterns and classes of other submodules that stay float32.
         float32_outputs: those of them whose outputs stay float32.
+        cast_buffers: the buffers that a half type is for, too; all others keep their types.
 
     Raises:
         OptionError: a tensor cannot be converted, or a float32 module and a converted one share it; or float32 outputs
@@ -146,6 +190,7 @@ def plan(
             kept.update(dict.fromkeys(module.modules()))
     inner = {below for module in guarded for below in module.modules() if below is not module}
 
+    types = {parameter.dtype for parameter in model.parameters()}
     found: dict[int, tuple[Tensor, torch.dtype]] = {}
     names: dict[int, str] = {}
     for prefix, module in model.named_modules():
@@ -158,6 +203,11 @@ def plan(
             )
         for name, tensor in own_tensors(module):
             path = f"{prefix}.{name}" if prefix else name
+            if dtype in HALVES and name in module._buffers and not _casts_buffer(cast_buffers, path):
+                continue
+            if {tensor.dtype, dtype} == HALVES and torch.float32 in types:  # one of a few, for which its author chose
+                found.setdefault(id(tensor), (tensor, tensor.dtype))
+                continue
             _check_convertible(path, tensor, wanted)
             _, other = found.setdefault(id(tensor), (tensor, wanted))
             if other is not wanted:
@@ -187,6 +237,10 @@ def plan(
         for module in model.modules()
     }
     return Plan(converted, buffers, outermost if dtype in HALVES else {})
+
+
+def _casts_buffer(cast_buffers: CastBuffers, name: str) -> bool:
+    return cast_buffers if isinstance(cast_buffers, bool) else any(_is_cast(one, [name]) for one in cast_buffers)
 
 
 def matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool:

@@ -1,0 +1,46 @@
+"""The functions of torch that demand arguments of one type, and what models with half weights do about it.
+
+A half weight may meet a float32 input, buffer or mask. Owns the names of these functions. Must not know how they are
+cast. The user's lists do not change it: without the casts torch raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ampatch.cast_lists.lists import shipped
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import Treatment
+from ampatch.cast_lists.spellings import spellings
+from ampatch.opt_levels import HALVES
+from ampatch.patching.adapters import InHalf
+
+# Beside those on the whitelist. Layers with weights: their results are half, like those of products. torch.rms_norm
+# takes mixed types on the CPU, but gives a float32 result.
+_WITH_WEIGHTS = (
+    "layer_norm native_layer_norm group_norm native_group_norm rms_norm bilinear embedding_bag linear_cross_entropy"
+).split()
+# Beside those on the promote list. Positions, and losses with weights: float32 loses nothing there.
+_PROMOTED = (
+    "binary_cross_entropy cross_entropy grid_sample grid_sampler grid_sampler_2d grid_sampler_3d histogramdd "
+    "nll_loss"
+).split()
+# Their masks may hold numbers beyond the half type's range.
+_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+# Kernels take half inputs with float32 weights and statistics. torch.nn calls them by these names.
+_WITH_STATISTICS = (Path("torch.nn.functional", "batch_norm"), Path("torch.nn.functional", "instance_norm"))
+
+
+def functions() -> Iterator[tuple[Path, InHalf]]:
+    """Yields the functions. Some have several names, of which the first one counts."""
+    yield Path("torch.Tensor", "__setitem__"), InHalf.PROMOTE
+    for path in _WITH_STATISTICS:
+        yield path, InHalf.NORMALISE
+    for names, treatment in ((_WITH_WEIGHTS, InHalf.BESIDE), (_PROMOTED, InHalf.PROMOTE)):
+        for name in names:
+            yield from ((path, treatment) for path in spellings(name))
+    (half, _) = HALVES
+    of = {Treatment.WHITELIST: InHalf.BESIDE, Treatment.PROMOTE: InHalf.PROMOTE}
+    for path, rule in shipped().for_half(half).items():
+        if rule.treatment in of:
+            yield path, InHalf.ATTENTION if path.name in _ATTENTION else of[rule.treatment]
