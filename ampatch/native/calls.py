@@ -61,8 +61,8 @@ _selection = Selection(_VARIABLE, CHOICES, _choose, "Patched functions are calle
 #: "to": casts tensors to a dtype. "for_models": the same, but outside of regions only in calls that belong to a model
 #: by their arguments. "via_dtype": as "to", but if the first tensor is half, passes `dtype=` to the function instead.
 #: "promote": casts tensors to the widest dtype among them. "beside_half": if one of them is half, casts the others to
-#: its dtype; if both half types occur, to `PlainCast.dtype`. "normalise": leaves calls without half weights as they are;
-#: all others are for Python. "attention": the same, for calls without a cast beside half.
+#: its dtype; if both half types occur, to `PlainCast.dtype`. "normalise": leaves calls without half weights as they
+#: are; all others are for Python. "attention": the same, for calls without a cast beside half.
 Kind = Literal["to", "for_models", "via_dtype", "promote", "beside_half", "normalise", "attention"]
 
 
@@ -182,5 +182,12 @@ class Accelerator:
             explain = functools.partial(cast_errors.add_note, reason)
             in_python: Any = type(wrapper).__call__
             self._module.accelerate(
-                wrapper, in_python, self._caster, wrapper.original, *how, explain, plain_cast.product, plain_cast.for_half
+                wrapper,
+                in_python,
+                self._caster,
+                wrapper.original,
+                *how,
+                explain,
+                plain_cast.product,
+                plain_cast.for_half,
             )

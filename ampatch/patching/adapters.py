@@ -60,7 +60,7 @@ class InHalf(enum.Enum):
 
     BESIDE = "beside half"  # to the type of a half argument
     PROMOTE = "promote"  # to the widest type
-    NORMALISE = "normalise"  # see `Adapters._normalise`
+    NORMALISE = "normalise"  # see `Adapters._normalising`
     ATTENTION = "attention"  # beside half, but a mask keeps finite values finite
 
 
@@ -173,7 +173,6 @@ class Adapters:
         self._chosen: _Chosen = self._half_of_models if for_models else self._half_of_all
         self._to_half_listed = self._make_to_half(self._chosen) if for_models else self._to_half
         self._to_widest = self._make_to_widest()
-        self._beside_half = self._make_beside_half()
         self._via_dtype = self._make_via_dtype()
         self._obeying_keywords: dict[Adapt, Adapter] = {}
 
@@ -267,9 +266,9 @@ class Adapters:
         if is_in_place(path.name):
             return Adapter(self._in_place(path, original, refuse_half=False))
         if treatment is InHalf.NORMALISE:
-            return Adapter(self._normalise, PlainCast("normalise", self.half_dtype, for_half=True))
+            return Adapter(self._normalising, PlainCast("normalise", self.half_dtype, for_half=True))
         if treatment is InHalf.ATTENTION:
-            return Adapter(self._make_attend(original), PlainCast("attention", self.half_dtype, for_half=True))
+            return Adapter(self._attending(original), PlainCast("attention", self.half_dtype, for_half=True))
         if treatment is InHalf.PROMOTE:
             adapter = self._obeying(self._to_widest, original, "promote")
         else:
@@ -307,69 +306,58 @@ class Adapters:
 
         return to_half
 
-    def _make_beside_half(self) -> Adapt:
-        """Makes the cast to the half type that an argument has; it casts nothing if none has.
+    def _beside_half(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts to the half type that an argument has; casts nothing if none has, or all have one type.
 
-        If there are both half types, one argument is of a part that computes in another type than the model's.
+        If both half types occur, one argument is of a part that computes in another type than the model. A product with
+        a sparse matrix is cast to float32 if torch has no half kernel for it.
         """
-        in_half, in_float32, strided = self._to, self._to[torch.float32], torch.strided
+        values = (*args, *kwargs.values()) if kwargs else args
+        found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
+        dtypes = [tensor.dtype for tensor in found if tensor.dtype in CASTABLE]
+        halves = [dtype for dtype in dtypes if dtype in HALVES]
+        if not halves or all(dtype is dtypes[0] for dtype in dtypes):
+            return args, kwargs
+        dtype = halves[0] if all(half is halves[0] for half in halves) else self.half_dtype
+        if not is_compiling() and any(tensor.layout is not torch.strided for tensor in found):
+            dtype = torch.float32 if any(map(lacks_half_products, found)) else dtype
+        return self._to[dtype](args, kwargs)
 
-        def beside_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            half, is_mixed = None, False
-            for value in (*args, *kwargs.values()) if kwargs else args:
-                for tensor in () if type(value) in PLAIN else tensors_in(value):
-                    found = tensor.dtype
-                    if found in HALVES:
-                        is_mixed = is_mixed or (half is not None and found is not half)
-                        half = self.half_dtype if is_mixed else found
-                    if not is_compiling() and tensor.layout is not strided and lacks_half_products(tensor):
-                        return in_float32(args, kwargs)
-            return (args, kwargs) if half is None else in_half[half](args, kwargs)
+    def _attending(self, original: Function) -> Adapt:
+        """Returns an adapter for attention, which casts beside half. Its masks often hold float32's lowest number.
 
-        return beside_half
-
-    def _make_attend(self, original: Function) -> Adapt:
-        """Makes the cast beside half for attention, whose masks often hold float32's lowest number.
-
-        As -inf it would make a row of them NaN.
+        As -inf it would make a row of such numbers NaN.
         """
-        beside_half = self._beside_half
-        readers = {name: argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")}
+        readers = [argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")]
 
-        def attend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            cast = beside_half(args, kwargs)
-            for reader in readers.values():
-                mask, made = (None, None) if reader is None else (reader(args, kwargs), reader(*cast))
-                if made is not mask and isinstance(made, Tensor) and mask.dtype is torch.float32:
-                    lowest = torch.finfo(made.dtype).min
-                    bounded = torch.where(mask.isneginf(), made, mask.clamp(min=lowest).to(made.dtype))
-                    args, kwargs = cast
-                    cast = (
-                        tuple([bounded if value is made else value for value in args]),
-                        {name: bounded if value is made else value for name, value in kwargs.items()},
-                    )
+        def attending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            cast = self._beside_half(args, kwargs)
+            for reader in readers:
+                mask: Any = None if reader is None else reader(args, kwargs)
+                made: Any = None if reader is None else reader(*cast)
+                if made is not mask and mask.dtype is torch.float32:
+                    least = mask.clamp(min=torch.finfo(made.dtype).min).to(made.dtype)
+                    cast = _exchanged(cast, made, torch.where(mask.isneginf(), made, least))
             return cast
 
-        return attend
+        return attending
 
-    def _normalise(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Adapts a normalisation by statistics, whose kernels take half inputs and float32 weights.
+    def _normalising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts the arguments of a normalisation by statistics, whose kernels take half inputs and float32 weights.
 
         With half weights the input is cast to their type. If the statistics are float32, the weights are cast to it:
         the statistics themselves must not be, since the function updates them.
         """
         values = [*args, *kwargs.values()]
-        given = values[0] if args else kwargs.get("input")
-        others = [each for each in values if isinstance(each, Tensor) and each is not given and each.dtype in CASTABLE]
-        half = next((each.dtype for each in others if each.dtype in HALVES), None)
+        given = args[0] if args else kwargs.get("input")
+        others = [each.dtype for each in values if isinstance(each, Tensor) and each is not given]
+        half = next((dtype for dtype in others if dtype in HALVES), None)
         if half is None:
             return args, kwargs
-        all_half = all(each.dtype is half for each in others)
+        of_others = self._casts[half if all(dtype is half for dtype in others) else torch.float32]
 
         def cast(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return self._casts[half if value is given or all_half else torch.float32](value)
+            return (self._casts[half] if value is given else of_others)(value) if isinstance(value, Tensor) else value
 
         return tuple([cast(value) for value in args]), {name: cast(value) for name, value in kwargs.items()}
 
@@ -590,6 +578,15 @@ class Adapters:
             return cache.cast(tensor, dtype)
 
         return cast
+
+
+def _exchanged(given: Arguments, old: object, new: object) -> Arguments:
+    """Returns arguments with one of them exchanged for another."""
+    args, kwargs = given
+    return (
+        tuple([new if value is old else value for value in args]),
+        {name: new if value is old else value for name, value in kwargs.items()},
+    )
 
 
 def _casting(cast: TensorCast) -> Adapt:

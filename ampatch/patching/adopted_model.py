@@ -21,6 +21,7 @@ from ampatch.compilers import traced_within_others
 from ampatch.errors import AmpError, OptionError, UsageError, in_every_layer, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
+from ampatch.opt_levels import HALVES
 from ampatch.patching import cast_labels, replaced_forward
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -272,7 +273,9 @@ def hook_casts(
             it uncast.
         labelled: True to label the casts in ``torch.profiler``.
     """
-    before = functools.partial(cast_labels.cast_arguments if labelled and inputs else _cast_arguments, inputs)
+    before: Any = _NoteArguments()
+    if inputs is not None:
+        before = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
     ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
     after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
     if widens_copies and inputs is torch.float32:
@@ -342,14 +345,36 @@ def _is_of_amp(hook: Any) -> bool:
 
 @traced_within_others
 def _cast_arguments(
-    dtype: torch.dtype | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    given: Any = (args, kwargs) if dtype is None else cast_floating((args, kwargs), dtype)
+    given: Any = cast_floating((args, kwargs), dtype)
     write_back.begin(module, (args, kwargs), given)
     return given  # type: ignore[no-any-return]
 
 
-def _hook_of_copy(hook: Callable[..., Any], _: dict[int, Any]) -> Callable[..., Any]:
+class _NoteArguments:
+    """The hook before a forward that gets its arguments as they are; copies of the model have another one."""
+
+    @traced_within_others
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        write_back.begin(module, (args, kwargs), (args, kwargs))
+
+    def __reduce__(self) -> Any:
+        return _hook_of_copy, (_cast_arguments_of_copy,)
+
+
+@traced_within_others
+def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Casts to float32 in a float32 copy; to half in a half one for which no session casts what meets its weights."""
+    parameter = next(module.parameters(), None)
+    switch = getattr(module.forward, "switch", None)
+    if parameter is None or (parameter.dtype in HALVES and switch is not None and switch.active):
+        write_back.begin(module, (args, kwargs), (args, kwargs))
+        return args, kwargs
+    return _cast_arguments(parameter.dtype, module, args, kwargs)
+
+
+def _hook_of_copy(hook: Callable[..., Any], *_: object) -> Callable[..., Any]:
     return hook
 
 

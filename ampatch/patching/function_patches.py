@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 import wrapt
@@ -30,13 +30,15 @@ from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
 from ampatch.patching import half_functions, thread_rules
-from ampatch.patching.adapters import Adapter, Adapters, Function, is_in_place
+from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
 from ampatch.patching.fused_linear import LINEAR
 from ampatch.patching.thread_rules import Token
 from ampatch.patching.wrappers import FunctionInHalf, HalfModelFunction, PatchedFunction, Reason, overridable
 from ampatch.switch import Switch
+
+_W = TypeVar("_W", bound=PatchedFunction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class FunctionPatches:
         self._lists_of_parts: Mapping[Token, CastLists] = {}
         # The rules of functions that parts of a model treat otherwise than the session does, by path.
         self._differing: dict[Path, _Differing] = {}
+        # What models with half weights do about functions that demand arguments of one type, by the original's id.
+        self._half_functions: dict[int, tuple[Path, InHalf]] = {}
 
     def install(
         self,
@@ -170,6 +174,9 @@ class FunctionPatches:
         only_in_parts = self._note_differing(
             rules, {token: each.for_half(half) for token, each in lists_of_parts.items()}
         )
+        in_half = list(half_functions.functions()) if self._for_half_models else []
+        for path, treatment in in_half:
+            self._half_functions[id(getattr(owner_of(path.namespace), path.name))] = path, treatment
         for rule in filter(self.applies, [*rules.values(), *only_in_parts]):
             owner = owner_of(rule.path.namespace)
             if owner is None:
@@ -180,11 +187,9 @@ class FunctionPatches:
             owner = owner_of(path.namespace)
             if id(getattr(owner, path.name, None)) in overridable():  # not what another library has put there
                 self._patch(owner, path.name, lambda _: Adapter(thread_rules.unchanged), _reason_of(path, None))
-        for path, treatment in half_functions.functions() if self._for_half_models else ():
-            owner = owner_of(path.namespace)
-            if owner is not None and hasattr(owner, path.name):
-                adapter = functools.partial(self._adapters.in_half, treatment, path)
-                self._patch(owner, path.name, adapter, f"ampatch: {path} was given a half weight or half activations.")
+        for path, treatment in in_half:
+            adapter = functools.partial(self._adapters.in_half, treatment, path)
+            self._patch(owner_of(path.namespace), path.name, adapter, _reason_in_half(path))
         self._rebind_modules()
         for namespace in self._later:
             _watch(namespace, self)
@@ -418,32 +423,39 @@ class FunctionPatches:
             if name in _WRITING or module.partition(".")[0] != "torch":
                 adapter = replace(adapter, plain_cast=None, may_write=True)
             if needs_float32 and self._for_half_models:
-                half = HalfModelFunction.derived()
-                wrapper = half(original, adapter, self._switch, reason, frozenset(needs_float32))
+                half, otherwise = HalfModelFunction.derived(), None
+                if id(original) in self._half_functions:
+                    path, treatment = self._half_functions[id(original)]
+                    beside = self._adapters.in_half(treatment, path, original)
+                    otherwise = self._plain(FunctionInHalf, original, beside, _reason_in_half(path))
+                wrapper = half(original, adapter, self._switch, reason, frozenset(needs_float32), otherwise)
             elif self._for_half_models:
-                wrapper = self._plain(FunctionInHalf, adapter, original, adapter, self._switch, reason)
+                wrapper = self._plain(FunctionInHalf, original, adapter, str(reason))
             else:
                 known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
                 needs_block = any(_needs_block(original, known_as, treatment) for treatment in treatments)
-                given = (original, adapter, self._switch, reason, needs_block)
                 encloses = needs_block and isinstance(original, types.FunctionType)
                 if encloses or not isinstance(reason, str):
-                    wrapper = PatchedFunction.derived()(*given)
+                    wrapper = PatchedFunction.derived()(original, adapter, self._switch, reason, needs_block)
                 else:
-                    wrapper = self._plain(PatchedFunction, adapter, *given)
+                    wrapper = self._plain(PatchedFunction, original, adapter, reason, needs_block)
                 self.fuses_linear |= adapter.call is not None
             wrapper.__module__, wrapper.__qualname__ = module, qualified
             self._installed[id(wrapper)] = _alive[id(wrapper)] = wrapper
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
-    def _plain(self, kind: type[PatchedFunction], adapter: Adapter, *given: Any) -> PatchedFunction:
-        """Returns a wrapper of a class, made of these arguments, whose calls C++ runs if it can."""
-        if adapter.plain_cast is None:
-            return kind.derived()(*given)
-        wrapper = self._accelerator.class_of(kind)(*given)
-        self._accelerator.accelerate(wrapper, adapter.plain_cast, wrapper.reason)
-        return wrapper
+    def _plain(
+        self, kind: type[_W], original: Function, adapter: Adapter, reason: str, needs_block: bool = False
+    ) -> _W:
+        """Returns a wrapper of a class, whose calls C++ runs if it can."""
+        accelerates = adapter.plain_cast is not None
+        made = (self._accelerator.class_of(kind) if accelerates else kind.derived())(
+            original, adapter, self._switch, reason, needs_block
+        )
+        if adapter.plain_cast is not None:
+            self._accelerator.accelerate(made, adapter.plain_cast, reason)
+        return made
 
 
 @functools.cache
@@ -580,6 +592,10 @@ def _own_attribute(owner: object, name: str) -> object:
 
 def _reason(path: Path, listed: str) -> str:
     return f"ampatch: {path} is {listed}."
+
+
+def _reason_in_half(path: Path) -> str:
+    return f"ampatch: {path} casts floating arguments beside half ones, in models with half weights."
 
 
 def _reason_of(path: Path, rule: Rule | None, where: str = "") -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ampatch.cast_lists.lists import shipped
-from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import spellings
 from ampatch.opt_levels import HALVES
@@ -17,14 +17,27 @@ from ampatch.patching.adapters import InHalf
 
 # Beside those on the whitelist. Layers with weights: their results are half, like those of products. torch.rms_norm
 # takes mixed types on the CPU, but gives a float32 result.
-_WITH_WEIGHTS = (
-    "layer_norm native_layer_norm group_norm native_group_norm rms_norm bilinear embedding_bag linear_cross_entropy"
-).split()
+_WITH_WEIGHTS = [
+    "layer_norm",
+    "native_layer_norm",
+    "group_norm",
+    "native_group_norm",
+    "rms_norm",
+    "bilinear",
+    "embedding_bag",
+    "linear_cross_entropy",
+]
 # Beside those on the promote list. Positions, and losses with weights: float32 loses nothing there.
-_PROMOTED = (
-    "binary_cross_entropy cross_entropy grid_sample grid_sampler grid_sampler_2d grid_sampler_3d histogramdd "
-    "nll_loss"
-).split()
+_PROMOTED = [
+    "binary_cross_entropy",
+    "cross_entropy",
+    "grid_sample",
+    "grid_sampler",
+    "grid_sampler_2d",
+    "grid_sampler_3d",
+    "histogramdd",
+    "nll_loss",
+]
 # Their masks may hold numbers beyond the half type's range.
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 # Kernels take half inputs with float32 weights and statistics. torch.nn calls them by these names.
@@ -32,10 +45,16 @@ _WITH_STATISTICS = (Path("torch.nn.functional", "batch_norm"), Path("torch.nn.fu
 
 
 def functions() -> Iterator[tuple[Path, InHalf]]:
-    """Yields the functions. Some have several names, of which the first one counts."""
+    """Yields the functions that this torch has. For a function that occurs twice the first one counts."""
+    yield from ((path, treatment) for path, treatment in _named() if find_or(path) is not None)
+
+
+def _named() -> Iterator[tuple[Path, InHalf]]:
     yield Path("torch.Tensor", "__setitem__"), InHalf.PROMOTE
     for path in _WITH_STATISTICS:
         yield path, InHalf.NORMALISE
+    for name in ("mm", "addmm"):
+        yield Path("torch.sparse", name), InHalf.BESIDE
     for names, treatment in ((_WITH_WEIGHTS, InHalf.BESIDE), (_PROMOTED, InHalf.PROMOTE)):
         for name in names:
             yield from ((path, treatment) for path in spellings(name))

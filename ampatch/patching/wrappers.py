@@ -189,14 +189,23 @@ class HalfModelFunction(PatchedFunction):
         switch: switch of the session.
         reason: note that names the function and the list entry.
         devices: device types on which the original has no half kernel; `EVERY_DEVICE` for all.
+        otherwise: the function for calls that are not to be cast to float32; None: the original.
     """
 
     __slots__ = NO_SLOTS
-    state = (*PatchedFunction.state, "devices")
+    state = (*PatchedFunction.state, "devices", "otherwise")
 
-    def __init__(self, original: Function, adapter: Adapter, switch: Switch, reason: Reason, devices: Set[str]) -> None:
+    def __init__(
+        self,
+        original: Function,
+        adapter: Adapter,
+        switch: Switch,
+        reason: Reason,
+        devices: Set[str],
+        otherwise: FunctionInHalf | None = None,
+    ) -> None:
         super().__init__(original, adapter, switch, reason)
-        self.devices = devices
+        self.devices, self.otherwise = devices, otherwise
 
     @traced_within_others
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +221,10 @@ class HalfModelFunction(PatchedFunction):
         if any(tensor.dtype is not half for tensor in given) or kwargs.get("dtype") is not None:
             return result
         return cast_tensors(result, lambda tensor: tensor.to(half) if _is_float32_array(tensor) else tensor)
+
+    def uncast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the original without casts to float32; ``__torch_function__`` may override the call."""
+        return super().uncast(args, kwargs) if self.otherwise is None else self.otherwise(*args, **kwargs)
 
 
 def _is_float32_array(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -190,32 +190,16 @@ def plan(
             kept.update(dict.fromkeys(module.modules()))
     inner = {below for module in guarded for below in module.modules() if below is not module}
 
-    types = {parameter.dtype for parameter in model.parameters()}
     found: dict[int, tuple[Tensor, torch.dtype]] = {}
     names: dict[int, str] = {}
-    for prefix, module in model.named_modules():
-        wanted = torch.float32 if module in kept else dtype
-        if isinstance(module, torch.jit.ScriptModule) and dtype in HALVES:
+    for path, tensor, wanted in _types(model, dtype, kept, cast_buffers):
+        _, other = found.setdefault(id(tensor), (tensor, wanted))
+        if other is not wanted:
             raise OptionError(
-                f"the model's {prefix!r} was compiled by TorchScript, so that amp cannot add the casts that a module "
-                f"needs once it is converted to {dtype}. Use the Python module that it was compiled from, or "
-                "opt_level='O1' or 'O4', which leave it as it is."
+                f"{names[id(tensor)]!r} and {path!r} are one tensor, and keep_fp32 keeps only one of the two in "
+                "float32. Give keep_fp32 the modules of both, or of none."
             )
-        for name, tensor in own_tensors(module):
-            path = f"{prefix}.{name}" if prefix else name
-            if dtype in HALVES and name in module._buffers and not _casts_buffer(cast_buffers, path):
-                continue
-            if {tensor.dtype, dtype} == HALVES and torch.float32 in types:  # one of a few, for which its author chose
-                found.setdefault(id(tensor), (tensor, tensor.dtype))
-                continue
-            _check_convertible(path, tensor, wanted)
-            _, other = found.setdefault(id(tensor), (tensor, wanted))
-            if other is not wanted:
-                raise OptionError(
-                    f"{names[id(tensor)]!r} and {path!r} are one tensor, and keep_fp32 keeps only one of the two in "
-                    "float32. Give keep_fp32 the modules of both, or of none."
-                )
-            names.setdefault(id(tensor), path)
+        names.setdefault(id(tensor), path)
     converted = {key: (tensor, wanted) for key, (tensor, wanted) in found.items() if tensor.dtype in CASTABLE}
     wide = kept_modules(model, float32_outputs)
     # Batch norm gives a result of its input's type. It needs casts only where that is not to be half.
@@ -239,8 +223,37 @@ def plan(
     return Plan(converted, buffers, outermost if dtype in HALVES else {})
 
 
+def _has_few_of_other_half(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Returns True if less than half of a model has the other half type, so that its author has chosen it for a few."""
+    sizes = [(each.numel(), {each.dtype, dtype} == HALVES) for each in model.parameters() if each.is_floating_point()]
+    return 2 * sum(size for size, is_other in sizes if is_other) < sum(size for size, _ in sizes)
+
+
 def _casts_buffer(cast_buffers: CastBuffers, name: str) -> bool:
     return cast_buffers if isinstance(cast_buffers, bool) else any(_is_cast(one, [name]) for one in cast_buffers)
+
+
+def _types(
+    model: nn.Module, dtype: torch.dtype, kept: Container[nn.Module], cast_buffers: CastBuffers
+) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """Yields the tensors to convert, each with its name and its new type."""
+    has_few = _has_few_of_other_half(model, dtype)
+    for prefix, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and dtype in HALVES:
+            raise OptionError(
+                f"the model's {prefix!r} was compiled by TorchScript, so that amp cannot add the casts that a module "
+                f"needs once it is converted to {dtype}. Use the Python module that it was compiled from, or "
+                "opt_level='O1' or 'O4', which leave it as it is."
+            )
+        for name, tensor in own_tensors(module):
+            path = f"{prefix}.{name}" if prefix else name
+            wanted = torch.float32 if module in kept else dtype
+            if dtype in HALVES and name in module._buffers and not _casts_buffer(cast_buffers, path):
+                continue
+            if has_few and {tensor.dtype, dtype} == HALVES:
+                wanted = tensor.dtype
+            _check_convertible(path, tensor, wanted)
+            yield path, tensor, wanted
 
 
 def matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool:
