@@ -547,7 +547,7 @@ class Session:
         """Hooks the model's forward pass, for casts and for the cache."""
         dtype, outputs = self.settings.properties.cast_model_type, self.settings.cast_model_outputs
         if dtype is not None or outputs is not None:
-            self._hook_casts(model, None if self.has_half_weights else dtype, outputs or torch.float32)
+            self._hook_casts(model, None if self.casts_in_half else dtype, outputs or torch.float32)
         if dtype is not None or self.patches_functions:
             adopted_model.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
         if self.has_half_weights or self.patches_functions:

@@ -62,8 +62,8 @@ _selection = Selection(_VARIABLE, CHOICES, _choose, "Patched functions are calle
 #: by their arguments. "via_dtype": as "to", but if the first tensor is half, passes `dtype=` to the function instead.
 #: "promote": casts tensors to the widest dtype among them. "beside_half": if one of them is half, casts the others to
 #: its dtype; if both half types occur, to `PlainCast.dtype`. "normalise": leaves calls without half weights as they
-#: are; all others are for Python. "attention": the same, for calls without a cast beside half.
-Kind = Literal["to", "for_models", "via_dtype", "promote", "beside_half", "normalise", "attention"]
+#: are; all others are for Python. "unmixed": the same, for calls without half beside float32.
+Kind = Literal["to", "for_models", "via_dtype", "promote", "beside_half", "normalise", "unmixed"]
 
 
 @dataclass(frozen=True, slots=True)

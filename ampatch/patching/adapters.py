@@ -263,19 +263,22 @@ class Adapters:
 
     def in_half(self, treatment: InHalf, path: Path, original: Function) -> Adapter:
         """Returns the adapter of a function for models with half weights."""
+        unmixed = PlainCast("unmixed", self.half_dtype, for_half=True)
         if is_in_place(path.name):
-            return Adapter(self._in_place(path, original, refuse_half=False))
-        if treatment is InHalf.NORMALISE:
-            return Adapter(self._normalising, PlainCast("normalise", self.half_dtype, for_half=True))
-        if treatment is InHalf.ATTENTION:
-            return Adapter(self._attending(original), PlainCast("attention", self.half_dtype, for_half=True))
-        if treatment is InHalf.PROMOTE:
-            adapter = self._obeying(self._to_widest, original, "promote")
+            adapter = Adapter(self._in_place(path, original, refuse_half=False), unmixed)
+        elif treatment is InHalf.NORMALISE:
+            adapter = Adapter(self._normalising, PlainCast("normalise", self.half_dtype, for_half=True))
+        elif treatment is InHalf.ATTENTION:
+            adapter = Adapter(self._attending(original), unmixed)
         else:
-            adapter = self._obeying(self._beside_half, original, "beside_half", self.half_dtype)
-        adapter = self._unless_in_place(adapter, path, original, refuse_half=False)
-        plain_cast = adapter.plain_cast and replace(adapter.plain_cast, for_half=True)
-        return replace(self._labelled(adapter, path), plain_cast=None if self._adds_labels else plain_cast)
+            how: tuple[Adapt, Kind, torch.dtype | None] = (self._beside_half, "beside_half", self.half_dtype)
+            if treatment is InHalf.PROMOTE:
+                how = self._to_widest, "promote", None
+            adapter = self._obeying(how[0], original, *how[1:])
+            adapter = self._unless_in_place(adapter, path, original, refuse_half=False)
+            if adapter.plain_cast is not None:
+                adapter = replace(adapter, plain_cast=replace(adapter.plain_cast, for_half=True))
+        return self._labelled(adapter, path)
 
     def by_kind(self) -> dict[str, Adapt]:
         """Returns the adapters of decorated functions, by the name of a list or of a half type."""

@@ -26,6 +26,8 @@ from ampatch.casting.nested import tensors_in
 from ampatch.compilers import trace_calls, traced_within_others
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
+from ampatch.opt_levels import HALVES
+from ampatch.patching.half_functions import CastingBesideHalf
 from ampatch.patching.replaced_forward import Block, ReplacedForward, own_forward
 from ampatch.switch import (
     IN_HALF,
@@ -53,10 +55,14 @@ class Regions:
         dtype: half type of the regions.
         kinds: device types whose tensors are cast; the set may grow.
         in_half: True for models with half weights.
+
+    Attributes:
+        kinds: the argument.
+        in_half: the argument.
     """
 
     def __init__(self, switch: Switch, dtype: torch.dtype, kinds: Set[str], in_half: bool = False) -> None:
-        self._switch, self._dtype, self.kinds, self._in_half = switch, dtype, kinds, in_half
+        self._switch, self._dtype, self.kinds, self.in_half = switch, dtype, kinds, in_half
         self._state: State | None = None  # as of the last region
         self._parts: dict[int, weakref.ref[nn.Module]] = {}  # by id, since modules may define equality
         # Deep copies of models. They get their parts after their forwards.
@@ -64,7 +70,7 @@ class Regions:
 
     def state(self) -> State:
         """Returns the state of a region that begins now."""
-        if self._in_half:
+        if self.in_half:
             return IN_HALF
         if is_dynamo_compiling():
             return casting_to(self._dtype, self.kinds)
@@ -74,7 +80,7 @@ class Regions:
 
     def is_decided(self) -> bool:
         """Returns True where no region begins: in one, or where other code has turned autocast on."""
-        return is_in_half() if self._in_half else is_set_by_autocast(self.kinds)
+        return is_in_half() if self.in_half else is_set_by_autocast(self.kinds)
 
     def state_of_checkpoint(self, args: tuple[Any, ...]) -> State:
         """Returns the state that a reentrant checkpoint runs and recomputes in, given its arguments.
@@ -107,10 +113,10 @@ class Regions:
         ledger.on_undo(register_module_module_registration_hook(self._take_in_later).remove)
         compiled = calls.compiled()
         if compiled is None:
-            ledger.set(nn.Module, _CALL, _Call(self._call_elsewhere, is_in_half if self._in_half else is_in_region))
+            ledger.set(nn.Module, _CALL, _Call(self._call_elsewhere, is_in_half if self.in_half else is_in_region))
         else:
             ledger.on_undo(lambda: compiled.call_impl(nn.Module, None, False))
-            ledger.set(nn.Module, _CALL, compiled.call_impl(nn.Module, self._call_elsewhere, self._in_half))
+            ledger.set(nn.Module, _CALL, compiled.call_impl(nn.Module, self._call_elsewhere, self.in_half))
         trace_calls(ledger, _call_part, lambda: None if self.is_decided() else (self.state(),), self._is_part)
 
     def _take_in_later(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
@@ -168,6 +174,12 @@ class _Call:
         del vars(module)[_CALL]
 
 
+def has_half_weights(module: nn.Module) -> bool:
+    """Returns True if the first parameter of a module is half."""
+    parameter = next(module.parameters(), None)
+    return parameter is not None and parameter.dtype in HALVES
+
+
 class _ForwardInRegion(ReplacedForward):
     """The forward of an adopted model until its session ends, or one call of a part."""
 
@@ -177,9 +189,22 @@ class _ForwardInRegion(ReplacedForward):
         own: Callable[..., Any],
         switch: Switch | None = None,
         regions: Regions | None = None,
+        in_half: bool = False,
     ) -> None:
         super().__init__(module, own, switch)
-        self._regions: Any = regions  # None after unpickling: then the module's own forward runs
+        self._regions: Any = regions  # None after unpickling
+        self._in_half = in_half if regions is None else regions.in_half
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward; in a copy with half weights, also after the session in which these became half."""
+        switch = self.switch
+        if self._in_half and (switch is None or not switch.active) and has_half_weights(self.module):
+            with CastingBesideHalf():
+                return self.own(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.module, self.own, None, None, self._in_half)
 
     def block(self) -> Block:
         """Returns a region, or a block that changes nothing in a region of other code."""

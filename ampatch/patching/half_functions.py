@@ -6,14 +6,20 @@ cast. The user's lists do not change it: without the casts torch raises.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import spellings
 from ampatch.opt_levels import HALVES
-from ampatch.patching.adapters import InHalf
+from ampatch.patching.adapters import Adapt, Adapters, Casts, Function, InHalf
 
 # Beside those on the whitelist. Layers with weights: their results are half, like those of products. torch.rms_norm
 # takes mixed types on the CPU, but gives a float32 result.
@@ -63,3 +69,30 @@ def _named() -> Iterator[tuple[Path, InHalf]]:
     for path, rule in shipped().for_half(half).items():
         if rule.treatment in of:
             yield path, InHalf.ATTENTION if path.name in _ATTENTION else of[rule.treatment]
+
+
+class CastingBesideHalf(TorchFunctionMode):
+    """Makes the casts of models with half weights in this thread, for copies of such a model that no session has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch."""
+        adapt = _adapts().get(func)
+        args, kwargs = (args, kwargs or {}) if adapt is None else adapt(args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+class _Uncached(Casts):
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype)
+
+
+@functools.cache
+def _adapts() -> Mapping[Function, Adapt]:
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type}
+    adapters = Adapters(torch.float16, _Uncached(), kinds, hears_regions=False)
+    found: dict[Function, Adapt] = {}
+    for path, treatment in functions():
+        function: Any = find_or(path)
+        found.setdefault(function, adapters.in_half(treatment, path, function).adapt)
+    return found

@@ -225,7 +225,8 @@ def plan(
 
 def _has_few_of_other_half(model: nn.Module, dtype: torch.dtype) -> bool:
     """Returns True if less than half of a model has the other half type, so that its author has chosen it for a few."""
-    sizes = [(each.numel(), {each.dtype, dtype} == HALVES) for each in model.parameters() if each.is_floating_point()]
+    weights = [each for each in model.parameters() if each.is_floating_point() and not is_lazy(each)]
+    sizes = [(each.numel(), {each.dtype, dtype} == HALVES) for each in weights]
     return 2 * sum(size for size, is_other in sizes if is_other) < sum(size for size, _ in sizes)
 
 

@@ -238,7 +238,7 @@ PyMethodDef caster_methods[] = {{"set_device_types", caster_set_device_types, ME
                                 {nullptr, nullptr, 0, nullptr}};
 
 // How ordinary arguments are cast: `Kind` of ampatch/native/calls.py.
-enum class Kind { to, for_models, via_dtype, promote, beside_half, normalise, attention };
+enum class Kind { to, for_models, via_dtype, promote, beside_half, normalise, unmixed };
 
 // A patched function: the base of its class, whose `__call__` in Python does what C++ leaves to it.
 struct Call {
@@ -263,7 +263,7 @@ PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Call
 bool is_plain(PyObject* value) {
   const PyTypeObject* type = Py_TYPE(value);
   return value == Py_None || type == &PyLong_Type || type == &PyBool_Type || type == &PyFloat_Type ||
-         type == &PyUnicode_Type;
+         type == &PyUnicode_Type || type == &PySlice_Type || value == Py_Ellipsis;
 }
 
 bool is_list(PyObject* value) {
@@ -346,8 +346,8 @@ class Arguments {
       type_ = has_both_ ? call_->type : half_;
     } else if (call_->kind == Kind::normalise) {
       return half_ == ScalarType::Undefined;  // of half weights, Python casts some and not others
-    } else if (call_->kind == Kind::attention) {
-      return half_ == ScalarType::Undefined || !(has_float_ || has_both_);  // masks are cast in Python
+    } else if (call_->kind == Kind::unmixed) {
+      return half_ == ScalarType::Undefined || !(has_float_ || has_both_);
     } else if (call_->kind == Kind::via_dtype && casts_) {
       return inspect_first();
     }
@@ -462,7 +462,7 @@ class Arguments {
     if (tensor.layout() != at::kStrided || !here_.knows(device)) {
       return false;
     }
-    if (call_->kind == Kind::beside_half || call_->kind == Kind::normalise || call_->kind == Kind::attention) {
+    if (call_->kind == Kind::beside_half || call_->kind == Kind::normalise || call_->kind == Kind::unmixed) {
       const ScalarType found = tensor.scalar_type();
       if (call_->kind == Kind::normalise && !std::exchange(has_input_, true)) {
         return true;
@@ -698,8 +698,8 @@ bool kind_of(std::string_view text, Kind* kind) {
     *kind = Kind::beside_half;
   } else if (text == "normalise") {
     *kind = Kind::normalise;
-  } else if (text == "attention") {
-    *kind = Kind::attention;
+  } else if (text == "unmixed") {
+    *kind = Kind::unmixed;
   } else {
     PyErr_Format(PyExc_ValueError, "unknown kind of a call: %s", std::string(text).c_str());
     return false;
