@@ -42,6 +42,7 @@ from ampatch.patching import (
     adopted_model,
     autocast_checks,
     cuda_graphs,
+    half_functions,
     peft_methods,
     recurrent_weights,
     replaced_forward,
@@ -448,6 +449,8 @@ class Session:
             raise
         for model in models:
             self._regions.add(model)
+        if self.casts_in_half:
+            self._functions.add_tables([table for model in models for table in half_functions.tables(model)])
         # Last, since rounding cannot be undone.
         self.conversion.forget_unclaimed()
         for adopted in list(self._optimizers.values()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -62,6 +63,7 @@ class InHalf(enum.Enum):
     PROMOTE = "promote"  # to the widest type
     NORMALISE = "normalise"  # see `Adapters._normalising`
     ATTENTION = "attention"  # beside half, but a mask keeps finite values finite
+    ADD_TABLE = "add a table"  # see `Adapters._adding_table`
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,11 @@ class Adapters:
         linear: object that makes calls of linear layers whose arguments were cast to half; None: torch does.
         hears_regions: True to cast nothing in regions in which autocast is off.
         for_models: True if rules of the whitelist cast only in regions, and outside of them what belongs to a model.
+
+    Attributes:
+        half_dtype: the argument.
+        device_types: the argument.
+        tables: the tables of models with half weights.
     """
 
     def __init__(
@@ -164,6 +171,7 @@ class Adapters:
             for index in (None, *range(torch.accelerator.device_count() if kind != "cpu" else 0))
         }
         self._allow_banned = allow_banned
+        self.tables: list[weakref.ref[Tensor]] = []
         self._adds_labels = labelled
         # float64 is never cast, but promotion may end in it.
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
@@ -270,6 +278,8 @@ class Adapters:
             adapter = Adapter(self._normalising, PlainCast("normalise", self.half_dtype, for_half=True))
         elif treatment is InHalf.ATTENTION:
             adapter = Adapter(self._attending(original), unmixed)
+        elif treatment is InHalf.ADD_TABLE:
+            adapter = Adapter(self._adding_table, unmixed)
         else:
             how: tuple[Adapt, Kind, torch.dtype | None] = (self._beside_half, "beside_half", self.half_dtype)
             if treatment is InHalf.PROMOTE:
@@ -344,6 +354,21 @@ class Adapters:
             return cast
 
         return attending
+
+    def _adding_table(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts a table of a model that is added to half activations, so that the result is not float32."""
+        if len(args) == 2 and all(isinstance(each, Tensor) for each in args):
+            for half, other in (args, args[::-1]):
+                is_mixed = half.dtype in HALVES and other.dtype is torch.float32
+                if is_mixed and half.requires_grad and self._is_table(other):
+                    return _exchanged((args, kwargs), other, self._casts[half.dtype](other))
+        return args, kwargs
+
+    def _is_table(self, tensor: Tensor) -> bool:
+        if is_compiling():  # `compilers.trace_additions` sees to these
+            return False
+        base = tensor if tensor._base is None else tensor._base
+        return any(each() is base for each in self.tables)
 
     def _normalising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Casts the arguments of a normalisation by statistics, whose kernels take half inputs and float32 weights.

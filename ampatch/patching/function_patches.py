@@ -18,8 +18,9 @@ from typing import TypeVar
 
 import torch
 import wrapt
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from ampatch import compilers
 from ampatch.cast_lists.list_edits import Edit
 from ampatch.cast_lists.lists import PEERS, CastLists, peer
 from ampatch.cast_lists.paths import Path, PathError, find_owner
@@ -36,7 +37,7 @@ from ampatch.patching.function_places import swept_modules
 from ampatch.patching.fused_linear import LINEAR
 from ampatch.patching.thread_rules import Token
 from ampatch.patching.wrappers import FunctionInHalf, HalfModelFunction, PatchedFunction, Reason, overridable
-from ampatch.switch import Switch
+from ampatch.switch import Switch, is_in_half
 
 _W = TypeVar("_W", bound=PatchedFunction)
 
@@ -200,6 +201,19 @@ class FunctionPatches:
             finder = _Announcer(packages)
             sys.meta_path.insert(0, finder)
             self._ledger.on_undo(functools.partial(_remove, finder))
+
+    def add_tables(self, tables: Sequence[Tensor]) -> None:
+        """Makes half results of sums of half activations and tables of models with half weights, from now on."""
+        known = self._adapters.tables
+        new = [table for table in tables if not any(each() is table for each in known)]
+        if new and not known:
+            for path in half_functions.ADDITION:
+                adapter = functools.partial(self._adapters.in_half, InHalf.ADD_TABLE, path)
+                self._patch(find_owner(path.namespace), path.name, adapter, _reason_in_half(path))
+            self._rebind_modules()
+            compilers.trace_additions(self._ledger, is_in_half, known)
+            compilers.forget_compiled()
+        known.extend(map(weakref.ref, new))
 
     def _note_differing(self, rules: Mapping[Path, Rule], of_parts: Mapping[Token, Mapping[Path, Rule]]) -> list[Rule]:
         """Notes the functions that parts treat otherwise; returns a rule of a part for each that the session lacks."""

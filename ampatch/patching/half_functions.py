@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ampatch.cast_lists.lists import shipped
@@ -69,6 +69,27 @@ def _named() -> Iterator[tuple[Path, InHalf]]:
     for path, rule in shipped().for_half(half).items():
         if rule.treatment in of:
             yield path, InHalf.ATTENTION if path.name in _ATTENTION else of[rule.treatment]
+
+
+#: The forms of addition that are patched for models with `tables`. Those in place keep the type that they write to.
+ADDITION = (Path("torch", "add"), *(Path("torch.Tensor", name) for name in ("add", "__add__", "__radd__")))
+
+
+def tables(model: nn.Module) -> Iterator[Tensor]:
+    """Yields the tables of a model: float32 buffers of values that are added to activations, such as positions.
+
+    A table has at least two dimensions, and no value beyond 1, as sines have. So it is no mask, bias of attention, list
+    of positions or sum that the model begins with zeros: half types would lose digits of these.
+    """
+    for buffer in model.buffers():
+        if (
+            buffer.dtype is torch.float32
+            and buffer.layout is torch.strided
+            and buffer.device.type != "meta"
+            and sum(size > 1 for size in buffer.shape) > 1
+            and 0 < float(buffer.detach().abs().max()) <= 1
+        ):
+            yield buffer if buffer._base is None else buffer._base
 
 
 class CastingBesideHalf(TorchFunctionMode):

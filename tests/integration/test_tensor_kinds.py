@@ -397,9 +397,7 @@ class TestSparseTensors:
         ids=["coo", "csr", "nested"],
     )
     @pytest.mark.covering(1)
-    def test_buffers_are_left_alone_and_refused_if_they_are_to_be_half(
-        self, make, half, device
-    ):
+    def test_buffers_are_left_alone_and_refused_if_they_are_to_be_half(self, make, half, device):
         model = nn.Linear(2, 2).to(device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
