@@ -205,6 +205,7 @@ def initialize(
     exact_hooks: bool = ...,
     keep_fp32: Any = ...,
     float32_outputs: Any = ...,
+    cast_buffers: Any = ...,
     patch_torch_functions_type: torch.dtype | str | None = ...,
     profile_casts: bool = ...,
     on_overflow: OnOverflow = ...,
@@ -242,6 +243,7 @@ def initialize(
     exact_hooks: bool = ...,
     keep_fp32: Any = ...,
     float32_outputs: Any = ...,
+    cast_buffers: Any = ...,
     patch_torch_functions_type: torch.dtype | str | None = ...,
     profile_casts: bool = ...,
     on_overflow: OnOverflow = ...,
@@ -278,6 +280,7 @@ def initialize(
     exact_hooks: bool = False,
     keep_fp32: Any = None,
     float32_outputs: Any = None,
+    cast_buffers: Any = False,
     patch_torch_functions_type: torch.dtype | str | None = None,
     profile_casts: bool = False,
     on_overflow: OnOverflow = "log",
@@ -324,6 +327,9 @@ def initialize(
             stay float32, and their outputs are cast to half.
         float32_outputs: submodules that stay float32, as those of ``keep_fp32`` do, and whose outputs stay float32 at
             every level: a head whose logits are to be float32. No layer with half weights may follow them.
+        cast_buffers: buffers that become half with the weights, at levels that make these half. False: none. True: all
+            of those that are floating-point. Or their names, as in ``named_buffers()``, or patterns
+            (``"*.inv_freq"``), one or a list.
         patch_torch_functions_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
@@ -407,6 +413,7 @@ def initialize(
         num_losses,
         keep_fp32=(*kept, *(each for each in wide if each not in kept)),
         float32_outputs=wide,
+        cast_buffers=_cast_buffers(cast_buffers, properties),
         cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
         exact_hooks=as_flag("exact_hooks", exact_hooks),
         profile_casts=as_flag("profile_casts", profile_casts),
@@ -421,6 +428,7 @@ def initialize(
     every_model = [*model_list, *(live.models if live is not None else ())]
     conversion_plan.check_matches(every_model, kept)
     conversion_plan.check_matches(every_model, wide, "float32_outputs")
+    conversion_plan.check_matches_buffers(every_model, settings.cast_buffers)
     check_entries(every_model, lists.modules, settings.keep_fp32)
 
     device_types = adopted_model.device_types_of(model_list)
@@ -1487,6 +1495,17 @@ def _kept(argument: str, given: object, properties: opt_levels.Properties) -> co
             f"{argument} out, or use opt_level='O1' or 'O2'."
         )
     return kept
+
+
+def _cast_buffers(given: object, properties: opt_levels.Properties) -> conversion_plan.CastBuffers:
+    """Returns the buffers that become half."""
+    wanted = conversion_plan.check_cast_buffers(given)
+    if wanted and properties.cast_model_type not in opt_levels.HALVES:
+        raise OptionError(
+            f"cast_buffers contradicts opt_level={properties.opt_level!r}, which makes no weights half. Leave "
+            "cast_buffers out, or use opt_level='O2'."
+        )
+    return wanted
 
 
 def _half_dtype(

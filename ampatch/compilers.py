@@ -7,11 +7,13 @@ or types.
 
 from __future__ import annotations
 
+import operator
 import pkgutil
 import sys
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,10 +23,11 @@ import torch._jit_internal
 import torch.jit._builtins
 import torch.jit._recursive
 import wrapt
-from torch import nn
+from torch import Tensor, nn
 
 from ampatch.errors import UsageError
 from ampatch.ledger import PatchLedger
+from ampatch.opt_levels import HALVES
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -76,6 +79,35 @@ def give_own_code(wrapper: Any, original: object) -> None:
     wrapper.__code__ = wrapper.__code__.replace(co_name=wrapper.__name__)
     if not isinstance(original, types.FunctionType):
         traced_within_others(wrapper)
+
+
+def trace_additions(ledger: PatchLedger, is_meant: Callable[[], bool], tables: Sequence[weakref.ref[Tensor]]) -> None:
+    """Makes torch.compile cast a table, or a view of one, that is added to half activations by ``+``.
+
+    Args:
+        ledger: records the change.
+        is_meant: returns True where that is done.
+        tables: the tables; there may be more later.
+    """
+    from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TensorVariable
+
+    call: Any = BuiltinVariable.call_function
+
+    def is_table(variable: Any) -> bool:
+        fake = variable.as_proxy().node.meta["example_value"]
+        base, memo = fake if fake._base is None else fake._base, fake.fake_mode.fake_tensor_converter._get_memo
+        return any(table is not None and memo(table) is base for table in (each() for each in tables))
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn is operator.add and all(isinstance(each, TensorVariable) for each in args) and is_meant():
+            for half, other in (args, args[::-1]):
+                if half.dtype in HALVES and half.requires_grad and other.dtype is torch.float32 and is_table(other):
+                    cast = other.call_method(tx, "to", [ConstantVariable.create(half.dtype)], {})
+                    args = [cast if each is other else each for each in args]
+                    break
+        return call(self, tx, args, kwargs)
+
+    ledger.set(BuiltinVariable, "call_function", call_function)
 
 
 def trace_calls(

@@ -148,10 +148,13 @@ def _settings(session: Session) -> dict[str, Any]:
         told["fused_linear"] = True
     if settings.float32_outputs:
         told["float32_outputs"] = _names(settings.float32_outputs)
+    if settings.cast_buffers:
+        named = settings.cast_buffers
+        told["cast_buffers"] = True if isinstance(named, bool) else sorted(named)
     if not scale.dynamic:
         return {**told, "check_finite": settings.check_finite}  # a dynamic scale always checks
-    named = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]
-    return {**told, **{name: _finite(getattr(scale, name)) for name in named}}
+    of_scale = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]
+    return {**told, **{name: _finite(getattr(scale, name)) for name in of_scale}}
 
 
 def _names(kept: KeepFloat32) -> list[str]:

@@ -238,7 +238,7 @@ def after_forward(model: nn.Module, inputs: object, outputs: object) -> None:
             if session.has_made_half() and not is_own:
                 note_half(error, half)
             if session.has_half_weights:
-                adopted_model.note_types(model, error, half, settings.keep_fp32, settings.float32_outputs)
+                adopted_model.note_types(model, error, half, settings.keep_fp32)
 
 
 @compilers.traced_within_others

@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ampatch import compilers, distributed
 from ampatch.cast_lists import list_edits
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import Path, identity
+from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Rule
 from ampatch.casting import write_back
 from ampatch.casting.cast_errors import note_half
@@ -42,6 +42,7 @@ from ampatch.patching import (
     adopted_model,
     autocast_checks,
     cuda_graphs,
+    half_functions,
     peft_methods,
     recurrent_weights,
     replaced_forward,
@@ -50,7 +51,6 @@ from ampatch.patching import (
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.adopted_forward import Regions
 from ampatch.patching.cast_labels import LabellingCache
-from ampatch.patching.complex_numbers import is_complex, modules_that_call
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.fused_linear import LinearCalls
 from ampatch.patching.module_rules import give_rules, tokens_of
@@ -69,7 +69,7 @@ from ampatch.scaling.overflows import OverflowHandler, Tracer
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
 from ampatch.settings import LiveSettings, Settings
-from ampatch.switch import Switch
+from ampatch.switch import Switch, is_in_half
 from ampatch.weights import conversion_plan, copies, optimizer_state, untracked_writes
 from ampatch.weights.conversion import Conversion
 from ampatch.weights.master_gradients import MasterGradients, Pair
@@ -181,7 +181,6 @@ class Session:
             self.conversion, self._converted, lambda: self.optimizers, self.parameter_names
         )
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules among them that compute in float32
-        self._narrowed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # those that compute with complex numbers
         self._blocks = Blocks(
             self.ranks, self.cache, self.switch, self._prepare_block, self._optimizers, settings.check_finite
         )
@@ -196,9 +195,10 @@ class Session:
             allow_banned=settings.allow_banned,
             labelled=settings.profile_casts,
             linear=LinearCalls() if settings.fused_linear else None,
+            hears_regions=self.patches_functions,
             for_models=self.casts_for_models,
         )
-        self._regions = Regions(self.switch, settings.properties.half_dtype, self.device_types)
+        self._regions = Regions(self.switch, settings.properties.half_dtype, self.device_types, self.casts_in_half)
         self.adapters = self._adapters.by_kind()
         self._accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, self.device_types)
         lists = settings.lists
@@ -224,8 +224,13 @@ class Session:
         return self.patches_functions and not self.settings.adopts_on_use
 
     @property
+    def casts_in_half(self) -> bool:
+        """True if functions cast what meets a half weight, and nothing by the lists but what needs float32."""
+        return self.has_half_weights and not self.patches_functions
+
+    @property
     def patches_any(self) -> bool:
-        """True if some functions are patched: by the lists, or those that need float32 for models with half weights."""
+        """True if some functions are patched: by the lists, or for models with half weights."""
         return self.patches_functions or self.has_half_weights
 
     def rules(self) -> dict[Path, Rule]:
@@ -299,17 +304,18 @@ class Session:
             (hooks.before_forward, hooks.after_forward),
             replaced_forward.own_forwards,
         )
+        replaced_forward.follow_copies(self.ledger)
         if not self.patches_functions:
             self._functions.install(self.settings.lists, ())
+            autocast_checks.accept_any_float(self.ledger, lambda: self.switch.active and is_in_half())
         else:
-            replaced_forward.follow_copies(self.ledger)
             self._warn_of_undone_edits()
             self._functions.install(self.settings.lists, self.registered, self.lists_of_parts)
             autocast_checks.patch_autocast_checks(self.ledger, self.switch)
             half_dtype = self.settings.properties.half_dtype
             autocast_checks.hear_regions(self.ledger, half_dtype, self.device_types, self.casts_for_models)
             self.ledger.on_undo(register_optimizer_step_post_hook(self._unadopted.after_step).remove)
-        if self.casts_for_models:
+        if self.casts_for_models or self.casts_in_half:
             self._regions.install(self.ledger)
         state_of_reentrant = self._regions.state_of_checkpoint if self.casts_for_models else None
         # The backward pass that follows needs the casts of a recomputed region, and holds them itself.
@@ -421,7 +427,7 @@ class Session:
         mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
         known_counts = len(self.skip_counts)
-        converted, guarded, narrowed = set(self._converted), set(self._guarded), set(self._narrowed)
+        converted, guarded = set(self._converted), set(self._guarded)
         try:
             for model in models:
                 self.adopt_model(model)
@@ -436,7 +442,6 @@ class Session:
             self._models &= known_models
             self._converted &= converted
             self._guarded &= guarded
-            self._narrowed &= narrowed
             for key in set(self._optimizers) - known_optimizers:
                 del self._optimizers[key]
             del self.skip_counts[known_counts:]
@@ -445,6 +450,8 @@ class Session:
             raise
         for model in models:
             self._regions.add(model)
+        if self.casts_in_half:
+            self._functions.add_tables([table for model in models for table in half_functions.tables(model)])
         # Last, since rounding cannot be undone.
         self.conversion.forget_unclaimed()
         if self.has_masters:
@@ -474,6 +481,8 @@ class Session:
             self._functions.rebind_model(model)
         if self.patches_functions:
             self._give_rules(model)
+        if self.patches_any:
+            self._regions.run_forward(model, self.ledger)
         if is_new:
             self._hook(model)
         peft_methods.adapt(model, self.ledger, self.switch)
@@ -486,7 +495,6 @@ class Session:
         for module, part in ruled_parts(model, self.settings.lists.modules).items():
             parts.setdefault(module, (part.name, part.asked, self._tokens.get(part.entry)))
         give_rules(parts, self.ledger, self.switch)
-        self._regions.run_forward(model, self.ledger)
 
     def _check_is_no_part(self, model: nn.Module) -> None:
         for other in self._models:
@@ -507,8 +515,14 @@ class Session:
             *self.settings.keep_fp32,
             *(glob.escape(part.name) for part in parts.values() if part.entry.is_float32),
         )
+        settings = self.settings
         plan = conversion_plan.plan(
-            model, dtype, bool(properties.keep_batchnorm_fp32), keep_fp32, self.settings.float32_outputs
+            model,
+            dtype,
+            bool(properties.keep_batchnorm_fp32),
+            keep_fp32,
+            settings.float32_outputs,
+            settings.cast_buffers,
         )
         self.conversion.convert(plan)
         recurrent_weights.flatten(model)
@@ -518,24 +532,6 @@ class Session:
                 self._hook_casts(module, torch.float32, outputs)
         if self.has_half_weights:
             self._hook_state_dict(model)
-            if not self.patches_functions:
-                self._narrow_complex(model, dtype)
-
-    def _narrow_complex(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """Makes submodules that compute with complex numbers give half results.
-
-        There is no complex type for each half type, so the real numbers that these modules get out of complex ones are
-        float32; the modules behind them have half weights.
-        """
-        functions = {id(identity(path)) for path in self.rules() if is_complex(path)}
-        float32 = {module for guarded in self._guarded for module in guarded.modules()}
-        wide = conversion_plan.kept_modules(model, self.settings.float32_outputs).keys()
-        for module in modules_that_call(functions, model):
-            if not wide.isdisjoint(module.modules()):
-                continue  # its result may be that of the part with float32 outputs
-            if module is not model and module not in float32 and module not in self._narrowed:
-                self._narrowed.add(module)
-                self._hook_casts(module, None, dtype)
 
     def _hook_casts(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype) -> None:
         adopted_model.hook_casts(
@@ -558,7 +554,7 @@ class Session:
         """Hooks the model's forward pass, for casts and for the cache."""
         dtype, outputs = self.settings.properties.cast_model_type, self.settings.cast_model_outputs
         if dtype is not None or outputs is not None:
-            self._hook_casts(model, dtype, outputs or torch.float32)
+            self._hook_casts(model, None if self.casts_in_half else dtype, outputs or torch.float32)
         if dtype is not None or self.patches_functions:
             adopted_model.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
         if self.has_half_weights or self.patches_functions:

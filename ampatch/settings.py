@@ -20,7 +20,7 @@ from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules
 from ampatch.opt_levels import Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.scaling.overflows import OnOverflow, name_of_choice
-from ampatch.weights.conversion_plan import KeepFloat32
+from ampatch.weights.conversion_plan import CastBuffers, KeepFloat32
 
 # The arguments of ``amp.initialize`` that are fields of a scale's policy. `dynamic` is ``loss_scale``.
 _SCALE_ARGUMENTS = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]
@@ -40,6 +40,7 @@ class Settings:
         adopts_on_use: True if an optimizer is adopted when the first loss is scaled for it.
         keep_fp32: submodules that stay in float32 if weights are converted, with those of `float32_outputs`.
         float32_outputs: those of them whose outputs stay in float32 as well.
+        cast_buffers: buffers that become half with the weights: all, none, or those of these names and patterns.
         cast_model_outputs: dtype of the models' outputs; None: float32 if weights are converted, else unchanged.
         exact_hooks: True if a skipped step fires no hooks, at the cost of a sync with the device.
         profile_casts: True if casts have labels in ``torch.profiler``.
@@ -57,6 +58,7 @@ class Settings:
     adopts_on_use: bool = False
     keep_fp32: KeepFloat32 = ()
     float32_outputs: KeepFloat32 = ()
+    cast_buffers: CastBuffers = False
     cast_model_outputs: torch.dtype | None = None
     exact_hooks: bool = False
     profile_casts: bool = False
@@ -99,6 +101,7 @@ class Settings:
             "keep_batchnorm_fp32": properties.keep_batchnorm_fp32,
             "keep_fp32": kept_names(self.keep_fp32) or [],
             "float32_outputs": kept_names(self.float32_outputs) or [],
+            "cast_buffers": self.cast_buffers if isinstance(self.cast_buffers, bool) else list(self.cast_buffers),
             "master_weights": properties.master_weights,
             "cast_model_outputs": _name(self.cast_model_outputs),
             "cast_lists": list(self.lists.files),
@@ -118,7 +121,7 @@ class Settings:
 
 
 _FLAGS = ("exact_hooks", "check_finite", "fused_linear", "allow_banned", "enable_caching", "profile_casts")
-_PLAIN_FIELDS = ("num_losses", "cast_model_outputs", *_FLAGS)
+_PLAIN_FIELDS = ("num_losses", "cast_buffers", "cast_model_outputs", *_FLAGS)
 
 
 class LiveSettings(dict[str, Any]):

@@ -58,6 +58,16 @@ _AS_THEY_ARE = (None,) * len(_PLACES)
 OFF: State = (True, (*(False for _ in KINDS), None), None, None)
 
 
+#: The state in the forward of a model with half weights, where amp casts what meets them. Autocast does nothing there:
+#: it is on for a device that no tensor here uses, so that every thread has its own state and torch.compile guards it.
+IN_HALF: State = (None, (*(None for _ in KINDS), True), (*(None for _ in KINDS), torch.float16), None)
+
+
+def is_in_half() -> bool:
+    """Returns True in the state `IN_HALF`. Sessions that patch by the lists use the same device for `RULES`."""
+    return torch.is_autocast_enabled(RULES)
+
+
 def state() -> State:
     """Returns the state of this thread."""
     return (
@@ -503,6 +513,8 @@ def in_graph(wanted: State) -> Iterator[None]:
 
 def blocks_of(wanted: State) -> list[AbstractContextManager[Any]]:
     """Returns four blocks, in which code that Dynamo traces is in a state."""
+    if wanted[0] is None:  # `IN_HALF`
+        return [torch.autocast(RULES, torch.float16), *(contextlib.nullcontext() for _ in range(3))]
     blocks: list[AbstractContextManager[Any]] = [torch.autocast(_SIGNAL, torch.bfloat16)]
     for index in range(3):
         on = wanted[1][index] if index < len(KINDS) else None

@@ -95,6 +95,7 @@ class TestSignatures:
             "exact_hooks",
             "keep_fp32",
             "float32_outputs",
+            "cast_buffers",
             "patch_torch_functions_type",
             "profile_casts",
             "on_overflow",

@@ -891,7 +891,7 @@ class TestStateDict:
 
     def test_of_running_statistics_in_half_is_what_batch_norm_has_written(self, half_dtype):
         model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-        initialize(model, opt_level="O3", half_dtype=half_dtype)
+        initialize(model, opt_level="O3", half_dtype=half_dtype, cast_buffers=True)
         model(batch(0) + 5)
         wanted = model[1].running_mean.float()
         assert wanted.any()
@@ -904,7 +904,7 @@ class TestStateDict:
     def test_of_buffers_keeps_the_float32_values_they_had_until_they_change(self):
         model = network()
         model.register_buffer("frequencies", torch.tensor([0.1, 0.2, 0.3]))
-        initialize(model, SGD(model.parameters()))
+        initialize(model, SGD(model.parameters()), cast_buffers=True)
         assert model.frequencies.dtype is torch.float16
         assert_same_bits(model.state_dict()["frequencies"], torch.tensor([0.1, 0.2, 0.3]))
         model.frequencies[1] = 5
@@ -1635,7 +1635,7 @@ class TestGivingBack:
                 self.register_buffer("mean", torch.zeros(4))
 
             def forward(self, x: Tensor) -> Tensor:
-                self.mean = self.mean * 0.5 + x.mean(dim=0) * 0.5
+                self.mean = self.mean.half() * 0.5 + x.half().mean(dim=0) * 0.5
                 return x - self.mean
 
         model = Average()

@@ -307,10 +307,14 @@ class TestModels:
             assert model(torch.randn(4, 8)).isfinite().all()
 
     def test_that_mix_types_are_told_the_whole_cure(self) -> None:
+        class ByOperator(nn.Linear):
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.ops.aten.mm(x, self.weight)
+
         class Mixing(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.project, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+                self.project, self.after = ByOperator(8, 8), ByOperator(8, 8)
 
             def forward(self, x: Tensor) -> Tensor:
                 return self.after(torch.zeros_like(x).float() + self.project(x.float()))

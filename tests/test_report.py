@@ -527,7 +527,7 @@ class TestAdviceThatIsFollowed:
                 second(first(torch.randn(8, 8)))
             amp.deinitialize()
             found.append(watched.to_dict())
-        assert (found[0]["advice"][0]["function"], advised(found[1], "undone")) == ("forward of Linear", "")
+        assert (found[0]["advice"][0]["function"], advised(found[1], "undone")) == ("torch.nn.functional.linear", "")
         assert found[1]["totals"]["casts"] < found[0]["totals"]["casts"]
 
     @pytest.mark.parametrize("operator", [False, True])

@@ -306,7 +306,10 @@ class TestFunctions:
         report = recorded(lambda: train("O2", half_dtype="float16"))
         expected = recorded(lambda: train(None))
         names = {each["name"]: each["calls"] for each in report["functions"] if not each["name"].startswith("forward")}
-        assert names == {each["name"]: each["calls"] for each in expected["functions"]}
+        patched = {"torch.Tensor.matmul": "torch.Tensor.__matmul__"}  # as which amp knows the operator
+        plain = {patched.get(each["name"], each["name"]): each["calls"] for each in expected["functions"]}
+        names.pop("torch.Tensor.__setitem__", None)  # torch does not tell of it where it is not patched
+        assert names == plain
 
 
 class TestCasts:
@@ -326,11 +329,9 @@ class TestCasts:
         model = amp.initialize(nn.Sequential(nn.Linear(8, 8)), opt_level="O2", half_dtype="float16", verbosity=0)
         report = recorded(lambda: model(torch.ones(4, 8)))
         forward = function(report, "forward of Sequential")
-        assert (forward["calls"], forward["casts"]) == (1, 2)
-        assert forward["types"] == [
-            {"in": ["float32"], "out": ["float16"], "calls": 1},
-            {"in": ["float16"], "out": ["float32"], "calls": 1},
-        ]
+        assert (forward["calls"], forward["casts"]) == (1, 1)
+        assert forward["types"] == [{"in": ["float16"], "out": ["float32"], "calls": 1}]
+        assert function(report, "torch.nn.functional.linear")["casts"] == 1
         assert line_of(report, "report = recorded(lambda: model(")["casts"] == 2
 
     def test_that_the_user_writes_do_not_count(self) -> None:

@@ -121,6 +121,7 @@ class TestSettings:
             "keep_batchnorm_fp32": None,
             "keep_fp32": [],
             "float32_outputs": [],
+            "cast_buffers": False,
             "master_weights": None,
             "cast_model_outputs": None,
             "cast_lists": [str(file), "a mapping"],

@@ -10,7 +10,6 @@ containers that users pass to a model.
 from __future__ import annotations
 
 import collections
-import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Set, ValuesView
 from dataclasses import fields
@@ -26,9 +25,6 @@ CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 #: The classes of most arguments. They hold no tensor, so they are skipped before any slower check.
 PLAIN = frozenset({int, float, bool, str, type(None)})
-
-# The containers that `_copied` opens. A user's subclass may keep more than its items.
-_CONTAINERS = frozenset({list, dict, collections.OrderedDict, collections.defaultdict})
 
 
 class Replacements:
@@ -93,8 +89,8 @@ def cast_tensors(value: object, cast: TensorCast) -> object:
 def cast_floating(value: object, dtype: torch.dtype | None, known: Replacements | None = None) -> Any:
     """Returns ``value`` with every float32, float16 and bfloat16 tensor in it cast to ``dtype``.
 
-    Opens lists, tuples, named tuples, dicts, other mappings, and the fields of dataclasses. Casts any other object by
-    its method ``to`` if its class has one. Returns modules, classes, sets and iterators unchanged.
+    Opens lists, tuples, named tuples, dicts, other mappings, and the fields of dataclasses. Returns all other objects
+    unchanged: a method ``to`` of theirs may change what they share with others.
 
     Args:
         value: any object. It is never written to.
@@ -134,7 +130,7 @@ def _cast_floating(value: Any, dtype: torch.dtype | None, known: Replacements) -
         return _cast_sequence(value, dtype, known)
     else:
         cast_opened = _floating_cast_of(value)
-        if cast_opened is None or (dtype is None and cast_opened is _cast_by_to):
+        if cast_opened is None:
             return value
         known.add(value, value)  # found if it holds itself
         cast = cast_opened(value, dtype, known)
@@ -158,10 +154,7 @@ def _floating_cast_of(value: object) -> Callable[[Any, Any, Replacements], objec
         return _cast_dataclass
     if isinstance(value, dict):
         return _cast_dict
-    if isinstance(value, Mapping):
-        return _cast_mapping
-    # Looked up on the class: a proxy that forwards attributes would be replaced by the object behind it.
-    return _cast_by_to if callable(getattr(kind, "to", None)) else None
+    return _cast_mapping if isinstance(value, Mapping) else None
 
 
 def _cast_sequence(value: list[object] | tuple[object, ...], dtype: torch.dtype | None, known: Replacements) -> object:
@@ -217,59 +210,6 @@ def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype | None, known:
 def _holds_any(store: object, ids: Set[int]) -> bool:
     items = store.values() if isinstance(store, Mapping) else store
     return isinstance(items, (list, tuple, ValuesView)) and any(id(item) in ids for item in items)
-
-
-def _cast_by_to(value: Any, dtype: torch.dtype, _: Replacements) -> object:
-    # A copy is cast, with copied containers: many classes write to themselves, or to their containers, in ``to``.
-    try:
-        like = copy.copy(value)
-        for name, held in attributes_of(like).items():
-            if type(held) in _CONTAINERS:
-                object.__setattr__(like, name, _copied(held))
-        found = like.to(dtype)
-    except torch.OutOfMemoryError:
-        raise
-    except (TypeError, ValueError, AttributeError, RuntimeError):
-        # This ``to`` takes a device and no dtype, or units, or a time zone. Each class reports that with an error of
-        # its own, torch with a RuntimeError. Such a ``to`` is not a cast: the value stays, the copy is dropped.
-        return value
-    if found is value or type(found) is not type(value):
-        return value
-    before, after = attributes_of(value), attributes_of(found)
-    # A plain ``to`` casts integers too, but half tensors cannot be indices: the original integers are put back.
-    originals = {
-        id(new): old
-        for name in before.keys() & after.keys()
-        for old, new in zip(tensors_in(before[name]), tensors_in(after[name]), strict=False)
-        if old.dtype not in CASTABLE and old.shape == new.shape
-    }
-    for name, held in after.items():
-        after[name] = cast_tensors(held, lambda tensor: originals.get(id(tensor), tensor))
-        if after[name] is not held:
-            object.__setattr__(found, name, after[name])
-    if before and before.keys() == after.keys() and all(_is_copy(after[name], held) for name, held in before.items()):
-        return value
-    return found
-
-
-def _copied(container: object) -> object:
-    """Returns a copy of nested lists and dicts; other objects in them are not copied."""
-    if type(container) is list:
-        return [_copied(item) for item in container]
-    if type(container) in _CONTAINERS:
-        like: Any = copy.copy(container)
-        like.update({key: _copied(item) for key, item in like.items()})
-        return like
-    return container
-
-
-def _is_copy(new: object, old: object) -> bool:
-    """Returns True if both are one object, or nested lists and dicts of the same objects."""
-    if type(new) is list and type(old) is list:
-        return len(new) == len(old) and all(map(_is_copy, new, old))
-    if isinstance(new, dict) and isinstance(old, dict) and type(new) is type(old) and type(old) in _CONTAINERS:
-        return new.keys() == old.keys() and all(_is_copy(item, old[key]) for key, item in new.items())
-    return _same(new, old)
 
 
 def _same(new: object, old: object) -> bool:

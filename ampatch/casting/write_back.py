@@ -216,14 +216,12 @@ def _track(forward: _Forward, original: Any, passed: Any) -> None:
     if type(passed) is not type(original) or not is_opened(passed) or forward.known.find(passed) is not None:
         return
     if isinstance(passed, tuple):
-        if len(passed) == len(original):  # the ``to`` of its class may have made it longer
-            _track_all(forward, original, passed)
+        _track_all(forward, original, passed)
         return
     forward.known.add(passed, original)
     if isinstance(passed, list):
-        if len(passed) == len(original):
-            forward.containers.append(_Container(original, passed, list, list(passed), list(original)))
-            _track_all(forward, original, passed)
+        forward.containers.append(_Container(original, passed, list, list(passed), list(original)))
+        _track_all(forward, original, passed)
     elif isinstance(passed, dict):
         _track_items(forward, original, passed, _by_key)
     if type(passed) not in _WITHOUT_ATTRIBUTES:

@@ -206,11 +206,10 @@ def _undone(data: Mapping[str, Any]) -> Iterator[Advice]:
             f"{row['name']}{_at(line)} casts back to half what was cast from half to float32 before, in "
             f"{counted(row['undone'], 'cast')}"
         )
-        if row["name"].startswith("forward of "):
-            half = data["settings"]["half_dtype"] if data["settings"] else "float16"
-            cure = f"Type amp.initialize(..., cast_model_outputs={half!r}), so that one model's outputs stay half"
-        else:
-            cure = "Leave out the cast to float32, such as x.float()"
+        cure = "Leave out the cast to float32, such as x.float()"
+        if data["settings"] and data["settings"]["cast_model_type"] in _HALF_TYPES:
+            half = data["settings"]["half_dtype"]
+            cure += f". If amp has cast a model's outputs, type amp.initialize(..., cast_model_outputs={half!r})"
         yield _on_line("undone", f"{cure}: {what}.", line, row["name"])
 
 

@@ -60,8 +60,10 @@ _selection = Selection(_VARIABLE, CHOICES, _choose, "Patched functions are calle
 
 #: "to": casts tensors to a dtype. "for_models": the same, but outside of regions only in calls that belong to a model
 #: by their arguments. "via_dtype": as "to", but if the first tensor is half, passes `dtype=` to the function instead.
-#: "promote": casts tensors to the widest dtype among them.
-Kind = Literal["to", "for_models", "via_dtype", "promote"]
+#: "promote": casts tensors to the widest dtype among them. "beside_half": if one of them is half, casts the others to
+#: its dtype; if both half types occur, to `PlainCast.dtype`. "normalise": leaves calls without half weights as they
+#: are; all others are for Python. "unmixed": the same, for calls without half beside float32.
+Kind = Literal["to", "for_models", "via_dtype", "promote", "beside_half", "normalise", "unmixed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +75,14 @@ class PlainCast:
         dtype: dtype to cast to; None for "promote".
         positional: largest number of positional arguments that cannot include ``dtype`` or ``out``.
         product: for linear layers that may become one node, how weight gradients are computed; None for all others.
+        for_half: True to cast only in the state `ampatch.switch.IN_HALF`.
     """
 
     kind: Kind
     dtype: torch.dtype | None
     positional: int = sys.maxsize
     product: str | None = None
+    for_half: bool = False
 
 
 def select(choice: str | None = None) -> None:
@@ -178,5 +182,12 @@ class Accelerator:
             explain = functools.partial(cast_errors.add_note, reason)
             in_python: Any = type(wrapper).__call__
             self._module.accelerate(
-                wrapper, in_python, self._caster, wrapper.original, *how, explain, plain_cast.product
+                wrapper,
+                in_python,
+                self._caster,
+                wrapper.original,
+                *how,
+                explain,
+                plain_cast.product,
+                plain_cast.for_half,
             )

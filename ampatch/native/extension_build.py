@@ -656,7 +656,7 @@ switch.active, state.iteration, state.sweep_at = True, calls.Store(), 1
 caster = calls.Caster(state, switch, None, None)
 caster.set_device_types(("cpu",))
 product = type("Product", (calls.Call,), {"__call__": lambda *args: None})()
-calls.accelerate(product, type(product).__call__, caster, torch.matmul, "to", torch.bfloat16, 9, None, None)
+calls.accelerate(product, type(product).__call__, caster, torch.matmul, "to", torch.bfloat16, 9, None, None, False)
 weight = torch.nn.Parameter(torch.full((2, 2), 3.0))
 for _ in range(2):
     result = product(torch.ones(2, 2), weight)

@@ -6,10 +6,12 @@ switches or sessions.
 
 from __future__ import annotations
 
+import enum
 import functools
 import types
+import weakref
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +54,16 @@ _VIEWS: dict[Function, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
 _IN_PLACE_OPERATORS = frozenset(
     f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 ) | {"__setitem__"}
+
+
+class InHalf(enum.Enum):
+    """How a function of torch that demands arguments of one type gets them in models with half weights."""
+
+    BESIDE = "beside half"  # to the type of a half argument
+    PROMOTE = "promote"  # to the widest type
+    NORMALISE = "normalise"  # see `Adapters._normalising`
+    ATTENTION = "attention"  # beside half, but a mask keeps finite values finite
+    ADD_TABLE = "add a table"  # see `Adapters._adding_table`
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +140,11 @@ class Adapters:
         linear: object that makes calls of linear layers whose arguments were cast to half; None: torch does.
         hears_regions: True to cast nothing in regions in which autocast is off.
         for_models: True if rules of the whitelist cast only in regions, and outside of them what belongs to a model.
+
+    Attributes:
+        half_dtype: the argument.
+        device_types: the argument.
+        tables: the tables of models with half weights.
     """
 
     def __init__(
@@ -154,6 +171,7 @@ class Adapters:
             for index in (None, *range(torch.accelerator.device_count() if kind != "cpu" else 0))
         }
         self._allow_banned = allow_banned
+        self.tables: list[weakref.ref[Tensor]] = []
         self._adds_labels = labelled
         # float64 is never cast, but promotion may end in it.
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
@@ -251,6 +269,27 @@ class Adapters:
             adapter = self._obeying(self._to[torch.float32], original, "to", torch.float32)
         return self._unless_in_place(adapter, path, original, refuse_half=treatment is Treatment.BLACKLIST)
 
+    def in_half(self, treatment: InHalf, path: Path, original: Function) -> Adapter:
+        """Returns the adapter of a function for models with half weights."""
+        unmixed = PlainCast("unmixed", self.half_dtype, for_half=True)
+        if is_in_place(path.name):
+            adapter = Adapter(self._in_place(path, original, refuse_half=False), unmixed)
+        elif treatment is InHalf.NORMALISE:
+            adapter = Adapter(self._normalising, PlainCast("normalise", self.half_dtype, for_half=True))
+        elif treatment is InHalf.ATTENTION:
+            adapter = Adapter(self._attending(original), unmixed)
+        elif treatment is InHalf.ADD_TABLE:
+            adapter = Adapter(self._adding_table, unmixed)
+        else:
+            how: tuple[Adapt, Kind, torch.dtype | None] = (self._beside_half, "beside_half", self.half_dtype)
+            if treatment is InHalf.PROMOTE:
+                how = self._to_widest, "promote", None
+            adapter = self._obeying(how[0], original, *how[1:])
+            adapter = self._unless_in_place(adapter, path, original, refuse_half=False)
+            if adapter.plain_cast is not None:
+                adapter = replace(adapter, plain_cast=replace(adapter.plain_cast, for_half=True))
+        return self._labelled(adapter, path)
+
     def by_kind(self) -> dict[str, Adapt]:
         """Returns the adapters of decorated functions, by the name of a list or of a half type."""
         decorated = Path("decorated", "function")
@@ -279,6 +318,76 @@ class Adapters:
             return (cast if dtype is self.half_dtype else self._to[dtype])(args, kwargs)
 
         return to_half
+
+    def _beside_half(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts to the half type that an argument has; casts nothing if none has, or all have one type.
+
+        If both half types occur, one argument is of a part that computes in another type than the model. A product with
+        a sparse matrix is cast to float32 if torch has no half kernel for it.
+        """
+        values = (*args, *kwargs.values()) if kwargs else args
+        found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
+        dtypes = [tensor.dtype for tensor in found if tensor.dtype in CASTABLE]
+        halves = [dtype for dtype in dtypes if dtype in HALVES]
+        if not halves or all(dtype is dtypes[0] for dtype in dtypes):
+            return args, kwargs
+        dtype = halves[0] if all(half is halves[0] for half in halves) else self.half_dtype
+        if not is_compiling() and any(tensor.layout is not torch.strided for tensor in found):
+            dtype = torch.float32 if any(map(lacks_half_products, found)) else dtype
+        return self._to[dtype](args, kwargs)
+
+    def _attending(self, original: Function) -> Adapt:
+        """Returns an adapter for attention, which casts beside half. Its masks often hold float32's lowest number.
+
+        As -inf it would make a row of such numbers NaN.
+        """
+        readers = [argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")]
+
+        def attending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            cast = self._beside_half(args, kwargs)
+            for reader in readers:
+                mask: Any = None if reader is None else reader(args, kwargs)
+                made: Any = None if reader is None else reader(*cast)
+                if made is not mask and mask.dtype is torch.float32:
+                    least = mask.clamp(min=torch.finfo(made.dtype).min).to(made.dtype)
+                    cast = _exchanged(cast, made, torch.where(mask.isneginf(), made, least))
+            return cast
+
+        return attending
+
+    def _adding_table(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts a table of a model that is added to half activations, so that the result is not float32."""
+        if len(args) == 2 and all(isinstance(each, Tensor) for each in args):
+            for half, other in (args, args[::-1]):
+                is_mixed = half.dtype in HALVES and other.dtype is torch.float32
+                if is_mixed and half.requires_grad and self._is_table(other):
+                    return _exchanged((args, kwargs), other, self._casts[half.dtype](other))
+        return args, kwargs
+
+    def _is_table(self, tensor: Tensor) -> bool:
+        if is_compiling():  # `compilers.trace_additions` sees to these
+            return False
+        base = tensor if tensor._base is None else tensor._base
+        return any(each() is base for each in self.tables)
+
+    def _normalising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts the arguments of a normalisation by statistics, whose kernels take half inputs and float32 weights.
+
+        With half weights the input is cast to their type. If the statistics are float32, the weights are cast to it:
+        the statistics themselves must not be, since the function updates them.
+        """
+        values = [*args, *kwargs.values()]
+        given = args[0] if args else kwargs.get("input")
+        others = [each.dtype for each in values if isinstance(each, Tensor) and each is not given]
+        half = next((dtype for dtype in others if dtype in HALVES), None)
+        if half is None:
+            return args, kwargs
+        of_others = self._casts[half if all(dtype is half for dtype in others) else torch.float32]
+
+        def cast(value: Any) -> Any:
+            return (self._casts[half] if value is given else of_others)(value) if isinstance(value, Tensor) else value
+
+        return tuple([cast(value) for value in args]), {name: cast(value) for name, value in kwargs.items()}
 
     def _half_of_all(self, *_: object) -> torch.dtype:
         return self.half_dtype
@@ -497,6 +606,15 @@ class Adapters:
             return cache.cast(tensor, dtype)
 
         return cast
+
+
+def _exchanged(given: Arguments, old: object, new: object) -> Arguments:
+    """Returns arguments with one of them exchanged for another."""
+    args, kwargs = given
+    return (
+        tuple([new if value is old else value for value in args]),
+        {name: new if value is old else value for name, value in kwargs.items()},
+    )
 
 
 def _casting(cast: TensorCast) -> Adapt:

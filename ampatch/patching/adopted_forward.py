@@ -1,8 +1,11 @@
-"""The forward of an adopted model at O1 and O4: a region of torch.autocast, whose casts amp makes by its lists.
+"""The forward of an adopted model, in which amp casts for it: a region.
 
-Owns the forward that replaces the model's own, and the calls of the model's parts from outside of it. So code that
-asks torch for autocast gets the answer that describes amp's casts; regions of torch.autocast inside change what amp
-does; and operators with rules for autocast follow them. Must never cast an argument or a result.
+At O1 and O4 it is a region of torch.autocast, whose casts amp makes by its lists. So code that asks torch for autocast
+gets the answer that describes amp's casts; regions of torch.autocast inside change what amp does; and operators with
+rules for autocast follow them. With half weights it is the state `IN_HALF`, which autocast does not show.
+
+Owns the forward that replaces the model's own, and the calls of the model's parts from outside of it. Must never cast
+an argument or a result.
 """
 
 from __future__ import annotations
@@ -23,14 +26,18 @@ from ampatch.casting.nested import tensors_in
 from ampatch.compilers import trace_calls, traced_within_others
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
+from ampatch.opt_levels import HALVES
+from ampatch.patching.half_functions import CastingBesideHalf
 from ampatch.patching.replaced_forward import Block, ReplacedForward, own_forward
 from ampatch.switch import (
+    IN_HALF,
     Region,
     State,
     Switch,
     blocks_of,
     casting_to,
     in_graph,
+    is_in_half,
     is_in_region,
     is_set_by_autocast,
     state,
@@ -47,10 +54,15 @@ class Regions:
         switch: switch of the session.
         dtype: half type of the regions.
         kinds: device types whose tensors are cast; the set may grow.
+        in_half: True for models with half weights.
+
+    Attributes:
+        kinds: the argument.
+        in_half: the argument.
     """
 
-    def __init__(self, switch: Switch, dtype: torch.dtype, kinds: Set[str]) -> None:
-        self._switch, self._dtype, self.kinds = switch, dtype, kinds
+    def __init__(self, switch: Switch, dtype: torch.dtype, kinds: Set[str], in_half: bool = False) -> None:
+        self._switch, self._dtype, self.kinds, self.in_half = switch, dtype, kinds, in_half
         self._state: State | None = None  # as of the last region
         self._parts: dict[int, weakref.ref[nn.Module]] = {}  # by id, since modules may define equality
         # Deep copies of models. They get their parts after their forwards.
@@ -58,18 +70,24 @@ class Regions:
 
     def state(self) -> State:
         """Returns the state of a region that begins now."""
+        if self.in_half:
+            return IN_HALF
         if is_dynamo_compiling():
             return casting_to(self._dtype, self.kinds)
         if self._state is None or len(self.kinds) > self._state[1].count(True):
             self._state = casting_to(self._dtype, self.kinds)
         return self._state
 
+    def is_decided(self) -> bool:
+        """Returns True where no region begins: in one, or where other code has turned autocast on."""
+        return is_in_half() if self.in_half else is_set_by_autocast(self.kinds)
+
     def state_of_checkpoint(self, args: tuple[Any, ...]) -> State:
         """Returns the state that a reentrant checkpoint runs and recomputes in, given its arguments.
 
         Its first run is not recorded, so outside of all regions only its arguments tell whether it belongs to a model.
         """
-        is_alone = torch.is_grad_enabled() and not is_set_by_autocast(self.kinds)
+        is_alone = torch.is_grad_enabled() and not self.is_decided()
         return self.state() if is_alone and any(each.requires_grad for each in tensors_in(args)) else state()
 
     def run_forward(self, model: nn.Module, ledger: PatchLedger) -> None:
@@ -95,13 +113,11 @@ class Regions:
         ledger.on_undo(register_module_module_registration_hook(self._take_in_later).remove)
         compiled = calls.compiled()
         if compiled is None:
-            ledger.set(nn.Module, _CALL, _Call(self._call_elsewhere))
+            ledger.set(nn.Module, _CALL, _Call(self._call_elsewhere, is_in_half if self.in_half else is_in_region))
         else:
-            ledger.on_undo(lambda: compiled.call_impl(nn.Module, None))
-            ledger.set(nn.Module, _CALL, compiled.call_impl(nn.Module, self._call_elsewhere))
-        trace_calls(
-            ledger, _call_part, lambda: None if is_set_by_autocast(self.kinds) else (self.state(),), self._is_part
-        )
+            ledger.on_undo(lambda: compiled.call_impl(nn.Module, None, False))
+            ledger.set(nn.Module, _CALL, compiled.call_impl(nn.Module, self._call_elsewhere, self.in_half))
+        trace_calls(ledger, _call_part, lambda: None if self.is_decided() else (self.state(),), self._is_part)
 
     def _take_in_later(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
         is_root = isinstance(vars(parent).get("forward"), _ForwardInRegion)
@@ -133,7 +149,7 @@ class Regions:
     @traced_within_others
     def _call_elsewhere(self, module: nn.Module, held: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Returns the call of a module outside of regions; None for torch's own. The user has compiled ``held``."""
-        if not self._is_part(module) or is_set_by_autocast(self.kinds):
+        if not self._is_part(module) or self.is_decided():
             return held
         return _ForwardInRegion(module, module._call_impl if held is None else held, self._switch, self)
 
@@ -141,21 +157,27 @@ class Regions:
 class _Call:
     """The attribute that torch calls instead of `_call_impl`, for every module. In C++ it is `call_impl`."""
 
-    def __init__(self, elsewhere: Callable[[nn.Module, Any], Any]) -> None:
-        self._elsewhere = elsewhere
+    def __init__(self, elsewhere: Callable[[nn.Module, Any], Any], is_inside: Callable[[], bool]) -> None:
+        self._elsewhere, self._is_inside = elsewhere, is_inside
 
     @traced_within_others
     def __get__(self, module: nn.Module | None, _: type | None = None) -> Any:
         if module is None:
             return self
         held = vars(module).get(_CALL)
-        return held if is_in_region() else self._elsewhere(module, held)
+        return held if self._is_inside() else self._elsewhere(module, held)
 
     def __set__(self, module: nn.Module, value: object) -> None:
         vars(module)[_CALL] = value
 
     def __delete__(self, module: nn.Module) -> None:
         del vars(module)[_CALL]
+
+
+def has_half_weights(module: nn.Module) -> bool:
+    """Returns True if the first parameter of a module is half."""
+    parameter = next(module.parameters(), None)
+    return parameter is not None and parameter.dtype in HALVES
 
 
 class _ForwardInRegion(ReplacedForward):
@@ -167,13 +189,26 @@ class _ForwardInRegion(ReplacedForward):
         own: Callable[..., Any],
         switch: Switch | None = None,
         regions: Regions | None = None,
+        in_half: bool = False,
     ) -> None:
         super().__init__(module, own, switch)
-        self._regions: Any = regions  # None after unpickling: then the module's own forward runs
+        self._regions: Any = regions  # None after unpickling
+        self._in_half = in_half if regions is None else regions.in_half
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward; in a copy with half weights, also after the session in which these became half."""
+        switch = self.switch
+        if self._in_half and (switch is None or not switch.active) and has_half_weights(self.module):
+            with CastingBesideHalf():
+                return self.own(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.module, self.own, None, None, self._in_half)
 
     def block(self) -> Block:
         """Returns a region, or a block that changes nothing in a region of other code."""
-        if is_set_by_autocast(self._regions.kinds):
+        if self._regions.is_decided():
             return contextlib.nullcontext()
         wanted = self._regions.state()
         return in_graph(wanted) if is_dynamo_compiling() else Region(wanted)
@@ -181,7 +216,7 @@ class _ForwardInRegion(ReplacedForward):
     @traced_within_others
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward; under Dynamo in plain blocks, within which its graphs may break."""
-        if not is_dynamo_compiling() or is_exporting() or is_set_by_autocast(self._regions.kinds):
+        if not is_dynamo_compiling() or is_exporting() or self._regions.is_decided():
             return self.in_block(*args, **kwargs)
         first, second, third, fourth = blocks_of(self._regions.state())
         with first, second, third, fourth:

@@ -21,6 +21,7 @@ from ampatch.compilers import traced_within_others
 from ampatch.errors import AmpError, OptionError, UsageError, in_every_layer, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
+from ampatch.opt_levels import HALVES
 from ampatch.patching import cast_labels, replaced_forward
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -197,11 +198,7 @@ def hook_forward(
 
 
 def note_types(
-    model: nn.Module,
-    error: BaseException | None,
-    half: torch.dtype,
-    kept: Sequence[str | type] = (),
-    float32_outputs: Sequence[str | type] = (),
+    model: nn.Module, error: BaseException | None, half: torch.dtype, kept: Sequence[str | type] = ()
 ) -> None:
     """Adds a note, which says what to type, to an error about types that a half model's forward raised.
 
@@ -210,7 +207,6 @@ def note_types(
         error: exception that the forward raised; None if it returned. Errors of amp's, and errors with notes, get none.
         half: half type of the model's weights.
         kept: what stays float32 already.
-        float32_outputs: those of it whose outputs stay float32 as well.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, AmpError) or getattr(error, "__notes__", None):
         return
@@ -221,9 +217,7 @@ def note_types(
     at, trace = None, error.__traceback__
     while trace is not None:
         at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
-    so_far, wide = (
-        [each if isinstance(each, str) else each.__name__ for each in some] for some in (kept, float32_outputs)
-    )
+    so_far = [each if isinstance(each, str) else each.__name__ for each in kept]
     # A submodule that is kept returns half again, so none helps the code of the model itself.
     kept_part = f"keep_fp32={[*so_far, in_every_layer(at)]}) to keep a part in float32" if at else ""
     made = f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}"
@@ -239,13 +233,11 @@ def note_types(
         cure = f"{kept_part}. If the model mixes types in several places, type patch_torch_functions=True, or "
     else:
         cure = "patch_torch_functions=True), or "
-    if wide:
-        cure = f"keep_fp32={wide}) instead of float32_outputs={wide}, if this code gets their outputs. Or type {cure}"
     error.add_note(
-        f"{made}. It casts the arguments of the model's forward (tensors, containers, dataclasses, objects with a "
-        "method to), but no tensors of other objects, and none that the forward itself creates"
-        f"{f' or that only {at!r} gets' if at else ''}. Type amp.initialize(..., {cure}opt_level='O1': both cast at "
-        "each function."
+        f"{made}. In its forward, amp casts what meets a half tensor in torch's functions that demand one type: "
+        "products, convolutions, attention, recurrent layers, normalisations. It does not in torch's operators "
+        "(torch.ops), in extensions, or in functions that it does not know. Cast there by hand: x.to(weight.dtype). Or "
+        f"type amp.initialize(..., {cure}opt_level='O1', which leaves weights float32."
     )
 
 
@@ -268,19 +260,20 @@ def hook_casts(
         ledger: records the hooks.
         inputs: type that arguments are cast to; None to leave them.
         outputs: type that the result is cast to.
-        widens_copies: True if deep copies of the model are float32. A deep copy then casts its arguments to the type
-            of its own weights; in it, submodules that give a half result leave it uncast.
+        widens_copies: True if deep copies of the model are float32. In a copy, submodules that give a half result leave
+            it uncast.
         labelled: True to label the casts in ``torch.profiler``.
     """
+    before: Any = _Arguments()
     if inputs is not None:
-        before: Any = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
-        if widens_copies:
-            before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
-        ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
+        before = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
+    if inputs in HALVES:
+        before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
+    ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
     after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
-    if inputs in (None, torch.float32) and widens_copies:
+    if widens_copies and inputs is torch.float32:
         after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
-    ledger.on_undo(model.register_forward_hook(after, always_call=inputs is not None).remove, model)
+    ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
 
 
 def hook_state_dict(
@@ -352,14 +345,30 @@ def _cast_arguments(
     return given  # type: ignore[no-any-return]
 
 
-def _hook_of_copy(hook: Callable[..., Any], _: dict[int, Any]) -> Callable[..., Any]:
-    return hook
+class _Arguments:
+    """The hook before a forward that gets its arguments as they are; copies of the model have another one."""
+
+    @traced_within_others
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        write_back.begin(module, (args, kwargs), (args, kwargs))
+
+    def __reduce__(self) -> Any:
+        return _hook_of_copy, (_cast_arguments_of_copy,)
 
 
 @traced_within_others
 def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Casts to float32 in a float32 copy; to half in a half one for which no session casts what meets its weights."""
     parameter = next(module.parameters(), None)
-    return _cast_arguments(torch.float32 if parameter is None else parameter.dtype, module, args, kwargs)
+    switch = getattr(module.forward, "switch", None)
+    if parameter is None or (parameter.dtype in HALVES and switch is not None and switch.active):
+        write_back.begin(module, (args, kwargs), (args, kwargs))
+        return args, kwargs
+    return _cast_arguments(parameter.dtype, module, args, kwargs)
+
+
+def _hook_of_copy(hook: Callable[..., Any], *_: object) -> Callable[..., Any]:
+    return hook
 
 
 @traced_within_others

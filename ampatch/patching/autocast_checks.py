@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -70,26 +70,30 @@ def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str], for_m
 
 def patch_autocast_checks(ledger: PatchLedger, switch: Switch) -> None:
     """Lets RNN modules accept input of any floating type, and keeps attention on the path that the lists reach."""
-    ledger.set(nn.RNNBase, "check_input", _check_input_of_any_float(switch))
+    accept_any_float(ledger, lambda: switch.active and not switch.is_off())
     # In eval mode, MultiheadAttention and the transformer layers would otherwise run as one C++ function. It calls no
     # function that could be cast, and fails on mixed types. autocast does the same on CUDA.
     ledger.set(torch.backends.mha, "_is_fastpath_enabled", False)
 
 
-def _check_input_of_any_float(switch: Switch) -> Any:
-    """Returns an `RNNBase.check_input` that ignores the input's type, which the cast lists decide later.
+def accept_any_float(ledger: PatchLedger, casts: Callable[[], bool]) -> None:
+    """Makes `RNNBase.check_input` ignore the input's type where casts decide about it later.
 
     torch's own raises if that type differs from the weights', before torch calls any function that casts both.
+
+    Args:
+        ledger: records the patch.
+        casts: returns True where that is so.
     """
     original = nn.RNNBase.check_input
 
     @functools.wraps(original)
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-        if switch.active and not switch.is_off():
+        if casts():
             input = of_the_weights_type(self, input)
         original(self, input, batch_sizes)
 
-    return check_input
+    ledger.set(nn.RNNBase, "check_input", check_input)
 
 
 def of_the_weights_type(module: nn.RNNBase, input: Tensor) -> Tensor:

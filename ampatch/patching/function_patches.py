@@ -14,11 +14,13 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import wrapt
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from ampatch import compilers
 from ampatch.cast_lists.list_edits import Edit
 from ampatch.cast_lists.lists import PEERS, CastLists, peer
 from ampatch.cast_lists.paths import Path, PathError, find_owner
@@ -28,14 +30,16 @@ from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
-from ampatch.patching import thread_rules
-from ampatch.patching.adapters import Adapter, Adapters, Function, is_in_place
+from ampatch.patching import half_functions, thread_rules
+from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_in_place
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
 from ampatch.patching.fused_linear import LINEAR
 from ampatch.patching.thread_rules import Token
-from ampatch.patching.wrappers import HalfModelFunction, PatchedFunction, Reason, overridable
-from ampatch.switch import Switch
+from ampatch.patching.wrappers import FunctionInHalf, HalfModelFunction, PatchedFunction, Reason, overridable
+from ampatch.switch import Switch, is_in_half
+
+_W = TypeVar("_W", bound=PatchedFunction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +109,8 @@ class FunctionPatches:
         adapters: maker of the adapters.
         accelerator: object that makes wrappers run in C++, if C++ is in use.
         switch: switch of the session.
-        for_half_models: True to apply only the rules of functions that need float32, for models with half weights.
+        for_half_models: True for models with half weights: applies only the rules of functions that need float32, and
+            casts what meets a half weight.
 
     Attributes:
         fuses_linear: True if linear layers that the lists cast to half may become one node.
@@ -138,6 +143,8 @@ class FunctionPatches:
         self._lists_of_parts: Mapping[Token, CastLists] = {}
         # The rules of functions that parts of a model treat otherwise than the session does, by path.
         self._differing: dict[Path, _Differing] = {}
+        # What models with half weights do about functions that demand arguments of one type, by the original's id.
+        self._half_functions: dict[int, tuple[Path, InHalf]] = {}
 
     def install(
         self,
@@ -168,6 +175,9 @@ class FunctionPatches:
         only_in_parts = self._note_differing(
             rules, {token: each.for_half(half) for token, each in lists_of_parts.items()}
         )
+        in_half = list(half_functions.functions()) if self._for_half_models else []
+        for path, treatment in in_half:
+            self._half_functions[id(getattr(owner_of(path.namespace), path.name))] = path, treatment
         for rule in filter(self.applies, [*rules.values(), *only_in_parts]):
             owner = owner_of(rule.path.namespace)
             if owner is None:
@@ -178,6 +188,9 @@ class FunctionPatches:
             owner = owner_of(path.namespace)
             if id(getattr(owner, path.name, None)) in overridable():  # not what another library has put there
                 self._patch(owner, path.name, lambda _: Adapter(thread_rules.unchanged), _reason_of(path, None))
+        for path, treatment in in_half:
+            adapter = functools.partial(self._adapters.in_half, treatment, path)
+            self._patch(owner_of(path.namespace), path.name, adapter, _reason_in_half(path))
         self._rebind_modules()
         for namespace in self._later:
             _watch(namespace, self)
@@ -188,6 +201,19 @@ class FunctionPatches:
             finder = _Announcer(packages)
             sys.meta_path.insert(0, finder)
             self._ledger.on_undo(functools.partial(_remove, finder))
+
+    def add_tables(self, tables: Sequence[Tensor]) -> None:
+        """Makes half results of sums of half activations and tables of models with half weights, from now on."""
+        known = self._adapters.tables
+        new = [table for table in tables if not any(each() is table for each in known)]
+        if new and not known:
+            for path in half_functions.ADDITION:
+                adapter = functools.partial(self._adapters.in_half, InHalf.ADD_TABLE, path)
+                self._patch(find_owner(path.namespace), path.name, adapter, _reason_in_half(path))
+            self._rebind_modules()
+            compilers.trace_additions(self._ledger, is_in_half, known)
+            compilers.forget_compiled()
+        known.extend(map(weakref.ref, new))
 
     def _note_differing(self, rules: Mapping[Path, Rule], of_parts: Mapping[Token, Mapping[Path, Rule]]) -> list[Rule]:
         """Notes the functions that parts treat otherwise; returns a rule of a part for each that the session lacks."""
@@ -410,24 +436,40 @@ class FunctionPatches:
             adapter = make_adapter(original)
             if name in _WRITING or module.partition(".")[0] != "torch":
                 adapter = replace(adapter, plain_cast=None, may_write=True)
-            if self._for_half_models:
-                half = HalfModelFunction.derived()
-                wrapper = half(original, adapter, self._switch, reason, frozenset(needs_float32))
+            if needs_float32 and self._for_half_models:
+                half, otherwise = HalfModelFunction.derived(), None
+                if id(original) in self._half_functions:
+                    path, treatment = self._half_functions[id(original)]
+                    beside = self._adapters.in_half(treatment, path, original)
+                    otherwise = self._plain(FunctionInHalf, original, beside, _reason_in_half(path))
+                wrapper = half(original, adapter, self._switch, reason, frozenset(needs_float32), otherwise)
+            elif self._for_half_models:
+                wrapper = self._plain(FunctionInHalf, original, adapter, str(reason))
             else:
                 known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
                 needs_block = any(_needs_block(original, known_as, treatment) for treatment in treatments)
-                given = (original, adapter, self._switch, reason, needs_block)
                 encloses = needs_block and isinstance(original, types.FunctionType)
-                if adapter.plain_cast is None or encloses or not isinstance(reason, str):
-                    wrapper = PatchedFunction.derived()(*given)
+                if encloses or not isinstance(reason, str):
+                    wrapper = PatchedFunction.derived()(original, adapter, self._switch, reason, needs_block)
                 else:
-                    wrapper = self._accelerator.class_of(PatchedFunction)(*given)
-                    self._accelerator.accelerate(wrapper, adapter.plain_cast, reason)
+                    wrapper = self._plain(PatchedFunction, original, adapter, reason, needs_block)
                 self.fuses_linear |= adapter.call is not None
             wrapper.__module__, wrapper.__qualname__ = module, qualified
             self._installed[id(wrapper)] = _alive[id(wrapper)] = wrapper
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
         self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
+
+    def _plain(
+        self, kind: type[_W], original: Function, adapter: Adapter, reason: str, needs_block: bool = False
+    ) -> _W:
+        """Returns a wrapper of a class, whose calls C++ runs if it can."""
+        accelerates = adapter.plain_cast is not None
+        made = (self._accelerator.class_of(kind) if accelerates else kind.derived())(
+            original, adapter, self._switch, reason, needs_block
+        )
+        if adapter.plain_cast is not None:
+            self._accelerator.accelerate(made, adapter.plain_cast, reason)
+        return made
 
 
 @functools.cache
@@ -564,6 +606,10 @@ def _own_attribute(owner: object, name: str) -> object:
 
 def _reason(path: Path, listed: str) -> str:
     return f"ampatch: {path} is {listed}."
+
+
+def _reason_in_half(path: Path) -> str:
+    return f"ampatch: {path} casts floating arguments beside half ones, in models with half weights."
 
 
 def _reason_of(path: Path, rule: Rule | None, where: str = "") -> str:

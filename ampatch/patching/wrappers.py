@@ -28,7 +28,7 @@ from ampatch.compilers import traced_within_others
 from ampatch.function_wrapper import NO_SLOTS, FunctionWrapper, unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
-from ampatch.switch import Switch, WithoutCasts, is_in_region
+from ampatch.switch import Switch, WithoutCasts, is_in_half, is_in_region
 from ampatch.tracing import is_below_operators
 
 _without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
@@ -70,7 +70,7 @@ class PatchedFunction(FunctionWrapper):
             return self.original(*args, **kwargs)
         in_region = is_in_region()
         if is_dynamo_compiling() or in_region or _len_torch_dispatch_stack():
-            if in_region and self.switch.is_off():
+            if in_region and self.is_off():
                 return self.uncast(args, kwargs)
             # Under a tracer, Python code may run in place of an operator's kernel: its calls are not user code.
             if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
@@ -90,6 +90,10 @@ class PatchedFunction(FunctionWrapper):
         except Exception as error:
             explain(error, self.reason, (args, kwargs), adapted)
             raise
+
+    def is_off(self) -> bool:
+        """Returns True if the region that this thread is in casts nothing."""
+        return self.switch.is_off()
 
     def uncast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the original without casts; ``__torch_function__`` may override the call."""
@@ -147,6 +151,28 @@ def without_casts(function: Function, always: bool) -> Function:
     return enclosed
 
 
+class FunctionInHalf(PatchedFunction):
+    """A function that demands arguments of one type, for models with half weights: casts in their forwards only.
+
+    It does so where casts are off, too: torch cannot multiply a half weight by float32.
+    """
+
+    __slots__ = NO_SLOTS
+
+    @traced_within_others
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the original; in the forward of a model with half weights, with arguments cast by the adapter."""
+        if not self.switch.active:
+            return self.original(*args, **kwargs)
+        if not is_in_half():
+            return self.uncast(args, kwargs)
+        return PatchedFunction.__call__(self, *args, **kwargs)
+
+    def is_off(self) -> bool:
+        """Returns False."""
+        return False
+
+
 class HalfModelFunction(PatchedFunction):
     """A function for models with half weights: it computes in float32, and gives half arguments half results.
 
@@ -163,14 +189,23 @@ class HalfModelFunction(PatchedFunction):
         switch: switch of the session.
         reason: note that names the function and the list entry.
         devices: device types on which the original has no half kernel; `EVERY_DEVICE` for all.
+        otherwise: the function for calls that are not to be cast to float32; None: the original.
     """
 
     __slots__ = NO_SLOTS
-    state = (*PatchedFunction.state, "devices")
+    state = (*PatchedFunction.state, "devices", "otherwise")
 
-    def __init__(self, original: Function, adapter: Adapter, switch: Switch, reason: Reason, devices: Set[str]) -> None:
+    def __init__(
+        self,
+        original: Function,
+        adapter: Adapter,
+        switch: Switch,
+        reason: Reason,
+        devices: Set[str],
+        otherwise: FunctionInHalf | None = None,
+    ) -> None:
         super().__init__(original, adapter, switch, reason)
-        self.devices = devices
+        self.devices, self.otherwise = devices, otherwise
 
     @traced_within_others
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,6 +221,10 @@ class HalfModelFunction(PatchedFunction):
         if any(tensor.dtype is not half for tensor in given) or kwargs.get("dtype") is not None:
             return result
         return cast_tensors(result, lambda tensor: tensor.to(half) if _is_float32_array(tensor) else tensor)
+
+    def uncast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the original without casts to float32; ``__torch_function__`` may override the call."""
+        return super().uncast(args, kwargs) if self.otherwise is None else self.otherwise(*args, **kwargs)
 
 
 def _is_float32_array(tensor: Tensor) -> bool:

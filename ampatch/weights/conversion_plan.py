@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +100,48 @@ def _for_function(name: str) -> str:
     return f" To compute torch's function {name} in float32, type cast_lists={lists} at O1 or O4."
 
 
+#: The buffers that become half: all of them, or those with these names or patterns.
+CastBuffers = bool | tuple[str, ...]
+
+
+def check_cast_buffers(given: object) -> CastBuffers:
+    """Returns a flag, or names and patterns as a tuple; a single one becomes a tuple of one.
+
+    Raises:
+        OptionError: it is anything else.
+    """
+    if isinstance(given, bool):
+        return given
+    wanted = tuple(given) if isinstance(given, (list, tuple, set, frozenset)) else (given,)
+    for one in wanted:
+        if not isinstance(one, str):
+            raise OptionError(
+                f"cast_buffers has {one!r}; expected True, False, or names of buffers ('rope.inv_freq') or patterns "
+                "('*.inv_freq'), one or a list of them."
+            )
+    return wanted
+
+
+def check_matches_buffers(models: Iterable[nn.Module], wanted: CastBuffers) -> None:
+    """Raises `OptionError`, with the nearest names, if a name or pattern matches no floating-point buffer."""
+    if isinstance(wanted, bool):
+        return
+    buffers = dict(pair for model in models for pair in model.named_buffers(remove_duplicate=False))
+    names = [name for name, buffer in buffers.items() if buffer.dtype in CASTABLE]
+    for one in wanted:
+        if not _is_cast(one, names):
+            if one in buffers:
+                hint = f" It is {buffers[one].dtype}."
+            else:
+                some = ", ".join(map(repr, names[:10]))
+                hint = did_you_mean(one, names) or (f" Its buffers are {some}." if names else " It has none.")
+            raise OptionError(f"cast_buffers has {one!r}, which matches no floating-point buffer of the model.{hint}")
+
+
+def _is_cast(wanted: str, names: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, wanted) for name in names)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A planned conversion of a model.
@@ -122,6 +164,7 @@ def plan(
     keep_batchnorm_fp32: bool,
     keep_fp32: KeepFloat32,
     float32_outputs: KeepFloat32 = (),
+    cast_buffers: CastBuffers = False,
 ) -> Plan:
     """Plans a conversion; does not change the model.
 
@@ -131,6 +174,7 @@ def plan(
         keep_batchnorm_fp32: True if modules that `keeps_statistics` accepts stay float32.
         keep_fp32: names, patterns and classes of other submodules that stay float32.
         float32_outputs: those of them whose outputs stay float32.
+        cast_buffers: the buffers that a half type is for, too; all others keep their types.
 
     Raises:
         OptionError: a tensor cannot be converted, or a float32 module and a converted one share it; or float32 outputs
@@ -148,24 +192,14 @@ def plan(
 
     found: dict[int, tuple[Tensor, torch.dtype]] = {}
     names: dict[int, str] = {}
-    for prefix, module in model.named_modules():
-        wanted = torch.float32 if module in kept else dtype
-        if isinstance(module, torch.jit.ScriptModule) and dtype in HALVES:
+    for path, tensor, wanted in _types(model, dtype, kept, cast_buffers):
+        _, other = found.setdefault(id(tensor), (tensor, wanted))
+        if other is not wanted:
             raise OptionError(
-                f"the model's {prefix!r} was compiled by TorchScript, so that amp cannot add the casts that a module "
-                f"needs once it is converted to {dtype}. Use the Python module that it was compiled from, or "
-                "opt_level='O1' or 'O4', which leave it as it is."
+                f"{names[id(tensor)]!r} and {path!r} are one tensor, and keep_fp32 keeps only one of the two in "
+                "float32. Give keep_fp32 the modules of both, or of none."
             )
-        for name, tensor in own_tensors(module):
-            path = f"{prefix}.{name}" if prefix else name
-            _check_convertible(path, tensor, wanted)
-            _, other = found.setdefault(id(tensor), (tensor, wanted))
-            if other is not wanted:
-                raise OptionError(
-                    f"{names[id(tensor)]!r} and {path!r} are one tensor, and keep_fp32 keeps only one of the two in "
-                    "float32. Give keep_fp32 the modules of both, or of none."
-                )
-            names.setdefault(id(tensor), path)
+        names.setdefault(id(tensor), path)
     converted = {key: (tensor, wanted) for key, (tensor, wanted) in found.items() if tensor.dtype in CASTABLE}
     wide = kept_modules(model, float32_outputs)
     # Batch norm gives a result of its input's type. It needs casts only where that is not to be half.
@@ -187,6 +221,40 @@ def plan(
         for module in model.modules()
     }
     return Plan(converted, buffers, outermost if dtype in HALVES else {})
+
+
+def _has_few_of_other_half(model: nn.Module, dtype: torch.dtype) -> bool:
+    """Returns True if less than half of a model has the other half type, so that its author has chosen it for a few."""
+    weights = [each for each in model.parameters() if each.is_floating_point() and not is_lazy(each)]
+    sizes = [(each.numel(), {each.dtype, dtype} == HALVES) for each in weights]
+    return 2 * sum(size for size, is_other in sizes if is_other) < sum(size for size, _ in sizes)
+
+
+def _casts_buffer(cast_buffers: CastBuffers, name: str) -> bool:
+    return cast_buffers if isinstance(cast_buffers, bool) else any(_is_cast(one, [name]) for one in cast_buffers)
+
+
+def _types(
+    model: nn.Module, dtype: torch.dtype, kept: Container[nn.Module], cast_buffers: CastBuffers
+) -> Iterator[tuple[str, Tensor, torch.dtype]]:
+    """Yields the tensors to convert, each with its name and its new type."""
+    has_few = _has_few_of_other_half(model, dtype)
+    for prefix, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and dtype in HALVES:
+            raise OptionError(
+                f"the model's {prefix!r} was compiled by TorchScript, so that amp cannot add the casts that a module "
+                f"needs once it is converted to {dtype}. Use the Python module that it was compiled from, or "
+                "opt_level='O1' or 'O4', which leave it as it is."
+            )
+        for name, tensor in own_tensors(module):
+            path = f"{prefix}.{name}" if prefix else name
+            wanted = torch.float32 if module in kept else dtype
+            if dtype in HALVES and name in module._buffers and not _casts_buffer(cast_buffers, path):
+                continue
+            if has_few and {tensor.dtype, dtype} == HALVES:
+                wanted = tensor.dtype
+            _check_convertible(path, tensor, wanted)
+            yield path, tensor, wanted
 
 
 def matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool:

@@ -30,7 +30,9 @@
 #include <array>
 #include <numeric>
 #include <optional>
+#include <string>
 #include <string_view>
+#include <utility>
 
 namespace ampatch {
 
@@ -236,7 +238,7 @@ PyMethodDef caster_methods[] = {{"set_device_types", caster_set_device_types, ME
                                 {nullptr, nullptr, 0, nullptr}};
 
 // How ordinary arguments are cast: `Kind` of ampatch/native/calls.py.
-enum class Kind { to, for_models, via_dtype, promote };
+enum class Kind { to, for_models, via_dtype, promote, beside_half, normalise, unmixed };
 
 // A patched function: the base of its class, whose `__call__` in Python does what C++ leaves to it.
 struct Call {
@@ -252,6 +254,7 @@ struct Call {
   bool is_linear;  // a linear layer, which may become one node
   Product product;
   bool is_python;  // the original is a Python function
+  bool for_half;   // casts only in the forwards of models with half weights
 };
 
 PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Call"};
@@ -260,7 +263,7 @@ PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0) "ampatch._calls.Call
 bool is_plain(PyObject* value) {
   const PyTypeObject* type = Py_TYPE(value);
   return value == Py_None || type == &PyLong_Type || type == &PyBool_Type || type == &PyFloat_Type ||
-         type == &PyUnicode_Type;
+         type == &PyUnicode_Type || type == &PySlice_Type || value == Py_Ellipsis;
 }
 
 bool is_list(PyObject* value) {
@@ -277,9 +280,16 @@ using c10::DispatchKey;
 class Here {
  public:
   // True if no mode, tracer, transform, or autocast outside of regions is active: only the Python code handles these.
-  bool is_ordinary() const {
-    return (keys_.included_ - c10::default_included_set).empty() && (is_in_region() ? others_.empty() : on_.empty()) &&
+  bool is_ordinary(const Call* call) const {
+    const c10::DispatchKeySet unusual =
+        call->for_half ? on_.remove(DispatchKey::AutocastMPS) : is_in_region() ? others_ : on_;
+    return (keys_.included_ - c10::default_included_set).empty() && unusual.empty() &&
            !at::impl::torch_function_mode_enabled();
+  }
+
+  // True in the forward of a model with half weights: `FORWARD_IN_HALF` of ampatch/switch.py.
+  bool is_in_half() const {
+    return on_.has(DispatchKey::AutocastMPS);
   }
 
   bool is_in_region() const {
@@ -325,10 +335,19 @@ class Arguments {
         return false;
       }
     }
-    if (call_->kind == Kind::for_models) {
+    if (call_->for_half && !here_.is_in_half()) {
+      casts_ = false;
+    } else if (call_->kind == Kind::for_models) {
       casts_ = casts_ && (is_of_model_ || here_.is_in_region());
     } else if (call_->kind == Kind::promote) {
       casts_ = is_mixed_ && is_wider_;
+    } else if (call_->kind == Kind::beside_half) {
+      casts_ = half_ != ScalarType::Undefined && (has_float_ || has_both_);
+      type_ = has_both_ ? call_->type : half_;
+    } else if (call_->kind == Kind::normalise) {
+      return half_ == ScalarType::Undefined;  // of half weights, Python casts some and not others
+    } else if (call_->kind == Kind::unmixed) {
+      return half_ == ScalarType::Undefined || !(has_float_ || has_both_);
     } else if (call_->kind == Kind::via_dtype && casts_) {
       return inspect_first();
     }
@@ -442,6 +461,18 @@ class Arguments {
     const at::DeviceType device = tensor.device().type();
     if (tensor.layout() != at::kStrided || !here_.knows(device)) {
       return false;
+    }
+    if (call_->kind == Kind::beside_half || call_->kind == Kind::normalise || call_->kind == Kind::unmixed) {
+      const ScalarType found = tensor.scalar_type();
+      if (call_->kind == Kind::normalise && !std::exchange(has_input_, true)) {
+        return true;
+      }
+      has_float_ = has_float_ || (found == ScalarType::Float && is_here(tensor));
+      if (is_half(found)) {
+        has_both_ = has_both_ || (half_ != ScalarType::Undefined && found != half_);
+        half_ = found;
+      }
+      return true;
     }
     if (call_->kind != Kind::promote) {
       if (is_half(type_) && here_.is_in_region() && here_.casts_on(device) &&
@@ -590,6 +621,11 @@ class Arguments {
   ScalarType last_ = ScalarType::Undefined;
   bool is_mixed_ = false;
   bool is_wider_ = false;
+  // For models with half weights: a half type among the arguments; true if there is float32, and if there are both.
+  ScalarType half_ = ScalarType::Undefined;
+  bool has_float_ = false;
+  bool has_both_ = false;
+  bool has_input_ = false;  // the tensor that is normalised was seen
 };
 
 // Calls `__call__`, whose first argument is the function itself.
@@ -609,7 +645,7 @@ PyObject* run(PyObject* function, PyObject* const* args, size_t flags, PyObject*
     return PyObject_Vectorcall(call->original, args, flags, names);
   }
   const Here here;
-  if (here.is_ordinary()) {
+  if (here.is_ordinary(call)) {
     Arguments arguments(call, here, args, PyVectorcall_NARGS(flags), names);
     bool is_known = false;
     try {
@@ -658,16 +694,22 @@ bool kind_of(std::string_view text, Kind* kind) {
     *kind = Kind::via_dtype;
   } else if (text == "promote") {
     *kind = Kind::promote;
+  } else if (text == "beside_half") {
+    *kind = Kind::beside_half;
+  } else if (text == "normalise") {
+    *kind = Kind::normalise;
+  } else if (text == "unmixed") {
+    *kind = Kind::unmixed;
   } else {
-    PyErr_SetString(PyExc_ValueError, "expected the kind to, for_models, via_dtype or promote");
+    PyErr_Format(PyExc_ValueError, "unknown kind of a call: %s", std::string(text).c_str());
     return false;
   }
   return true;
 }
 
-// accelerate(function, python, caster, original, kind, dtype, positional, explain, product): makes calls of `function`
-// run in C++, with the results of `python`, its `__call__`. `product` is None, except for linear layers that may become
-// one node.
+// accelerate(function, python, caster, original, kind, dtype, positional, explain, product, for_half): makes calls of
+// `function` run in C++, with the results of `python`, its `__call__`. `product` is None, except for linear layers that
+// may become one node. `for_half` is true for functions of models with half weights.
 PyObject* accelerate(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *object, *python, *caster, *original, *dtype, *explain;
@@ -675,9 +717,10 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   const char* product_text;
   Py_ssize_t positional;
   Kind kind;
+  int for_half;
   Product product = Product::automatic;
   if (!PyArg_ParseTuple(args,
-                        "O!O!O!OsOnOz",
+                        "O!O!O!OsOnOzp",
                         &call_type,
                         &object,
                         &PyFunction_Type,
@@ -689,7 +732,8 @@ PyObject* accelerate(PyObject*, PyObject* args) {
                         &dtype,
                         &positional,
                         &explain,
-                        &product_text) ||
+                        &product_text,
+                        &for_half) ||
       !kind_of(kind_text, &kind) || (product_text != nullptr && !product_of(product_text, &product))) {
     return nullptr;
   }
@@ -705,6 +749,7 @@ PyObject* accelerate(PyObject*, PyObject* args) {
   call->is_linear = product_text != nullptr;
   call->product = product;
   call->is_python = PyFunction_Check(original);
+  call->for_half = for_half != 0;
   call->type = dtype == Py_None ? ScalarType::Undefined : reinterpret_cast<THPDtype*>(dtype)->scalar_type;
   call->vectorcall = run;
   Py_TYPE(object)->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;  // its class has `__call__` in Python, and so inherits none
@@ -715,6 +760,7 @@ PyObject* accelerate(PyObject*, PyObject* args) {
 // The attribute `_compiled_call_impl` of torch.nn.Module during a session. If it is not None, torch calls it instead of
 // `_call_impl`. In a region it is what the user's `module.compile()` has put there; elsewhere a function decides.
 PyObject* call_elsewhere;
+bool regions_in_half;  // the regions are forwards of models with half weights
 
 PyObject* call_impl_of(PyObject* module, void*) {
   const Ref own = Ref::taken(PyObject_GenericGetDict(module, nullptr));
@@ -725,7 +771,8 @@ PyObject* call_impl_of(PyObject* module, void*) {
     }
     held = Py_None;
   }
-  if (Here().is_in_region() || call_elsewhere == Py_None) {
+  const Here here;
+  if ((regions_in_half ? here.is_in_half() : here.is_in_region()) || call_elsewhere == Py_None) {
     return Py_NewRef(held);
   }
   const Ref kept = Ref::shared(held);
@@ -743,14 +790,16 @@ int set_call_impl(PyObject* module, PyObject* value, void*) {
                           : PyDict_SetItem(own.get(), name_call_impl, value);
 }
 
-// call_impl(type, elsewhere): returns that attribute, to be set on `type`. `elsewhere(module, held)` is called outside
-// of regions, if it is not None; every attribute calls the latest.
+// call_impl(type, elsewhere, in_half): returns that attribute, to be set on `type`. `elsewhere(module, held)` is called
+// outside of regions, if it is not None; every attribute calls the latest.
 PyObject* call_impl(PyObject*, PyObject* args) {
   static PyGetSetDef property = {"_compiled_call_impl", call_impl_of, set_call_impl, nullptr, nullptr};
   PyObject *type, *elsewhere;
-  if (!PyArg_ParseTuple(args, "O!O", &PyType_Type, &type, &elsewhere)) {
+  int in_half;
+  if (!PyArg_ParseTuple(args, "O!Op", &PyType_Type, &type, &elsewhere, &in_half)) {
     return nullptr;
   }
+  regions_in_half = in_half != 0;
   Py_XSETREF(call_elsewhere, Py_NewRef(elsewhere));
   return PyDescr_NewGetSet(reinterpret_cast<PyTypeObject*>(type), &property);
 }

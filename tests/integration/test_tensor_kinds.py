@@ -397,7 +397,7 @@ class TestSparseTensors:
         ids=["coo", "csr", "nested"],
     )
     @pytest.mark.covering(1)
-    def test_buffers_are_left_alone_at_o1_and_refused_at_o2_before_anything_changes(self, make, half, device):
+    def test_buffers_are_left_alone_and_refused_if_they_are_to_be_half(self, make, half, device):
         model = nn.Linear(2, 2).to(device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -405,8 +405,10 @@ class TestSparseTensors:
         amp.initialize(model, half_dtype=half, verbosity=0)
         amp.deinitialize()
         with pytest.raises(OptionError, match=r"'adjacency' is (nested|of layout)"):
-            amp.initialize(model, opt_level="O2", half_dtype=half)
+            amp.initialize(model, opt_level="O2", half_dtype=half, cast_buffers=True)
         assert {model.weight.dtype, model.adjacency.dtype} == {torch.float32}
+        amp.initialize(model, opt_level="O2", half_dtype=half, verbosity=0)
+        assert (model.weight.dtype, model.adjacency.dtype) == (half, torch.float32)
 
     @pytest.mark.parametrize("is_half", [False, True], ids=["float32", "half"])
     @pytest.mark.parametrize("layout", ["csr", "csc", "bsr"])

@@ -1,0 +1,119 @@
+"""The functions of torch that demand arguments of one type, and what models with half weights do about it.
+
+A half weight may meet a float32 input, buffer or mask. Owns the names of these functions. Must not know how they are
+cast. The user's lists do not change it: without the casts torch raises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ampatch.cast_lists.lists import shipped
+from ampatch.cast_lists.paths import Path, find_or
+from ampatch.cast_lists.rules import Treatment
+from ampatch.cast_lists.spellings import spellings
+from ampatch.opt_levels import HALVES
+from ampatch.patching.adapters import Adapt, Adapters, Casts, Function, InHalf
+
+# Beside those on the whitelist. Layers with weights: their results are half, like those of products. torch.rms_norm
+# takes mixed types on the CPU, but gives a float32 result.
+_WITH_WEIGHTS = [
+    "layer_norm",
+    "native_layer_norm",
+    "group_norm",
+    "native_group_norm",
+    "rms_norm",
+    "bilinear",
+    "embedding_bag",
+    "linear_cross_entropy",
+]
+# Beside those on the promote list. Positions, and losses with weights: float32 loses nothing there.
+_PROMOTED = [
+    "binary_cross_entropy",
+    "cross_entropy",
+    "grid_sample",
+    "grid_sampler",
+    "grid_sampler_2d",
+    "grid_sampler_3d",
+    "histogramdd",
+    "nll_loss",
+]
+# Their masks may hold numbers beyond the half type's range.
+_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
+# Kernels take half inputs with float32 weights and statistics. torch.nn calls them by these names.
+_WITH_STATISTICS = (Path("torch.nn.functional", "batch_norm"), Path("torch.nn.functional", "instance_norm"))
+
+
+def functions() -> Iterator[tuple[Path, InHalf]]:
+    """Yields the functions that this torch has. For a function that occurs twice the first one counts."""
+    yield from ((path, treatment) for path, treatment in _named() if find_or(path) is not None)
+
+
+def _named() -> Iterator[tuple[Path, InHalf]]:
+    yield Path("torch.Tensor", "__setitem__"), InHalf.PROMOTE
+    for path in _WITH_STATISTICS:
+        yield path, InHalf.NORMALISE
+    for name in ("mm", "addmm"):
+        yield Path("torch.sparse", name), InHalf.BESIDE
+    for names, treatment in ((_WITH_WEIGHTS, InHalf.BESIDE), (_PROMOTED, InHalf.PROMOTE)):
+        for name in names:
+            yield from ((path, treatment) for path in spellings(name))
+    (half, _) = HALVES
+    of = {Treatment.WHITELIST: InHalf.BESIDE, Treatment.PROMOTE: InHalf.PROMOTE}
+    for path, rule in shipped().for_half(half).items():
+        if rule.treatment in of:
+            yield path, InHalf.ATTENTION if path.name in _ATTENTION else of[rule.treatment]
+
+
+#: The forms of addition that are patched for models with `tables`. Those in place keep the type that they write to.
+ADDITION = (Path("torch", "add"), *(Path("torch.Tensor", name) for name in ("add", "__add__", "__radd__")))
+
+
+def tables(model: nn.Module) -> Iterator[Tensor]:
+    """Yields the tables of a model: float32 buffers of values that are added to activations, such as positions.
+
+    A table has at least two dimensions, and no value beyond 1, as sines have. So it is no mask, bias of attention, list
+    of positions or sum that the model begins with zeros: half types would lose digits of these.
+    """
+    for buffer in model.buffers():
+        if (
+            buffer.dtype is torch.float32
+            and buffer.layout is torch.strided
+            and buffer.device.type != "meta"
+            and sum(size > 1 for size in buffer.shape) > 1
+            and 0 < float(buffer.detach().abs().max()) <= 1
+        ):
+            yield buffer if buffer._base is None else buffer._base
+
+
+class CastingBesideHalf(TorchFunctionMode):
+    """Makes the casts of models with half weights in this thread, for copies of such a model that no session has."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls a function of torch."""
+        adapt = _adapts().get(func)
+        args, kwargs = (args, kwargs or {}) if adapt is None else adapt(args, kwargs or {})
+        return func(*args, **kwargs)
+
+
+class _Uncached(Casts):
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype)
+
+
+@functools.cache
+def _adapts() -> Mapping[Function, Adapt]:
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type}
+    adapters = Adapters(torch.float16, _Uncached(), kinds, hears_regions=False)
+    found: dict[Function, Adapt] = {}
+    for path, treatment in functions():
+        function: Any = find_or(path)
+        found.setdefault(function, adapters.in_half(treatment, path, function).adapt)
+    return found
