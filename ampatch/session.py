@@ -10,6 +10,7 @@ import contextlib
 import functools
 import glob
 import inspect
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -79,6 +80,8 @@ from ampatch.weights.ruled_parts import ruled_parts
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+
+logger = logging.getLogger("ampatch")
 
 _MOST_WRAPPERS = 8  # of nested optimizers; a limit, since they could form a ring
 
@@ -364,7 +367,7 @@ class Session:
         """
         self.cache.end_iteration()
         self._settle_replaced()
-        self.conversion.take_back()
+        self._settle_written()
         for adopted in list(self._optimizers.values()):
             if self.has_masters:
                 adopted.masters.synchronise_all()
@@ -743,7 +746,7 @@ class Session:
                 another thread; None: all optimizers.
         """
         self._settle_replaced()
-        self.conversion.take_back()
+        self._settle_written()
         if self.has_masters:
             for masters in self._masters_of(model):
                 masters.synchronise_all()
@@ -770,6 +773,18 @@ class Session:
             if not given:  # otherwise their masters are still to be made
                 self.conversion.forget_unclaimed()
 
+    def _settle_written(self) -> None:
+        """Makes half weights without a master float32 that were written to, and tells of them."""
+        widened = self.conversion.take_back()
+        if widened:
+            others = f" and {len(widened) - 1} more" if widened[1:] else ""
+            logger.info(
+                "%s%s: user code writes to weights that no optimizer of amp updates. They are float32 from now on, as "
+                "half weights would lose small updates.",
+                self._name_of(widened[0]),
+                others,
+            )
+
     def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
         """Returns what is saved of a half tensor, and of a float32 copy that replaced one; None: the tensor itself."""
         full = self.conversion.float32_of(module, name, tensor)
@@ -779,6 +794,7 @@ class Session:
         """Gives an optimizer that is about to step the masters of what the models have now."""
         masters.search_replaced(self._replaced)
         self._settle_replaced()
+        self._settle_written()
         self._replaced.tell()
 
     @_with_casts_off

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,15 +20,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.errors import OptionError, UsageError
-from ampatch.native import calls
 from ampatch.opt_levels import HALVES
 from ampatch.weights.conversion_plan import Plan, own_tensors
-from ampatch.weights.untracked_writes import data_of
+from ampatch.weights.untracked_writes import data_of, moments_of
 from ampatch.weights.written_halves import WrittenHalves
-
-# For `map` over a list of tensors: a line of Python for each tensor takes several times as long.
-_VERSION = operator.attrgetter("_version")
-_ADDRESS = Tensor.data_ptr
 
 
 class Mark:
@@ -85,24 +79,17 @@ class Marks:
 
     def are_now(self) -> bool:
         """Returns True if no version counter and no address has changed since `renew`."""
-        return _moments_of(self._tensors) == (self._versions, self._addresses)
+        return moments_of(self._tensors) == (self._versions, self._addresses)
 
     def renew(self) -> bool:
         """Records the present versions and addresses; returns True if the address of any tensor changed."""
         before = self._addresses
-        self._versions[:], self._addresses = _moments_of(self._tensors)
+        self._versions[:], self._addresses = moments_of(self._tensors)
         if self._addresses == before:
             return False
         for mark, tensor in zip(self._marks, self._tensors, strict=True):
             mark.renew(tensor)
         return True
-
-
-def _moments_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
-    """Returns the version counters and the addresses of tensors."""
-    compiled = calls.compiled()
-    found = None if compiled is None else compiled.moments_of(tensors)
-    return (list(map(_VERSION, tensors)), list(map(_ADDRESS, tensors))) if found is None else found
 
 
 @dataclass(slots=True, eq=False)
@@ -316,6 +303,7 @@ class Conversion:
         converted.full.requires_grad_()
         if type(parameter) is nn.Parameter:  # attributes that users set on one are those of the other, at all times
             converted.full.__dict__ = parameter.__dict__
+        self.without_master.forget(parameter)
         converted.owner = weakref.ref(owner)
         self._owners[id(parameter)] = owner
         return converted
@@ -382,13 +370,17 @@ class Conversion:
             if tensor.dtype in HALVES and tensor not in self._converted and not self._buffers.get(module, {}).get(name):
                 self._record_late(tensor)
 
-    def take_back(self) -> None:
-        """Makes half weights without a master float32 if they were written to, and copies writes to buffers' values."""
-        self.without_master.settle()
+    def take_back(self) -> list[Tensor]:
+        """Makes half weights without a master float32 if they were written to, and copies writes to buffers' values.
+
+        Returns:
+            The weights that have become float32.
+        """
         for reference, converted in self._narrowed_buffers:
             buffer = reference()
             if buffer is not None and converted.was_updated and buffer.dtype is converted.dtype:
                 converted.synchronise(buffer)
+        return self.without_master.settle()
 
     def full_of(self, tensor: Tensor) -> Tensor | None:
         """Returns the float32 values of a tensor that was converted from float32 to half; None for any other."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ampatch.ledger import PatchLedger
+from ampatch.native import calls
 
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
+
+# For `map` over a list of tensors: a line of Python for each tensor takes several times as long.
+_VERSION = operator.attrgetter("_version")
 
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 
@@ -47,6 +52,13 @@ def has_memory(tensor: Tensor) -> bool:
     )
 
 
+def moments_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+    """Returns the version counters and the addresses of tensors, which change with each write that torch counts."""
+    compiled = calls.compiled()
+    found = None if compiled is None else compiled.moments_of(tensors)
+    return (list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, tensors))) if found is None else found
+
+
 def announce(ledger: PatchLedger, hear: Callable[[Tensor], object]) -> None:
     """Patches torch to call ``hear`` with every tensor that may be written to uncounted.
 
@@ -61,9 +73,9 @@ def announce(ledger: PatchLedger, hear: Callable[[Tensor], object]) -> None:
         return _DATA.__get__(tensor)  # type: ignore[no-any-return]
 
     def set_(tensor: Tensor, value: Tensor) -> None:
+        get(tensor)  # announces the memory that it has; then that which it gets
         _DATA.__set__(tensor, value)
-        if not torch.compiler.is_compiling():
-            hear(tensor)
+        get(tensor)
 
     ledger.set(Tensor, "data", property(get, set_))
     if dist.is_available():

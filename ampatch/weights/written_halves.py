@@ -19,21 +19,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 from ampatch.tracing import is_capturing
-from ampatch.weights.untracked_writes import data_of, has_memory
+from ampatch.weights.untracked_writes import data_of, has_memory, moments_of
 
 
 class WrittenHalves:
     """The half weights without a master that are watched.
 
     Args:
-        widen: function that makes a half weight float32, with the given float32 values, and tells the user.
+        make_float32: function that makes a half weight float32, with the given float32 values.
     """
 
-    def __init__(self, widen: Callable[[Tensor, Tensor], None]) -> None:
-        self._widen = widen
+    def __init__(self, make_float32: Callable[[Tensor, Tensor], None]) -> None:
+        self._make_float32 = make_float32
+        self._widened: list[Tensor] = []  # until the caller of `settle` has them
         self._watched: list[weakref.ref[Tensor]] = []
-        self._before: dict[int, tuple[int, Tensor]] = {}  # by id: version counter, and memory, when last looked at
-        self._heard: dict[int, Tensor] = {}  # fingerprints from before `data` was accessed, by id
+        self._versions: dict[int, int] = {}  # version counters at the last look, by id
+        self._moments: tuple[list[int], list[int]] = [], []
+        self._heard: dict[int, Tensor] = {}  # fingerprints from before `data` was read or set, by id
         self._copies: dict[int, _Float32Copy] = {}  # since the last look, by id of the weight
         self._loaded = WeakTensorKeyDictionary()  # weights that have lost digits of values loaded into them
 
@@ -41,53 +43,57 @@ class WrittenHalves:
         """Watches these tensors from now on, and no others."""
         kept = [each for each in tensors if has_memory(each) and each.numel()]
         self._watched = list(map(weakref.ref, kept))
-        self._before = {id(each): (each._version, data_of(each)) for each in kept}
+        self._versions = {id(each): each._version for each in kept}
+        self._moments = moments_of(kept)
         self._heard.clear()
+
+    def forget(self, tensor: Tensor) -> None:
+        """Watches a tensor no longer, which has a master now."""
+        if self._versions.pop(id(tensor), None) is not None:
+            self._watched = [each for each in self._watched if each() is not tensor]
+
+    def _widen(self, tensor: Tensor, values: Tensor) -> None:
+        self._make_float32(tensor, values)
+        self._widened.append(tensor)
 
     def hear(self, tensor: Tensor) -> None:
         """Notes that user code may write to a tensor in a way that torch does not count."""
-        if id(tensor) in self._before and id(tensor) not in self._heard and not is_capturing():
+        if id(tensor) in self._versions and id(tensor) not in self._heard and not is_capturing():
             self._heard[id(tensor)] = kernels.fingerprints([data_of(tensor)])
 
-    def settle(self) -> None:
-        """Makes the weights float32 that were written to since the last look, also through a copy that was given."""
+    def settle(self) -> list[Tensor]:
+        """Makes the weights float32 that were written to since the last look, also through a copy that was given.
+
+        Returns:
+            The weights that have become float32 since the last call.
+        """
         given, self._copies = self._copies, {}
         for copy in given.values():
             self._take_back(copy)
-        tensors = [each() for each in self._watched]
-        before = self._before
-        if not self._heard and all(
-            each is not None
-            and each._version == before[id(each)][0]
-            and each.data_ptr() == before[id(each)][1].data_ptr()
-            for each in tensors
-        ):
-            return
-        alive = [each for each in tensors if each is not None and each.dtype in HALVES]
-        written = [each for each in alive if self._was_written(each)]
-        for each in written:
-            self._widen(each, each.detach().float())
-        self.watch(each for each in alive if each.dtype in HALVES)
+        alive = [each for reference in self._watched if (each := reference()) is not None]
+        if self._heard or moments_of(alive) != self._moments:
+            alive = [each for each in alive if each.dtype in HALVES]
+            for each in filter(self._was_written, alive):
+                self._widen(each, each.detach().float())
+            self.watch(each for each in alive if each.dtype in HALVES)
+        widened, self._widened = self._widened, []
+        return widened
 
     def _was_written(self, tensor: Tensor) -> bool:
-        version, data = self._before[id(tensor)]
-        heard = self._heard.get(id(tensor))
-        if tensor._version != version:
-            return True
-        if heard is not None and data_of(tensor).device == heard.device:
-            return not torch.equal(kernels.fingerprints([data_of(tensor)]), heard)
-        # It has other memory: a module that was moved has equal values in it.
-        return tensor.data_ptr() != data.data_ptr() and not torch.equal(data_of(tensor), data.to(tensor.device))
+        before = self._heard.get(id(tensor))
+        # By value: `data` is also set to equal values, as where a module is moved to another device.
+        is_other = before is not None and not torch.equal(kernels.fingerprints([data_of(tensor)]).cpu(), before.cpu())
+        return is_other or tensor._version != self._versions[id(tensor)]
 
     def note_loaded(self, tensor: Tensor, values: Tensor) -> None:
         """Notes that values were loaded into a weight; makes it float32 if it loses their digits a second time.
 
         The first time is a checkpoint, which the weight rounds as `initialize` did. From then on it is an average.
         """
-        if id(tensor) not in self._before:
+        if id(tensor) not in self._versions:
             return
         is_rounded = values.shape == tensor.shape and not torch.equal(values.to(tensor.device), tensor.to(values.dtype))
-        self._before[id(tensor)] = (tensor._version, data_of(tensor))
+        self._versions[id(tensor)] = tensor._version
         self._heard.pop(id(tensor), None)
         if is_rounded and tensor in self._loaded:
             self._widen(tensor, values.detach().float().to(tensor.device, copy=True))

@@ -1,0 +1,256 @@
+"""At O2 and O5 one parameter is one object: in the model, in the optimizer's groups, its state and its methods."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
+from torch import Tensor, nn
+
+import ampatch
+from ampatch import amp
+from ampatch.apex.fp16_utils import FP16_Optimizer
+from ampatch.errors import UsageError
+from ampatch.weights.exchange import exchange
+
+pytestmark = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    yield
+    amp.deinitialize()
+
+
+class Training:
+    """A model of half weights, and a step of the optimizer around its masters, by one of three ways."""
+
+    def __init__(self, way: str, half: torch.dtype, make: Callable[..., Any], **options: Any) -> None:
+        torch.manual_seed(0)
+        self.way, self.model = way, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        if way != "initialize":
+            self.model.to(half)
+        self.inner = self.optimizer = make(self.model.parameters(), **options)
+        if way == "initialize":
+            amp.initialize(self.model, self.optimizer, opt_level="O2", half_dtype=half, loss_scale=1, verbosity=0)
+        else:
+            self.optimizer = {"MixedPrecision": ampatch.MixedPrecision, "FP16_Optimizer": FP16_Optimizer}[way](
+                self.inner
+            )
+
+    def step(self, seed: int = 1) -> None:
+        self.optimizer.zero_grad()
+        inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
+        loss = self.model(inputs.to(self.model[0].weight.dtype)).float().square().mean()
+        if self.way == "initialize":
+            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        elif self.way == "FP16_Optimizer":
+            self.optimizer.backward(loss)
+        else:
+            loss.backward()
+        self.optimizer.step()
+
+    @property
+    def masters(self) -> list[Tensor]:
+        if self.way == "FP16_Optimizer":
+            return self.optimizer.fp32_from_fp16_groups[0]
+        return list(amp.master_params(self.optimizer) if self.way == "initialize" else self.optimizer.master_params())
+
+
+WAYS = pytest.mark.parametrize("way", ["initialize", "MixedPrecision", "FP16_Optimizer"])
+
+
+class Scaled(torch.optim.SGD):
+    """Reads an attribute of each parameter, from its groups or from a list of its own."""
+
+    def __init__(self, parameters: Any, lr: float, own_list: bool = False) -> None:
+        self.mine = list(parameters)
+        super().__init__(self.mine, lr=lr)
+        self.own_list = own_list
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.mine if self.own_list else self.param_groups[0]["params"]:
+            assert parameter.dtype is parameter.grad.dtype is torch.float32
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"] * getattr(parameter, "lr_scale", 1.0))
+
+
+@WAYS
+class TestOneObject:
+    def test_groups_and_state_are_of_the_models_parameters(self, way, half):
+        training = Training(way, half, torch.optim.AdamW)
+        for _ in range(2):
+            training.step()
+            held = training.optimizer.param_groups[0]["params"]
+            assert list(map(id, held)) == list(map(id, training.model.parameters()))
+            assert {each.dtype for each in held} == {half}
+            for parameter in held:
+                assert training.optimizer.state[parameter]["exp_avg"].dtype is torch.float32
+
+    @pytest.mark.parametrize("own_list", [False, True])
+    def test_an_attribute_set_later_is_read_by_the_step(self, own_list, way, half):
+        training = Training(way, half, Scaled, lr=0.5, own_list=own_list)
+        frozen, other = training.model[0].weight, training.model[2].weight
+        frozen.lr_scale = 0.0
+        before = frozen.detach().clone(), other.detach().clone()
+        training.step()
+        assert_same_bits(frozen.detach(), before[0])
+        assert not torch.equal(other, before[1])
+
+    def test_state_that_was_read_too_early_is_no_trouble(self, way, half):
+        training = Training(way, half, torch.optim.AdamW)
+        state = training.optimizer.state[training.model[0].weight]
+        assert {name for name in state if name != "master"} == set()
+        training.step()
+        assert len(training.optimizer.state_dict()) > 0
+
+    def test_momentum_is_reset_by_parameter(self, way, half):
+        """As ReLoRA and pruning do: the next step is that of an optimizer that has just begun."""
+        trainings = [Training(way, half, torch.optim.SGD, lr=0.1, momentum=0.9) for _ in range(2)]
+        for training in trainings:
+            training.step(seed=1)
+        for parameter in trainings[0].model.parameters():
+            trainings[0].optimizer.state[parameter]["momentum_buffer"].zero_()
+        for parameter in trainings[1].model.parameters():
+            trainings[1].optimizer.state[parameter].pop("momentum_buffer")
+        for training in trainings:
+            training.step(seed=2)
+        assert_same_state(trainings[0].masters, trainings[1].masters)
+
+    def test_hooks_of_the_parameter_and_its_views_stay(self, way, half):
+        training = Training(way, half, torch.optim.SGD, lr=0.1)
+        weight, seen = training.model[0].weight, []
+        weight.register_hook(lambda grad: seen.append(grad.dtype))
+        weight.register_post_accumulate_grad_hook(lambda tensor: seen.append(tensor is weight))
+        address = weight.data_ptr()
+        for seed in (1, 2):
+            training.step(seed)
+        assert seen == [half, True] * 2
+        assert weight.data_ptr() == address
+
+    def test_an_error_in_the_step_leaves_half_weights(self, way, half):
+        class Fails(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                raise ZeroDivisionError
+
+        training = Training(way, half, Fails, lr=0.1)
+        with pytest.raises(ZeroDivisionError):
+            training.step()
+        assert {each.dtype for each in training.model.parameters()} == {half}
+        assert {each.dtype for each in training.masters} == {torch.float32}
+
+    def test_loaded_state_is_float32(self, way, half):
+        trainings = [Training(way, half, torch.optim.AdamW) for _ in range(2)]
+        trainings[0].step()
+        trainings[1].step(seed=3)
+        trainings[1].optimizer.load_state_dict(copy.deepcopy(trainings[0].optimizer.state_dict()))
+        first, second = ([each.inner.state[p]["exp_avg"] for p in each.model.parameters()] for each in trainings)
+        assert_same_state(first, second)
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Changes its parameters in methods of its own, as SAM and schedule-free optimizers do."""
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(1 + 2**-14)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["old"] = parameter.clone()
+            parameter.add_(parameter.grad)
+        self.zero_grad()
+
+    def second_step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data = self.state[parameter].pop("old")
+        self.step()
+
+
+class TestMethodsOfTheOptimizer:
+    def test_change_masters(self, half):
+        training = Training("initialize", half, ScheduleFree, lr=0.1)
+        before = [each.detach().clone() for each in training.masters]
+        training.optimizer.eval()
+        for master, parameter, was in zip(training.masters, training.model.parameters(), before, strict=True):
+            assert_same_bits(master.detach(), was * (1 + 2**-14))
+            assert_same_bits(parameter.detach(), master.detach().to(half))
+
+    def test_may_be_two_halves_of_a_step(self, half):
+        training = Training("initialize", half, ScheduleFree, lr=0.5)
+        before = [each.detach().clone() for each in training.masters]
+        loss = training.model(torch.ones(2, 4)).square().mean()
+        with amp.scale_loss(loss, training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        training.optimizer.first_step()
+        assert all(each.grad is None for each in training.model.parameters())
+        with amp.scale_loss(training.model(torch.ones(2, 4)).square().mean(), training.optimizer) as scaled_loss:
+            scaled_loss.backward()
+        grads = [each.grad.clone() for each in training.masters]
+        training.optimizer.second_step()
+        for master, was, grad in zip(training.masters, before, grads, strict=True):
+            assert_same_bits(master.detach(), was - 0.5 * grad)
+
+    @pytest.mark.parametrize("place", ["step_pre", "step_post"])
+    def test_see_half_weights_in_hooks_around_the_step(self, place, half):
+        training = Training("initialize", half, torch.optim.SGD, lr=0.1)
+        seen = []
+
+        def hook(optimizer: Any, *_: Any) -> None:
+            seen.append(optimizer.param_groups[0]["params"][0].dtype)
+            with torch.no_grad():
+                training.model[0].weight.fill_(2)
+
+        handle = getattr(training.optimizer, f"register_{place}_hook")(hook)
+        training.step()
+        handle.remove()
+        training.step()
+        assert seen == [half]
+        assert {each.dtype for each in training.model.parameters()} == {half}
+        if place == "step_post":
+            assert not torch.equal(training.masters[0], torch.full((8, 4), 2.0))
+
+    def test_of_a_subclass_run_on_masters_after_the_step_of_its_base(self, half):
+        """The hooks of torch end with the inner step; what the outer one does then counts as well."""
+
+        class Decaying(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> None:
+                super().step()
+                for parameter in self.param_groups[0]["params"]:
+                    assert parameter.dtype is torch.float32
+                    parameter.mul_(1 - 2**-14)
+
+        trainings = [Training("initialize", half, Decaying, lr=0.1)]
+        trainings[0].optimizer.register_step_post_hook(lambda *_: None)
+        trainings[0].step()
+        found = [each.detach().clone() for each in trainings[0].masters]
+        amp.deinitialize()
+        trainings = [Training("initialize", half, torch.optim.SGD, lr=0.1)]
+        trainings[0].step()
+        for master, plain in zip(found, trainings[0].masters, strict=True):
+            assert_same_bits(master, plain.detach() * (1 - 2**-14))
+
+
+def test_a_master_in_a_group_is_an_error(half):
+    training = Training("initialize", half, torch.optim.SGD, lr=0.1)
+    training.optimizer.param_groups[0]["params"] = training.masters
+    with pytest.raises(UsageError, match=r"holds a float32 master.*put back the parameter"):
+        training.optimizer.step()
+    training.optimizer.param_groups[0]["params"] = list(training.model.parameters())
+    training.step()
+
+
+def test_tensors_that_cannot_be_exchanged_leave_the_others_as_they_were(half):
+    parameters = [nn.Parameter(torch.ones(2, dtype=half)) for _ in range(2)]
+    masters = [nn.Parameter(torch.ones(2)), "no tensor"]
+    with pytest.raises(RuntimeError):
+        exchange(parameters, masters)
+    assert [parameters[0].dtype, masters[0].dtype] == [half, torch.float32]
