@@ -130,6 +130,11 @@ class ConvertedTensor:
         assert self.full_mark is not None
         return self.half_mark.is_now(half) and self.full_mark.is_now(self.full) and half.dtype is self.dtype
 
+    def may_be_edited(self, half: Tensor) -> bool:
+        """Returns True if a half tensor is where it was at `note`, and torch has counted no write to ``full`` since."""
+        assert self.half_mark is not None
+        return not self.was_updated and half.data_ptr() == self.half_mark.address and half.dtype is self.dtype
+
     @property
     def was_updated(self) -> bool:
         """True if torch has counted a write to the float32 values since `note`."""

@@ -292,13 +292,14 @@ class MasterWeights:
         if not is_counted and not by_value:
             return
         self._check_not_both_written()
-        written = [
-            pair for pair in self._pairs.values() if is_counted and not pair.converted.is_in_sync(pair.parameter)
+        special = [
+            pair for pair in self._pairs.values() if is_counted and not pair.converted.may_be_edited(pair.parameter)
         ]
-        self._follow_by_value(written)
-        for pair in written:
+        for pair in special:
             self._synchronise(pair)
-        if written:
+        for group in self._groups:
+            group.copy_edits()
+        if special:
             self._note_in_step()
         else:
             self._half_marks.renew()
@@ -312,22 +313,6 @@ class MasterWeights:
             for pair in group.with_written_master():
                 if self._was_written(pair) and not _are_alike(pair):
                     raise UsageError(self._both_written(pair))
-
-    def _follow_by_value(self, but: list[Pair]) -> None:
-        """Copies elements of half weights that differ from the rounded masters to the masters, except pairs ``but``."""
-        if not but:
-            for group in self._groups:
-                group.copy_edits()
-            return
-        left_out = set(map(id, but))
-        for pair in self._pairs.values():
-            if id(pair) not in left_out:
-                self._follow_one(pair.parameter)
-
-    def _follow_one(self, parameter: Tensor) -> None:
-        if parameter.numel():
-            group, place = self._places[id(parameter)]
-            group.copy_edits(_only(place))
 
     def synchronise_all(self) -> None:
         """Brings writes to masters into half weights before a forward pass, which reads these.
@@ -346,11 +331,12 @@ class MasterWeights:
     def synchronise_one(self, parameter: Tensor) -> None:
         """Synchronises one pair, by value."""
         pair = self._pairs[id(parameter)]
-        if not pair.converted.is_in_sync(parameter):
+        if not pair.converted.may_be_edited(parameter):
             self._synchronise(pair)
             self.note_one(parameter)
-        else:
-            self._follow_one(parameter)
+        elif parameter.numel():
+            group, place = self._places[id(parameter)]
+            group.copy_edits(_only(place))
 
     def note_one(self, parameter: Tensor) -> None:
         """Records that a half parameter now equals its rounded master."""
@@ -361,18 +347,9 @@ class MasterWeights:
             group.renew(place)
 
     def give_back(self) -> None:
-        """Copies the user's last writes to half weights to the masters, before masters are removed.
-
-        Skips pairs with a counted write, and half weights that the user converted: `Conversion.restore` handles them.
-        """
-        for pair in self._pairs.values():
-            converted, parameter = pair.converted, pair.parameter
-            if (
-                parameter.dtype is converted.dtype
-                and parameter.shape == pair.master.shape
-                and converted.is_in_sync(parameter)
-            ):
-                self.synchronise_one(parameter)
+        """Copies the user's last writes to half weights to the masters, before `Conversion.restore` gives these back."""
+        for group in self._groups:
+            group.copy_edits()
 
     def _synchronise(self, pair: Pair) -> None:
         converted, parameter = pair.converted, pair.parameter
