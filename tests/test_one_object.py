@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ampatch
 from ampatch import amp
@@ -151,6 +152,21 @@ class TestOneObject:
         trainings[1].optimizer.load_state_dict(copy.deepcopy(trainings[0].optimizer.state_dict()))
         first, second = ([each.inner.state[p]["exp_avg"] for p in each.model.parameters()] for each in trainings)
         assert_same_state(first, second)
+
+
+def test_torchs_distributed_checkpoint_saves_and_loads_float32(half):
+    training = Training("initialize", half, torch.optim.AdamW)
+    training.step()
+    saved = copy.deepcopy(get_state_dict(training.model, training.optimizer))
+    assert {each.dtype for each in saved[0].values()} == {torch.float32}
+    training.step(seed=2)
+    wanted = [each.detach().clone() for each in training.masters]
+    amp.deinitialize()
+    training = Training("initialize", half, torch.optim.AdamW)
+    training.step(seed=3)
+    set_state_dict(training.model, training.optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+    training.step(seed=2)
+    assert_same_state([each.detach() for each in training.masters], wanted)
 
 
 class ScheduleFree(torch.optim.SGD):

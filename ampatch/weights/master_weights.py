@@ -347,7 +347,7 @@ class MasterWeights:
             group.renew(place)
 
     def give_back(self) -> None:
-        """Copies the user's last writes to half weights to the masters, before `Conversion.restore` gives these back."""
+        """Copies the user's last writes to half weights to the masters, which `Conversion.restore` gives back."""
         for group in self._groups:
             group.copy_edits()
 
