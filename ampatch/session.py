@@ -453,8 +453,10 @@ class Session:
             raise
         for model in models:
             self._regions.add(model)
-        if self.casts_in_half:
-            self._functions.add_tables([table for model in models for table in half_functions.tables(model)])
+        tables = [table for model in models for table in half_functions.tables(model)] if self.casts_in_half else []
+        if self._functions.add_tables(tables):
+            for model in self._models:
+                self._functions.rebind_model(model)
         # Last, since rounding cannot be undone.
         self.conversion.forget_unclaimed()
         if self.has_masters:

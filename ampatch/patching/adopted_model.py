@@ -322,14 +322,6 @@ def without_own_hooks(module: nn.Module) -> Iterator[None]:
             hooks.update(known)
 
 
-def dtype_of_arguments(module: nn.Module) -> torch.dtype | None:
-    """Returns the type that amp's hook casts the arguments of a module's forward to; None if there is no such hook."""
-    for hook in module._forward_pre_hooks.values():
-        if isinstance(hook, functools.partial) and hook.func in (_cast_arguments, cast_labels.cast_arguments):
-            return hook.args[0]  # type: ignore[no-any-return]
-    return None
-
-
 def _is_of_amp(hook: Any) -> bool:
     hook = getattr(hook, "hook", hook)  # torch wraps hooks that run before load_state_dict
     function = hook.func if isinstance(hook, functools.partial) else hook

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.cuda import graphs
-from torch.utils._pytree import tree_leaves
 
-from ampatch.casting.nested import cast_floating
 from ampatch.ledger import MISSING, PatchLedger, bindings
 from ampatch.patching import adopted_model
 
@@ -57,14 +55,12 @@ def accept_adopted_models(ledger: PatchLedger, before_capture: Callable[[], bool
         if before_capture() is None:
             return original(callables, sample_args, *args, **kwargs)
         is_one = not isinstance(callables, tuple)
-        pairs = [(callables, sample_args)] if is_one else list(zip(callables, sample_args, strict=False))
-        modules = [each for each, _ in pairs if isinstance(each, nn.Module)]
-        samples = tuple(_as_hooks_pass_on(each, given) for each, given in pairs)
+        modules = [each for each in ([callables] if is_one else callables) if isinstance(each, nn.Module)]
         before = [vars(module).get("forward", MISSING) for module in modules]
         with contextlib.ExitStack() as without_hooks:
             for module in modules:
                 without_hooks.enter_context(adopted_model.without_own_hooks(module))
-            made = original(callables, samples[0] if is_one else samples, *args, **kwargs)
+            made = original(callables, sample_args, *args, **kwargs)
         for module, forward in zip(modules, before, strict=True):
             _record_forward(ledger, module, forward)
         return made
@@ -76,19 +72,6 @@ def accept_adopted_models(ledger: PatchLedger, before_capture: Callable[[], bool
 def is_graphed(module: nn.Module) -> bool:
     """Returns True if ``torch.cuda.make_graphed_callables`` has replaced the forward of a module."""
     return getattr(vars(module).get("forward"), "__module__", None) == graphs.__name__
-
-
-def _as_hooks_pass_on(function: object, sample_args: Any) -> Any:
-    """Returns sample arguments in the types in which amp's hooks pass arguments to the forward, as new leaves."""
-    dtype = adopted_model.dtype_of_arguments(function) if isinstance(function, nn.Module) else None
-    if dtype is None:
-        return sample_args
-    with torch.no_grad():
-        passed = cast_floating(sample_args, dtype)
-    for given, cast in zip(tree_leaves(sample_args), tree_leaves(passed), strict=True):
-        if cast is not given and isinstance(given, Tensor):
-            cast.requires_grad_(given.requires_grad)
-    return passed
 
 
 def _record_forward(ledger: PatchLedger, module: nn.Module, before: object) -> None:

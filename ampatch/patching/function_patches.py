@@ -202,11 +202,16 @@ class FunctionPatches:
             sys.meta_path.insert(0, finder)
             self._ledger.on_undo(functools.partial(_remove, finder))
 
-    def add_tables(self, tables: Sequence[Tensor]) -> None:
-        """Makes half results of sums of half activations and tables of models with half weights, from now on."""
+    def add_tables(self, tables: Sequence[Tensor]) -> bool:
+        """Makes half results of sums of half activations and tables of models with half weights, from now on.
+
+        Returns:
+            True if it has patched addition, so that names in models are to be bound again.
+        """
         known = self._adapters.tables
         new = [table for table in tables if not any(each() is table for each in known)]
-        if new and not known:
+        is_first = bool(new) and not known
+        if is_first:
             for path in half_functions.ADDITION:
                 adapter = functools.partial(self._adapters.in_half, InHalf.ADD_TABLE, path)
                 self._patch(find_owner(path.namespace), path.name, adapter, _reason_in_half(path))
@@ -214,6 +219,7 @@ class FunctionPatches:
             compilers.trace_additions(self._ledger, is_in_half, known)
             compilers.forget_compiled()
         known.extend(map(weakref.ref, new))
+        return is_first
 
     def _note_differing(self, rules: Mapping[Path, Rule], of_parts: Mapping[Token, Mapping[Path, Rule]]) -> list[Rule]:
         """Notes the functions that parts treat otherwise; returns a rule of a part for each that the session lacks."""

@@ -85,6 +85,7 @@ def tables(model: nn.Module) -> Iterator[Tensor]:
         if (
             buffer.dtype is torch.float32
             and buffer.layout is torch.strided
+            and not buffer.is_nested
             and buffer.device.type != "meta"
             and sum(size > 1 for size in buffer.shape) > 1
             and 0 < float(buffer.detach().abs().max()) <= 1

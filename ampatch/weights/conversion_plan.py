@@ -105,7 +105,7 @@ CastBuffers = bool | tuple[str, ...]
 
 
 def check_cast_buffers(given: object) -> CastBuffers:
-    """Returns a flag, or names and patterns as a tuple; a single one becomes a tuple of one.
+    """Returns a flag, or names and patterns as a tuple; a single one becomes a tuple of one, and none at all False.
 
     Raises:
         OptionError: it is anything else.
@@ -119,7 +119,7 @@ def check_cast_buffers(given: object) -> CastBuffers:
                 f"cast_buffers has {one!r}; expected True, False, or names of buffers ('rope.inv_freq') or patterns "
                 "('*.inv_freq'), one or a list of them."
             )
-    return wanted
+    return wanted or False
 
 
 def check_matches_buffers(models: Iterable[nn.Module], wanted: CastBuffers) -> None:

@@ -1,0 +1,505 @@
+"""Casts where a half weight is used: at O2, O3 and O5 inputs and buffers keep their types until they meet one."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import HALF_DTYPES, dtype_name
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.errors import OptionError
+
+LEVELS = ["O2", "O3", "O5"]
+
+
+@pytest.fixture(params=HALF_DTYPES, ids=dtype_name)
+def half(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture(params=["python", "compiled"], autouse=True)
+def _calls(request: pytest.FixtureRequest, select_calls: Callable[[str], None]) -> None:
+    if request.param == "compiled":
+        request.getfixturevalue("compiled_calls")
+    select_calls(request.param)
+
+
+class Net(nn.Module):
+    """Does what a test asks for, with a layer to have weights."""
+
+    def __init__(self, work: Callable[..., Any] = lambda net, x: net.layer(x), **buffers: Tensor) -> None:
+        super().__init__()
+        self.layer, self.work = nn.Linear(8, 8), work
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.work(self, *args, **kwargs)
+
+
+def adopted(model: nn.Module, half: torch.dtype, level: str = "O2", **options: Any) -> Any:
+    level = "O2" if (level, half) == ("O5", torch.float16) else level
+    return amp.initialize(model, opt_level=level, half_dtype=half, verbosity=0, **options)
+
+
+class TestBuffers:
+    """Buffers of the kinds that a half type ruins."""
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_keep_their_type_and_their_values(self, level: str, half: torch.dtype) -> None:
+        given = {
+            "inv_freq": 1.0 / 10000 ** (torch.arange(0, 64, 2) / 64),
+            "fourier": torch.randn(8, 8) * 30,
+            "alphas_cumprod": torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000), 0),
+            "position_ids": torch.arange(4097.0),
+            "slopes": 2.0 ** -torch.arange(0.5, 8.5, 0.5),
+            "steps": torch.tensor(2049.0),
+            "codebook": torch.randn(16, 8) * 39,
+            "mask": torch.full((4, 4), -1e9),
+            "wide": torch.ones(2, dtype=torch.float64),
+            "narrow": torch.ones(2, dtype=torch.float16),
+        }
+        model = adopted(Net(**{name: buffer.clone() for name, buffer in given.items()}), half, level)
+        for name, buffer in given.items():
+            assert getattr(model, name).dtype is buffer.dtype, name
+            assert torch.equal(getattr(model, name), buffer), name
+            assert torch.equal(model.state_dict()[name], buffer), name
+        amp.deinitialize()
+        assert all(torch.equal(getattr(model, name), buffer) for name, buffer in given.items())
+
+    def test_a_rotary_embedding_has_the_cosines_of_float32(self, half: torch.dtype) -> None:
+        def work(net: Net, x: Tensor) -> Tensor:
+            net.angles = torch.outer(torch.arange(8192.0), net.inv_freq).cos()
+            return net.layer(x)
+
+        model = Net(work, inv_freq=1.0 / 10000 ** (torch.arange(0, 64, 2) / 64))
+        model(torch.ones(1, 8))
+        expected = model.angles
+        adopted(model, half)(torch.ones(1, 8))
+        assert torch.equal(model.angles, expected)
+
+    def test_counter_and_moving_average_do_not_stall(self, half: torch.dtype) -> None:
+        def work(net: Net, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                net.count += 1
+                net.average.mul_(0.999).add_(net.layer(x).mean(), alpha=0.001)
+            return net.layer(x)
+
+        model = adopted(Net(work, count=torch.tensor(2048.0), average=torch.tensor(100.0)), half)
+        for _ in range(3):
+            model(torch.ones(1, 8))
+        assert model.count == 2051
+        assert 99.6 < model.average < 99.8
+        assert model.average.dtype is torch.float32
+
+    def test_batch_norm_with_half_weights_updates_float32_statistics(self, half: torch.dtype) -> None:
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        adopted(model, half, "O3")
+        model(torch.randn(4, 8)).sum().backward()
+        assert (model[1].weight.dtype, model[1].running_mean.dtype) == (half, torch.float32)
+        assert model[1].running_mean.any()
+        assert model[1].weight.grad.dtype is half
+
+    def test_a_mask_of_numbers_beyond_half_gives_no_nan(self, half: torch.dtype) -> None:
+        def work(net: Net, x: Tensor) -> Tensor:
+            x = net.layer(x)
+            return F.softmax(x @ x.mT + net.mask, -1).to(x.dtype) @ x
+
+        model = adopted(Net(work, mask=torch.full((4, 4), -1e9)), half)
+        assert model(torch.randn(2, 4, 8)).isfinite().all()
+
+    def test_a_loss_gets_its_weights(self, half: torch.dtype) -> None:
+        def work(net: Net, x: Tensor, target: Tensor) -> Tensor:
+            return F.cross_entropy(net.layer(x), target, net.weights)
+
+        weights = torch.rand(8)
+        model = Net(work, weights=weights)
+        x, target = torch.randn(4, 8), torch.tensor([0, 3, 5, 7])
+        expected = model(x, target)
+        loss = adopted(model, half)(x, target)
+        torch.testing.assert_close(loss, expected, rtol=2e-2, atol=2e-2)
+        loss.backward()
+        assert model.layer.weight.grad.isfinite().all()
+
+
+class TestCastBuffers:
+    def both(self) -> nn.Module:
+        model = nn.Sequential(Net(table=torch.rand(3), other=torch.rand(3)), Net(table=torch.rand(3)))
+        model.register_buffer("pos_table", torch.rand(3))
+        return model
+
+    @pytest.mark.parametrize(
+        ("asked", "cast"),
+        [
+            (True, ["0.other", "0.table", "1.table", "pos_table"]),
+            (False, []),
+            ("pos_table", ["pos_table"]),
+            (["*.table"], ["0.table", "1.table"]),
+            (("0.other", "pos*"), ["0.other", "pos_table"]),
+        ],
+        ids=str,
+    )
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_by_name_and_by_pattern(self, level: str, asked: object, cast: list[str], half: torch.dtype) -> None:
+        model = self.both()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        adopted(model, half, level, cast_buffers=asked)
+        assert sorted(name for name, buffer in model.named_buffers() if buffer.dtype is half) == cast
+        assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+        assert amp.settings()["cast_buffers"] == (
+            asked if isinstance(asked, bool) else [asked] if isinstance(asked, str) else list(asked)  # type: ignore[call-overload]
+        )
+        amp.deinitialize()
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer, before[name])
+
+    @pytest.mark.parametrize(
+        ("asked", "told"),
+        [
+            ("pos_tabel", "cast_buffers has 'pos_tabel', which matches no floating-point buffer.*'pos_table'"),
+            ("0.layer", "matches no floating-point buffer of the model"),
+            ("count", "cast_buffers has 'count', which .* It is torch.int64"),
+            (3, "cast_buffers has 3; expected True, False, or names of buffers"),
+            ([nn.Linear], "cast_buffers has <class 'torch.nn.*expected True, False, or names"),
+        ],
+    )
+    def test_other_values_raise_before_anything_is_changed(self, asked: object, told: str, half: torch.dtype) -> None:
+        model = self.both()
+        model.register_buffer("count", torch.zeros(2, dtype=torch.int64))
+        with pytest.raises(OptionError, match=told):
+            adopted(model, half, cast_buffers=asked)
+        assert {each.dtype for each in model.parameters()} == {torch.float32}
+        assert not amp.is_on()
+
+    @pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+    def test_contradicts_levels_without_half_weights(self, level: str) -> None:
+        with pytest.raises(OptionError, match="cast_buffers contradicts opt_level"):
+            amp.initialize(self.both(), opt_level=level, cast_buffers=True)
+
+    def test_two_calls_must_agree(self, half: torch.dtype) -> None:
+        adopted(self.both(), half, cast_buffers="pos_table")
+        with pytest.raises(amp.UsageError, match=r"cast_buffers is \('pos_table',\) \(this call: True\)"):
+            adopted(self.both(), half, cast_buffers=True)
+
+
+class TestInputs:
+    def test_a_unix_time_keeps_its_seconds(self, half: torch.dtype) -> None:
+        model = Net(lambda net, time: net.layer((time - 1.7e9).expand(1, 8)))
+        expected = model(torch.tensor([1.7e9 + 128]))
+        found = adopted(model, half)(torch.tensor([1.7e9 + 128]))
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=0.5)
+
+    @pytest.mark.parametrize("attend", ["by hand", "torch's"])
+    def test_a_mask_of_float32_s_lowest_number(self, attend: str, half: torch.dtype) -> None:
+        def work(net: Net, x: Tensor, mask: Tensor) -> Tensor:
+            x = net.layer(x)
+            if attend == "by hand":
+                return F.softmax(x @ x.mT + mask, -1) @ x
+            return F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+        mask = torch.zeros(4, 4)
+        mask[:2] = torch.finfo(torch.float32).min
+        mask[3, :2] = -torch.inf
+        model, x = Net(work), torch.randn(2, 4, 8)
+        expected = model(x, mask)
+        found = adopted(model, half)(x, mask)
+        assert found.isfinite().all()  # also where everything is masked
+        torch.testing.assert_close(found[:, 2:], expected[:, 2:], rtol=5e-2, atol=5e-2)
+
+    def test_a_mask_in_multi_head_attention(self, half: torch.dtype) -> None:
+        model = nn.MultiheadAttention(8, 2, batch_first=True)
+        mask = torch.zeros(4, 4)
+        mask[:2] = torch.finfo(torch.float32).min
+        x = torch.randn(2, 4, 8)
+        expected = model(x, x, x, attn_mask=mask)[0]
+        found = adopted(model, half)(x, x, x, attn_mask=mask)[0]
+        torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+    def test_a_timestep_is_an_index(self) -> None:
+        def work(net: Net, time: Tensor) -> Tensor:
+            return net.layer(F.embedding(time.long(), net.table))
+
+        model = adopted(Net(work, table=torch.randn(1000, 8)), torch.bfloat16)
+        assert model(torch.tensor([999.0])).shape == (1, 8)
+
+    def test_an_object_with_a_method_to_is_not_converted(self, half: torch.dtype) -> None:
+        class Helper:
+            def __init__(self) -> None:
+                self.embedding = nn.Embedding(4, 8)
+
+            def to(self, *args: Any) -> Helper:
+                self.embedding.to(*args)
+                return self
+
+        helper = Helper()
+        model = adopted(Net(lambda net, helper: net.layer(helper.embedding.weight)), half)
+        assert model(helper).dtype is torch.float32
+        assert helper.embedding.weight.dtype is torch.float32
+
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_are_cast_in_the_first_product(self, level: str, half: torch.dtype) -> None:
+        seen: list[torch.dtype] = []
+
+        def work(net: Net, x: Tensor) -> Tensor:
+            seen.extend([x.dtype, net.layer(x).dtype])
+            return net.layer(x)
+
+        model = adopted(Net(work), half, level)
+        x = torch.randn(2, 8, requires_grad=True)
+        model(x).sum().backward()
+        assert seen == [torch.float32, half]
+        assert x.grad is not None
+        assert x.grad.dtype is torch.float32
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "Linear": (lambda: nn.Linear(4, 4), lambda: (torch.randn(2, 4),)),
+    "Bilinear": (lambda: nn.Bilinear(4, 4, 4), lambda: (torch.randn(2, 4), torch.randn(2, 4))),
+    "Conv1d": (lambda: nn.Conv1d(4, 4, 3), lambda: (torch.randn(2, 4, 8),)),
+    "Conv2d": (lambda: nn.Conv2d(4, 4, 3), lambda: (torch.randn(2, 4, 8, 8),)),
+    "Conv3d": (lambda: nn.Conv3d(4, 4, 3), lambda: (torch.randn(2, 4, 8, 8, 8),)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(4, 4, 3), lambda: (torch.randn(2, 4, 8),)),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(4, 4, 3), lambda: (torch.randn(2, 4, 8, 8),)),
+    "ConvTranspose3d": (lambda: nn.ConvTranspose3d(4, 4, 3), lambda: (torch.randn(2, 4, 4, 4, 4),)),
+    "LSTM": (lambda: nn.LSTM(4, 4), lambda: (torch.randn(3, 2, 4), (torch.randn(1, 2, 4), torch.randn(1, 2, 4)))),
+    "GRU": (lambda: nn.GRU(4, 4), lambda: (torch.randn(3, 2, 4),)),
+    "RNN": (lambda: nn.RNN(4, 4), lambda: (torch.randn(3, 2, 4),)),
+    "LSTMCell": (lambda: nn.LSTMCell(4, 4), lambda: (torch.randn(2, 4),)),
+    "GRUCell": (lambda: nn.GRUCell(4, 4), lambda: (torch.randn(2, 4), torch.randn(2, 4))),
+    "LayerNorm": (lambda: nn.LayerNorm(4), lambda: (torch.randn(2, 4),)),
+    "RMSNorm": (lambda: nn.RMSNorm(4), lambda: (torch.randn(2, 4),)),
+    "GroupNorm": (lambda: nn.GroupNorm(2, 4), lambda: (torch.randn(2, 4, 8),)),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), lambda: (torch.randn(2, 4, 8),)),
+    "BatchNorm1d": (lambda: nn.BatchNorm1d(4), lambda: (torch.randn(2, 4, 8),)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(4), lambda: (torch.randn(2, 4, 8, 8),)),
+    "PReLU": (nn.PReLU, lambda: (torch.randn(2, 4),)),
+    "EmbeddingBag": (
+        lambda: nn.EmbeddingBag(4, 4, mode="sum"),
+        lambda: (torch.tensor([[0, 1]]), None, torch.rand(1, 2)),
+    ),
+    "MultiheadAttention": (lambda: nn.MultiheadAttention(4, 2), lambda: (torch.randn(3, 2, 4),) * 3),
+    "TransformerEncoderLayer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0),
+        lambda: (torch.randn(3, 2, 4), torch.zeros(3, 3)),
+    ),
+    "TransformerDecoderLayer": (
+        lambda: nn.TransformerDecoderLayer(4, 2, 8, dropout=0.0),
+        lambda: (torch.randn(3, 2, 4), torch.randn(5, 2, 4)),
+    ),
+}
+
+
+def first_tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else first_tensor(value[0])
+
+
+@pytest.mark.parametrize(("make", "inputs"), MODULES.values(), ids=MODULES)
+class TestModules:
+    """Every module of torch.nn with weights takes float32 inputs, forward and backward."""
+
+    @pytest.mark.parametrize("level", ["O2", "O3"])
+    def test_train(self, make: Any, inputs: Any, level: str, half: torch.dtype) -> None:
+        torch.manual_seed(0)
+        model, given = make(), inputs()
+        expected = first_tensor(model(*given))
+        adopted(model, half, level)
+        found = first_tensor(model(*given))
+        torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+        found.float().sum().backward()
+        assert all(each.grad is not None and each.grad.dtype is each.dtype for each in model.parameters())
+
+    def test_evaluate(self, make: Any, inputs: Any, half: torch.dtype) -> None:
+        torch.manual_seed(0)
+        model, given = make().eval(), inputs()
+        adopted(model, half, "O3")
+        with torch.no_grad():
+            assert first_tensor(model(*given)).isfinite().all()
+
+    def test_parts_alone(self, make: Any, inputs: Any, half: torch.dtype) -> None:
+        model = nn.ModuleDict({"part": make()})
+        adopted(model, half, "O3")
+        assert first_tensor(model["part"](*inputs())).isfinite().all()
+
+
+class TestOthers:
+    def test_models_behave_as_ever(self, half: torch.dtype) -> None:
+        other = nn.Linear(8, 8).to(half)
+        adopted(Net(), half)
+        with pytest.raises(RuntimeError, match=r"must have the same dtype|expected m1 and m2"):
+            other(torch.ones(2, 8))
+        with pytest.raises(RuntimeError, match=r"must have the same dtype|expected m1 and m2"):
+            torch.mm(torch.ones(8, 8), torch.ones(8, 8, dtype=half))
+        assert other(torch.ones(2, 8, dtype=half)).dtype is half
+
+    def test_float32_products_inside_stay_float32(self, half: torch.dtype) -> None:
+        def work(net: Net, x: Tensor) -> Tensor:
+            net.seen = (x @ x.mT).dtype
+            return net.layer(x)
+
+        model = adopted(Net(work), half)
+        model(torch.randn(2, 8))
+        assert model.seen is torch.float32
+
+    @pytest.mark.parametrize("around", [amp.disable_casts, lambda: torch.autocast("cpu", enabled=False)])
+    def test_regions_without_casts_cannot_multiply_mixed_types_either(self, around: Any, half: torch.dtype) -> None:
+        def work(net: Net, x: Tensor) -> Tensor:
+            with around():
+                return net.layer(x)
+
+        assert adopted(Net(work), half)(torch.ones(2, 8)).isfinite().all()
+
+    def test_in_place_writes_keep_the_type_written_to(self, half: torch.dtype) -> None:
+        def work(net: Net, x: Tensor) -> Tensor:
+            out = torch.zeros_like(x)
+            out[torch.tensor([0, 1])] = net.layer(x)
+            out.index_add_(0, torch.tensor([0, 1]), net.layer(x))
+            return out
+
+        model, x = Net(work), torch.randn(2, 8)
+        expected = model(x)
+        found = adopted(model, half)(x)
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+    def test_a_recomputed_part_casts_again(self, half: torch.dtype) -> None:
+        def work(net: Net, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(net.layer, x, use_reentrant=False)
+
+        model = adopted(Net(work), half)
+        model(torch.randn(2, 8)).sum().backward()
+        assert model.layer.weight.grad.any()
+
+    def test_arguments_of_both_half_types_get_the_models(self, half: torch.dtype) -> None:
+        (other,) = set(HALF_DTYPES) - {half}
+        model = adopted(Net(lambda net, x: net.layer(x)), half)
+        assert model(torch.ones(2, 8, dtype=other)).isfinite().all()
+
+    def test_a_few_parameters_of_the_other_half_type_are_kept(self, half: torch.dtype) -> None:
+        (other,) = set(HALF_DTYPES) - {half}
+        model = Net(lambda net, x: net.layer(x) * net.scale)
+        model.scale = nn.Parameter(torch.ones(8, dtype=other))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level="O2", half_dtype=half, verbosity=0, loss_scale=1.0)
+        assert (model.scale.dtype, model.layer.weight.dtype) == (other, half)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        amp.deinitialize()
+        assert (model.scale.dtype, model.layer.weight.dtype) == (other, torch.float32)
+
+    def test_fourier_transforms_meet_half_weights(self, half: torch.dtype) -> None:
+        model = adopted(Net(lambda net, x: net.layer(torch.fft.irfft(torch.fft.rfft(net.layer(x)), n=8))), half)
+        model(torch.randn(2, 8)).sum().backward()
+        assert model.layer.weight.grad.dtype is half
+
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    @pytest.mark.parametrize("level", ["O2", "O3"])
+    def test_copies_cast_too_also_after_the_session(self, duplicate: Any, level: str, half: torch.dtype) -> None:
+        model = nn.Sequential(Wide(), nn.Linear(8, 8))
+        twin = duplicate(adopted(model, half, level))
+        wanted = twin(torch.ones(2, 8))
+        assert wanted.isfinite().all()
+        amp.deinitialize()
+        torch.testing.assert_close(twin(torch.ones(2, 8)), wanted, rtol=1e-2, atol=1e-2)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("offset", torch.rand(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.offset
+
+
+class Positions(nn.Module):
+    """A residual stream to which a table is added."""
+
+    def __init__(self, table: Tensor, add: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.words, self.layer, self.norm = nn.Embedding(16, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.register_buffer("table", table)
+        self.add, self.types = add, list[torch.dtype]()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.add(self.words(ids), self.table[: ids.shape[1]])
+        self.types = [x.dtype]
+        x = x + self.layer(self.norm(x))
+        self.types.append(x.dtype)
+        return x
+
+
+ADDITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "stream + table": lambda x, table: x + table,
+    "table + stream": lambda x, table: table + x,
+    "torch.add": torch.add,
+    "method": lambda x, table: x.add(table),
+}
+
+
+class TestResidualStreams:
+    SINES = torch.sin(torch.arange(32.0)[:, None] * torch.rand(8))
+
+    def types(self, table: Tensor, add: Any, half: torch.dtype, **options: Any) -> list[torch.dtype]:
+        model = Positions(table.clone(), add)
+        adopted(model, half, **options)
+        model(torch.zeros(2, 4, dtype=torch.int64)).sum().backward()
+        return model.types
+
+    @pytest.mark.parametrize("add", ADDITIONS.values(), ids=ADDITIONS)
+    def test_stay_half_where_a_table_is_added(self, add: Any, half: torch.dtype) -> None:
+        assert self.types(self.SINES, add, half) == [half, half]
+
+    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    def test_in_compiled_code(self, half: torch.dtype) -> None:
+        model = Positions(self.SINES.clone(), ADDITIONS["table + stream"])
+        adopted(model, half)
+        ids = torch.zeros(2, 4, dtype=torch.int64)
+        expected = model(ids)
+        found = torch.compile(model, backend="aot_eager", fullgraph=True)(ids)
+        assert model.types == [half, half]
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+    @pytest.mark.parametrize(
+        "table",
+        [
+            pytest.param(torch.full((4, 8), -1e9), id="mask"),
+            pytest.param(torch.full((4, 8), -torch.inf), id="mask of -inf"),
+            pytest.param(torch.zeros(4, 8), id="sum"),
+            pytest.param(torch.arange(32.0).reshape(4, 8), id="positions"),
+            pytest.param(torch.rand(1, 8), id="vector"),
+        ],
+    )
+    def test_are_float32_behind_other_buffers(self, table: Tensor, half: torch.dtype) -> None:
+        assert self.types(table, ADDITIONS["stream + table"], half)[0] is torch.float32
+
+    def test_are_float32_where_gradients_are_off(self, half: torch.dtype) -> None:
+        model = adopted(Positions(self.SINES.clone(), ADDITIONS["stream + table"]), half)
+        with torch.no_grad():
+            model(torch.zeros(2, 4, dtype=torch.int64))
+        assert model.types[0] is torch.float32
+
+    def test_a_name_asks_for_half(self, half: torch.dtype) -> None:
+        types = self.types(torch.arange(32.0).reshape(4, 8), ADDITIONS["stream + table"], half, cast_buffers="table")
+        assert types == [half, half]
+
+    def test_addition_is_torch_s_without_tables(self, half: torch.dtype) -> None:
+        before = torch.Tensor.__add__
+        adopted(Net(), half)
+        assert torch.Tensor.__add__ is before
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_are_one_graph_and_cast_as_eager_ones(backend: str, half: torch.dtype) -> None:
+    model = adopted(nn.Sequential(Wide(), nn.LayerNorm(8), nn.Linear(8, 8)), half)
+    x = torch.randn(2, 3, 8)
+    expected = model(x)
+    found = torch.compile(model, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
