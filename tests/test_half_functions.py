@@ -368,6 +368,26 @@ class TestOthers:
         assert found.dtype is torch.float32
         torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
 
+    def test_backward_passes_of_users_functions_cast_too(self, half: torch.dtype) -> None:
+        class Product(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+                ctx.save_for_backward(x, weight)
+                return x @ weight
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Any:
+                x, weight = ctx.saved_tensors
+                return grad @ weight.T, x.T @ grad
+
+        model = adopted(Net(lambda net, x: Product.apply(x, net.layer.weight)), half)
+        x = torch.randn(2, 8, requires_grad=True)
+        model(x).sum().backward()
+        assert x.grad is not None
+        assert model.layer.weight.grad.dtype is half
+        with pytest.raises(RuntimeError, match="dtype"):
+            Product.apply(torch.randn(2, 8).to(half), model.layer.weight.float()).sum().backward()
+
     def test_a_recomputed_part_casts_again(self, half: torch.dtype) -> None:
         def work(net: Net, x: Tensor) -> Tensor:
             return torch.utils.checkpoint.checkpoint(net.layer, x, use_reentrant=False)
