@@ -399,7 +399,10 @@ class TestOthers:
     def test_arguments_of_both_half_types_get_the_models(self, half: torch.dtype) -> None:
         (other,) = set(HALF_DTYPES) - {half}
         model = adopted(Net(lambda net, x: net.layer(x)), half)
-        assert model(torch.ones(2, 8, dtype=other)).isfinite().all()
+        seen: list[torch.dtype] = []
+        model.layer.register_forward_hook(lambda *given: seen.append(given[-1].dtype))
+        model(torch.ones(2, 8, dtype=other))
+        assert seen == [half]
 
     def test_a_few_parameters_of_the_other_half_type_are_kept(self, half: torch.dtype) -> None:
         (other,) = set(HALF_DTYPES) - {half}
@@ -427,6 +430,8 @@ class TestOthers:
         assert wanted.isfinite().all()
         amp.deinitialize()
         torch.testing.assert_close(twin(torch.ones(2, 8)), wanted, rtol=1e-2, atol=1e-2)
+        compiled = torch.compile(twin, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(torch.ones(2, 8)), wanted, rtol=1e-2, atol=1e-2)
 
 
 class Wide(nn.Module):
