@@ -38,7 +38,7 @@ _TRACED = {
     "cast_lists": "paths signatures",
     "interfaces": "inference_copy",
     "patching": "adapters adopted_forward adopted_model autocast_checks cast_labels casting_mode fused_linear "
-    "module_rules replaced_forward thread_rules weight_cache wrappers",
+    "half_functions module_rules replaced_forward thread_rules weight_cache wrappers",
 }
 
 

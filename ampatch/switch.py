@@ -205,6 +205,14 @@ def was_made_in_region(number: int) -> bool:
     return any(first <= number < end for _, first, end in list(_made))
 
 
+def is_in_backward_of_region() -> bool:
+    """Returns True in the backward pass of a user's `torch.autograd.Function` whose forward ran in a region."""
+    if is_dynamo_compiling() or torch._C._current_graph_task_id() == -1:
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and was_made_in_region(node._sequence_nr())
+
+
 def enter_block(block: object, before: State) -> None:
     """Notes that this thread has entered a block of torch.autocast, and the state that it was in before."""
     region = Region(OFF)

@@ -36,10 +36,10 @@ from ampatch.errors import KernelError, OptionError
 from ampatch.native import calls, extension
 from ampatch.native.calls import Accelerator
 from ampatch.patching import weight_cache
-from ampatch.patching.adapters import Adapters
+from ampatch.patching.adapters import Adapters, InHalf
 from ampatch.patching.weight_cache import CastCounts, WeightCache
-from ampatch.patching.wrappers import PatchedFunction
-from ampatch.switch import Switch
+from ampatch.patching.wrappers import FunctionInHalf, PatchedFunction
+from ampatch.switch import IN_HALF, Region, Switch
 
 KINDS = {
     "whitelist": (Treatment.WHITELIST, False),
@@ -56,14 +56,18 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 class Implementation:
     """A function under a rule, called by one of the two."""
 
-    def __init__(self, kind: str, half: torch.dtype, original: Callable[..., object]) -> None:
-        treatment, via_dtype = KINDS[kind]
+    def __init__(self, kind: str | InHalf, half: torch.dtype, original: Callable[..., object]) -> None:
         self.cache, self.switch = WeightCache(), Switch()
         self.switch.active = True
+        path, wrapper = Path("library", "function"), PatchedFunction
         adapters = Adapters(half, self.cache, {"cpu"})
-        adapter = adapters.for_treatment(treatment, Path("library", "function"), original, via_dtype)
+        if isinstance(kind, InHalf):
+            adapter, wrapper = adapters.in_half(kind, path, original), FunctionInHalf
+        else:
+            treatment, via_dtype = KINDS[kind]
+            adapter = adapters.for_treatment(treatment, path, original, via_dtype)
         accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, {"cpu"})
-        kind = accelerator.class_of(PatchedFunction)
+        kind = accelerator.class_of(wrapper)
         self.function = kind(original, adapter, self.switch, "ampatch: listed.")
         if adapter.plain_cast is not None:
             accelerator.accelerate(self.function, adapter.plain_cast, "ampatch: listed.")
@@ -132,6 +136,9 @@ named = st.fixed_dictionaries(
     },
 )
 arguments = st.tuples(st.lists(values, max_size=4), named)
+# Often of half and float32.
+usual = st.builds(tensor_of, st.sampled_from((*HALF_DTYPES, torch.float32)), st.sampled_from(("tensor", "parameter")))
+mixed = st.tuples(st.lists(usual | st.lists(usual, max_size=2) | plain | odd, max_size=4), st.just({}))
 
 
 def seen(*args: object, **kwargs: object) -> object:
@@ -194,6 +201,29 @@ class TestArguments:
 
         holds()
         assert len(cast) > (2 if original is seen else 0), "next to nothing was cast"
+
+    @pytest.mark.parametrize("kind", [InHalf.BESIDE, InHalf.PROMOTE, InHalf.NORMALISE, InHalf.ATTENTION])
+    @both_halves
+    @pytest.mark.covering(1)
+    def test_in_models_with_half_weights_both_hand_over_the_same(self, implementations, kind, half):
+        python, compiled = implementations(kind, half, seen)
+        cast = set()
+
+        @settings(max_examples=800 if is_thorough() else 300)
+        @given(arguments | mixed, st.booleans())
+        def holds(call, is_in_half):
+            args, kwargs = call
+            before = python.cache.counts()
+            with Region(IN_HALF) if is_in_half else contextlib.nullcontext():
+                expected = python.function(*args, **kwargs)
+                found = compiled.function(*args, **kwargs)
+            assert alike(expected, found, call)
+            assert python.cache.counts() == compiled.cache.counts()
+            assert is_in_half or python.cache.counts() == before
+            cast.add(python.cache.counts().casts)
+
+        holds()
+        assert len(cast) > 1, "nothing was cast"
 
     def test_a_list_that_is_cast_is_another_one(self, implementations):
         _, compiled = implementations("whitelist", torch.float16, seen)

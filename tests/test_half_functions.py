@@ -368,6 +368,26 @@ class TestOthers:
         assert found.dtype is torch.float32
         torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
 
+    def test_backward_passes_of_users_functions_cast_too(self, half: torch.dtype) -> None:
+        class Product(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+                ctx.save_for_backward(x, weight)
+                return x @ weight
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Any:
+                x, weight = ctx.saved_tensors
+                return grad @ weight.T, x.T @ grad
+
+        model = adopted(Net(lambda net, x: Product.apply(x, net.layer.weight)), half)
+        x = torch.randn(2, 8, requires_grad=True)
+        model(x).sum().backward()
+        assert x.grad is not None
+        assert model.layer.weight.grad.dtype is half
+        with pytest.raises(RuntimeError, match="dtype"):
+            Product.apply(torch.randn(2, 8).to(half), model.layer.weight.float()).sum().backward()
+
     def test_a_recomputed_part_casts_again(self, half: torch.dtype) -> None:
         def work(net: Net, x: Tensor) -> Tensor:
             return torch.utils.checkpoint.checkpoint(net.layer, x, use_reentrant=False)
@@ -379,7 +399,10 @@ class TestOthers:
     def test_arguments_of_both_half_types_get_the_models(self, half: torch.dtype) -> None:
         (other,) = set(HALF_DTYPES) - {half}
         model = adopted(Net(lambda net, x: net.layer(x)), half)
-        assert model(torch.ones(2, 8, dtype=other)).isfinite().all()
+        seen: list[torch.dtype] = []
+        model.layer.register_forward_hook(lambda *given: seen.append(given[-1].dtype))
+        model(torch.ones(2, 8, dtype=other))
+        assert seen == [half]
 
     def test_a_few_parameters_of_the_other_half_type_are_kept(self, half: torch.dtype) -> None:
         (other,) = set(HALF_DTYPES) - {half}
@@ -407,6 +430,8 @@ class TestOthers:
         assert wanted.isfinite().all()
         amp.deinitialize()
         torch.testing.assert_close(twin(torch.ones(2, 8)), wanted, rtol=1e-2, atol=1e-2)
+        compiled = torch.compile(twin, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(torch.ones(2, 8)), wanted, rtol=1e-2, atol=1e-2)
 
 
 class Wide(nn.Module):

@@ -27,7 +27,7 @@ from ampatch.compilers import trace_calls, traced_within_others
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
 from ampatch.opt_levels import HALVES
-from ampatch.patching.half_functions import CastingBesideHalf
+from ampatch.patching.half_functions import CastingBesideHalf, prepare_mode
 from ampatch.patching.replaced_forward import Block, ReplacedForward, own_forward
 from ampatch.switch import (
     IN_HALF,
@@ -194,6 +194,8 @@ class _ForwardInRegion(ReplacedForward):
         super().__init__(module, own, switch)
         self._regions: Any = regions  # None after unpickling
         self._in_half = in_half if regions is None else regions.in_half
+        if self._in_half:
+            prepare_mode()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward; in a copy with half weights, also after the session in which these became half."""

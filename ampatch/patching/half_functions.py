@@ -6,8 +6,7 @@ cast. The user's lists do not change it: without the casts torch raises.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import spellings
+from ampatch.function_wrapper import unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching.adapters import Adapt, Adapters, Casts, Function, InHalf
 
@@ -98,7 +98,7 @@ class CastingBesideHalf(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch."""
-        adapt = _adapts().get(func)
+        adapt = _adapts.get(func)
         args, kwargs = (args, kwargs or {}) if adapt is None else adapt(args, kwargs or {})
         return func(*args, **kwargs)
 
@@ -108,13 +108,16 @@ class _Uncached(Casts):
         return tensor.to(dtype)
 
 
-@functools.cache
-def _adapts() -> Mapping[Function, Adapt]:
+_adapts: dict[Function, Adapt] = {}
+
+
+def prepare_mode() -> None:
+    """Prepares `CastingBesideHalf`, once in a process. Must run before torch.compile traces the mode."""
+    if _adapts:
+        return
     accelerator = torch.accelerator.current_accelerator()
     kinds = {"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type}
     adapters = Adapters(torch.float16, _Uncached(), kinds, hears_regions=False)
-    found: dict[Function, Adapt] = {}
     for path, treatment in functions():
-        function: Any = find_or(path)
-        found.setdefault(function, adapters.in_half(treatment, path, function).adapt)
-    return found
+        function: Any = unwrapped(find_or(path))
+        _adapts.setdefault(function, adapters.in_half(treatment, path, function).adapt)

@@ -28,7 +28,7 @@ from ampatch.compilers import traced_within_others
 from ampatch.function_wrapper import NO_SLOTS, FunctionWrapper, unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
-from ampatch.switch import Switch, WithoutCasts, is_in_half, is_in_region
+from ampatch.switch import Switch, WithoutCasts, is_in_backward_of_region, is_in_half, is_in_region
 from ampatch.tracing import is_below_operators
 
 _without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
@@ -154,6 +154,8 @@ def without_casts(function: Function, always: bool) -> Function:
 class FunctionInHalf(PatchedFunction):
     """A function that demands arguments of one type, for models with half weights: casts in their forwards only.
 
+    Those include the backward passes of users' functions that ran in them.
+
     It does so where casts are off, too: torch cannot multiply a half weight by float32.
     """
 
@@ -164,7 +166,7 @@ class FunctionInHalf(PatchedFunction):
         """Calls the original; in the forward of a model with half weights, with arguments cast by the adapter."""
         if not self.switch.active:
             return self.original(*args, **kwargs)
-        if not is_in_half():
+        if not (is_in_half() or is_in_backward_of_region()):
             return self.uncast(args, kwargs)
         return PatchedFunction.__call__(self, *args, **kwargs)
 

@@ -24,6 +24,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -281,8 +282,9 @@ class Here {
  public:
   // True if no mode, tracer, transform, or autocast outside of regions is active: only the Python code handles these.
   bool is_ordinary(const Call* call) const {
-    const c10::DispatchKeySet unusual =
-        call->for_half ? on_.remove(DispatchKey::AutocastMPS) : is_in_region() ? others_ : on_;
+    const c10::DispatchKeySet unusual = call->for_half   ? on_.remove(DispatchKey::AutocastMPS)
+                                        : is_in_region() ? others_
+                                                         : on_;
     return (keys_.included_ - c10::default_included_set).empty() && unusual.empty() &&
            !at::impl::torch_function_mode_enabled();
   }
@@ -337,6 +339,7 @@ class Arguments {
     }
     if (call_->for_half && !here_.is_in_half()) {
       casts_ = false;
+      return torch::autograd::get_current_graph_task_id() == -1;  // Python knows in whose backward pass this is
     } else if (call_->kind == Kind::for_models) {
       casts_ = casts_ && (is_of_model_ || here_.is_in_region());
     } else if (call_->kind == Kind::promote) {
