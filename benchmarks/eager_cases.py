@@ -20,6 +20,8 @@ from peers import APEX, Batch, MakeOptimizer, Peer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ampatch import amp
+
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -423,7 +425,7 @@ class GradientsCase(Case):
         torch.manual_seed(0)
         with set_up(make, transformer(), self.half) as peer:
             peer.step(MODELS["transformer"].batch())  # so that state made at first use exists
-            for parameter in [*peer.model.parameters(), *peer.optimizer.param_groups[0]["params"]]:
+            for parameter in [*peer.model.parameters(), *amp.master_params(peer.optimizer)]:
                 parameter.grad = torch.zeros_like(parameter)
             yield Opened({}, Phases(peer.work_on_gradients, "by itself", full(100, share)).measure)
 
