@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ampatch.diagnostics.operands import floating_in, with_types
-from ampatch.diagnostics.watch import paused
+from ampatch.diagnostics.watch import run_again
 from ampatch.diagnostics.watched import CAST, Values, WatchedOp
 from ampatch.opt_levels import HALVES
 
@@ -87,13 +88,11 @@ def in_float32(op: WatchedOp) -> float | None:
     # A random operator would advance the generator.
     if kept is None or torch.Tag.nondeterministic_seeded in op.op.tags:
         return None
-    args, kwargs = with_types(kept, dict.fromkeys(HALVES, torch.float32))
-    try:
-        with torch.no_grad(), paused():
-            results = floating_in(op.op(*args, **kwargs))
-            largest = [float(torch.ops.aten.linalg_vector_norm.default(each, math.inf)) for each in results]
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, NotImplementedError):  # an operator of half tensors only
-        return None
+
+    def run(*args: Any, **kwargs: Any) -> list[float]:
+        norm = torch.ops.aten.linalg_vector_norm.default
+        return [float(norm(each, math.inf)) for each in floating_in(op.op(*args, **kwargs))]
+
+    # None for an operator of half tensors only.
+    largest = run_again(run, *with_types(kept, dict.fromkeys(HALVES, torch.float32))) or []
     return math.nan if any(map(math.isnan, largest)) else max(largest, default=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,14 @@ class Range:
         # Half of the smallest subnormal number still rounds up to it, but for the exact half.
         return cls(_exponent(info.smallest_normal * info.eps) - 1, _exponent(info.smallest_normal), _exponent(info.max))
 
+    def zone(self, exponent: float) -> str:
+        """Returns where in the range a number of an exponent is: "zero", "subnormal", "normal" or "overflow"."""
+        if exponent < self.zero:
+            return "zero"
+        if exponent < self.normal:
+            return "subnormal"
+        return "normal" if exponent <= self.greatest else "overflow"
+
 
 @dataclass(slots=True)
 class Histogram:
@@ -61,7 +70,7 @@ class Histogram:
     """
 
     zeros: int = 0
-    by_exponent: dict[int, int] = field(default_factory=dict)
+    by_exponent: Counter[int] = field(default_factory=Counter)
 
     @property
     def elements(self) -> int:
@@ -73,11 +82,10 @@ class Histogram:
         """Number of elements that are neither zero nor inf nor NaN."""
         return sum(self.by_exponent.values())
 
-    def add(self, other: Histogram) -> None:
-        """Adds another histogram to this one."""
-        self.zeros += other.zeros
-        for exponent, elements in other.by_exponent.items():
-            self.by_exponent[exponent] = self.by_exponent.get(exponent, 0) + elements
+    def add(self, zeros: int, by_exponent: Mapping[int, int]) -> None:
+        """Adds the elements of another gradient."""
+        self.zeros += zeros
+        self.by_exponent.update(by_exponent)
 
     def lost(self, scale: float, half: Range) -> dict[str, float]:
         """Returns which shares of the elements other than zero a half type loses.
@@ -89,16 +97,10 @@ class Histogram:
         Returns:
             "zero": rounded to zero; "subnormal": held with fewer bits than the type has; "overflow": inf.
         """
-        shift, there = math.log2(scale), self.nonzero or 1
-        counts = dict.fromkeys(("zero", "subnormal", "overflow"), 0)
+        shift, there, counts = math.log2(scale), self.nonzero or 1, Counter[str]()
         for exponent, elements in self.by_exponent.items():
-            if exponent + shift < half.zero:
-                counts["zero"] += elements
-            elif exponent + shift < half.normal:
-                counts["subnormal"] += elements
-            elif exponent + shift > half.greatest:
-                counts["overflow"] += elements
-        return {name: count / there for name, count in counts.items()}
+            counts[half.zone(exponent + shift)] += elements
+        return {name: counts[name] / there for name in ("zero", "subnormal", "overflow")}
 
     def best_scale(self, scale: float, half: Range) -> float:
         """Returns the scale at which a half type loses least and nothing overflows: the present one or a power of 2.
@@ -160,7 +162,7 @@ class GradientExponents:
         for (names, _), counts in self._tables.items():
             for name, row in zip(names, counts.tolist(), strict=True):
                 by_exponent = {_LOWEST + index: int(count) for index, count in enumerate(row[1:-1]) if count}
-                found.setdefault(name, Histogram()).add(Histogram(int(row[0]), by_exponent))
+                found.setdefault(name, Histogram()).add(int(row[0]), by_exponent)
         return found
 
     def _counted(self, gradients: list[Tensor], device: torch.device) -> Tensor:
@@ -198,14 +200,6 @@ class GradientExponents:
         table.view(-1).scatter_add_(0, bins, ones)
 
 
-def total(histograms: Mapping[str, Histogram]) -> Histogram:
-    """Returns the sum of histograms."""
-    everything = Histogram()
-    for histogram in histograms.values():
-        everything.add(histogram)
-    return everything
-
-
 def as_dict(
     histograms: Mapping[str, Histogram], scale: float, half: torch.dtype, seen: int, overflowed_at: float = math.inf
 ) -> dict[str, Any]:
@@ -218,7 +212,9 @@ def as_dict(
         seen: number of times that gradients were counted.
         overflowed_at: the least scale at which a step overflowed. Its gradients are not among those that were counted.
     """
-    limits, everything = Range.of(half), total(histograms)
+    limits, everything = Range.of(half), Histogram()
+    for histogram in histograms.values():
+        everything.add(histogram.zeros, histogram.by_exponent)
     best = everything.best_scale(scale, limits)
     if best >= overflowed_at:
         best = max(scale, overflowed_at / 2)

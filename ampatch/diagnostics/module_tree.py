@@ -5,6 +5,7 @@ Owns the sums. Must never leave out a module of the report.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,11 +91,10 @@ def walk(roots: Iterable[Module]) -> Iterator[tuple[Module, int]]:
 
 def total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Returns the sum of numbers by type."""
-    summed: dict[str, int] = {}
+    summed = Counter[str]()
     for part in parts:
-        for name, value in part.items():
-            summed[name] = summed.get(name, 0) + value
-    return summed
+        summed.update(part)
+    return dict(summed)
 
 
 def shares(by_type: Mapping[str, int]) -> list[Share]:

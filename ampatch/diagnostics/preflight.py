@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.preflight_measuring import Measured, measured
 from ampatch.diagnostics.preflight_mending import Mended, banned_functions, mended
 from ampatch.diagnostics.preflight_operators import Operators, autograd_functions
@@ -25,7 +24,6 @@ from ampatch.diagnostics.preflight_underflows import Underflows
 from ampatch.diagnostics.watch import Watch
 from ampatch.errors import OptionError
 from ampatch.runtime import runtime
-from ampatch.scaling.loss_scaler import make_policy
 
 Level = tuple[str, torch.dtype]
 
@@ -150,9 +148,7 @@ class _Flight:
         """
         subject, watch = self._subject, Watch(keep=lambda _: True)
         model = subject.copied()
-        names = {id(module): name for name, module in model.named_modules()}
-        setup = Setup("O0", torch.float16)
-        examiner = Examiner(setup.properties, make_policy(1.0), lambda: names)
+        examiner = Setup("O0", torch.float16).examiner(model)
         args, kwargs = subject.arguments()
         self._state.restore()
         with watch:

@@ -6,10 +6,11 @@ Owns the verdict on one run. Must never search for a change: `preflight_mending`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from ampatch.diagnostics import causes
 from ampatch.diagnostics.examiner import Examiner, origins_of_gradients
@@ -28,7 +29,6 @@ from ampatch.diagnostics.preflight_subject import RandomState, Subject
 from ampatch.diagnostics.watch import Watch
 from ampatch.diagnostics.watched import WatchedOp, has_half
 from ampatch.errors import LossScaleError
-from ampatch.scaling.loss_scaler import make_policy
 
 #: The greatest gradient error of a level that stands: the two gradients then differ by 12 degrees at most. In bfloat16
 #: sound models have errors of some hundredths, small ones with ReLU up to 0.1; sums that cancel give 0.3 and more.
@@ -88,12 +88,11 @@ def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -
     is_refused = True
     try:
         with noting_warnings(notes), opened_copy(subject, setup) as opened:
-            names = {id(module): name for name, module in opened.model.named_modules()}
             is_refused = False
             try:
-                step, scale, trace = until_finite(subject, opened, setup, state, names)
+                step, scale, trace = until_finite(subject, opened, state)
             except Exception as error:
-                around += _around(error, names)
+                around += _around(error, opened.model)
                 raise
     except torch.OutOfMemoryError:
         raise
@@ -109,14 +108,11 @@ def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -
     return replace(trial, verdict=verdict, loss_error=reference.loss_error(step), gradient_error=lost)
 
 
-def until_finite(
-    subject: Subject, opened: OpenedCopy, setup: Setup, state: RandomState, names: Mapping[int, str]
-) -> tuple[Step, float, OverflowTrace | None]:
+def until_finite(subject: Subject, opened: OpenedCopy, state: RandomState) -> tuple[Step, float, OverflowTrace | None]:
     """Returns the last step, its scale, and the trace that most scales have in common."""
-    dynamic = setup.properties.loss_scale == "dynamic"
+    dynamic = opened.setup.properties.loss_scale == "dynamic"
     buffers = [(buffer, buffer.clone()) for buffer in opened.model.buffers()]
-    policy = make_policy(setup.properties.loss_scale)
-    examiner = Examiner(setup.properties, policy, lambda: names)
+    examiner = opened.setup.examiner(opened.model)
     traces: list[OverflowTrace] = []
     while True:
         scale, arguments = opened.scale, subject.arguments()
@@ -159,8 +155,9 @@ def enclosing(name: str) -> tuple[str, ...]:
     return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
-def _around(error: BaseException, names: Mapping[int, str]) -> tuple[str, ...]:
+def _around(error: BaseException, model: nn.Module) -> tuple[str, ...]:
     """Returns the name of the innermost module whose code raised, and of those around it."""
+    names = {id(module): name for name, module in model.named_modules()}
     innermost, trace = "", error.__traceback__
     while trace is not None:
         innermost, trace = names.get(id(trace.tb_frame.f_locals.get("self")), "") or innermost, trace.tb_next

@@ -10,7 +10,7 @@ import time
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,11 +45,6 @@ class Numbers:
     cache_hits: int = 0
     cache_hit_bytes: int = 0
 
-    def add(self, other: Numbers) -> None:
-        """Adds other counts to these."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
 
 @dataclass(slots=True, eq=False)
 class Row:
@@ -69,7 +64,7 @@ class Row:
     code: types.CodeType | None
     line: int
     numbers: Numbers = field(default_factory=Numbers)
-    types: dict[Types, int] = field(default_factory=dict)
+    types: Counter[Types] = field(default_factory=Counter)
     undone: int = 0
     forward: int = -1
 
@@ -80,8 +75,7 @@ class Row:
 
     def note_types(self, given: tuple[torch.dtype, ...], returned: tuple[torch.dtype, ...]) -> None:
         """Counts the types of one call, or of one cast of a forward pass."""
-        key = given, returned
-        self.types[key] = self.types.get(key, 0) + 1
+        self.types[given, returned] += 1
 
 
 @dataclass(slots=True)
@@ -127,6 +121,14 @@ class Rows:
             row = self._rows[key] = Row(function, code, line)  # keeps the code, so that no other gets its id
         return row
 
+    def note_product(
+        self, row: Row | None, module: int, dtype: torch.dtype, size: tuple[int, int, int], pads: tuple[int, int, int]
+    ) -> None:
+        """Counts a matrix product, unless its size needs no padding."""
+        if size != pads:
+            product = Product(row, module, dtype, size, pads)
+            self.products.setdefault((row, module, dtype, size), product).calls += 1
+
     def timed(self, row: Row | None, is_on_gpu: bool, make: Callable[[], Any]) -> Any:
         """Runs a cast, and adds its time to a row if one is given."""
         if row is None:
@@ -138,35 +140,30 @@ class Rows:
             end.record()
             self._unread.append((row, begin, end))
             if len(self._unread) > _UNREAD:
-                self._read(lambda event: bool(event.query()))
+                self._read_ended()
             return made
         before = time.perf_counter()
         made = make()
         row.numbers.cast_seconds += time.perf_counter() - before
         return made
 
-    def _read(self, has_ended: Callable[[Any], bool]) -> None:
-        while self._unread and has_ended(self._unread[0][2]):
+    def _read_ended(self) -> None:
+        while self._unread and self._unread[0][2].query():
             row, begin, end = self._unread.popleft()
             row.numbers.cast_seconds += begin.elapsed_time(end) / 1000
 
     def read(self) -> list[Row]:
         """Returns the rows that count something; waits for casts on GPUs that still run."""
-
-        def wait(event: Any) -> bool:
-            event.synchronize()
-            return True
-
-        self._read(wait)
+        for *_, end in list(self._unread):
+            end.synchronize()
+        self._read_ended()
         return [row for row in self._rows.values() if row.numbers.calls or row.numbers.casts or row.numbers.cache_hits]
 
 
 def totals(rows: Iterable[Row]) -> dict[str, Any]:
     """Returns the sum of rows as plain data."""
-    numbers = Numbers()
-    for row in rows:
-        numbers.add(row.numbers)
-    return asdict(numbers)
+    summands = [Numbers(), *(row.numbers for row in rows)]  # the first, since no rows have a time of 0.0 seconds
+    return {name: sum(getattr(each, name) for each in summands) for name in Numbers.__slots__}
 
 
 def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[Any, str]) -> list[dict[str, Any]]:
@@ -202,10 +199,9 @@ def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, 
     found = []
     with_code = [(row.code, row) for row in rows if row.code is not None]
     for of_line in grouped(((code.co_filename, row.line), row) for code, row in with_code).values():
-        calls: dict[str, int] = {}
+        calls = Counter[str]()
         for row in of_line:
-            name = name_of(row.function)
-            calls[name] = calls.get(name, 0) + row.numbers.calls
+            calls[name_of(row.function)] += row.numbers.calls
         found.append(
             {
                 **place_of(of_line[0]),

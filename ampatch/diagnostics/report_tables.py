@@ -6,6 +6,7 @@ Owns the columns. Must never drop rows in silence: a table that has not all of t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -270,10 +271,8 @@ def _of_call(row: ComparedRow, mark: str) -> tuple[Cell, ...]:
 
 def _compared(row: Mapping[str, Any]) -> ComparedRow:
     """Returns a row of a comparison whose inf and NaN are numbers again."""
-    numbers = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
     fields: dict[str, Any] = {
-        key: numbers.get(value, value) if isinstance(value, str) and key.endswith(_FLOATS) else value
-        for key, value in row.items()
+        key: float(value) if isinstance(value, str) and key.endswith(_FLOATS) else value for key, value in row.items()
     }
     return ComparedRow(**fields)
 
@@ -326,12 +325,7 @@ def _types(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
 
 def _listed(types: Sequence[str]) -> str:
     """Returns types of tensors as text: equal ones that follow one another once, with their number."""
-    found: list[tuple[str, int]] = []
-    for name in types:
-        if found and found[-1][0] == name:
-            found[-1] = name, found[-1][1] + 1
-        else:
-            found.append((name, 1))
+    found = ((name, len(list(run))) for name, run in itertools.groupby(types))
     return ", ".join(name if number == 1 else f"{number} {name}" for name, number in found) or "none"
 
 

@@ -6,6 +6,7 @@ Must not run a training.
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 import time
 from datetime import timedelta
@@ -141,8 +142,7 @@ class Progress:
         if budget.runs_left is not None:
             runs = min(runs, budget.runs_left)
         # The median: a run that is watched takes longer than others.
-        times = sorted(self._seconds)
-        left = runs * times[len(times) // 2] if times else 0.0
+        left = runs * statistics.median_high(self._seconds) if self._seconds else 0.0
         return left if budget.seconds_left is None else max(0.0, min(left, budget.seconds_left))
 
     def close(self) -> None:

@@ -101,11 +101,6 @@ class Journal:
                 self._read(self._path)
         self.resumed = len(self._runs)
 
-    @property
-    def name(self) -> str | None:
-        """The file's name; None without a file."""
-        return None if self._path is None else str(self._path)
-
     def find(self, kept: Kept | None, seed: int, watched: bool) -> Run | None:
         """Returns a run that has finished; None if there is none, or none that was watched if that is asked for."""
         run = self._runs.get((kept, seed))

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,42 +55,41 @@ _NOT_OF_HALF = (OSError, MemoryError, torch.OutOfMemoryError, ImportError)
 _OF_HALF = (LossScaleError, GradientOverflowError, BannedFunctionError)
 
 
+#: What a training may change in torch and amp: how to read each setting, and how to write it.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (lambda: _device.CURRENT_DEVICE, torch.set_default_device),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),
+    ),
+    *(
+        (partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name))
+        for name in ("deterministic", "benchmark", "allow_tf32")
+    ),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda modes: torch.autograd.set_detect_anomaly(*modes),
+    ),
+    (lambda: runtime.disabled, partial(setattr, runtime, "disabled")),
+)
+
+
 class ProcessState:
-    """The random numbers and torch's settings at the time it was made."""
+    """The random numbers and the settings of torch and amp at the time it was made."""
 
     def __init__(self) -> None:
         self._random = RandomState()
-        self._dtype = torch.get_default_dtype()
-        self._device = _device.CURRENT_DEVICE
-        self._deterministic = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        self._cudnn = {
-            name: getattr(torch.backends.cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")
-        }
-        self._precision = torch.get_float32_matmul_precision()
-        self._threads = torch.get_num_threads()
-        self._grad = torch.is_grad_enabled()
-        self._anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-        self._disabled = runtime.disabled
+        self._settings = [(read, write, read()) for read, write in _SETTINGS]
 
     def restore(self) -> None:
-        """Restores all of it."""
-        torch.set_default_dtype(self._dtype)
-        if self._device != _device.CURRENT_DEVICE:
-            torch.set_default_device(self._device)
-        enabled, warn_only = self._deterministic
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        for name, value in self._cudnn.items():
-            setattr(torch.backends.cudnn, name, value)
-        if torch.get_float32_matmul_precision() != self._precision:
-            torch.set_float32_matmul_precision(self._precision)
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
-        torch.set_grad_enabled(self._grad)
-        torch.autograd.set_detect_anomaly(*self._anomalies)
-        runtime.disabled = self._disabled
+        """Restores all of it; writes what has changed only, as some settings take long."""
+        for read, write, value in self._settings:
+            if read() != value:
+                write(value)
         self._random.restore()
 
 
