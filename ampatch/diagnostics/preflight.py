@@ -6,6 +6,7 @@ gets its state back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from ampatch.diagnostics.preflight_operators import Operators, autograd_function
 from ampatch.diagnostics.preflight_report import FAILS, STANDS, LevelVerdict, Preflight, level_and_halves
 from ampatch.diagnostics.preflight_steps import Setup, Step
 from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
-from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, Trial, examined, tried
+from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, examined, tried
 from ampatch.diagnostics.preflight_underflows import Underflows
 from ampatch.diagnostics.watch import Watch
 from ampatch.errors import OptionError
@@ -172,35 +173,19 @@ class _Flight:
         self, setup: Setup, reference: Step, operators: Operators, banned: Sequence[str]
     ) -> tuple[LevelVerdict, Setup | None]:
         """Returns the verdict for a level, and the setup with which it is to be measured; None if it raises."""
-
-        def run(changed: Setup) -> Trial:
-            return tried(self._subject, reference, changed, self._state)
-
+        run = functools.partial(tried, self._subject, reference, self._state)
         trial = run(setup)
-        flushed = None
-        if setup.half_dtype is torch.float16 and trial.loss_scale is not None:
-            flushed = reference.flushed(trial.loss_scale)
+        flushed, scale = None, trial.level.loss_scale
+        if setup.half_dtype is torch.float16 and scale is not None:
+            flushed = reference.flushed(scale)
         search = Mended(None, 0) if trial.stands else mended(trial, operators, flushed, run, banned)
-        verdict = LevelVerdict(
-            setup.opt_level,
-            setup.half_name,
-            trial.verdict,
-            trial.loss_scale,
-            None if trial.step is None else trial.step.loss,
-            trial.loss_error,
-            trial.gradient_error,
-            flushed,
-            trial.error,
-            trial.trace,
-            None if search.trial is None else search.trial.setup.as_call(),
-            search.runs,
-            notes=trial.notes,
-        )
+        change = None if search.trial is None else search.trial.setup.as_call()
+        verdict = replace(trial.level, underflow=flushed, change=change, tried=search.runs)
         best = search.trial or trial
-        if best.verdict == FAILS:
+        if best.level.verdict == FAILS:
             return verdict, None
-        scale = best.loss_scale if best.stands and best.loss_scale is not None else setup.init_scale
-        return verdict, replace(best.setup, init_scale=scale)
+        scale = best.level.loss_scale if best.stands else None
+        return verdict, best.setup if scale is None else replace(best.setup, init_scale=scale)
 
 
 def _settled_scale(verdicts: Sequence[LevelVerdict]) -> float:

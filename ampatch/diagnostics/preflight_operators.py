@@ -119,9 +119,9 @@ class Operators:
     def _located(self, op: WatchedOp) -> Location:
         named = self._examiner.named(op)
         function = _custom_path(op) if _is_custom(op) else named.function
-        direction = "backward" if op.is_backward else "forward"
         at_o1 = self._at_o1(op.named_op.function, named.function)
-        return Location(function, named.operator, direction, named.module, named.file, named.line, named.source, at_o1)
+        place = named.module, named.file, named.line, named.source
+        return Location(function, named.operator, op.direction, *place, at_o1)
 
     def _at_o1(self, function: object, path: str) -> str:
         namespace, _, name = path.rpartition(".")

@@ -184,25 +184,26 @@ class Step:
         squares, errors = 0.0, 0.0
         for name in self.gradients.keys() | other.gradients.keys():
             mine, theirs = self.gradients.get(name), other.gradients.get(name)
-            if mine is not None:
-                squares += _norm(mine) ** 2
+            squares += _norm(mine) ** 2
             theirs = None if theirs is None else wide(theirs)
             difference = mine if theirs is None else theirs if mine is None else theirs - mine
             errors += _norm(difference) ** 2
-        if squares == 0:
-            return 0.0 if errors == 0 else math.inf
-        return math.sqrt(errors / squares)
+        return math.sqrt(relative(errors, squares))
 
     def loss_error(self, other: Step) -> float:
         """Returns |the other loss - this one| / |this one|."""
-        difference = abs(other.loss - self.loss)
-        return difference / abs(self.loss) if self.loss else (0.0 if difference == 0 else math.inf)
+        return relative(abs(other.loss - self.loss), abs(self.loss))
 
     def flushed(self, scale: float) -> float:
         """Returns the share of the nonzero gradient values that float16 flushes to zero at a loss scale."""
         gradients = self.gradients.values()
         nonzero = sum(int((each != 0).sum()) for each in gradients)
         return sum(int(flushed_of(each, scale).sum()) for each in gradients) / nonzero if nonzero else 0.0
+
+
+def relative(difference: float, size: float) -> float:
+    """Returns a difference as a share of a size; inf for one from zero."""
+    return 0.0 if difference == 0 else difference / size if size else math.inf
 
 
 def flushed_of(gradient: Tensor, scale: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch import nn
 from ampatch.diagnostics import causes
 from ampatch.diagnostics.examiner import Examiner, origins_of_gradients
 from ampatch.diagnostics.overflow_trace import OverflowTrace
-from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, OVERFLOWS, STANDS
+from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, OVERFLOWS, STANDS, LevelVerdict
 from ampatch.diagnostics.preflight_steps import (
     OpenedCopy,
     RandomInFloat32,
@@ -44,68 +44,48 @@ class Trial:
 
     Attributes:
         setup: the arguments of ``amp.initialize``.
-        verdict: "stands", "overflows", "inaccurate" or "fails"; see `LevelVerdict`.
-        loss_scale: scale of the last step.
-        step: the last step; None if it raised.
-        loss_error: error of its loss.
-        gradient_error: error of its gradients.
-        error: text of what was raised.
-        trace: where the first inf or NaN arose in the first step.
+        level: how the last step went.
         around: names of the modules around that place, or around the place that raised; the innermost first.
-        notes: warnings that amp gave.
         is_refused: True if amp refused the setup, before any step.
     """
 
     setup: Setup
-    verdict: str
-    loss_scale: float | None = None
-    step: Step | None = None
-    loss_error: float | None = None
-    gradient_error: float | None = None
-    error: str = ""
-    trace: OverflowTrace | None = None
+    level: LevelVerdict
     around: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     is_refused: bool = False
 
     @property
     def stands(self) -> bool:
         """True if the verdict is "stands"."""
-        return self.verdict == STANDS
+        return self.level.verdict == STANDS
 
 
-def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -> Trial:
+def tried(subject: Subject, reference: Step, state: RandomState, setup: Setup) -> Trial:
     """Runs a step with a setup; with a dynamic scale again, while only the backward pass overflows.
 
     Args:
         subject: the model and its step.
         reference: the float32 step.
-        setup: the arguments of ``amp.initialize``.
         state: random numbers of every step.
+        setup: the arguments of ``amp.initialize``.
     """
     notes: list[str] = []
-    around: list[str] = []
-    is_refused = True
+    opened: OpenedCopy | None = None
     try:
         with noting_warnings(notes), opened_copy(subject, setup) as opened:
-            is_refused = False
-            try:
-                step, scale, trace = until_finite(subject, opened, state)
-            except Exception as error:
-                around += _around(error, opened.model)
-                raise
+            step, scale, trace = until_finite(subject, opened, state)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
-        told = text_of(error)
-        return Trial(setup, FAILS, error=told, around=tuple(around), notes=tuple(notes), is_refused=is_refused)
-    modules = () if trace is None or trace.module is None else enclosing(trace.module)
-    trial = Trial(setup, OVERFLOWS, scale, step, trace=trace, around=modules, notes=tuple(notes))
-    if not step.is_finite:
-        return trial
-    lost = reference.gradient_error(step)
-    verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
-    return replace(trial, verdict=verdict, loss_error=reference.loss_error(step), gradient_error=lost)
+        around = () if opened is None else _around(error, opened.model)
+        level = LevelVerdict(setup.opt_level, setup.half_name, FAILS, error=text_of(error), notes=tuple(notes))
+        return Trial(setup, level, around, is_refused=opened is None)
+    level = LevelVerdict(setup.opt_level, setup.half_name, OVERFLOWS, scale, step.loss, trace=trace, notes=tuple(notes))
+    if step.is_finite:
+        lost = reference.gradient_error(step)
+        verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
+        level = replace(level, verdict=verdict, loss_error=reference.loss_error(step), gradient_error=lost)
+    return Trial(setup, level, () if trace is None or trace.module is None else enclosing(trace.module))
 
 
 def until_finite(subject: Subject, opened: OpenedCopy, state: RandomState) -> tuple[Step, float, OverflowTrace | None]:

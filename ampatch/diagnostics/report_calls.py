@@ -72,8 +72,10 @@ class CallRecorder:
         self._function_mode = mode_stacks.TellingFunctions(self.function)
         self._operator_mode = _Operators(self.operator)
         self._hooks: list[RemovableHandle] = []
-        self._infos: dict[Any, _Info] = {}
-        self._by_node: dict[int, Row] = {}  # rows of casts, by the numbers of their nodes in the graph
+        self._info = cache(_Info.of)
+        self._by_node: dict[
+            int, Row
+        ] = {}  # rows of casts, where their backward passes count too, by their nodes' numbers
         self._widened: dict[int, _Widened] = {}  # casts of half tensors, by the storage
         self._decorated: set[Any] = set()
         self._session: weakref.ref[Any] | None = None
@@ -227,12 +229,6 @@ class CallRecorder:
         with thread.own():
             return function(*args, **kwargs)
 
-    def _info(self, function: Any) -> _Info:
-        info = self._infos.get(function)
-        if info is None:
-            info = self._infos[function] = _Info.of(function)
-        return info
-
     def _is_watching(self) -> bool:
         """Returns True if calls of this thread are recorded here."""
         return self._is_on and not self._thread.is_own and not pauses.paused
@@ -304,7 +300,7 @@ class CallRecorder:
             for each in [made] if isinstance(made, Tensor) else made:
                 self._note_cast(row, each)
                 if each.grad_fn is not None:
-                    self._remember(each.grad_fn._sequence_nr(), row)
+                    remember(self._by_node, each.grad_fn._sequence_nr(), row)
                 self._modules.note_casts(bytes_of(each))
             if isinstance(made, Tensor):
                 self._note_undone(row, tensor, source, made)
@@ -325,10 +321,6 @@ class CallRecorder:
         row.numbers.casts += 1
         row.numbers.cast_bytes += bytes_of(made)
         self._thread.call.casts += 1
-
-    def _remember(self, node: int, row: Row) -> None:
-        """Remembers for which row a node of the graph casts, so that its backward pass counts there as well."""
-        remember(self._by_node, node, row)
 
     def _note_undone(self, row: Row, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
         """Notes a cast from half to a wider type, and counts one of its result back to half."""
@@ -424,7 +416,7 @@ class CallRecorder:
             if row is not None:
                 self._note_cast(row, made)
             if row is not None and number is not None:
-                self._remember(number, row)
+                remember(self._by_node, number, row)
             if row is not None and node is None:
                 self._note_undone(row, tensor, source, made)
                 self._modules.note_casts(bytes_of(made))

@@ -114,10 +114,10 @@ class Rows:
             function: the function.
             frame: the frame that runs the line; None without user code.
         """
-        key = (function, 0, 0) if frame is None else (function, id(frame.f_code), frame.f_lineno)
+        code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
+        key = function, id(code), line
         row = self._rows.get(key)
         if row is None:
-            code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
             row = self._rows[key] = Row(function, code, line)  # keeps the code, so that no other gets its id
         return row
 

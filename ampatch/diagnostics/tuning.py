@@ -25,6 +25,7 @@ from ampatch.diagnostics.tuning_report import CANNOT_TELL, FAILS, PASSES, TunedT
 from ampatch.diagnostics.tuning_search import Kept, accumulated, minimal, restored
 from ampatch.diagnostics.tuning_trials import Training, Trials, restoring
 from ampatch.errors import OptionError, UsageError
+from ampatch.grouping import grouped
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import runtime
 from ampatch.version import __version__
@@ -140,13 +141,10 @@ class _Search:
 
     def run(self) -> Tuning:
         """Searches until the end, or until the budget ends."""
-        kept: Kept | None = None
-        complete = True
         try:
-            kept = self._searched()
+            kept, complete = self._searched(), True
         except BudgetEndedError:
-            complete = False
-            kept = self._best()
+            kept, complete = self._best(), False
         return self._result(kept, complete)
 
     def _searched(self) -> Kept | None:
@@ -215,25 +213,21 @@ class _Search:
 
     def _groups(self) -> dict[str, Kept]:
         """Returns the functions in groups: first those with the fewest FLOPs, of these the smallest."""
-        groups: dict[str, set[str]] = {}
-        flops: dict[str, int] = {}
-        for path, each in self._functions.items():
-            groups.setdefault(each.group, set()).add(path)
-            flops[each.group] = flops.get(each.group, 0) + each.half_flops
+        groups = grouped((each.group, each) for each in self._functions.values())
+        flops = {name: sum(each.half_flops for each in group) for name, group in groups.items()}
         order = sorted(groups, key=lambda name: (flops[name], len(groups[name]), name))
-        return {name: frozenset(groups[name]) for name in order}
+        return {name: frozenset(each.path for each in groups[name]) for name in order}
 
     def _effect(self, kept: Kept) -> float:
-        trial = self._trials.trial(kept, self._what(kept))
-        return -trial.worse  # worse is inf if the training failed
+        return -self._trial(kept).worse  # worse is inf if the training failed
 
     def _passes(self, kept: Kept) -> bool:
-        return self._trials.trial(kept, self._what(kept)).passes
+        return self._trial(kept).passes
 
-    def _what(self, kept: Kept) -> str:
+    def _trial(self, kept: Kept) -> TunedTrial:
         groups = {name for name, group in self._groups().items() if group <= kept}
         rest = [path for path in sorted(kept) if self._functions[path].group not in groups]
-        return f"{', '.join([*sorted(groups), *rest])} in float32"
+        return self._trials.trial(kept, f"{', '.join([*sorted(groups), *rest])} in float32")
 
     def _value(self, kept: Kept) -> tuple[float, int]:
         """Returns what makes a list better: first the share of the FLOPs in half, then few functions."""

@@ -5,6 +5,7 @@ Must not run a training.
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 import sys
@@ -34,11 +35,11 @@ class Budget:
     """How long a search may take. It counts what this call runs; runs from a journal cost nothing.
 
     Args:
-        runs: the most runs; None: no limit.
-        seconds: the most seconds; None: no limit.
+        runs: the most runs.
+        seconds: the most seconds.
     """
 
-    def __init__(self, runs: int | None = None, seconds: float | None = None) -> None:
+    def __init__(self, runs: float = math.inf, seconds: float = math.inf) -> None:
         self._runs, self._seconds = runs, seconds
         self._began = time.monotonic()
         self.done = 0
@@ -74,21 +75,19 @@ class Budget:
         Raises:
             BudgetEndedError: all runs are spent, or the run would end after the time.
         """
-        if self._runs is not None and self.done >= self._runs:
-            raise BudgetEndedError
         left = self.seconds_left
-        if left is not None and (left <= 0 or expected > left):
+        if self.runs_left <= 0 or left <= 0 or expected > left:
             raise BudgetEndedError
 
     @property
-    def seconds_left(self) -> float | None:
-        """Seconds until the budget ends; None if it has no time."""
-        return None if self._seconds is None else self._began + self._seconds - time.monotonic()
+    def seconds_left(self) -> float:
+        """Seconds until the budget ends."""
+        return self._began + self._seconds - time.monotonic()
 
     @property
-    def runs_left(self) -> int | None:
-        """Runs until the budget ends; None if it has no number of them."""
-        return None if self._runs is None else self._runs - self.done
+    def runs_left(self) -> float:
+        """Runs until the budget ends."""
+        return self._runs - self.done
 
 
 def _positive(number: float, given: object) -> float:
@@ -138,12 +137,10 @@ class Progress:
     @property
     def left(self) -> float:
         """Seconds that the search still takes; an estimate."""
-        runs, budget = self._expected, self._budget
-        if budget.runs_left is not None:
-            runs = min(runs, budget.runs_left)
+        runs = min(self._expected, self._budget.runs_left)
         # The median: a run that is watched takes longer than others.
         left = runs * statistics.median_high(self._seconds) if self._seconds else 0.0
-        return left if budget.seconds_left is None else max(0.0, min(left, budget.seconds_left))
+        return max(0.0, min(left, self._budget.seconds_left))
 
     def close(self) -> None:
         """Removes the bar."""

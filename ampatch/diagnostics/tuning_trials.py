@@ -285,7 +285,8 @@ class Trials:
                 try:
                     metric = self._metric(kept, seed, sessions, recorder, expected)
                 except Exception as raised:
-                    if kept is None or isinstance(raised, _NOT_OF_HALF) or not _is_of_half(raised):
+                    is_complaint = isinstance(raised, AmpError) and not isinstance(raised, _OF_HALF)  # of arguments
+                    if kept is None or is_complaint or isinstance(raised, _NOT_OF_HALF):
                         raised.add_note(_NOTE_FLOAT32 if kept is None else _NOTE)
                         raise
                     error = f"{type(raised).__name__}: {raised}"
@@ -367,11 +368,6 @@ _NOTE = "ampatch: amp.tune stopped here. With journal='tune.json' a later call g
 def is_users(error: BaseException) -> bool:
     """Returns True if the user's code, and not `tune` itself, raised an exception that came out of it."""
     return not {_NOTE_FLOAT32, _NOTE}.isdisjoint(getattr(error, "__notes__", ()))
-
-
-def _is_of_half(error: Exception) -> bool:
-    """Returns True if an exception may come from half tensors: all but amp's complaints about its arguments."""
-    return isinstance(error, _OF_HALF) or not isinstance(error, AmpError)
 
 
 def _number(value: Any) -> float:

@@ -271,7 +271,10 @@ class Watch:
             for each in measured(result):
                 self._written.drop(each)
             return result
-        watched.outputs = [self._write(each, watched) for each in measured(result)]
+        for each in measured(result):
+            values = Values(each.dtype, tuple(each.shape), watched, on_device=_extremes(each))
+            self._written.write(each, values)
+            watched.outputs.append(values)
         if keep is not None and not writes and keep((*watched.inputs, *watched.outputs)):
             watched.arguments = args, kwargs
         if self._keep_results:
@@ -336,11 +339,6 @@ class Watch:
                 on_device=_extremes(tensor),
             ),
         )
-
-    def _write(self, tensor: Tensor, writer: WatchedOp) -> Values:
-        values = Values(tensor.dtype, tuple(tensor.shape), writer, on_device=_extremes(tensor))
-        self._written.write(tensor, values)
-        return values
 
 
 class _Thread(threading.local):

@@ -152,6 +152,11 @@ class WatchedOp:
         return self if self.forward is None else self.forward
 
     @property
+    def direction(self) -> str:
+        """The pass that ran it: "forward" or "backward"."""
+        return "backward" if self.is_backward else "forward"
+
+    @property
     def ran_in_half(self) -> bool:
         """True if a tensor among its inputs and outputs is half."""
         return has_half((*self.inputs, *self.outputs))
