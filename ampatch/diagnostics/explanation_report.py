@@ -9,7 +9,7 @@ import itertools
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,15 +65,6 @@ class Ruling:
     until: str | None = None
     reason: str | None = None
     overrides: Overridden | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return {
-            **asdict(self),
-            "half_dtypes": list(self.half_dtypes),
-            "needs_float32": list(self.needs_float32),
-            "when": {name: list(values) for name, values in self.when},
-        }
 
     @property
     def conditions(self) -> list[str]:
@@ -173,7 +164,7 @@ class ExplainedCall:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data."""
-        return {"path": self.path, "half_dtype": self.half_dtype, **_fields(self.prediction)}
+        return asdict(self, dict_factory=_plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +193,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data: text, numbers, True, False, None, lists and dicts. Dtypes are names."""
-        return _fields(self)
+        return asdict(replace(self, policy=dict(self.policy)), dict_factory=_plain)
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the text."""
@@ -231,20 +222,19 @@ class Explanation:
 # As plain data
 
 
-def _fields(told: Any) -> dict[str, Any]:
-    return {each.name: _plain(getattr(told, each.name)) for each in fields(told)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    if isinstance(value, (Ruling, ExplainedCall)):
-        return value.to_dict()
-    if is_dataclass(value):
-        return _fields(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+def _plain(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of a dataclass as plain data; those of a prediction are fields of its call."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name == "prediction":
+            found |= value
+        elif name == "when":
+            found[name] = {argument: list(values) for argument, values in value}
+        elif isinstance(value, torch.dtype):
+            found[name] = dtype_name(value)
+        else:
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 # As text

@@ -33,7 +33,7 @@ from ampatch.diagnostics.callers import Code
 from ampatch.diagnostics.function_names import Rulings, name_of, operator_called
 from ampatch.diagnostics.operands import bytes_of
 from ampatch.diagnostics.report_modules import WRAPPERS, Modules, Running
-from ampatch.diagnostics.report_rows import Row, Rows
+from ampatch.diagnostics.report_rows import Product, Row, Rows
 from ampatch.diagnostics.watch import is_view, pauses
 from ampatch.errors import UsageError
 from ampatch.function_wrapper import unwrapped
@@ -139,7 +139,7 @@ class CallRecorder:
             "totals": report_rows.totals(rows),
             "functions": report_rows.functions(rows, name_of, rules),
             "lines": report_rows.lines(rows, name_of),
-            "misaligned": report_rows.misaligned(self._rows.products.values(), name_of, self._modules.name_of),
+            "misaligned": report_rows.misaligned(self._rows.products, name_of, self._modules.name_of),
             "modules": self._modules.as_dicts(self._has_masters),
             "notes": list(self._missed),
         }
@@ -393,7 +393,9 @@ class CallRecorder:
             module.note_results(results, memory)
         sizes = _PRODUCTS.get(op)
         if sizes is not None and results and results[0].dtype in HALVES:
-            self._rows.note_product(call.row, module.key, results[0].dtype, *sizes(args, results[0]))
+            product = Product(call.row, module.key, results[0].dtype, *sizes(args, results[0]))
+            if product.size != product.pads:
+                self._rows.products[product] += 1
 
     def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operator below all casts, and counts one by autocast, or the backward pass of one that counted."""

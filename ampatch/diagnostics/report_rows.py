@@ -11,7 +11,7 @@ import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,8 +78,7 @@ class Row:
         self.types[given, returned] += 1
 
 
-@dataclass(slots=True)
-class Product:
+class Product(NamedTuple):
     """A kind of matrix product in half whose size is no multiple of 8.
 
     Attributes:
@@ -88,7 +87,6 @@ class Product:
         dtype: the half type.
         size: m, k and n.
         pads: the multiples of 8 to pad them to.
-        calls: number of such products.
     """
 
     row: Row | None
@@ -96,16 +94,19 @@ class Product:
     dtype: torch.dtype
     size: tuple[int, int, int]
     pads: tuple[int, int, int]
-    calls: int = 0
 
 
 class Rows:
-    """All counts of a report."""
+    """All counts of a report.
+
+    Attributes:
+        products: numbers of matrix products that need padding.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[Any, int, int], Row] = {}
         self._unread: deque[tuple[Row, Any, Any]] = deque()
-        self.products: dict[tuple[Any, ...], Product] = {}
+        self.products = Counter[Product]()
 
     def row(self, function: Any, frame: types.FrameType | None) -> Row:
         """Returns the row of a function that is called from a line of user code.
@@ -120,14 +121,6 @@ class Rows:
         if row is None:
             row = self._rows[key] = Row(function, code, line)  # keeps the code, so that no other gets its id
         return row
-
-    def note_product(
-        self, row: Row | None, module: int, dtype: torch.dtype, size: tuple[int, int, int], pads: tuple[int, int, int]
-    ) -> None:
-        """Counts a matrix product, unless its size needs no padding."""
-        if size != pads:
-            product = Product(row, module, dtype, size, pads)
-            self.products.setdefault((row, module, dtype, size), product).calls += 1
 
     def timed(self, row: Row | None, is_on_gpu: bool, make: Callable[[], Any]) -> Any:
         """Runs a cast, and adds its time to a row if one is given."""
@@ -214,7 +207,7 @@ def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, 
 
 
 def misaligned(
-    products: Iterable[Product], name_of: Callable[[Any], str], module_name: Callable[[int], str | None]
+    products: Counter[Product], name_of: Callable[[Any], str], module_name: Callable[[int], str | None]
 ) -> list[dict[str, Any]]:
     """Returns products as plain data, first those that run most often."""
     return [
@@ -224,10 +217,10 @@ def misaligned(
             "module": None if each.module is None else module_name(each.module),
             "dtype": dtype_name(each.dtype),
             "size": list(each.size),
-            "calls": each.calls,
+            "calls": calls,
             "pads": list(each.pads),
         }
-        for each in sorted(products, key=lambda each: -each.calls)
+        for each, calls in products.most_common()
     ]
 
 

@@ -154,10 +154,8 @@ class Tuning:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data: text, numbers, booleans, None, lists and dicts. inf and NaN are texts."""
-        data = {name: getattr(self, name) for name in self.__slots__}
-        data["baseline"] = asdict(self.baseline)
-        data["trials"] = [asdict(each) for each in self.trials]
-        data["needed"] = [{"function": path, "without": asdict(each)} for path, each in self.needed]
+        data = asdict(self)
+        data["needed"] = [{"function": path, "without": trial} for path, trial in data["needed"]]
         data["overlay"] = self.overlay if self.verdict == PASSES else None
         data["conclusion"] = self.conclusion()
         return report_file.plain(data)  # type: ignore[no-any-return]

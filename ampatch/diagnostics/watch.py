@@ -429,4 +429,4 @@ def _with_copies_of_written(
 def _user_place() -> Place | None:
     """Returns the innermost line that is neither torch's nor amp's; in a backward pass one that the engine called."""
     frame = users_frame(sys._getframe(2))
-    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)

@@ -31,12 +31,10 @@ class Place:
     Attributes:
         file: path of the file.
         line: number of the line.
-        function: name of the function that the line is in.
     """
 
     file: str
     line: int
-    function: str
 
     @property
     def source(self) -> str:
