@@ -40,7 +40,8 @@ def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
         given = [values for values in op.inputs if not values.is_finite]
         if _makes_a_mask(op, given):
             continue
-        earlier = [origin for values in given if (origin := _origin_of(values, found)) is not None]
+        # Of a tensor itself, or of the parts of which it consists.
+        earlier = [found[id(each)] for values in given for each in values.results if id(each) in found]
         unwatched = [each for each in given if each.is_unwritten and not each.is_mask and id(each) not in found]
         if earlier:
             origin = min(earlier, key=lambda each: each.number)
@@ -54,12 +55,6 @@ def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
                 if not values.is_finite:
                     found[id(values)] = origin
     return found
-
-
-def _origin_of(values: Values, found: dict[int, WatchedOp]) -> WatchedOp | None:
-    """Returns the origin of what is not finite in a tensor: of itself, or of the parts of which it consists."""
-    origins = [found[id(each)] for each in values.results if id(each) in found]
-    return min(origins, key=lambda op: op.number, default=None)
 
 
 def _makes_a_mask(op: WatchedOp, given: Sequence[Values]) -> bool:

@@ -171,21 +171,16 @@ class GradientExponents:
         Small gradients are counted together, as a kernel launch for each would take longer than the counting.
         """
         table = torch.zeros(len(gradients), _BINS, dtype=torch.float64, device=device)
-        together: list[int] = []
-        elements = 0
+        small: list[int] = []
         for place, gradient in enumerate(gradients):
-            size = gradient.numel()
-            if size > _SMALL:
-                for values in gradient.flatten().split(_CHUNK):
-                    table[place] += _counted_on_host(values) if device.type == "cpu" else _histogram(values)
+            if gradient.numel() <= _SMALL:
+                small.append(place)
                 continue
-            if together and elements + size > _CHUNK:
-                self._count_together(table, gradients, together)
-                together, elements = [], 0
-            together.append(place)
-            elements += size
-        if together:
-            self._count_together(table, gradients, together)
+            for values in gradient.flatten().split(_CHUNK):
+                table[place] += _counted_on_host(values) if device.type == "cpu" else _histogram(values)
+        at_once = _CHUNK // _SMALL or 1  # no more than a chunk's elements, however large they are
+        for first in range(0, len(small), at_once):
+            self._count_together(table, gradients, small[first : first + at_once])
         return table
 
     def _count_together(self, table: Tensor, gradients: list[Tensor], places: list[int]) -> None:

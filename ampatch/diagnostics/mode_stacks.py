@@ -33,11 +33,6 @@ class ModeStack:
     push: Callable[[Any], None]
     pop: Callable[[], Any]
 
-    def is_on_top(self, mode: Any) -> bool:
-        """Returns True if a mode is the innermost one."""
-        modes = self.modes()
-        return bool(modes) and modes[-1] is mode
-
     def insert(self, mode: Any) -> None:
         """Puts a mode below all others."""
         popped = [self.pop() for _ in self.modes()]

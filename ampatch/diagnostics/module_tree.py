@@ -56,9 +56,7 @@ class Share:
 def tree(rows: Sequence[Mapping[str, Any]]) -> list[Module]:
     """Returns the outermost modules, those with most activations first; numbered ones in the order of their numbers."""
     modules = [Module(row, number) for number, row in enumerate(rows)]
-    by_name: dict[str, Module] = {}
-    for module in modules:
-        by_name.setdefault(module.row["name"], module)
+    by_name = {module.row["name"]: module for module in reversed(modules)}
     roots: list[Module] = []
     for module in modules:
         parent = by_name.get(module.row["parent"])

@@ -21,7 +21,7 @@ from ampatch.diagnostics.preflight_report import FAILS, STANDS, LevelVerdict, Pr
 from ampatch.diagnostics.preflight_steps import Setup, Step
 from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
 from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, examined, tried
-from ampatch.diagnostics.preflight_underflows import Underflows
+from ampatch.diagnostics.preflight_underflows import noise_of, rows_of
 from ampatch.diagnostics.watch import Watch
 from ampatch.errors import OptionError
 from ampatch.runtime import runtime
@@ -105,7 +105,7 @@ class _Flight:
         reference, operators, trace, called = self._in_float32()
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=self._tolerance)
-        underflows = Underflows(self._subject, reference, self._state, operators.draws_itself)
+        noise, noise_unknown = noise_of(self._subject, reference, self._state, operators.draws_itself)
         verdicts: list[LevelVerdict] = []
         setups: list[Setup | None] = [Setup("O0", torch.float16)]
         banned = banned_functions(called)
@@ -132,13 +132,13 @@ class _Flight:
             operators.out_of_range,
             operators.imprecise,
             operators.uncompared,
-            underflows.rows(_settled_scale(verdicts)),
+            rows_of(reference, _settled_scale(verdicts), noise),
             operators.unlisted,
             self._tolerance,
             GRADIENT_BOUND,
             found[0].milliseconds,
             found[0].peak_bytes,
-            underflows.uncompared,
+            noise_unknown,
         )
 
     def _in_float32(self) -> tuple[Step, Operators | None, Any, list[str]]:

@@ -149,16 +149,11 @@ class Operators:
         return tuple(sorted(rows, key=lambda row: -row.error))
 
     def _unlisted(self) -> Iterator[Unlisted]:
-        custom: dict[str, list[WatchedOp]] = {}
-        plain: dict[str, list[WatchedOp]] = {}
-        for op in self._ops:
-            if op.is_backward or not op.inputs or not op.outputs or op.op_name in _MOVES:
-                continue
-            if _is_custom(op):
-                if not self._knows_operator(op):
-                    custom.setdefault(_custom_path(op), []).append(op)
-            elif op.function is not None and not self._knows(op.function):
-                plain.setdefault(op.function_name, []).append(op)
+        forward = [op for op in self._ops if not op.is_backward and op.inputs and op.outputs]
+        computing = [op for op in forward if op.op_name not in _MOVES]
+        custom = grouped((_custom_path(op), op) for op in computing if _is_custom(op) and not self._knows_operator(op))
+        called = [op for op in computing if not _is_custom(op) and op.function is not None]
+        plain = grouped((op.function_name, op) for op in called if not self._knows(op.function))
         for path, ops in custom.items():
             yield self._unlisted_of("custom operator", path, ops)
         for kind, count in self._autograd_functions.items():

@@ -13,6 +13,7 @@ from typing import Any
 from ampatch.diagnostics.report_numbers import in_terminal, size
 from ampatch.diagnostics.report_steps import WARNS_ABOVE, options_for, spelled, underflow_told
 from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
+from ampatch.grouping import grouped
 
 #: Steps skipped in a row that are worth a sentence: a scale that starts too high skips one or two.
 _SKIPS_IN_A_ROW = 3
@@ -110,10 +111,8 @@ def _skips(data: Mapping[str, Any]) -> _Advice:
 
 def _runs_of_skips(steps: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """Returns the steps that were skipped in a row, by loss."""
-    losses = dict.fromkeys(row["loss_id"] for row in steps)
     runs = []
-    for loss in losses:
-        rows = [row for row in steps if row["loss_id"] == loss]
+    for rows in grouped((row["loss_id"], row) for row in steps).values():
         runs += [list(run) for skipped, run in itertools.groupby(rows, lambda row: row["skipped"]) if skipped]
     return runs
 

@@ -204,7 +204,8 @@ class CallRecorder:
         is_of_user = not around.is_of_torch
         if call.casts or (is_of_user and (call.ran or (isinstance(result, Tensor) and not info.is_getter))):
             with _unseen():
-                row.note_call(given, _dtypes(result))
+                row.numbers.calls += 1
+                row.types[given, _dtypes(result)] += 1
         return result
 
     def _run_for_amp(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: types.FrameType) -> Any:
@@ -224,7 +225,7 @@ class CallRecorder:
             finally:
                 call.row = before
             with _unseen():
-                row.note_types((source,), (made.dtype,))
+                row.types[(source,), (made.dtype,)] += 1
             return made
         with thread.own():
             return function(*args, **kwargs)
@@ -271,7 +272,7 @@ class CallRecorder:
     ) -> Any:
         thread, mode = self._thread, self._function_mode
         thread.expected = function
-        if info.is_of_torch and mode_stacks.FUNCTIONS.is_on_top(mode):
+        if info.is_of_torch and mode_stacks.FUNCTIONS.modes()[-1:] == [mode]:
             # As in a call that torch reports: no mode is on while torch's own code runs. Amp is faster so, as well.
             mode_stacks.FUNCTIONS.pop()
             try:
@@ -330,8 +331,8 @@ class CallRecorder:
         if source in HALVES and made.dtype not in HALVES:
             if len(widened) > _REMEMBERED:
                 self._widened = widened = {key: each for key, each in widened.items() if not each.storage.expired()}
-            found = _Widened.of(made)
-            widened[found.storage.cdata] = found
+            storage = StorageWeakRef(made.untyped_storage())
+            widened[storage.cdata] = _Widened(storage, _version_of(made))
         elif made.dtype in HALVES and source not in HALVES and widened and type(tensor) is not Parameter:
             known = widened.get(tensor.untyped_storage()._cdata)
             if known is not None and known.is_of(tensor):
@@ -577,11 +578,6 @@ class _Widened(NamedTuple):
 
     storage: StorageWeakRef
     version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Widened:
-        """Returns the record of a cast that was just made."""
-        return cls(StorageWeakRef(tensor.untyped_storage()), _version_of(tensor))
 
     def is_of(self, tensor: Tensor) -> bool:
         """Returns True if a tensor is the cast or a view of it, and nothing has written to it since."""

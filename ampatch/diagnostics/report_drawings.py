@@ -16,6 +16,7 @@ import torch
 from ampatch.diagnostics.gradient_exponents import Range
 from ampatch.diagnostics.module_tree import Module, shares, style_of
 from ampatch.diagnostics.report_numbers import count, digits, exact, percent, power_of_2, real, size
+from ampatch.grouping import grouped
 
 #: Points of a line; of more, the least and the greatest of each stretch are drawn.
 _POINTS = 600
@@ -38,9 +39,7 @@ _Point = tuple[float, float | None]
 
 def loss_scale(steps: Sequence[Mapping[str, Any]]) -> str:
     """Returns the loss scale over the steps, with all overflows; one line for each loss."""
-    lines: dict[int | None, list[_Point]] = {}
-    for step in steps:
-        lines.setdefault(step["loss_id"], []).append((step["step"], _log(step["scale"], 2)))
+    lines = grouped((step["loss_id"], (step["step"], _log(step["scale"], 2))) for step in steps)
     values = [value for line in lines.values() for _, value in line if value is not None]
     if not values:
         return ""

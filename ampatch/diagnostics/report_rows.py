@@ -55,7 +55,7 @@ class Row:
         code: code of the line; None if no user code called the function.
         line: number of the line.
         numbers: its counts.
-        types: number of calls by the types of their tensors.
+        types: number of calls, or of casts of a forward pass, by the types of their tensors.
         undone: number of casts that undid another.
         forward: number of the forward pass that was counted last as a call.
     """
@@ -67,15 +67,6 @@ class Row:
     types: Counter[Types] = field(default_factory=Counter)
     undone: int = 0
     forward: int = -1
-
-    def note_call(self, given: tuple[torch.dtype, ...], returned: tuple[torch.dtype, ...]) -> None:
-        """Counts one call."""
-        self.numbers.calls += 1
-        self.note_types(given, returned)
-
-    def note_types(self, given: tuple[torch.dtype, ...], returned: tuple[torch.dtype, ...]) -> None:
-        """Counts the types of one call, or of one cast of a forward pass."""
-        self.types[given, returned] += 1
 
 
 class Product(NamedTuple):
@@ -169,16 +160,14 @@ def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[An
     """
     found = []
     for name, of_function in grouped((name_of(row.function), row) for row in rows).items():
-        types = Counter[Types]()
-        for row in of_function:
-            types.update(row.types)
+        types = sum((row.types for row in of_function), Counter[Types]())
         found.append(
             {
                 "name": name,
                 "rule": next((rules[row.function] for row in of_function if row.function in rules), None),
                 "types": [
                     {"in": [dtype_name(each) for each in given], "out": [dtype_name(each) for each in out], "calls": n}
-                    for (given, out), n in sorted(types.items(), key=lambda item: -item[1])
+                    for (given, out), n in types.most_common()
                 ],
                 **totals(of_function),
                 "undone": sum(row.undone for row in of_function),
@@ -199,7 +188,7 @@ def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, 
             {
                 **place_of(of_line[0]),
                 "function": of_line[0].code.co_name,  # type: ignore[union-attr]
-                "functions": dict(sorted(calls.items(), key=lambda item: -item[1])),
+                "functions": dict(calls.most_common()),
                 **totals(of_line),
             }
         )

@@ -103,19 +103,15 @@ def _made(title: str, columns: Sequence[Column], cells: Sequence[Sequence[str]],
 
 def _that_fit(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int) -> list[int]:
     """Returns the numbers of the columns that a terminal has room for."""
+    widths = []
+    for index, column in enumerate(columns):
+        lines = [line for row in cells for line in row[index].splitlines()]
+        longest = max(map(len, [column.head, *lines]))
+        widths.append(2 + (longest if column.is_number else min(longest, _FOLDED)))
     kept = list(range(len(columns)))
-    while _needed(columns, cells, kept) > width:
+    while sum(widths[index] for index in kept) > width:
         droppable = [index for index in kept if columns[index].rank]
         if not droppable:
             break
         kept.remove(max(droppable, key=lambda index: (columns[index].rank, index)))
     return kept
-
-
-def _needed(columns: Sequence[Column], cells: Sequence[Sequence[str]], kept: Sequence[int]) -> int:
-    widths = []
-    for index in kept:
-        lines = [line for row in cells for line in row[index].splitlines()] + [columns[index].head]
-        longest = max(map(len, lines))
-        widths.append(longest if columns[index].is_number else min(longest, _FOLDED))
-    return sum(widths) + 2 * len(kept)

@@ -291,9 +291,9 @@ class _Search:
             share,
             is_measured,
             _names(trials.training.overlays),
-            trials.budget.done,
+            len(trials.budget.spent),
             trials.journal.resumed,
-            trials.seconds,
+            sum(trials.budget.spent, 0.0),
             tuple(dict.fromkeys([*self._notes, *warned])),
             {
                 "date": datetime.datetime.now().astimezone().date().isoformat(),

@@ -37,12 +37,15 @@ class Budget:
     Args:
         runs: the most runs.
         seconds: the most seconds.
+
+    Attributes:
+        spent: seconds of each run so far.
     """
 
     def __init__(self, runs: float = math.inf, seconds: float = math.inf) -> None:
         self._runs, self._seconds = runs, seconds
         self._began = time.monotonic()
-        self.done = 0
+        self.spent: list[float] = []
 
     @classmethod
     def of(cls, given: object) -> Budget:
@@ -87,7 +90,7 @@ class Budget:
     @property
     def runs_left(self) -> float:
         """Runs until the budget ends."""
-        return self._runs - self.done
+        return self._runs - len(self.spent)
 
 
 def _positive(number: float, given: object) -> float:
@@ -107,22 +110,21 @@ class Progress:
     def __init__(self, budget: Budget, is_shown: bool) -> None:
         self._budget, self._is_shown = budget, is_shown and sys.stderr is not None
         self._expected = 0
-        self._seconds: list[float] = []
         self._bar: Any = None
 
     def expect(self, runs: int) -> None:
         """Sets how many more runs the search is likely to need."""
         self._expected = runs
 
-    def finished(self, what: str, outcome: str, seconds: float) -> None:
-        """Counts a run."""
-        self._seconds.append(seconds)
+    def finished(self, what: str, outcome: str) -> None:
+        """Tells of the run that the budget has counted last."""
         self._expected = max(0, self._expected - 1)
         if not self._is_shown:
             return
         left = self.left
         told = f"; about {in_terminal(in_words(left))} left" if left else ""
-        line = f"run {len(self._seconds)}: {what}: {outcome} in {in_terminal(in_words(seconds))}{told}"
+        spent = self._budget.spent
+        line = f"run {len(spent)}: {what}: {outcome} in {in_terminal(in_words(spent[-1]))}{told}"
         from tqdm import tqdm
 
         if self._bar is None:
@@ -130,7 +132,7 @@ class Progress:
         with tqdm.external_write_mode(file=sys.stderr):
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
-        self._bar.total = len(self._seconds) + self._expected
+        self._bar.total = len(spent) + self._expected
         self._bar.set_postfix_str(in_terminal(in_words(left)), refresh=False)
         self._bar.update(1)
 
@@ -139,7 +141,7 @@ class Progress:
         """Seconds that the search still takes; an estimate."""
         runs = min(self._expected, self._budget.runs_left)
         # The median: a run that is watched takes longer than others.
-        left = runs * statistics.median_high(self._seconds) if self._seconds else 0.0
+        left = runs * statistics.median_high(self._budget.spent) if self._budget.spent else 0.0
         return max(0.0, min(left, self._budget.seconds_left))
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _device
 
-from ampatch.cast_lists.lists import CastLists, Overlay
+from ampatch.cast_lists.lists import CastLists
 from ampatch.diagnostics.preflight_steps import noting_warnings
 from ampatch.diagnostics.preflight_subject import RandomState
 from ampatch.diagnostics.tuning_budget import Budget, Progress
@@ -128,8 +128,7 @@ class Training:
 
     def lists_for(self, kept: Kept) -> CastLists:
         """Returns the lists of one run."""
-        overlay: Overlay = blacklist(kept)
-        return self.lists.overlaid(overlay) if kept else self.lists
+        return self.lists.overlaid(blacklist(kept)) if kept else self.lists
 
 
 class Trials:
@@ -145,7 +144,6 @@ class Trials:
 
     Attributes:
         warned: what amp warned of in the runs, by the functions in float32; None for O0.
-        seconds: the time of all runs of this call.
         tolerance: how much worse the metric may be; set once float32's mean is known.
     """
 
@@ -160,7 +158,6 @@ class Trials:
     ) -> None:
         self.training, self.seeds, self.journal, self.budget = training, tuple(seeds), journal, budget
         self.warned: dict[Kept | None, list[str]] = {}
-        self.seconds = 0.0
         self.tolerance = math.nan
         self.half_dtype = ""
         self.judged: dict[Kept, TunedTrial] = {}
@@ -258,11 +255,10 @@ class Trials:
         """Runs once if the budget allows, and reports it."""
         self.budget.check(self._times.get(watched, self._times.get(False, 0.0)))
         run = self._ran(kept, seed, watched)
-        self.budget.done += 1
-        self.seconds += run.seconds
+        self.budget.spent.append(run.seconds)
         self._times[watched] = max(run.seconds, self._times.get(watched, 0.0))
         outcome = run.error.partition("\n")[0] or f"{run.metric:.6g}"
-        self._progress.finished(f"{what}, seed {seed}", outcome, run.seconds)
+        self._progress.finished(f"{what}, seed {seed}", outcome)
         return run
 
     def _ran(self, kept: Kept | None, seed: int, watched: bool) -> Run:

@@ -196,13 +196,11 @@ class Watch:
         Args:
             before: drops only operators with smaller numbers.
         """
-        self.ops = [] if before is None else [op for op in self.ops if op.number >= before]
         if before is None:
+            self.ops, self.gradients, self._by_node, self._written = [], [], {}, WrittenMemory()
             self._outside.clear()
-            self.gradients.clear()
-            self._written.forget()
-            self._by_node.clear()
             return
+        self.ops = [op for op in self.ops if op.number >= before]
         self._by_node = {node: op for node, op in self._by_node.items() if op is not None and op.number >= before}
         self._written.forget(before)
 
