@@ -197,7 +197,7 @@ def _first(ops: Iterable[WatchedOp | None]) -> WatchedOp | None:
 
 def _unwritten(op: WatchedOp) -> list[Values]:
     """Returns the inputs that are not finite, and that no watched operator wrote."""
-    return [values for values in op.inputs if not values.is_finite and values.is_unwritten]
+    return [values for values in op.inputs if not values.is_finite and not values.results]
 
 
 def _is_input(op: WatchedOp) -> bool:

@@ -106,13 +106,9 @@ class _Flight:
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=self._tolerance)
         noise, noise_unknown = noise_of(self._subject, reference, self._state, operators.draws_itself)
-        verdicts: list[LevelVerdict] = []
-        setups: list[Setup | None] = [Setup("O0", torch.float16)]
         banned = banned_functions(called)
-        for level, half in levels:
-            verdict, best = self._verdict(Setup(level, half), reference, operators, banned)
-            verdicts.append(verdict)
-            setups.append(best)
+        outcomes = [self._verdict(Setup(*level), reference, operators, banned) for level in levels]
+        setups = [Setup("O0", torch.float16), *(best for _, best in outcomes)]
         found = measured(self._subject, setups, self._state) if measure else [Measured() for _ in setups]
         verdicts = [
             replace(
@@ -121,7 +117,7 @@ class _Flight:
                 peak_bytes=numbers.peak_bytes,
                 notes=(*verdict.notes, *numbers.notes),
             )
-            for verdict, numbers in zip(verdicts, found[1:], strict=True)
+            for (verdict, _), numbers in zip(outcomes, found[1:], strict=True)
         ]
         return Preflight(
             name,

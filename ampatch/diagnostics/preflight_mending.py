@@ -55,7 +55,8 @@ def mended(
         if part is None:
             return Mended(None, runs)
         seen.add(part)
-        trial = run(replace(current.setup, parts=(*_without_scale_for(part, current.setup.parts), part)))
+        others = [each for each in current.setup.parts if not each.argument == part.argument == "loss_scale"]
+        trial = run(replace(current.setup, parts=(*others, part)))  # a change has one loss scale
         runs += 1
         if trial.level.verdict != FAILS or (current.level.verdict == FAILS and not trial.is_refused):
             current = trial
@@ -67,11 +68,6 @@ def mended(
         if fewer.stands:
             current = fewer
     return Mended(current, runs)
-
-
-def _without_scale_for(part: Part, parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts beside which a new one can stand: a change has one loss scale."""
-    return [each for each in parts if not each.argument == part.argument == "loss_scale"]
 
 
 def _candidates(trial: Trial, operators: Operators, flushed: float | None, banned: Sequence[str]) -> Iterator[Part]:

@@ -136,7 +136,7 @@ class Operators:
         found: dict[Location, list[float]] = {}
         for op in self._ops:
             largest = _largest(op.outputs)
-            computed = [values for values in op.inputs if not values.is_unwritten]  # not data or parameters
+            computed = [values for values in op.inputs if values.results]  # not data or parameters
             if math.inf > largest > _FLOAT16_MAX >= _largest(computed):  # inf is on purpose: the step is finite
                 found.setdefault(self._location(op), []).append(largest)
         rows = (OutOfRange(location, max(largest), len(largest)) for location, largest in found.items())

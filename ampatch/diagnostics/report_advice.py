@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ampatch.diagnostics.report_numbers import in_terminal, size
-from ampatch.diagnostics.report_steps import WARNS_ABOVE, options_for, spelled, underflow_told
+from ampatch.diagnostics.report_steps import WARNS_ABOVE, lost_at_best, options_for, spelled, underflow_told
 from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
 from ampatch.grouping import grouped
 
@@ -131,9 +131,7 @@ def _underflow(data: Mapping[str, Any]) -> _Advice:
     if found is None or settings is None or settings["opt_level"] == "O0" or found["lost"] <= WARNS_ABOVE:
         return
     scale, best, half = found["scale"], found["best_scale"], found["half"]
-    row = next(row for row in found["scales"] if row["scale"] == best)
-    at_best = row["zero"] + row["subnormal"]
-    told = underflow_told(found)
+    at_best, told = lost_at_best(found), underflow_told(found)
     if best > scale and at_best < found["lost"] / 2:
         options = options_for(best, settings["loss_scale"] == "dynamic")
         yield _advised(

@@ -73,9 +73,7 @@ class CallRecorder:
         self._operator_mode = _Operators(self.operator)
         self._hooks: list[RemovableHandle] = []
         self._info = cache(_Info.of)
-        self._by_node: dict[
-            int, Row
-        ] = {}  # rows of casts, where their backward passes count too, by their nodes' numbers
+        self._by_node: dict[int, Row] = {}  # where the backward passes of casts count, by the numbers of their nodes
         self._widened: dict[int, _Widened] = {}  # casts of half tensors, by the storage
         self._decorated: set[Any] = set()
         self._session: weakref.ref[Any] | None = None

@@ -170,14 +170,13 @@ def module_map(roots: Sequence[Module]) -> str:
     whole = sum(sum(getattr(root, weighs).values()) for root in roots)
     if not whole:
         return ""
-    cells, deepest, left_out = [], 0, 0
+    cells, deepest = [], 0
     waiting = [(root, start, 0) for root, start in _side_by_side(roots, 0, weighs)]
     while waiting:
         module, start, level = waiting.pop()
         module, names = _only_child(module, weighs)
         wide = sum(getattr(module, weighs).values()) / whole
         if wide < _NARROWEST:
-            left_out += 1
             continue
         deepest = max(deepest, level)
         cells.append(_cell(module, names, start / whole, wide, level, weighs))

@@ -286,10 +286,9 @@ class Steps:
         self._has_warned = True
         worst = max(found["parameters"], key=share_lost)
         scale, best = found["scale"], found["best_scale"]
-        at_best = next(row for row in found["scales"] if row["scale"] == best)
         cure = "Every greater scale would overflow"
         if best > scale:
-            lost, live = at_best["zero"] + at_best["subnormal"], runtime.live
+            lost, live = lost_at_best(found), runtime.live
             options = options_for(best, live is None or live.settings.scale_policy.dynamic)
             cure = f"At a scale of {spelled(best)} it would be {lost:.1%}: type amp.initialize(..., {options})"
         warn(
@@ -308,6 +307,12 @@ def underflow_told(found: Mapping[str, Any]) -> str:
         f"at a loss scale of {spelled(found['scale'])}, {found['lost']:.1%} of the gradients' elements underflow in "
         f"{found['half']}: they become zero, or keep fewer bits"
     )
+
+
+def lost_at_best(found: Mapping[str, Any]) -> float:
+    """Returns the share of all gradients' elements that the half type loses at the best scale."""
+    row = next(row for row in found["scales"] if row["scale"] == found["best_scale"])
+    return float(row["zero"] + row["subnormal"])
 
 
 def share_lost(parameter: Mapping[str, float]) -> float:

@@ -287,14 +287,16 @@ def _source(row: Mapping[str, Any], function: str) -> Cell:
 def _numbers(row: Mapping[str, Any], greatest: float) -> tuple[Cell, ...]:
     return (
         _count(row["casts"]),
-        Cell(
-            size(row["cast_bytes"]), f"{row['cast_bytes']} bytes", "number", share=row["cast_bytes"] / (greatest or 1)
-        ),
+        _bytes(row["cast_bytes"], row["cast_bytes"] / (greatest or 1)),
         Cell(seconds(row["cast_seconds"]), f"{row['cast_seconds']} seconds", "number"),
         _count(row["cache_hits"]),
-        Cell(size(row["cache_hit_bytes"]), f"{row['cache_hit_bytes']} bytes", "number"),
+        _bytes(row["cache_hit_bytes"]),
         _count(row["calls"]),
     )
+
+
+def _bytes(number: float, share: float | None = None) -> Cell:
+    return Cell(size(number), f"{number} bytes", "number", share=share)
 
 
 def _greatest(rows: Iterable[Mapping[str, Any]]) -> float:

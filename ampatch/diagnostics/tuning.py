@@ -5,9 +5,10 @@ Owns the order of the trials. Must never return a list that no training has show
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -264,11 +265,9 @@ class _Search:
         if kept is not None:
             share, is_measured = self._observed.share_without(kept), not kept
             if kept and complete:
-                try:
+                with contextlib.suppress(BudgetEndedError):
                     observed = trials.watched(kept, "watched for its FLOPs")
                     share, is_measured = (share, False) if observed is None else (observed.share, True)
-                except BudgetEndedError:
-                    pass
             if any(path.startswith("__main__.") for path in kept):
                 self._notes.append(
                     "__main__ in the list is the script that called amp.tune: elsewhere type its module's name instead."
@@ -290,7 +289,7 @@ class _Search:
             tuple(needed),
             share,
             is_measured,
-            _names(trials.training.overlays),
+            tuple(str(each) if isinstance(each, (str, PathLike)) else MAPPING for each in trials.training.overlays),
             len(trials.budget.spent),
             trials.journal.resumed,
             sum(trials.budget.spent, 0.0),
@@ -302,10 +301,6 @@ class _Search:
                 "device": _device(),
             },
         )
-
-
-def _names(overlays: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(str(each) if isinstance(each, (str, PathLike)) else MAPPING for each in overlays)
 
 
 def _about(training: Training) -> dict[str, str]:

@@ -173,7 +173,6 @@ class Trials:
         Raises:
             OptionError: a metric is not finite.
         """
-        runs = []
         for seed in self.seeds:
             run = self._run(None, seed, "float32")
             if run.failed:
@@ -181,8 +180,7 @@ class Trials:
                     f"the metric is {run.metric} in float32 with seed {seed}, so that there is nothing to compare "
                     "with. Expected a finite number: mend the training or evaluate first."
                 )
-            runs.append(run)
-        self._baseline = {run.seed: run.metric for run in runs}
+            self._baseline[seed] = run.metric
         metrics = list(self._baseline.values())
         self._deviation = statistics.stdev(metrics) if len(metrics) > 1 else 0.0
         return TunedTrial((), tuple(self._baseline.items()), statistics.fmean(metrics), 0.0, self._deviation, PASSES)
@@ -275,42 +273,29 @@ class Trials:
         _seed_all(seed)
         metric, error = math.nan, ""
         began = time.monotonic()
-        runtime.before_close.append(sessions.append)
-        try:
-            with noting_warnings(self.warned.setdefault(kept, [])):
-                try:
-                    metric = self._metric(kept, seed, sessions, recorder, expected)
-                except Exception as raised:
-                    is_complaint = isinstance(raised, AmpError) and not isinstance(raised, _OF_HALF)  # of arguments
-                    if kept is None or is_complaint or isinstance(raised, _NOT_OF_HALF):
-                        raised.add_note(_NOTE_FLOAT32 if kept is None else _NOTE)
-                        raise
-                    error = f"{type(raised).__name__}: {raised}"
-                finally:
-                    _close()
-        finally:
-            runtime.before_close.remove(sessions.append)
-            if torch.cuda.is_initialized():
-                gc.collect()  # a model in a reference cycle would keep its memory into the next run
+        with contextlib.ExitStack() as stack:
+            stack.callback(_collect)
+            runtime.before_close.append(sessions.append)
+            stack.callback(runtime.before_close.remove, sessions.append)
+            stack.enter_context(noting_warnings(self.warned.setdefault(kept, [])))
+            stack.callback(_close)
+            try:
+                with recorder or contextlib.nullcontext():
+                    model = self.training.train(self.training.options(kept))
+                    self._check_options_used([*sessions, *([] if runtime.live is None else [runtime.live])], expected)
+                    self._check_trained(model, seed)
+                    if recorder is not None:
+                        recorder.counts_flops = False
+                    metric = _number(self.training.evaluate(model))
+            except Exception as raised:
+                is_complaint = isinstance(raised, AmpError) and not isinstance(raised, _OF_HALF)  # of arguments
+                if kept is None or is_complaint or isinstance(raised, _NOT_OF_HALF):
+                    raised.add_note(_NOTE_FLOAT32 if kept is None else _NOTE)
+                    raise
+                error = f"{type(raised).__name__}: {raised}"
         half = "" if kept is None or not sessions else dtype_name(sessions[0].settings.properties.half_dtype)
         observed = None if recorder is None else recorder.observed()
         return Run(kept, seed, metric, time.monotonic() - began, error, half, observed)
-
-    def _metric(
-        self,
-        kept: Kept | None,
-        seed: int,
-        sessions: list[Session],
-        recorder: TrainingRecorder | None,
-        expected: CastLists | None,
-    ) -> float:
-        with recorder or contextlib.nullcontext():
-            model = self.training.train(self.training.options(kept))
-            self._check_options_used([*sessions, *([] if runtime.live is None else [runtime.live])], expected)
-            self._check_trained(model, seed)
-            if recorder is not None:
-                recorder.counts_flops = False
-            return _number(self.training.evaluate(model))
 
     def _check_trained(self, model: Any, seed: int) -> None:
         """Raises if train has set the seed, or returns no new model."""
@@ -391,6 +376,11 @@ def _close() -> None:
     forget_replaced()
     if runtime.live is not None:
         close_session(runtime.live)
+
+
+def _collect() -> None:
+    if torch.cuda.is_initialized():
+        gc.collect()  # a model in a reference cycle would keep its memory into the next run
 
 
 @contextlib.contextmanager

@@ -72,18 +72,13 @@ class Values:
 
     @property
     def results(self) -> tuple[Values, ...]:
-        """The results of watched operators that the tensor consists of: itself or its parts, or none."""
+        """The results of watched operators that the tensor consists of: itself, its parts, or none."""
         return self.parts if self.writer is None else (self,)
 
     @property
     def writers(self) -> list[WatchedOp]:
         """The operators that wrote the tensor, or parts of it."""
         return [each.writer for each in self.results if each.writer is not None]
-
-    @property
-    def is_unwritten(self) -> bool:
-        """True if no watched operator wrote the tensor, or a part of it."""
-        return not self.results
 
     @property
     def is_mask(self) -> bool:
