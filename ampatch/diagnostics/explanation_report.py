@@ -338,9 +338,7 @@ def _place_lines(places: Sequence[BoundPlace], calls_others: bool) -> Iterator[s
 def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yields rows as lines in columns; the last cell of a row is wrapped."""
     cells = [[*row, *[""] * (3 - len(row))] if len(row) != 2 else [row[0], "", row[1]] for row in rows]
-    if not cells:
-        return
-    first, second = (max(len(row[column]) for row in cells) for column in (0, 1))
+    first, second = (max((len(row[column]) for row in cells), default=0) for column in (0, 1))
     for row in cells:
         start = f"{row[0].ljust(first)}  {row[1].ljust(second)}  " if second else f"{row[0].ljust(first)}  "
         yield from (line.rstrip() for line in _wrapped(row[2], start, " " * len(start)) or [start])

@@ -266,36 +266,43 @@ class Trials:
                 "amp.tune runs in a group of several ranks. Each would choose by metrics and times of its own, and "
                 "wait for the others for ever. Call it in one process."
             )
-        expected = None if kept is None else self.training.lists_for(kept)
-        recorder = TrainingRecorder(expected) if watched and expected is not None else None
+        recorder = TrainingRecorder(self.training.lists_for(kept)) if watched and kept is not None else None
         sessions: list[Session] = []
         self._state.restore()
         _seed_all(seed)
         metric, error = math.nan, ""
         began = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            stack.callback(_collect)
-            runtime.before_close.append(sessions.append)
-            stack.callback(runtime.before_close.remove, sessions.append)
-            stack.enter_context(noting_warnings(self.warned.setdefault(kept, [])))
-            stack.callback(_close)
-            try:
-                with recorder or contextlib.nullcontext():
-                    model = self.training.train(self.training.options(kept))
-                    self._check_options_used([*sessions, *([] if runtime.live is None else [runtime.live])], expected)
-                    self._check_trained(model, seed)
-                    if recorder is not None:
-                        recorder.counts_flops = False
-                    metric = _number(self.training.evaluate(model))
-            except Exception as raised:
-                is_complaint = isinstance(raised, AmpError) and not isinstance(raised, _OF_HALF)  # of arguments
-                if kept is None or is_complaint or isinstance(raised, _NOT_OF_HALF):
-                    raised.add_note(_NOTE_FLOAT32 if kept is None else _NOTE)
-                    raise
-                error = f"{type(raised).__name__}: {raised}"
+        runtime.before_close.append(sessions.append)
+        try:
+            with noting_warnings(self.warned.setdefault(kept, [])):
+                try:
+                    metric = self._metric(kept, seed, sessions, recorder)
+                except Exception as raised:
+                    is_complaint = isinstance(raised, AmpError) and not isinstance(raised, _OF_HALF)  # of arguments
+                    if kept is None or is_complaint or isinstance(raised, _NOT_OF_HALF):
+                        raised.add_note(_NOTE_FLOAT32 if kept is None else _NOTE)
+                        raise
+                    error = f"{type(raised).__name__}: {raised}"
+                finally:
+                    _close()
+        finally:
+            runtime.before_close.remove(sessions.append)
+            if torch.cuda.is_initialized():
+                gc.collect()  # a model in a reference cycle would keep its memory into the next run
         half = "" if kept is None or not sessions else dtype_name(sessions[0].settings.properties.half_dtype)
         observed = None if recorder is None else recorder.observed()
         return Run(kept, seed, metric, time.monotonic() - began, error, half, observed)
+
+    def _metric(
+        self, kept: Kept | None, seed: int, sessions: list[Session], recorder: TrainingRecorder | None
+    ) -> float:
+        with recorder or contextlib.nullcontext():
+            model = self.training.train(self.training.options(kept))
+            self._check_options_used([*sessions, *([] if runtime.live is None else [runtime.live])], kept)
+            self._check_trained(model, seed)
+            if recorder is not None:
+                recorder.counts_flops = False
+            return _number(self.training.evaluate(model))
 
     def _check_trained(self, model: Any, seed: int) -> None:
         """Raises if train has set the seed, or returns no new model."""
@@ -315,8 +322,9 @@ class Trials:
                 )
             self._last = weakref.ref(model)
 
-    def _check_options_used(self, opened: Sequence[Session], expected: CastLists | None) -> None:
+    def _check_options_used(self, opened: Sequence[Session], kept: Kept | None) -> None:
         """Raises if train did not give its options to ``amp.initialize``."""
+        expected = None if kept is None else self.training.lists_for(kept)
         level = "O0" if expected is None else self.training.opt_level
         typed = "Type amp.initialize(model, optimizer, **amp_options) in train(amp_options)."
         if not opened:
@@ -376,11 +384,6 @@ def _close() -> None:
     forget_replaced()
     if runtime.live is not None:
         close_session(runtime.live)
-
-
-def _collect() -> None:
-    if torch.cuda.is_initialized():
-        gc.collect()  # a model in a reference cycle would keep its memory into the next run
 
 
 @contextlib.contextmanager
