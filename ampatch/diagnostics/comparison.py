@@ -151,6 +151,7 @@ class _Recorded:
 def _recorded(subject: Subject, side: Side, scale: float, state: RandomState) -> _Recorded:
     setup = replace(side.setup, parts=(*side.setup.parts, Part("loss_scale", scale)))
     with _named(side), opened_copy(subject, setup) as opened:
+        examiner = setup.examiner(opened.model)
         arguments = subject.arguments()
         state.restore()
         with Watch(keep=lambda _: True, keep_results=True) as watch, _below(RandomInFloat32()):
@@ -159,7 +160,7 @@ def _recorded(subject: Subject, side: Side, scale: float, state: RandomState) ->
                 scaled.backward()
                 watch.stop()  # what amp does at the block's end is no call of the step
         step = opened.outcome(loss.detach())
-        return _Recorded(side, calls_of(watch, setup.examiner(opened.model)), step, watch.missed_threads)
+        return _Recorded(side, calls_of(watch, examiner), step, watch.missed_threads)
 
 
 def _named(side: Side) -> contextlib.AbstractContextManager[None]:
