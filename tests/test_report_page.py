@@ -399,7 +399,7 @@ class TestDrawings:
         limits = Range.of(half)
         for exponent in range(-149, 128):
             lost = Histogram(0, {exponent: 1}).lost(1.0, limits)
-            zone = report_drawings.zone(exponent, limits)
+            zone = limits.zone(exponent)
             assert lost == {name: float(name == zone) for name in ("zero", "subnormal", "overflow")}
 
     def test_a_scale_that_stays_is_told_and_not_drawn(self) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ampatch.diagnostics.operands import floating_in, with_types
-from ampatch.diagnostics.watch import paused
+from ampatch.diagnostics.watch import run_again
 from ampatch.diagnostics.watched import CAST, Values, WatchedOp
 from ampatch.opt_levels import HALVES
 
@@ -39,8 +40,9 @@ def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
         given = [values for values in op.inputs if not values.is_finite]
         if _makes_a_mask(op, given):
             continue
-        earlier = [origin for values in given if (origin := _origin_of(values, found)) is not None]
-        unwatched = [each for each in given if each.is_unwritten and not each.is_mask and id(each) not in found]
+        # Of a tensor itself, or of the parts of which it consists.
+        earlier = [found[id(each)] for values in given for each in values.results if id(each) in found]
+        unwatched = [each for each in given if not each.results and not each.is_mask and id(each) not in found]
         if earlier:
             origin = min(earlier, key=lambda each: each.number)
         elif unwatched or not given:
@@ -53,12 +55,6 @@ def origins(ops: Sequence[WatchedOp]) -> dict[int, WatchedOp]:
                 if not values.is_finite:
                     found[id(values)] = origin
     return found
-
-
-def _origin_of(values: Values, found: dict[int, WatchedOp]) -> WatchedOp | None:
-    """Returns the origin of what is not finite in a tensor: of itself, or of the parts of which it consists."""
-    origins = [found[id(each)] for each in values.results if id(each) in found]
-    return min(origins, key=lambda op: op.number, default=None)
 
 
 def _makes_a_mask(op: WatchedOp, given: Sequence[Values]) -> bool:
@@ -87,13 +83,11 @@ def in_float32(op: WatchedOp) -> float | None:
     # A random operator would advance the generator.
     if kept is None or torch.Tag.nondeterministic_seeded in op.op.tags:
         return None
-    args, kwargs = with_types(kept, dict.fromkeys(HALVES, torch.float32))
-    try:
-        with torch.no_grad(), paused():
-            results = floating_in(op.op(*args, **kwargs))
-            largest = [float(torch.ops.aten.linalg_vector_norm.default(each, math.inf)) for each in results]
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError, NotImplementedError):  # an operator of half tensors only
-        return None
+
+    def run(*args: Any, **kwargs: Any) -> list[float]:
+        norm = torch.ops.aten.linalg_vector_norm.default
+        return [float(norm(each, math.inf)) for each in floating_in(op.op(*args, **kwargs))]
+
+    # None for an operator of half tensors only.
+    largest = run_again(run, *with_types(kept, dict.fromkeys(HALVES, torch.float32))) or []
     return math.nan if any(map(math.isnan, largest)) else max(largest, default=None)

@@ -17,14 +17,12 @@ from torch import nn
 from ampatch.diagnostics import mode_stacks
 from ampatch.diagnostics.comparison_calls import Call, Precision, calls_of, distance, first_of, matched, rows_of
 from ampatch.diagnostics.comparison_report import ComparedRow, Comparison, GradientError, where
-from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.preflight_steps import Part, RandomInFloat32, Setup, Step, noting_warnings, opened_copy
 from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
 from ampatch.diagnostics.preflight_trials import until_finite
 from ampatch.diagnostics.preflight_underflows import draws_itself
 from ampatch.diagnostics.watch import Watch
 from ampatch.opt_levels import HALVES
-from ampatch.scaling.loss_scaler import make_policy
 
 _MEMORY = "ampatch: amp.compare keeps all tensors of both steps. Give it a smaller batch."
 _OTHER_THREADS = "forward passes in other threads were not compared"
@@ -111,8 +109,7 @@ def _loss_scale(subject: Subject, sides: Sequence[Side], state: RandomState) -> 
     for side in sides:
         if side.setup.properties.loss_scale == "dynamic":
             with _named(side), opened_copy(subject, side.setup) as opened:
-                names = {id(module): name for name, module in opened.model.named_modules()}
-                step, scale, _ = until_finite(subject, opened, side.setup, state, names)
+                step, scale, _ = until_finite(subject, opened, state)
                 settled[step.is_finite].append(scale)
     return min(settled[True] or settled[False], default=1.0)
 
@@ -154,7 +151,7 @@ class _Recorded:
 def _recorded(subject: Subject, side: Side, scale: float, state: RandomState) -> _Recorded:
     setup = replace(side.setup, parts=(*side.setup.parts, Part("loss_scale", scale)))
     with _named(side), opened_copy(subject, setup) as opened:
-        names = {id(module): name for name, module in opened.model.named_modules()}
+        examiner = setup.examiner(opened.model)
         arguments = subject.arguments()
         state.restore()
         with Watch(keep=lambda _: True, keep_results=True) as watch, _below(RandomInFloat32()):
@@ -163,7 +160,6 @@ def _recorded(subject: Subject, side: Side, scale: float, state: RandomState) ->
                 scaled.backward()
                 watch.stop()  # what amp does at the block's end is no call of the step
         step = opened.outcome(loss.detach())
-        examiner = Examiner(setup.properties, make_policy(scale), lambda: names)
         return _Recorded(side, calls_of(watch, examiner), step, watch.missed_threads)
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ampatch.diagnostics.comparison_report import FLUSHED_SHARE, ComparedRow
 from ampatch.diagnostics.examiner import Examiner, NamedOp
 from ampatch.diagnostics.operands import floating_in
-from ampatch.diagnostics.preflight_steps import flushed_of
+from ampatch.diagnostics.preflight_steps import flushed_of, relative
 from ampatch.diagnostics.watch import Watch, measured, paused, run_again
 from ampatch.diagnostics.watched import CAST, WatchedOp
 
@@ -52,15 +53,10 @@ class Call:
     depth: int
 
     @property
-    def phase(self) -> str:
-        """The pass that ran it."""
-        return "backward" if self.op.is_backward else "forward"
-
-    @property
     def function(self) -> tuple[Hashable, ...]:
         """What two steps have in common for calls of one function in one module from one line."""
         named = self.named
-        return self.phase, named.module, named.function, named.file, named.line
+        return self.op.direction, named.module, named.function, named.file, named.line
 
     @property
     def is_cast(self) -> bool:
@@ -116,9 +112,9 @@ def matched(a: Sequence[Call], b: Sequence[Call]) -> list[Pair]:
         All calls of both steps, in the order of b. A call of a without a counterpart follows the pair before it.
     """
     casts_a, casts_b = ([call for call in calls if call.is_cast] for calls in (a, b))
-    pairs = list(_aligned(casts_a, casts_b, lambda call: call.function, _shapes))
-    groups = _grouped(([call for call in calls if not (call.is_cast or call.is_sum)] for calls in (a, b)), _function)
-    for of_a, of_b in groups:
+    pairs = list(_aligned(casts_a, casts_b, attrgetter("function")))
+    others = ([call for call in calls if not (call.is_cast or call.is_sum)] for calls in (a, b))
+    for of_a, of_b in _grouped(others, attrgetter("function")):
         if {call.named.operator for call in of_a} == {call.named.operator for call in of_b}:
             pairs += _in_step(of_a, of_b, lambda call: (call.named.operator, *_shapes(call)))
         else:
@@ -145,11 +141,7 @@ def _sums(a: Sequence[Call], b: Sequence[Call], pairs: Sequence[Pair]) -> Iterat
                 terms[id(op)] = frozenset({numbers.get(id(op), -1 - id(op))})
             if call.is_sum:
                 found.append(call)
-    yield from _aligned(*sums, lambda call: terms[id(call.op)], _shapes)
-
-
-def _function(call: Call) -> Hashable:
-    return call.function
+    yield from _aligned(*sums, lambda call: terms[id(call.op)])
 
 
 def _shapes(call: Call) -> tuple[Hashable, ...]:
@@ -167,12 +159,10 @@ def _grouped(
     return groups.values()
 
 
-def _aligned(
-    a: Sequence[Call], b: Sequence[Call], key: Callable[[Call], Hashable], signature: Callable[[Call], Hashable]
-) -> Iterator[Pair]:
-    """Yields pairs with the same key and signature, in the same order within each key."""
+def _aligned(a: Sequence[Call], b: Sequence[Call], key: Callable[[Call], Hashable]) -> Iterator[Pair]:
+    """Yields pairs with the same key and shapes, in the same order within each key."""
     for of_a, of_b in _grouped((a, b), key):
-        yield from _in_step(of_a, of_b, signature)
+        yield from _in_step(of_a, of_b, _shapes)
 
 
 def _in_step(a: Sequence[Call], b: Sequence[Call], signature: Callable[[Call], Hashable]) -> Iterator[Pair]:
@@ -229,8 +219,9 @@ def distance(a: Tensor, b: Tensor) -> Distance:
         difference, size, greatest, unlike_a, unlike_b, nonzero, flushed = _numbers(a, b)
     if math.isnan(difference):  # of inf and NaN
         difference = greatest = math.inf
-    error = 0.0 if difference == 0 else difference / size if size else math.inf
-    return Distance(error, greatest, not unlike_a, not unlike_b, flushed / nonzero if nonzero else 0.0)
+    return Distance(
+        relative(difference, size), greatest, not unlike_a, not unlike_b, flushed / nonzero if nonzero else 0.0
+    )
 
 
 def _greatest(distances: Sequence[Distance], precision: Precision) -> Distance:
@@ -275,7 +266,16 @@ def rows_of(pairs: Iterable[Pair], precision: Precision) -> Iterator[ComparedRow
         call = pair.b or pair.a
         assert call is not None
         named = call.named
-        place = (number, call.phase, named.function, named.operator, named.module, named.file, named.line, named.source)
+        place = (
+            number,
+            call.op.direction,
+            named.function,
+            named.operator,
+            named.module,
+            named.file,
+            named.line,
+            named.source,
+        )
         if pair.a is None or pair.b is None:
             type_a, type_b = (each.type if each is not None else "" for each in (pair.a, pair.b))
             yield ComparedRow(*place, type_a, type_b, unmatched=1)
@@ -354,7 +354,8 @@ class Precision:
     @classmethod
     def of(cls, a: Sequence[Call], b: Sequence[Call]) -> Precision:
         """Returns the unit roundoffs of the least precise types in which operators of both steps ran."""
-        return cls(*(max(map(_roundoff, calls), default=0.0) for calls in (a, b)))
+        types = ([each.dtype for call in calls for each in call.op.results] for calls in (a, b))
+        return cls(*(max((torch.finfo(each).eps / 2 for each in of_side), default=0.0) for of_side in types))
 
     def noise(self, depth: int) -> float:
         """Returns the error that rounding explains: it grows with the square root of the number of operators in half.
@@ -367,10 +368,6 @@ class Precision:
     def is_cancelled(self, error: float) -> bool:
         """Returns True if a itself has lost its digits where b has a finite error: a's error is a known share of it."""
         return self.a < self.b and _LOST * self.b / self.a < error < math.inf
-
-
-def _roundoff(call: Call) -> float:
-    return max((torch.finfo(each.dtype).eps / 2 for each in call.op.results), default=0.0)
 
 
 def _starts(found: Distance, own: Distance | None, inputs: Distance | None, noise: float, precision: Precision) -> bool:

@@ -9,19 +9,14 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from ampatch.diagnostics import report_file
 from ampatch.diagnostics.comparison_report import ComparedRow, Comparison, owner_of
 from ampatch.errors import OptionError
 
-
-class _Number(NamedTuple):
-    """A number of a report: what it counts, and the fields of `ComparedRow` that say of what."""
-
-    quantity: str
-    of: tuple[tuple[str, Any], ...]
-    value: float
+#: What a number of a report counts, and the fields of `ComparedRow` that say of what.
+_Key = tuple[str, tuple[tuple[str, Any], ...]]
 
 
 def compare(a: object, b: object) -> Comparison:
@@ -71,14 +66,14 @@ def _read(letter: str, path: object) -> dict[str, Any]:
         raise OptionError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
 
 
-def _numbers_of(report: Mapping[str, Any], path: object) -> dict[tuple[str, tuple[tuple[str, Any], ...]], float]:
+def _numbers_of(report: Mapping[str, Any], path: object) -> dict[_Key, float]:
     """Returns the numbers of a report by what they count, and of what.
 
     Raises:
         OptionError: a field is missing, or holds something else than `Report.to_dict` writes.
     """
     try:
-        numbers = {each[:2]: float(each.value) for each in _numbers(report)}
+        numbers = {key: float(value) for key, value in _numbers(report)}
         _ = [report[section] and dict(report[section]) for section in ("about", "settings")]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise OptionError(
@@ -88,19 +83,19 @@ def _numbers_of(report: Mapping[str, Any], path: object) -> dict[tuple[str, tupl
     return numbers
 
 
-def _numbers(report: Mapping[str, Any]) -> Iterator[_Number]:
+def _numbers(report: Mapping[str, Any]) -> Iterator[tuple[_Key, Any]]:
     """Yields the numbers of a report that do not depend on the machine: no times."""
     for section, owner, quantities in _SECTIONS:
         for entry in report[section]:
             of = tuple((name, entry[key]) for name, key in owner.items())
-            yield from (_Number(quantity, of, value) for quantity, value in quantities(entry))
+            yield from (((quantity, of), value) for quantity, value in quantities(entry))
     underflow = report["underflow"]
     if underflow is not None:
         for name in ("lost", "best_scale"):
-            yield _Number(f"underflow: {name.replace('_', ' ')}", (), float(underflow[name]))
+            yield (f"underflow: {name.replace('_', ' ')}", ()), underflow[name]
         for parameter in underflow["parameters"]:
             for name in ("zero", "subnormal"):
-                yield _Number(f"gradient: {name} share", (("parameter", parameter["name"]),), parameter[name])
+                yield (f"gradient: {name} share", (("parameter", parameter["name"]),)), parameter[name]
 
 
 _Quantities = Iterator[tuple[str, float]]
@@ -140,9 +135,7 @@ _SECTIONS: tuple[tuple[str, dict[str, str], Callable[[Mapping[str, Any]], _Quant
 )
 
 
-def _row(
-    number: int, key: tuple[str, tuple[tuple[str, Any], ...]], values: list[float | None], whole: float
-) -> ComparedRow:
+def _row(number: int, key: _Key, values: list[float | None], whole: float) -> ComparedRow:
     a, b = values
     difference = abs((b or 0.0) - (a or 0.0))
     if math.isnan(difference):  # both inf, or NaN

@@ -89,7 +89,7 @@ class Examiner:
         place = self.named(op)
         remedies = _of_input(op) if is_input else self._remedies(op, place, largest, loss_scale)
         return OverflowTrace(
-            "input" if is_input else "backward" if op.is_backward else "forward",
+            "input" if is_input else op.direction,
             **asdict(place),
             inputs=tuple(map(_traced, op.inputs)),
             outputs=tuple(map(_traced, op.outputs)),
@@ -107,9 +107,7 @@ class Examiner:
             _function_name(op, named),
             "cast" if op.op_name == CAST else op.op_name,
             *self._named_module(named.modules or op.modules),
-            None if place is None else place.file,
-            None if place is None else place.line,
-            "" if place is None else place.source,
+            *((None, None, "") if place is None else (place.file, place.line, place.source)),
         )
 
     def _named_module(self, modules: Sequence[nn.Module]) -> tuple[str | None, str | None]:
@@ -199,7 +197,7 @@ def _first(ops: Iterable[WatchedOp | None]) -> WatchedOp | None:
 
 def _unwritten(op: WatchedOp) -> list[Values]:
     """Returns the inputs that are not finite, and that no watched operator wrote."""
-    return [values for values in op.inputs if not values.is_finite and values.is_unwritten]
+    return [values for values in op.inputs if not values.is_finite and not values.results]
 
 
 def _is_input(op: WatchedOp) -> bool:

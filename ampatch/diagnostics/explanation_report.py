@@ -9,7 +9,7 @@ import itertools
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,15 +65,6 @@ class Ruling:
     until: str | None = None
     reason: str | None = None
     overrides: Overridden | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return {
-            **asdict(self),
-            "half_dtypes": list(self.half_dtypes),
-            "needs_float32": list(self.needs_float32),
-            "when": {name: list(values) for name, values in self.when},
-        }
 
     @property
     def conditions(self) -> list[str]:
@@ -173,7 +164,7 @@ class ExplainedCall:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data."""
-        return {"path": self.path, "half_dtype": self.half_dtype, **_fields(self.prediction)}
+        return asdict(self, dict_factory=_plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +193,7 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data: text, numbers, True, False, None, lists and dicts. Dtypes are names."""
-        return _fields(self)
+        return asdict(replace(self, policy=dict(self.policy)), dict_factory=_plain)
 
     def lines(self) -> Iterator[str]:
         """Yields the lines of the text."""
@@ -231,20 +222,19 @@ class Explanation:
 # As plain data
 
 
-def _fields(told: Any) -> dict[str, Any]:
-    return {each.name: _plain(getattr(told, each.name)) for each in fields(told)}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    if isinstance(value, (Ruling, ExplainedCall)):
-        return value.to_dict()
-    if is_dataclass(value):
-        return _fields(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return [_plain(each) for each in value] if isinstance(value, tuple) else value
+def _plain(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the fields of a dataclass as plain data; those of a prediction are fields of its call."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name == "prediction":
+            found |= value
+        elif name == "when":
+            found[name] = {argument: list(values) for argument, values in value}
+        elif isinstance(value, torch.dtype):
+            found[name] = dtype_name(value)
+        else:
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found
 
 
 # As text
@@ -348,9 +338,7 @@ def _place_lines(places: Sequence[BoundPlace], calls_others: bool) -> Iterator[s
 def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Yields rows as lines in columns; the last cell of a row is wrapped."""
     cells = [[*row, *[""] * (3 - len(row))] if len(row) != 2 else [row[0], "", row[1]] for row in rows]
-    if not cells:
-        return
-    first, second = (max(len(row[column]) for row in cells) for column in (0, 1))
+    first, second = (max((len(row[column]) for row in cells), default=0) for column in (0, 1))
     for row in cells:
         start = f"{row[0].ljust(first)}  {row[1].ljust(second)}  " if second else f"{row[0].ljust(first)}  "
         yield from (line.rstrip() for line in _wrapped(row[2], start, " " * len(start)) or [start])

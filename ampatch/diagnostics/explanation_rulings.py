@@ -119,9 +119,8 @@ class Rulings:
                 return Ruling((), UNLISTED)
             return Ruling((), UNLISTED, f"{coverage.FILE} ({reviewed.name})", reason=reviewed.why)
         entry = unlisting(spelled.path, dtype_name(half_dtype), self.settings.user_entries)
-        if entry is not None:
-            return Ruling((), UNLISTED, entry.source, reason=entry.reason, overrides=_overridden(before))
-        return Ruling((), UNLISTED, "cast_lists", overrides=_overridden(before))
+        source, reason = ("cast_lists", None) if entry is None else (entry.source, entry.reason)
+        return Ruling((), UNLISTED, source, reason=reason, overrides=_overridden(before))
 
 
 def _follows(spelled: Located, listed: Path) -> bool:

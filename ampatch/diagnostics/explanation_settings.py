@@ -30,7 +30,6 @@ class Settings:
 
     Attributes:
         lists: cast lists. Inside of a part of a model that has rules of its own, the lists of that part.
-        modules: entries for parts of a model.
         half_dtypes: half dtypes to explain.
         registered: registered functions; later ones take precedence.
         live: live session; None if there is none, or if other lists were asked about.
@@ -41,15 +40,11 @@ class Settings:
         self.live = runtime.live if lists is None else None
         settings = None if self.live is None else self.live.settings
         in_force = lists if lists is not None else shipped() if settings is None else settings.lists
-        self.modules = in_force.modules
         self._of_session = in_force
+        part = None if self.live is None else self.live.part_in_force()
         #: Name of the entry for a part of a model by which this thread computes now; None: by the session's lists.
-        self.part: str | None = None
-        if self.live is not None:
-            found = self.live.part_in_force()
-            if found is not None:
-                self.part, in_force = found
-        self.lists = in_force.expanded()
+        self.part = None if part is None else part[0]
+        self.lists = (in_force if part is None else part[1]).expanded()
         self.half_dtypes = half_dtypes
         self.registered = tuple(runtime.registered) if self.live is None else self.live.registered
         self.listed = dict.fromkeys(path for path, _ in self.lists.rules)
@@ -87,8 +82,8 @@ class Settings:
         live, paths = self.live, sorted(paths)
         if live is not None and not live.patches_functions:
             return
-        rules = self._of_session.expanded().rules if self.modules else {}
-        for entry in self.modules:
+        rules = self._of_session.expanded().rules if self._of_session.modules else {}
+        for entry in self._of_session.modules:
             where = f"In submodules that {entry.name!r} matches ({entry.source})"
             if entry.is_float32:
                 yield f"{where} nothing is cast, and inputs are float32."
@@ -115,7 +110,7 @@ class Settings:
             "allow_banned": self.allows_banned,
             "casts_here": live is not None and live.patches_functions and not live.switch.is_off(),
             "cast_lists": list(self.lists.files),
-            "modules": {entry.name: entry.source for entry in self.modules},
+            "modules": {entry.name: entry.source for entry in self._of_session.modules},
         }
 
     def sentences(self) -> Iterator[str]:

@@ -93,15 +93,13 @@ _called: dict[tuple[int, int], tuple[types.CodeType, str | None]] = {}
 
 
 def _operator_at(code: types.CodeType, at: int) -> str | None:
-    for instruction in dis.get_instructions(code):
-        if instruction.offset == at:
-            if instruction.opname not in _OPERATORS:
-                return None
-            symbol = instruction.argrepr or instruction.opname
-            if symbol.endswith("=") and symbol not in _NAMES:
-                return f"__i{_NAMES.get(symbol[:-1], '')}__"
-            return f"__{_NAMES.get(symbol, '')}__"
-    return None
+    called = next((each for each in dis.get_instructions(code) if each.offset == at), None)
+    if called is None or called.opname not in _OPERATORS:
+        return None
+    symbol = called.argrepr or called.opname
+    if symbol.endswith("=") and symbol not in _NAMES:
+        return f"__i{_NAMES.get(symbol[:-1], '')}__"
+    return f"__{_NAMES.get(symbol, '')}__"
 
 
 @cache
@@ -155,5 +153,4 @@ class Rulings:
                         ruled[id(find(path))] = "by part"
         for known in self._registered:
             ruled[id(unwrapped(getattr(known.owner, known.name, None)))] = "registered"
-        found = {function: ruled.get(id(function)) for function in functions}
-        return {function: rule for function, rule in found.items() if rule is not None}
+        return {function: ruled[id(function)] for function in functions if id(function) in ruled}

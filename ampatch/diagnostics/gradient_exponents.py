@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,14 @@ class Range:
         # Half of the smallest subnormal number still rounds up to it, but for the exact half.
         return cls(_exponent(info.smallest_normal * info.eps) - 1, _exponent(info.smallest_normal), _exponent(info.max))
 
+    def zone(self, exponent: float) -> str:
+        """Returns where in the range a number of an exponent is: "zero", "subnormal", "normal" or "overflow"."""
+        if exponent < self.zero:
+            return "zero"
+        if exponent < self.normal:
+            return "subnormal"
+        return "normal" if exponent <= self.greatest else "overflow"
+
 
 @dataclass(slots=True)
 class Histogram:
@@ -61,7 +70,7 @@ class Histogram:
     """
 
     zeros: int = 0
-    by_exponent: dict[int, int] = field(default_factory=dict)
+    by_exponent: Counter[int] = field(default_factory=Counter)
 
     @property
     def elements(self) -> int:
@@ -73,11 +82,10 @@ class Histogram:
         """Number of elements that are neither zero nor inf nor NaN."""
         return sum(self.by_exponent.values())
 
-    def add(self, other: Histogram) -> None:
-        """Adds another histogram to this one."""
-        self.zeros += other.zeros
-        for exponent, elements in other.by_exponent.items():
-            self.by_exponent[exponent] = self.by_exponent.get(exponent, 0) + elements
+    def add(self, zeros: int, by_exponent: Mapping[int, int]) -> None:
+        """Adds the elements of another gradient."""
+        self.zeros += zeros
+        self.by_exponent.update(by_exponent)
 
     def lost(self, scale: float, half: Range) -> dict[str, float]:
         """Returns which shares of the elements other than zero a half type loses.
@@ -89,16 +97,10 @@ class Histogram:
         Returns:
             "zero": rounded to zero; "subnormal": held with fewer bits than the type has; "overflow": inf.
         """
-        shift, there = math.log2(scale), self.nonzero or 1
-        counts = dict.fromkeys(("zero", "subnormal", "overflow"), 0)
+        shift, there, counts = math.log2(scale), self.nonzero or 1, Counter[str]()
         for exponent, elements in self.by_exponent.items():
-            if exponent + shift < half.zero:
-                counts["zero"] += elements
-            elif exponent + shift < half.normal:
-                counts["subnormal"] += elements
-            elif exponent + shift > half.greatest:
-                counts["overflow"] += elements
-        return {name: count / there for name, count in counts.items()}
+            counts[half.zone(exponent + shift)] += elements
+        return {name: counts[name] / there for name in ("zero", "subnormal", "overflow")}
 
     def best_scale(self, scale: float, half: Range) -> float:
         """Returns the scale at which a half type loses least and nothing overflows: the present one or a power of 2.
@@ -160,7 +162,7 @@ class GradientExponents:
         for (names, _), counts in self._tables.items():
             for name, row in zip(names, counts.tolist(), strict=True):
                 by_exponent = {_LOWEST + index: int(count) for index, count in enumerate(row[1:-1]) if count}
-                found.setdefault(name, Histogram()).add(Histogram(int(row[0]), by_exponent))
+                found.setdefault(name, Histogram()).add(int(row[0]), by_exponent)
         return found
 
     def _counted(self, gradients: list[Tensor], device: torch.device) -> Tensor:
@@ -169,21 +171,16 @@ class GradientExponents:
         Small gradients are counted together, as a kernel launch for each would take longer than the counting.
         """
         table = torch.zeros(len(gradients), _BINS, dtype=torch.float64, device=device)
-        together: list[int] = []
-        elements = 0
+        small: list[int] = []
         for place, gradient in enumerate(gradients):
-            size = gradient.numel()
-            if size > _SMALL:
-                for values in gradient.flatten().split(_CHUNK):
-                    table[place] += _counted_on_host(values) if device.type == "cpu" else _histogram(values)
+            if gradient.numel() <= _SMALL:
+                small.append(place)
                 continue
-            if together and elements + size > _CHUNK:
-                self._count_together(table, gradients, together)
-                together, elements = [], 0
-            together.append(place)
-            elements += size
-        if together:
-            self._count_together(table, gradients, together)
+            for values in gradient.flatten().split(_CHUNK):
+                table[place] += _counted_on_host(values) if device.type == "cpu" else _histogram(values)
+        at_once = _CHUNK // _SMALL or 1  # no more than a chunk's elements, however large they are
+        for first in range(0, len(small), at_once):
+            self._count_together(table, gradients, small[first : first + at_once])
         return table
 
     def _count_together(self, table: Tensor, gradients: list[Tensor], places: list[int]) -> None:
@@ -198,14 +195,6 @@ class GradientExponents:
         table.view(-1).scatter_add_(0, bins, ones)
 
 
-def total(histograms: Mapping[str, Histogram]) -> Histogram:
-    """Returns the sum of histograms."""
-    everything = Histogram()
-    for histogram in histograms.values():
-        everything.add(histogram)
-    return everything
-
-
 def as_dict(
     histograms: Mapping[str, Histogram], scale: float, half: torch.dtype, seen: int, overflowed_at: float = math.inf
 ) -> dict[str, Any]:
@@ -218,7 +207,9 @@ def as_dict(
         seen: number of times that gradients were counted.
         overflowed_at: the least scale at which a step overflowed. Its gradients are not among those that were counted.
     """
-    limits, everything = Range.of(half), total(histograms)
+    limits, everything = Range.of(half), Histogram()
+    for histogram in histograms.values():
+        everything.add(histogram.zeros, histogram.by_exponent)
     best = everything.best_scale(scale, limits)
     if best >= overflowed_at:
         best = max(scale, overflowed_at / 2)

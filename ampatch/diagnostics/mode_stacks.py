@@ -33,11 +33,6 @@ class ModeStack:
     push: Callable[[Any], None]
     pop: Callable[[], Any]
 
-    def is_on_top(self, mode: Any) -> bool:
-        """Returns True if a mode is the innermost one."""
-        modes = self.modes()
-        return bool(modes) and modes[-1] is mode
-
     def insert(self, mode: Any) -> None:
         """Puts a mode below all others."""
         popped = [self.pop() for _ in self.modes()]
@@ -61,28 +56,28 @@ OPERATORS = ModeStack(
 )
 
 
-class TellingFunctions(TorchFunctionMode):
-    """A mode that hands torch functions to a method, as long as the object of the method lives."""
+class _Telling:
+    """A mode that hands what it sees to a method, as long as the object of the method lives."""
 
     def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
         self._tell = weakref.WeakMethod(tell)
 
-    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _hand_over(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         tell = self._tell()
         return func(*args, **(kwargs or {})) if tell is None else tell(func, args, kwargs or {})
 
 
-class TellingOperators(TorchDispatchMode):
-    """A mode that hands operators to a method, as long as the object of the method lives."""
+class TellingFunctions(_Telling, TorchFunctionMode):
+    """A mode that hands torch functions to a method."""
 
-    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tell = weakref.WeakMethod(tell)
+    __torch_function__ = _Telling._hand_over
 
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tell = self._tell()
-        return func(*args, **(kwargs or {})) if tell is None else tell(func, args, kwargs or {})
+
+class TellingOperators(_Telling, TorchDispatchMode):
+    """A mode that hands operators to a method."""
+
+    __torch_dispatch__ = _Telling._hand_over
 
 
 @contextlib.contextmanager

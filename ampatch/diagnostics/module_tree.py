@@ -5,6 +5,7 @@ Owns the sums. Must never leave out a module of the report.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,9 +56,7 @@ class Share:
 def tree(rows: Sequence[Mapping[str, Any]]) -> list[Module]:
     """Returns the outermost modules, those with most activations first; numbered ones in the order of their numbers."""
     modules = [Module(row, number) for number, row in enumerate(rows)]
-    by_name: dict[str, Module] = {}
-    for module in modules:
-        by_name.setdefault(module.row["name"], module)
+    by_name = {module.row["name"]: module for module in reversed(modules)}
     roots: list[Module] = []
     for module in modules:
         parent = by_name.get(module.row["parent"])
@@ -90,11 +89,10 @@ def walk(roots: Iterable[Module]) -> Iterator[tuple[Module, int]]:
 
 def total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Returns the sum of numbers by type."""
-    summed: dict[str, int] = {}
+    summed = Counter[str]()
     for part in parts:
-        for name, value in part.items():
-            summed[name] = summed.get(name, 0) + value
-    return summed
+        summed.update(part)
+    return dict(summed)
 
 
 def shares(by_type: Mapping[str, int]) -> list[Share]:

@@ -105,7 +105,8 @@ class OverflowTrace:
             return "No watched operator produced the inf or NaN of these gradients."
         if self.direction == "input":
             return f"The input of {self.function} was not finite to begin with."
-        kinds = {"NaN" if each.largest != each.largest else "inf" for each in self.outputs if not _finite(each.largest)}
+        largest = [each.largest for each in self.outputs if each.largest is not None]
+        kinds = {"NaN" if math.isnan(each) else "inf" for each in largest if not math.isfinite(each)}
         kind = " and ".join(sorted(kinds)) or "inf or NaN"
         what = (
             self.function
@@ -120,7 +121,3 @@ class OverflowTrace:
             what = f"{'a gradient' if self.direction == 'backward' else 'an argument'} for {what}"
             what = f"the cast to {self.outputs[0].dtype} of {what}"
         return f"First {kind}: in {what}."
-
-
-def _finite(number: float | None) -> bool:
-    return number is None or math.isfinite(number)

@@ -83,9 +83,8 @@ class OverflowTracer:
         ids = set(map(id, parameters))
         if not ids & self._arrived:  # those of sharded parameters
             ids = {*self._origins, *self._arrived}
-        for key in ids:
-            self._origins.pop(key, None)
-            self._arrived.discard(key)
+        self._origins = {key: origin for key, origin in self._origins.items() if key not in ids}
+        self._arrived -= ids
 
     def _before_forward(self, *_: object) -> None:
         watch = self._watch

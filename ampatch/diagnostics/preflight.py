@@ -6,6 +6,7 @@ gets its state back.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,19 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.preflight_measuring import Measured, measured
 from ampatch.diagnostics.preflight_mending import Mended, banned_functions, mended
 from ampatch.diagnostics.preflight_operators import Operators, autograd_functions
 from ampatch.diagnostics.preflight_report import FAILS, STANDS, LevelVerdict, Preflight, level_and_halves
 from ampatch.diagnostics.preflight_steps import Setup, Step
 from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
-from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, Trial, examined, tried
-from ampatch.diagnostics.preflight_underflows import Underflows
+from ampatch.diagnostics.preflight_trials import GRADIENT_BOUND, examined, tried
+from ampatch.diagnostics.preflight_underflows import noise_of, rows_of
 from ampatch.diagnostics.watch import Watch
 from ampatch.errors import OptionError
 from ampatch.runtime import runtime
-from ampatch.scaling.loss_scaler import make_policy
 
 Level = tuple[str, torch.dtype]
 
@@ -106,14 +105,10 @@ class _Flight:
         reference, operators, trace, called = self._in_float32()
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=self._tolerance)
-        underflows = Underflows(self._subject, reference, self._state, operators.draws_itself)
-        verdicts: list[LevelVerdict] = []
-        setups: list[Setup | None] = [Setup("O0", torch.float16)]
+        noise, noise_unknown = noise_of(self._subject, reference, self._state, operators.draws_itself)
         banned = banned_functions(called)
-        for level, half in levels:
-            verdict, best = self._verdict(Setup(level, half), reference, operators, banned)
-            verdicts.append(verdict)
-            setups.append(best)
+        outcomes = [self._verdict(Setup(*level), reference, operators, banned) for level in levels]
+        setups = [Setup("O0", torch.float16), *(best for _, best in outcomes)]
         found = measured(self._subject, setups, self._state) if measure else [Measured() for _ in setups]
         verdicts = [
             replace(
@@ -122,7 +117,7 @@ class _Flight:
                 peak_bytes=numbers.peak_bytes,
                 notes=(*verdict.notes, *numbers.notes),
             )
-            for verdict, numbers in zip(verdicts, found[1:], strict=True)
+            for (verdict, _), numbers in zip(outcomes, found[1:], strict=True)
         ]
         return Preflight(
             name,
@@ -133,13 +128,13 @@ class _Flight:
             operators.out_of_range,
             operators.imprecise,
             operators.uncompared,
-            underflows.rows(_settled_scale(verdicts)),
+            rows_of(reference, _settled_scale(verdicts), noise),
             operators.unlisted,
             self._tolerance,
             GRADIENT_BOUND,
             found[0].milliseconds,
             found[0].peak_bytes,
-            underflows.uncompared,
+            noise_unknown,
         )
 
     def _in_float32(self) -> tuple[Step, Operators | None, Any, list[str]]:
@@ -150,9 +145,7 @@ class _Flight:
         """
         subject, watch = self._subject, Watch(keep=lambda _: True)
         model = subject.copied()
-        names = {id(module): name for name, module in model.named_modules()}
-        setup = Setup("O0", torch.float16)
-        examiner = Examiner(setup.properties, make_policy(1.0), lambda: names)
+        examiner = Setup("O0", torch.float16).examiner(model)
         args, kwargs = subject.arguments()
         self._state.restore()
         with watch:
@@ -176,35 +169,19 @@ class _Flight:
         self, setup: Setup, reference: Step, operators: Operators, banned: Sequence[str]
     ) -> tuple[LevelVerdict, Setup | None]:
         """Returns the verdict for a level, and the setup with which it is to be measured; None if it raises."""
-
-        def run(changed: Setup) -> Trial:
-            return tried(self._subject, reference, changed, self._state)
-
+        run = functools.partial(tried, self._subject, reference, self._state)
         trial = run(setup)
-        flushed = None
-        if setup.half_dtype is torch.float16 and trial.loss_scale is not None:
-            flushed = reference.flushed(trial.loss_scale)
+        flushed, scale = None, trial.level.loss_scale
+        if setup.half_dtype is torch.float16 and scale is not None:
+            flushed = reference.flushed(scale)
         search = Mended(None, 0) if trial.stands else mended(trial, operators, flushed, run, banned)
-        verdict = LevelVerdict(
-            setup.opt_level,
-            setup.half_name,
-            trial.verdict,
-            trial.loss_scale,
-            None if trial.step is None else trial.step.loss,
-            trial.loss_error,
-            trial.gradient_error,
-            flushed,
-            trial.error,
-            trial.trace,
-            None if search.trial is None else search.trial.setup.as_call(),
-            search.runs,
-            notes=trial.notes,
-        )
+        change = None if search.trial is None else search.trial.setup.as_call()
+        verdict = replace(trial.level, underflow=flushed, change=change, tried=search.runs)
         best = search.trial or trial
-        if best.verdict == FAILS:
+        if best.level.verdict == FAILS:
             return verdict, None
-        scale = best.loss_scale if best.stands and best.loss_scale is not None else setup.init_scale
-        return verdict, replace(best.setup, init_scale=scale)
+        scale = best.level.loss_scale if best.stands else None
+        return verdict, best.setup if scale is None else replace(best.setup, init_scale=scale)
 
 
 def _settled_scale(verdicts: Sequence[LevelVerdict]) -> float:

@@ -55,9 +55,10 @@ def mended(
         if part is None:
             return Mended(None, runs)
         seen.add(part)
-        trial = run(replace(current.setup, parts=(*_without_scale_for(part, current.setup.parts), part)))
+        others = [each for each in current.setup.parts if not each.argument == part.argument == "loss_scale"]
+        trial = run(replace(current.setup, parts=(*others, part)))  # a change has one loss scale
         runs += 1
-        if trial.verdict != FAILS or (current.verdict == FAILS and not trial.is_refused):
+        if trial.level.verdict != FAILS or (current.level.verdict == FAILS and not trial.is_refused):
             current = trial
     if not current.stands:
         return Mended(None, runs)
@@ -69,24 +70,24 @@ def mended(
     return Mended(current, runs)
 
 
-def _without_scale_for(part: Part, parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts beside which a new one can stand: a change has one loss scale."""
-    return [each for each in parts if not each.argument == part.argument == "loss_scale"]
-
-
 def _candidates(trial: Trial, operators: Operators, flushed: float | None, banned: Sequence[str]) -> Iterator[Part]:
     """Yields parts of a change, the likeliest first."""
     static = trial.setup.properties.loss_scale != "dynamic"
-    if trial.trace is not None and trial.trace.max_loss_scale is not None and static and trial.verdict != FAILS:
-        yield Part("loss_scale", trial.trace.max_loss_scale)
-    if static and trial.verdict == INACCURATE and flushed is not None and flushed >= _MANY_FLUSHED:
+    if (
+        trial.level.trace is not None
+        and trial.level.trace.max_loss_scale is not None
+        and static
+        and trial.level.verdict != FAILS
+    ):
+        yield Part("loss_scale", trial.level.trace.max_loss_scale)
+    if static and trial.level.verdict == INACCURATE and flushed is not None and flushed >= _MANY_FLUSHED:
         yield Part("loss_scale", "dynamic")
     patches = trial.setup.properties.patch_torch_functions
     yield from _of_functions(trial, operators, banned) if patches else _of_modules(trial, operators)
 
 
 def _of_functions(trial: Trial, operators: Operators, banned: Sequence[str]) -> Iterator[Part]:
-    if trial.verdict == FAILS:
+    if trial.level.verdict == FAILS:
         unlisted = (
             f"{each.function}.apply" if each.kind == "autograd.Function" else each.function
             for each in operators.unlisted
@@ -94,9 +95,9 @@ def _of_functions(trial: Trial, operators: Operators, banned: Sequence[str]) -> 
         for path in [*banned, *unlisted]:
             yield from _blacklisting(overlay_for(path))
         return
-    if trial.trace is not None:
-        yield from _blacklisting(trial.trace.cast_lists)
-        yield from _blacklisting(overlay_for(trial.trace.function))
+    if trial.level.trace is not None:
+        yield from _blacklisting(trial.level.trace.cast_lists)
+        yield from _blacklisting(overlay_for(trial.level.trace.function))
     for suspect in operators.suspects:
         yield from _blacklisting(overlay_for(suspect.function))
 
@@ -110,7 +111,7 @@ def _blacklisting(overlay: dict[str, dict[str, list[str]]] | None) -> Iterator[P
 
 def _of_modules(trial: Trial, operators: Operators) -> Iterator[Part]:
     names = list(trial.around)
-    if trial.verdict != FAILS:
+    if trial.level.verdict != FAILS:
         for suspect in operators.suspects:
             names += suspect.modules[:1]
         for suspect in operators.suspects:

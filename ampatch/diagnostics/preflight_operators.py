@@ -55,8 +55,6 @@ _AT_O1 = {
 #: well: a sum that cancels to rounding errors, such as the gradient of a bias before a softmax over the same axis.
 _NOISE = 0.05 * 2**16
 
-_UNKNOWN_AT_O1 = "the type of its inputs"
-
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
@@ -103,7 +101,7 @@ class Operators:
         self._ops = watch.ops
         self._autograd_functions = autograd_functions
         self._tolerance = tolerance
-        self._locations: dict[int, Location] = {}
+        self._location = functools.cache(self._located)
         watch.read()
         self._errors, self.uncompared = _errors(watch.ops)
         self.draws_itself = draws_itself(watch.ops)
@@ -118,34 +116,27 @@ class Operators:
         """Operators to blame for an inaccurate level, the likeliest first."""
         return tuple(dict.fromkeys(self._suspects()))
 
-    def _location(self, op: WatchedOp) -> Location:
-        if id(op) not in self._locations:
-            self._locations[id(op)] = self._located(op)
-        return self._locations[id(op)]
-
     def _located(self, op: WatchedOp) -> Location:
         named = self._examiner.named(op)
         function = _custom_path(op) if _is_custom(op) else named.function
-        direction = "backward" if op.is_backward else "forward"
         at_o1 = self._at_o1(op.named_op.function, named.function)
-        return Location(function, named.operator, direction, named.module, named.file, named.line, named.source, at_o1)
+        place = named.module, named.file, named.line, named.source
+        return Location(function, named.operator, op.direction, *place, at_o1)
 
     def _at_o1(self, function: object, path: str) -> str:
-        rule = self._rule_of(function, path)
-        if rule is None:
-            return _UNKNOWN_AT_O1
-        return _AT_O1[rule.treatment] + (" for some arguments" if rule.when else "")
-
-    def _rule_of(self, function: object, path: str) -> Rule | None:
         namespace, _, name = path.rpartition(".")
-        return self._rules.get(id(unwrapped(function))) or shipped().rules.get((Path(namespace, name), torch.float16))
+        by_path = shipped().rules.get((Path(namespace, name), torch.float16))
+        rule = self._rules.get(id(unwrapped(function))) or by_path
+        if rule is None:
+            return "the type of its inputs"
+        return _AT_O1[rule.treatment] + (" for some arguments" if rule.when else "")
 
     def _out_of_range(self) -> tuple[OutOfRange, ...]:
         """Returns operators that leave the range, those that only pass it on excepted."""
         found: dict[Location, list[float]] = {}
         for op in self._ops:
             largest = _largest(op.outputs)
-            computed = [values for values in op.inputs if not values.is_unwritten]  # not data or parameters
+            computed = [values for values in op.inputs if values.results]  # not data or parameters
             if math.inf > largest > _FLOAT16_MAX >= _largest(computed):  # inf is on purpose: the step is finite
                 found.setdefault(self._location(op), []).append(largest)
         rows = (OutOfRange(location, max(largest), len(largest)) for location, largest in found.items())
@@ -158,16 +149,11 @@ class Operators:
         return tuple(sorted(rows, key=lambda row: -row.error))
 
     def _unlisted(self) -> Iterator[Unlisted]:
-        custom: dict[str, list[WatchedOp]] = {}
-        plain: dict[str, list[WatchedOp]] = {}
-        for op in self._ops:
-            if op.is_backward or not op.inputs or not op.outputs or op.op_name in _MOVES:
-                continue
-            if _is_custom(op):
-                if not self._knows_operator(op):
-                    custom.setdefault(_custom_path(op), []).append(op)
-            elif op.function is not None and not self._knows(op.function):
-                plain.setdefault(op.function_name, []).append(op)
+        forward = [op for op in self._ops if not op.is_backward and op.inputs and op.outputs]
+        computing = [op for op in forward if op.op_name not in _MOVES]
+        custom = grouped((_custom_path(op), op) for op in computing if _is_custom(op) and not self._knows_operator(op))
+        called = [op for op in computing if not _is_custom(op) and op.function is not None]
+        plain = grouped((op.function_name, op) for op in called if not self._knows(op.function))
         for path, ops in custom.items():
             yield self._unlisted_of("custom operator", path, ops)
         for kind, count in self._autograd_functions.items():
@@ -208,12 +194,8 @@ class Operators:
         for op in sorted(imprecise, key=lambda op: -errors[id(op)]):
             yield self._suspect(op)
             yield from map(self._suspect, _writers(op.named_op.inputs, depth=3))
-        sums: dict[Suspect, float] = {}
-        for op in self._ops:
-            if id(op) in errors:
-                each = self._suspect(op)
-                sums[each] = sums.get(each, 0.0) + errors[id(op)]
-        yield from sorted(sums, key=lambda each: -sums[each])
+        by_suspect = grouped((self._suspect(op), errors[id(op)]) for op in self._ops if id(op) in errors)
+        yield from sorted(by_suspect, key=lambda each: -sum(by_suspect[each]))
 
     def _suspect(self, op: WatchedOp) -> Suspect:
         location = self._location(op)
@@ -252,33 +234,23 @@ def _errors(ops: Sequence[WatchedOp]) -> tuple[dict[int, float], int]:
     Returns:
         The relative error by the operator's id, and the number of operators that could not be compared.
     """
-    keys: dict[torch.device, list[int]] = {}
-    pairs: dict[torch.device, list[Tensor]] = {}
-    skipped = 0
-    for op in ops:
-        if op.op_name in _MOVES or op.arguments is None or not _has_float32(op.inputs) or not op.outputs:
-            continue
-        pair = None if torch.Tag.nondeterministic_seeded in op.op.tags else _error_of(op)
-        if pair is None:
-            skipped += 1
-            continue
-        keys.setdefault(pair.device, []).append(id(op))
-        pairs.setdefault(pair.device, []).append(pair)
+    computing = [op for op in ops if op.op_name not in _MOVES and op.arguments is not None and op.outputs]
+    judged = [op for op in computing if any(values.dtype is torch.float32 for values in op.inputs)]
+    pairs = {id(op): pair for op in judged if (pair := _error_of(op)) is not None}
     errors: dict[int, float] = {}
-    for device, of_device in pairs.items():
-        for key, (difference, size) in zip(keys[device], torch.stack(of_device).tolist(), strict=True):
+    for keys in grouped((pair.device, key) for key, pair in pairs.items()).values():
+        numbers = torch.stack([pairs[key] for key in keys]).tolist()
+        for key, (difference, size) in zip(keys, numbers, strict=True):
             if 0 < size < math.inf and difference < size * _NOISE:
                 errors[key] = difference / size
-    return errors, skipped
-
-
-def _has_float32(inputs: Sequence[Values]) -> bool:
-    return any(values.dtype is torch.float32 for values in inputs)
+    return errors, len(judged) - len(pairs)
 
 
 def _error_of(op: WatchedOp) -> Tensor | None:
-    """Returns |bfloat16 - float32| and |float32| on the device; None if bfloat16 has no kernel."""
+    """Returns |bfloat16 - float32| and |float32| on the device; None if bfloat16 has no kernel, or op is random."""
     assert op.arguments is not None
+    if torch.Tag.nondeterministic_seeded in op.op.tags:
+        return None
     # First, since an operator in place writes to the copies that were kept.
     narrow = floating_in(run_again(op.op, *with_types(op.arguments, _IN_BFLOAT16)))
     exact = floating_in(run_again(op.op, *op.arguments))

@@ -319,12 +319,10 @@ def _lines(result: Preflight) -> Iterator[str]:
 
 
 def _headline(result: Preflight) -> str:
+    begin = f"Preflight of {result.model}: in float32 the loss is {result.loss:.5g}, and"
     if result.is_finite:
-        return f"Preflight of {result.model}: in float32 the loss is {result.loss:.5g}, and all gradients are finite."
-    return (
-        f"Preflight of {result.model}: in float32 the loss is {result.loss:.5g}, and loss or gradients are not finite. "
-        "No precision helps, so no opt level was tried."
-    )
+        return f"{begin} all gradients are finite."
+    return f"{begin} loss or gradients are not finite. No precision helps, so no opt level was tried."
 
 
 def _table(result: Preflight) -> Iterator[str]:

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ampatch.cast_lists.lists import Overlay, shipped
+from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.operands import with_types
 from ampatch.diagnostics.preflight_report import call_of
 from ampatch.diagnostics.preflight_subject import Arguments, Subject
@@ -53,7 +55,8 @@ class RandomInFloat32(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or "attention" in func._schema.name:
             return func(*args, **kwargs)
-        other = _type_in((args, kwargs), self._of)
+        types = [each.dtype if isinstance(each, Tensor) else each for each in tree_leaves((args, kwargs))]
+        other = next((each for each in types if isinstance(each, torch.dtype) and each in self._of), None)
         if other is None:
             return func(*args, **kwargs)
         cast_args, cast_kwargs = with_types((args, kwargs), dict.fromkeys(self._of, torch.float32))
@@ -62,25 +65,7 @@ class RandomInFloat32(TorchDispatchMode):
         if written is not None and written.is_write:
             args[0].copy_(cast_args[0])
             return args[0]
-        return _cast_back(result, other)
-
-
-def _type_in(value: Any, types: frozenset[torch.dtype]) -> torch.dtype | None:
-    """Returns the first dtype in arguments, of a tensor or by itself, that is one of some."""
-    if isinstance(value, (Tensor, torch.dtype)):
-        dtype = value.dtype if isinstance(value, Tensor) else value
-        return dtype if dtype in types else None
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        return next((found for each in value if (found := _type_in(each, types)) is not None), None)
-    return None
-
-
-def _cast_back(result: Any, other: torch.dtype) -> Any:
-    if isinstance(result, Tensor):
-        return result.to(other) if result.dtype is torch.float32 else result
-    return type(result)(_cast_back(each, other) for each in result) if isinstance(result, (list, tuple)) else result
+        return with_types(result, {torch.float32: other})
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +132,11 @@ class Setup:
             fused_linear=properties.casts_float32_weights,
         )
 
+    def examiner(self, model: nn.Module) -> Examiner:
+        """Returns what names the operators of a step of a copy of the user's model, with these arguments."""
+        names = {id(module): name for name, module in model.named_modules()}
+        return Examiner(self.properties, make_policy(self.properties.loss_scale), lambda: names)
+
     def as_call(self) -> str:
         """Returns the call of ``amp.initialize`` as text."""
         given = []
@@ -194,25 +184,26 @@ class Step:
         squares, errors = 0.0, 0.0
         for name in self.gradients.keys() | other.gradients.keys():
             mine, theirs = self.gradients.get(name), other.gradients.get(name)
-            if mine is not None:
-                squares += _norm(mine) ** 2
+            squares += _norm(mine) ** 2
             theirs = None if theirs is None else wide(theirs)
             difference = mine if theirs is None else theirs if mine is None else theirs - mine
             errors += _norm(difference) ** 2
-        if squares == 0:
-            return 0.0 if errors == 0 else math.inf
-        return math.sqrt(errors / squares)
+        return math.sqrt(relative(errors, squares))
 
     def loss_error(self, other: Step) -> float:
         """Returns |the other loss - this one| / |this one|."""
-        difference = abs(other.loss - self.loss)
-        return difference / abs(self.loss) if self.loss else (0.0 if difference == 0 else math.inf)
+        return relative(abs(other.loss - self.loss), abs(self.loss))
 
     def flushed(self, scale: float) -> float:
         """Returns the share of the nonzero gradient values that float16 flushes to zero at a loss scale."""
         gradients = self.gradients.values()
         nonzero = sum(int((each != 0).sum()) for each in gradients)
         return sum(int(flushed_of(each, scale).sum()) for each in gradients) / nonzero if nonzero else 0.0
+
+
+def relative(difference: float, size: float) -> float:
+    """Returns a difference as a share of a size; inf for one from zero."""
+    return 0.0 if difference == 0 else difference / size if size else math.inf
 
 
 def flushed_of(gradient: Tensor, scale: float) -> Tensor:
@@ -239,11 +230,13 @@ class OpenedCopy:
         session: the session.
         model: the copy.
         optimizer: an optimizer that changes nothing.
+        setup: the arguments of ``amp.initialize`` that the session has.
     """
 
     session: Session
     model: nn.Module
     optimizer: torch.optim.SGD
+    setup: Setup
 
     def step_of(self, subject: Subject, arguments: Arguments) -> Tensor:
         """Runs forward and backward pass; returns the loss."""
@@ -290,7 +283,7 @@ def opened_copy(subject: Subject, setup: Setup) -> Iterator[OpenedCopy]:
     session.verbose = False
     try:
         session.adopt([model], [optimizer])
-        yield OpenedCopy(session, model, optimizer)
+        yield OpenedCopy(session, model, optimizer, setup)
     finally:
         close_session(session)
 

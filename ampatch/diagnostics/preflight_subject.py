@@ -180,21 +180,20 @@ class RandomState:
     """The state of the random number generators of torch, Python and numpy at the time it was made."""
 
     def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._python = random.getstate()
+        self._states: list[tuple[Callable[[Any], object], Any]] = [
+            (torch.set_rng_state, torch.get_rng_state()),
+            (random.setstate, random.getstate()),
+        ]
+        if torch.cuda.is_initialized():
+            self._states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
         numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
+        if numpy is not None:
+            self._states.append((numpy.random.set_state, numpy.random.get_state()))
 
     def restore(self) -> None:
         """Restores it."""
-        torch.set_rng_state(self._cpu)
-        if self._gpus:
-            torch.cuda.set_rng_state_all(self._gpus)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            module, state = self._numpy
-            module.set_state(state)
+        for restore, state in self._states:
+            restore(state)
 
 
 @contextlib.contextmanager

@@ -6,15 +6,16 @@ Owns the verdict on one run. Must never search for a change: `preflight_mending`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from ampatch.diagnostics import causes
 from ampatch.diagnostics.examiner import Examiner, origins_of_gradients
 from ampatch.diagnostics.overflow_trace import OverflowTrace
-from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, OVERFLOWS, STANDS
+from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, OVERFLOWS, STANDS, LevelVerdict
 from ampatch.diagnostics.preflight_steps import (
     OpenedCopy,
     RandomInFloat32,
@@ -28,7 +29,6 @@ from ampatch.diagnostics.preflight_subject import RandomState, Subject
 from ampatch.diagnostics.watch import Watch
 from ampatch.diagnostics.watched import WatchedOp, has_half
 from ampatch.errors import LossScaleError
-from ampatch.scaling.loss_scaler import make_policy
 
 #: The greatest gradient error of a level that stands: the two gradients then differ by 12 degrees at most. In bfloat16
 #: sound models have errors of some hundredths, small ones with ReLU up to 0.1; sums that cancel give 0.3 and more.
@@ -44,79 +44,55 @@ class Trial:
 
     Attributes:
         setup: the arguments of ``amp.initialize``.
-        verdict: "stands", "overflows", "inaccurate" or "fails"; see `LevelVerdict`.
-        loss_scale: scale of the last step.
-        step: the last step; None if it raised.
-        loss_error: error of its loss.
-        gradient_error: error of its gradients.
-        error: text of what was raised.
-        trace: where the first inf or NaN arose in the first step.
+        level: how the last step went.
         around: names of the modules around that place, or around the place that raised; the innermost first.
-        notes: warnings that amp gave.
         is_refused: True if amp refused the setup, before any step.
     """
 
     setup: Setup
-    verdict: str
-    loss_scale: float | None = None
-    step: Step | None = None
-    loss_error: float | None = None
-    gradient_error: float | None = None
-    error: str = ""
-    trace: OverflowTrace | None = None
+    level: LevelVerdict
     around: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     is_refused: bool = False
 
     @property
     def stands(self) -> bool:
         """True if the verdict is "stands"."""
-        return self.verdict == STANDS
+        return self.level.verdict == STANDS
 
 
-def tried(subject: Subject, reference: Step, setup: Setup, state: RandomState) -> Trial:
+def tried(subject: Subject, reference: Step, state: RandomState, setup: Setup) -> Trial:
     """Runs a step with a setup; with a dynamic scale again, while only the backward pass overflows.
 
     Args:
         subject: the model and its step.
         reference: the float32 step.
-        setup: the arguments of ``amp.initialize``.
         state: random numbers of every step.
+        setup: the arguments of ``amp.initialize``.
     """
     notes: list[str] = []
-    around: list[str] = []
-    is_refused = True
+    opened: OpenedCopy | None = None
     try:
         with noting_warnings(notes), opened_copy(subject, setup) as opened:
-            names = {id(module): name for name, module in opened.model.named_modules()}
-            is_refused = False
-            try:
-                step, scale, trace = until_finite(subject, opened, setup, state, names)
-            except Exception as error:
-                around += _around(error, names)
-                raise
+            step, scale, trace = until_finite(subject, opened, state)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
-        told = text_of(error)
-        return Trial(setup, FAILS, error=told, around=tuple(around), notes=tuple(notes), is_refused=is_refused)
-    modules = () if trace is None or trace.module is None else enclosing(trace.module)
-    trial = Trial(setup, OVERFLOWS, scale, step, trace=trace, around=modules, notes=tuple(notes))
-    if not step.is_finite:
-        return trial
-    lost = reference.gradient_error(step)
-    verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
-    return replace(trial, verdict=verdict, loss_error=reference.loss_error(step), gradient_error=lost)
+        around = () if opened is None else _around(error, opened.model)
+        level = LevelVerdict(setup.opt_level, setup.half_name, FAILS, error=text_of(error), notes=tuple(notes))
+        return Trial(setup, level, around, is_refused=opened is None)
+    level = LevelVerdict(setup.opt_level, setup.half_name, OVERFLOWS, scale, step.loss, trace=trace, notes=tuple(notes))
+    if step.is_finite:
+        lost = reference.gradient_error(step)
+        verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
+        level = replace(level, verdict=verdict, loss_error=reference.loss_error(step), gradient_error=lost)
+    return Trial(setup, level, () if trace is None or trace.module is None else enclosing(trace.module))
 
 
-def until_finite(
-    subject: Subject, opened: OpenedCopy, setup: Setup, state: RandomState, names: Mapping[int, str]
-) -> tuple[Step, float, OverflowTrace | None]:
+def until_finite(subject: Subject, opened: OpenedCopy, state: RandomState) -> tuple[Step, float, OverflowTrace | None]:
     """Returns the last step, its scale, and the trace that most scales have in common."""
-    dynamic = setup.properties.loss_scale == "dynamic"
+    dynamic = opened.setup.properties.loss_scale == "dynamic"
     buffers = [(buffer, buffer.clone()) for buffer in opened.model.buffers()]
-    policy = make_policy(setup.properties.loss_scale)
-    examiner = Examiner(setup.properties, policy, lambda: names)
+    examiner = opened.setup.examiner(opened.model)
     traces: list[OverflowTrace] = []
     while True:
         scale, arguments = opened.scale, subject.arguments()
@@ -159,8 +135,9 @@ def enclosing(name: str) -> tuple[str, ...]:
     return tuple(".".join(parts[:count]) for count in range(len(parts), 0, -1))
 
 
-def _around(error: BaseException, names: Mapping[int, str]) -> tuple[str, ...]:
+def _around(error: BaseException, model: nn.Module) -> tuple[str, ...]:
     """Returns the name of the innermost module whose code raised, and of those around it."""
+    names = {id(module): name for name, module in model.named_modules()}
     innermost, trace = "", error.__traceback__
     while trace is not None:
         innermost, trace = names.get(id(trace.tb_frame.f_locals.get("self")), "") or innermost, trace.tb_next

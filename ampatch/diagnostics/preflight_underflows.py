@@ -6,7 +6,7 @@ correct digit of it either. Must never leave a value out because it is noise, no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,11 +19,26 @@ from ampatch.diagnostics.watched import WatchedOp
 #: The greatest error of the float32 gradients in which the float64 step still counts as the same step.
 _SAME_STEP = 0.01
 
-_DRAWS_ITSELF = "an attention kernel drew its own dropout, which is another one in float64"
+
+def rows_of(reference: Step, scale: float, noise: Mapping[str, float]) -> tuple[Underflow, ...]:
+    """Returns the parameters whose gradients have values that float16 flushes to zero, those of noise alone last.
+
+    Args:
+        reference: the float32 step.
+        scale: loss scale for which the share is given too.
+        noise: what `noise_of` returns.
+    """
+    rows = []
+    for name, gradient in reference.gradients.items():
+        counts = [int(flushed_of(gradient, each).sum()) for each in (1.0, scale)]
+        if counts[0]:
+            share, share_scaled = (count / int((gradient != 0).sum()) for count in counts)
+            rows.append(Underflow(name, share, share_scaled, scale, noise.get(name)))
+    return tuple(sorted(rows, key=lambda row: (row.is_noise, -row.share, row.parameter)))
 
 
-class Underflows:
-    """The gradients of a float32 step that float16 flushes to zero.
+def noise_of(subject: Subject, reference: Step, state: RandomState, draws_itself: bool) -> tuple[dict[str, float], str]:
+    """Returns the share of the flushed values that are noise, by the parameter.
 
     Args:
         subject: the model and its step.
@@ -31,46 +46,28 @@ class Underflows:
         state: the random numbers of every step.
         draws_itself: whether an attention kernel drew dropout, so that no other type can have the same one.
 
-    Attributes:
-        uncompared: why no step in float64 tells noise from signal; empty if one does, or if none was needed.
+    Returns:
+        These shares, and why no step in float64 tells noise from signal: empty if one does, or if none was needed.
     """
-
-    def __init__(self, subject: Subject, reference: Step, state: RandomState, draws_itself: bool) -> None:
-        self._gradients = reference.gradients
-        self._noise: dict[str, float] = {}  # share of the flushed values that are noise, by the parameter
-        self.uncompared = _DRAWS_ITSELF if draws_itself else ""
-        if not draws_itself and any(bool(flushed_of(each, 1.0).any()) for each in self._gradients.values()):
-            self._compare(subject, reference, state)
-
-    def _compare(self, subject: Subject, reference: Step, state: RandomState) -> None:
-        try:
-            exact = _in_float64(subject, state)
-        except Exception as error:  # noqa: BLE001 - a model may need float32, and the report says so
-            self.uncompared = text_of(error)
-            return
-        difference = exact.gradient_error(reference)
-        if not difference <= _SAME_STEP:  # NaN is not
-            self.uncompared = f"its gradients differ by {difference:.2g} in all, so that it is another step"
-            return
-        for name, gradient in self._gradients.items():
-            flushed, there = flushed_of(gradient, 1.0), exact.gradients.get(name)
-            if there is not None and bool(flushed.any()):
-                is_noise = (gradient - there).abs() >= there.abs()
-                self._noise[name] = int((is_noise & flushed).sum()) / int(flushed.sum())
-
-    def rows(self, scale: float) -> tuple[Underflow, ...]:
-        """Returns the parameters with such values, those of noise alone last.
-
-        Args:
-            scale: loss scale for which the share is given too.
-        """
-        rows = []
-        for name, gradient in self._gradients.items():
-            counts = [int(flushed_of(gradient, each).sum()) for each in (1.0, scale)]
-            if counts[0]:
-                share, share_scaled = (count / int((gradient != 0).sum()) for count in counts)
-                rows.append(Underflow(name, share, share_scaled, scale, self._noise.get(name)))
-        return tuple(sorted(rows, key=lambda row: (row.is_noise, -row.share, row.parameter)))
+    if draws_itself:
+        return {}, "an attention kernel drew its own dropout, which is another one in float64"
+    masks = ((name, flushed_of(gradient, 1.0)) for name, gradient in reference.gradients.items())
+    flushed = {name: mask for name, mask in masks if bool(mask.any())}
+    if not flushed:
+        return {}, ""
+    try:
+        exact = _in_float64(subject, state)
+    except Exception as error:  # noqa: BLE001 - a model may need float32, and the report says so
+        return {}, text_of(error)
+    difference = exact.gradient_error(reference)
+    if not difference <= _SAME_STEP:  # NaN is not
+        return {}, f"its gradients differ by {difference:.2g} in all, so that it is another step"
+    noise = {}
+    for name in flushed.keys() & exact.gradients.keys():
+        there = exact.gradients[name]
+        is_noise = (reference.gradients[name] - there).abs() >= there.abs()
+        noise[name] = int((is_noise & flushed[name]).sum()) / int(flushed[name].sum())
+    return noise, ""
 
 
 def _in_float64(subject: Subject, state: RandomState) -> Step:

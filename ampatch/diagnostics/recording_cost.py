@@ -20,17 +20,14 @@ from ampatch.switch import WithoutCasts
 
 _ROUNDS, _STEPS = 5, 3
 
-#: Returns a block that records, and a function that returns the number of operators recorded so far.
-Record = Callable[[], tuple[AbstractContextManager[object], Callable[[], int]]]
 
-
-def seconds_per_operator(record: Record) -> float:
+def seconds_per_operator(recording: Callable[[], AbstractContextManager[Callable[[], int]]]) -> float:
     """Returns how much longer an operator takes while it is recorded, in seconds.
 
     Takes a few milliseconds. No mode of other code is on meanwhile, and no cast list applies.
 
     Args:
-        record: returns a block that records this thread.
+        recording: returns a block that records this thread, and gives a function that counts the recorded operators.
     """
     # Without a session there are no casts, and turning them off would import torch's compiler.
     off = contextlib.nullcontext() if runtime.live is None else WithoutCasts()
@@ -38,8 +35,7 @@ def seconds_per_operator(record: Record) -> float:
         weights = [torch.ones(4, 4, device="cpu", requires_grad=True) for _ in range(4)]
         x = torch.ones(2, 4, device="cpu")
         plain = min(_seconds(weights, x) for _ in range(_ROUNDS))
-        block, operators = record()
-        with block:
+        with recording() as operators:
             recorded = min(_seconds(weights, x) for _ in range(_ROUNDS))
         return max(0.0, recorded - plain) / (operators() / _ROUNDS or 1)
 

@@ -93,14 +93,17 @@ class Report:
         Raises:
             UsageError: its block has not begun.
         """
-        calls, steps = self._watched()
+        if self._calls is None or self._steps is None:
+            raise UsageError(
+                "this report has watched nothing yet. Type `with amp.report() as report:` around the code to watch."
+            )
         from ampatch.diagnostics.report_advice import advice
 
-        recorded = calls.as_dict()
+        recorded = self._calls.as_dict()
+        cost, notes = recorded.pop("cost"), recorded.pop("notes")
         seconds = time.perf_counter() - self._start if self._seconds is None else self._seconds
         if self._seconds is None and runtime.live is not None:
             self._note_settings(runtime.live)
-        cost = recorded["cost"]
         data = {
             "format": report_file.FORMAT,
             "version": report_file.VERSION,
@@ -114,14 +117,14 @@ class Report:
             "settings": self._settings,
             "cost": {
                 "seconds": seconds,
-                "recording_seconds": cost["recording_seconds"] + steps.seconds,
+                "recording_seconds": cost["recording_seconds"] + self._steps.seconds,
                 "operators": cost["operators"],
             },
-            **{name: recorded[name] for name in ("totals", "functions", "lines", "misaligned", "modules")},
-            "steps": steps.rows(),
-            "underflow": steps.underflow(),
+            **recorded,
+            "steps": self._steps.rows(),
+            "underflow": self._steps.underflow(),
             "comparison": self._comparison,
-            "notes": [*recorded.get("notes", ()), *self._notes],
+            "notes": [*notes, *self._notes],
         }
         data["advice"] = advice(data)
         return report_file.plain(data)  # type: ignore[no-any-return]
@@ -180,13 +183,6 @@ class Report:
         from ampatch.diagnostics.report_text import text
 
         return text(self.to_dict())
-
-    def _watched(self) -> tuple[CallRecorder, Steps]:
-        if self._calls is None or self._steps is None:
-            raise UsageError(
-                "this report has watched nothing yet. Type `with amp.report() as report:` around the code to watch."
-            )
-        return self._calls, self._steps
 
     def _note_settings(self, session: Session) -> None:
         from ampatch.diagnostics.watch import paused

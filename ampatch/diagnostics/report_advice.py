@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from ampatch.diagnostics.report_numbers import in_terminal, size
-from ampatch.diagnostics.report_steps import WARNS_ABOVE, options_for, spelled, underflow_told
+from ampatch.diagnostics.report_steps import WARNS_ABOVE, lost_at_best, options_for, spelled, underflow_told
 from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
+from ampatch.grouping import grouped
 
 #: Steps skipped in a row that are worth a sentence: a scale that starts too high skips one or two.
 _SKIPS_IN_A_ROW = 3
@@ -33,47 +33,46 @@ _CASTS_OFF = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A finding, and what to do about it.
-
-    Attributes:
-        kind: name of the kind of finding.
-        text: a sentence that says what to do.
-        file: the user's file where to do it; None if it is no line.
-        line: number of the line in it.
-        function: path of the torch function; None if it is about none.
-    """
-
-    kind: str
-    text: str
-    file: str | None = None
-    line: int | None = None
-    function: str | None = None
-
-
 def advice(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns what to do about the findings of a report as plain data, the most useful first.
 
     Args:
         data: the other fields of `Report.to_dict`.
     """
-    return [asdict(each) for find in _FINDERS for each in itertools.islice(find(data), _MOST_OF_A_KIND)]
+    return [each for find in _FINDERS for each in itertools.islice(find(data), _MOST_OF_A_KIND)]
+
+
+_Advice = Iterator[dict[str, Any]]
+
+
+def _advised(
+    kind: str, text: str, line: Mapping[str, Any] | None = None, function: str | None = None
+) -> dict[str, Any]:
+    """Returns a finding, and what to do about it.
+
+    Args:
+        kind: name of the kind of finding.
+        text: a sentence that says what to do.
+        line: the user's line where to do it; None if it is none.
+        function: path of the torch function; None if it is about none.
+    """
+    file, number = (None, None) if line is None else (line["file"], line["line"])
+    return {"kind": kind, "text": text, "file": file, "line": number, "function": function}
 
 
 # Steps
 
 
-def _without_amp(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _without_amp(data: Mapping[str, Any]) -> _Advice:
     if data["settings"] is None and data["cost"]["operators"] and not data["totals"]["casts"]:
         text = (
             "Set amp up, as it was not in this block, and nothing was cast: model, optimizer = amp.initialize(model, "
             "optimizer). print(amp.preflight(model, inputs, loss_fn)) says which opt level the model stands."
         )
-        yield Advice("no amp", text)
+        yield _advised("no amp", text)
 
 
-def _not_finite(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _not_finite(data: Mapping[str, Any]) -> _Advice:
     taken = [
         row for row in data["steps"] if row["gradient_norm"] is None and not row["skipped"] and not row["overflow"]
     ]
@@ -82,10 +81,10 @@ def _not_finite(data: Mapping[str, Any]) -> Iterator[Advice]:
             f"Type amp.initialize(..., check_finite=True): {_steps(taken)} had inf or NaN in the gradients, and went "
             "into the weights; with it, such steps are skipped."
         )
-        yield Advice("not finite", text)
+        yield _advised("not finite", text)
 
 
-def _skips(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _skips(data: Mapping[str, Any]) -> _Advice:
     steps, settings = data["steps"], data["settings"] or {}
     trace = 'Type amp.initialize(..., on_overflow="trace"), which names the function that overflows'
     for rows in _runs_of_skips(steps):
@@ -94,28 +93,26 @@ def _skips(data: Mapping[str, Any]) -> Iterator[Advice]:
         after = [row for row in steps if row["step"] > rows[-1]["step"] and row["loss_id"] == rows[0]["loss_id"]]
         if not after:
             scales = f"while the loss scale fell from {spelled(rows[0]['scale'])} to {spelled(rows[-1]['scale'])}"
-            yield Advice("skips", f"{trace}: {_steps(rows)} were skipped, up to the last one, {scales}.")
+            yield _advised("skips", f"{trace}: {_steps(rows)} were skipped, up to the last one, {scales}.")
         elif rows[0]["step"] == steps[0]["step"] and rows[0]["scale"] == settings.get("init_scale"):
             scale = after[0]["scale"]
             text = (
                 f"Type amp.initialize(..., {options_for(scale, True)}): {_steps(rows)} were skipped until the loss "
                 f"scale had fallen from {spelled(rows[0]['scale'])} to {spelled(scale)}."
             )
-            yield Advice("first skips", text)
+            yield _advised("first skips", text)
         else:
-            yield Advice("skips", f"{trace}: {_steps(rows)} were skipped in a row.")
+            yield _advised("skips", f"{trace}: {_steps(rows)} were skipped in a row.")
     skipped = [row for row in steps if row["skipped"]]
     in_a_row = any(len(rows) >= _SKIPS_IN_A_ROW for rows in _runs_of_skips(steps))
     if not in_a_row and len(steps) >= _STEPS_FOR_SHARE and len(skipped) > _SKIPPED_SHARE * len(steps):
-        yield Advice("skips", f"{trace}: {len(skipped)} of {len(steps)} steps were skipped.")
+        yield _advised("skips", f"{trace}: {len(skipped)} of {len(steps)} steps were skipped.")
 
 
 def _runs_of_skips(steps: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """Returns the steps that were skipped in a row, by loss."""
-    losses = dict.fromkeys(row["loss_id"] for row in steps)
     runs = []
-    for loss in losses:
-        rows = [row for row in steps if row["loss_id"] == loss]
+    for rows in grouped((row["loss_id"], row) for row in steps).values():
         runs += [list(run) for skipped, run in itertools.groupby(rows, lambda row: row["skipped"]) if skipped]
     return runs
 
@@ -129,29 +126,27 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _underflow(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _underflow(data: Mapping[str, Any]) -> _Advice:
     found, settings = data["underflow"], data["settings"]
     if found is None or settings is None or settings["opt_level"] == "O0" or found["lost"] <= WARNS_ABOVE:
         return
     scale, best, half = found["scale"], found["best_scale"], found["half"]
-    row = next(row for row in found["scales"] if row["scale"] == best)
-    at_best = row["zero"] + row["subnormal"]
-    told = underflow_told(found)
+    at_best, told = lost_at_best(found), underflow_told(found)
     if best > scale and at_best < found["lost"] / 2:
         options = options_for(best, settings["loss_scale"] == "dynamic")
-        yield Advice(
+        yield _advised(
             "underflow",
             f"Type amp.initialize(..., {options}): {told}. At a scale of {spelled(best)} it would be {at_best:.1%}.",
         )
     elif half == "float16":
-        yield Advice(
+        yield _advised(
             "underflow",
             f"Type amp.initialize(..., half_dtype=torch.bfloat16), which has float32's range: {told}, and no scale "
             "helps.",
         )
 
 
-def _all_zero(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _all_zero(data: Mapping[str, Any]) -> _Advice:
     """Finds gradients that the half type has flushed to zero before they were counted."""
     found, settings = data["underflow"], data["settings"]
     if found is None or settings is None or found["half"] != "float16" or found["exponents"] or not found["zeros"]:
@@ -162,18 +157,18 @@ def _all_zero(data: Mapping[str, Any]) -> Iterator[Advice]:
             f"Type amp.initialize(..., {options}): at a loss scale of {found['scale']:g}, all gradients are zero, as "
             "float16 makes zero of small numbers."
         )
-        yield Advice("underflow", text)
+        yield _advised("underflow", text)
 
 
 # Casts
 
 
-def _weights_cast_again(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _weights_cast_again(data: Mapping[str, Any]) -> _Advice:
     """Finds weights that were cast at each of several forward passes, as happens without gradients."""
     if not _patches(data) or data["steps"] or data["totals"]["cache_hits"] or not data["totals"]["casts"]:
         return
     layers = [row for row in data["modules"] if row["class"] in _LAYERS and row["weight_bytes"].get("float32")]
-    again = [row for row in layers if _calls(row) > 1 and _is_half(row["out"])]
+    again = [row for row in layers if _calls(row) > 1 and not row["out"].keys().isdisjoint(_HALF_TYPES)]
     if again:
         count, held = max(map(_calls, again)), sum(row["weight_bytes"]["float32"] // 2 for row in again)
         text = (
@@ -181,7 +176,7 @@ def _weights_cast_again(data: Mapping[str, Any]) -> Iterator[Advice]:
             f"passes without gradients cast the weights of {len(again)} layers again each time, "
             f"{in_terminal(size(held))} of them."
         )
-        yield Advice("weights cast again", text)
+        yield _advised("weights cast again", text)
 
 
 #: Layers that call one whitelisted function with one input, by which their calls can be counted.
@@ -192,11 +187,7 @@ def _calls(row: Mapping[str, Any]) -> int:
     return sum(row["in"].values())
 
 
-def _is_half(types: Mapping[str, int]) -> bool:
-    return any(each in _HALF_TYPES for each in types)
-
-
-def _undone(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _undone(data: Mapping[str, Any]) -> _Advice:
     """Finds tensors that were half, were cast to float32, and are cast back without a use in between."""
     for row in sorted(data["functions"], key=lambda row: -row["undone"]):
         if not row["undone"]:
@@ -210,14 +201,13 @@ def _undone(data: Mapping[str, Any]) -> Iterator[Advice]:
         if data["settings"] and data["settings"]["cast_model_type"] in _HALF_TYPES:
             half = data["settings"]["half_dtype"]
             cure += f". If amp has cast a model's outputs, type amp.initialize(..., cast_model_outputs={half!r})"
-        yield _on_line("undone", f"{cure}: {what}.", line, row["name"])
+        yield _advised("undone", f"{cure}: {what}.", line, row["name"])
 
 
-def _rounded(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _rounded(data: Mapping[str, Any]) -> _Advice:
     """Finds results in float32's precision that an in-place function rounds to half."""
     for row in data["functions"]:
-        name = row["name"].rpartition(".")[2]
-        better = _out_of_place(name)
+        in_place, better = _forms(row["name"].rpartition(".")[2])
         calls = sum(
             each["calls"]
             for each in row["types"]
@@ -226,27 +216,24 @@ def _rounded(data: Mapping[str, Any]) -> Iterator[Advice]:
         if row["rule"] is None and better and calls:
             line = _line_of(data, row["name"])
             text = (
-                f"Type x = {better} instead of {_in_place(name)}{_at(line)}: it rounds float32 to the half type of x, "
+                f"Type x = {better} instead of {in_place}{_at(line)}: it rounds float32 to the half type of x, "
                 f"in {counted(calls, 'call')}."
             )
-            yield _on_line("rounded in place", text, line, row["name"])
+            yield _advised("rounded in place", text, line, row["name"])
 
 
 _OPERATORS = {"__iadd__": "+", "__isub__": "-", "__imul__": "*", "__itruediv__": "/"}
 
 
-def _out_of_place(name: str) -> str:
+def _forms(name: str) -> tuple[str, str]:
+    """Returns a call of a function in place, and that of its form out of place: "" if there is none."""
     if name in _OPERATORS:
-        return f"x {_OPERATORS[name]} y"
+        return f"x {_OPERATORS[name]}= y", f"x {_OPERATORS[name]} y"
     is_in_place = name.endswith("_") and not name.endswith("__") and name not in ("copy_", "set_")
-    return f"x.{name.removesuffix('_')}(y)" if is_in_place else ""
+    return f"x.{name}(y)", f"x.{name.removesuffix('_')}(y)" if is_in_place else ""
 
 
-def _in_place(name: str) -> str:
-    return f"x {_OPERATORS[name]}= y" if name in _OPERATORS else f"x.{name}(y)"
-
-
-def _not_half(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _not_half(data: Mapping[str, Any]) -> _Advice:
     """Finds whitelisted functions that ran in float32."""
     if not _patches(data):
         return
@@ -258,10 +245,10 @@ def _not_half(data: Mapping[str, Any]) -> Iterator[Advice]:
                 f"See why casts are off{_at(line)}: {row['name']} ran in float32 in {counted(calls, 'call')}, though "
                 f"the whitelist has it; casts are off {_CASTS_OFF}."
             )
-            yield _on_line("not half", text, line, row["name"])
+            yield _advised("not half", text, line, row["name"])
 
 
-def _costly(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _costly(data: Mapping[str, Any]) -> _Advice:
     """Finds the blacklisted function whose casts write most."""
     if not _patches(data):
         return
@@ -276,7 +263,7 @@ def _costly(data: Mapping[str, Any]) -> Iterator[Advice]:
             f"in your model: its casts{_at(line)} write {in_terminal(size(row['cast_bytes']))}, "
             f"{row['cast_bytes'] / total:.0%} of all."
         )
-        yield _on_line("costly casts", text, line, row["name"])
+        yield _advised("costly casts", text, line, row["name"])
 
 
 def _entry(path: str) -> dict[str, list[str]]:
@@ -288,7 +275,7 @@ def _entry(path: str) -> dict[str, list[str]]:
 # Shapes
 
 
-def _misaligned(data: Mapping[str, Any]) -> Iterator[Advice]:
+def _misaligned(data: Mapping[str, Any]) -> _Advice:
     classes = {row["name"]: row["class"] for row in data["modules"]}
     done = set()
     for row in data["misaligned"]:
@@ -309,7 +296,7 @@ def _misaligned(data: Mapping[str, Any]) -> Iterator[Advice]:
         )
         if text not in done:
             done.add(text)
-            yield _on_line("misaligned", text, row, row["function"])
+            yield _advised("misaligned", text, row, row["function"])
 
 
 #: What a product's sizes are called in the layers that compute it.
@@ -342,12 +329,7 @@ def _at(line: Mapping[str, Any] | None) -> str:
     return "" if line is None or line["file"] is None else f" at {shown_place(line['file'], line['line'])}"
 
 
-def _on_line(kind: str, text: str, line: Mapping[str, Any] | None, function: str | None) -> Advice:
-    file, number = (None, None) if line is None else (line["file"], line["line"])
-    return Advice(kind, text, file, number, function)
-
-
-_FINDERS: tuple[Callable[[Mapping[str, Any]], Iterator[Advice]], ...] = (
+_FINDERS: tuple[Callable[[Mapping[str, Any]], _Advice], ...] = (
     _without_amp,
     _not_finite,
     _skips,

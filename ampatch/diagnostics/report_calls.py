@@ -14,7 +14,6 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +32,7 @@ from ampatch.diagnostics import callers, mode_stacks, recording_cost, report_row
 from ampatch.diagnostics.callers import Code
 from ampatch.diagnostics.function_names import Rulings, name_of, operator_called
 from ampatch.diagnostics.operands import bytes_of
-from ampatch.diagnostics.report_modules import WRAPPERS, Modules
+from ampatch.diagnostics.report_modules import WRAPPERS, Modules, Running
 from ampatch.diagnostics.report_rows import Product, Row, Rows
 from ampatch.diagnostics.watch import is_view, pauses
 from ampatch.errors import UsageError
@@ -45,6 +44,7 @@ from ampatch.switch import is_in_region
 from ampatch.tracing import ObservingMode, is_capturing, is_recording
 
 _Casts = TypeVar("_Casts", Tensor, list[Tensor])
+_V = TypeVar("_V")
 
 _aten = torch.ops.aten
 _TO_COPY = _aten._to_copy.default
@@ -69,13 +69,11 @@ class CallRecorder:
         self._thread = _Thread()
         self._ident = -1
         self._is_on = False
-        self._function_mode, self._operator_mode = (
-            mode_stacks.TellingFunctions(self.function),
-            _Operators(self.operator),
-        )
+        self._function_mode = mode_stacks.TellingFunctions(self.function)
+        self._operator_mode = _Operators(self.operator)
         self._hooks: list[RemovableHandle] = []
-        self._infos: dict[Any, _Info] = {}
-        self._by_node: dict[int, Row] = {}  # rows of casts, by the numbers of their nodes in the graph
+        self._info = cache(_Info.of)
+        self._by_node: dict[int, Row] = {}  # where the backward passes of casts count, by the numbers of their nodes
         self._widened: dict[int, _Widened] = {}  # casts of half tensors, by the storage
         self._decorated: set[Any] = set()
         self._session: weakref.ref[Any] | None = None
@@ -110,12 +108,10 @@ class CallRecorder:
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
         self._filter = warnings.filters[0]
         self._is_on = True
-        _open.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_on = False
-        _open.discard(self)
         for hook in self._hooks:
             hook.remove()
             torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)  # torch forgets it
@@ -127,11 +123,6 @@ class CallRecorder:
         self._by_node.clear()
         self._widened.clear()
 
-    def stop_in_child(self) -> None:
-        """Stops recording in a process that was forked, such as a worker of a DataLoader."""
-        self._is_on = False
-        cast_observers.observer = None
-
     def as_dict(self) -> dict[str, Any]:
         """Returns what was recorded so far as plain data; waits for casts on GPUs that still run."""
         rows = self._rows.read()
@@ -141,13 +132,12 @@ class CallRecorder:
         return {
             "cost": {
                 "recording_seconds": self._operators * _seconds_per_operator(),
-                "is_estimated": True,
                 "operators": self._operators,
             },
             "totals": report_rows.totals(rows),
             "functions": report_rows.functions(rows, name_of, rules),
             "lines": report_rows.lines(rows, name_of),
-            "misaligned": report_rows.misaligned(self._rows.products.values(), name_of, self._modules.name_of),
+            "misaligned": report_rows.misaligned(self._rows.products, name_of, self._modules.name_of),
             "modules": self._modules.as_dicts(self._has_masters),
             "notes": list(self._missed),
         }
@@ -201,25 +191,19 @@ class CallRecorder:
             # Not for a backward pass, whose results would all stay alive until its end.
             is_autocast = info.is_of_torch and not info.casts and _is_any_autocast_enabled() and not is_in_region()
             autocast = _Autocast([*tensors_in(args), *tensors_in(kwargs)]) if is_autocast else None
-        before = thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch
-        thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch = (
-            row,
-            0,
-            0,
-            autocast,
-            info.is_of_torch,
-        )
-        is_of_user = not before[-1]
+        around, thread.call = thread.call, _Call(row, info.is_of_torch, autocast)
+        call = thread.call
         try:
             result = run(*args, **kwargs)
         finally:
-            ran, casts = thread.ran, thread.casts
-            thread.row, thread.ran, thread.casts, thread.autocast, thread.is_in_torch = before
-            thread.ran += ran
+            thread.call = around
+            around.ran += call.ran
         # Only amp's wrappers show the calls that torch's own code makes: these count if amp casts for them.
-        if casts or (is_of_user and (ran or (isinstance(result, Tensor) and not info.is_getter))):
+        is_of_user = not around.is_of_torch
+        if call.casts or (is_of_user and (call.ran or (isinstance(result, Tensor) and not info.is_getter))):
             with _unseen():
-                row.note_call(given, _dtypes(result))
+                row.numbers.calls += 1
+                row.types[given, _dtypes(result)] += 1
         return result
 
     def _run_for_amp(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: types.FrameType) -> Any:
@@ -232,22 +216,17 @@ class CallRecorder:
                 row.numbers.calls += 1
             with _unseen():
                 source = args[0].dtype
-            before, thread.row = thread.row, row
+            call = thread.call
+            before, call.row = call.row, row
             try:
                 made = self.cast(args[0], lambda: function(*args, **kwargs))
             finally:
-                thread.row = before
+                call.row = before
             with _unseen():
-                row.note_types((source,), (made.dtype,))
+                row.types[(source,), (made.dtype,)] += 1
             return made
         with thread.own():
             return function(*args, **kwargs)
-
-    def _info(self, function: Any) -> _Info:
-        info = self._infos.get(function)
-        if info is None:
-            info = self._infos[function] = _Info.of(function)
-        return info
 
     def _is_watching(self) -> bool:
         """Returns True if calls of this thread are recorded here."""
@@ -291,7 +270,7 @@ class CallRecorder:
     ) -> Any:
         thread, mode = self._thread, self._function_mode
         thread.expected = function
-        if info.is_of_torch and mode_stacks.FUNCTIONS.is_on_top(mode):
+        if info.is_of_torch and mode_stacks.FUNCTIONS.modes()[-1:] == [mode]:
             # As in a call that torch reports: no mode is on while torch's own code runs. Amp is faster so, as well.
             mode_stacks.FUNCTIONS.pop()
             try:
@@ -309,7 +288,7 @@ class CallRecorder:
         if not (self._is_watching() and self._is_here()) or self._is_hidden():
             return make()
         thread = self._thread
-        row = thread.row
+        row = thread.call.row
         if row is None:
             row = self._rows.row(Tensor.to, callers.users_frame(sys._getframe(1)))
         with _unseen():
@@ -320,7 +299,7 @@ class CallRecorder:
             for each in [made] if isinstance(made, Tensor) else made:
                 self._note_cast(row, each)
                 if each.grad_fn is not None:
-                    self._remember(each.grad_fn._sequence_nr(), row)
+                    remember(self._by_node, each.grad_fn._sequence_nr(), row)
                 self._modules.note_casts(bytes_of(each))
             if isinstance(made, Tensor):
                 self._note_undone(row, tensor, source, made)
@@ -328,10 +307,11 @@ class CallRecorder:
 
     def hit(self, kept: list[Tensor]) -> None:
         """Counts uses of kept casts for the call that is running."""
-        row = self._thread.row
+        call = self._thread.call
+        row = call.row
         if row is None or not (self._is_watching() and self._is_here()):
             return
-        self._thread.casts += len(kept)
+        call.casts += len(kept)
         with _unseen():
             row.numbers.cache_hits += len(kept)
             row.numbers.cache_hit_bytes += sum(map(bytes_of, kept))
@@ -339,14 +319,7 @@ class CallRecorder:
     def _note_cast(self, row: Row, made: Tensor) -> None:
         row.numbers.casts += 1
         row.numbers.cast_bytes += bytes_of(made)
-        self._thread.casts += 1
-
-    def _remember(self, node: int, row: Row) -> None:
-        """Remembers for which row a node of the graph casts, so that its backward pass counts there as well."""
-        by_node = self._by_node
-        by_node[node] = row
-        if len(by_node) > _REMEMBERED:
-            del by_node[next(iter(by_node))]
+        self._thread.call.casts += 1
 
     def _note_undone(self, row: Row, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
         """Notes a cast from half to a wider type, and counts one of its result back to half."""
@@ -356,8 +329,8 @@ class CallRecorder:
         if source in HALVES and made.dtype not in HALVES:
             if len(widened) > _REMEMBERED:
                 self._widened = widened = {key: each for key, each in widened.items() if not each.storage.expired()}
-            found = _Widened.of(made)
-            widened[found.storage.cdata] = found
+            storage = StorageWeakRef(made.untyped_storage())
+            widened[storage.cdata] = _Widened(storage, _version_of(made))
         elif made.dtype in HALVES and source not in HALVES and widened and type(tensor) is not Parameter:
             known = widened.get(tensor.untyped_storage()._cdata)
             if known is not None and known.is_of(tensor):
@@ -381,18 +354,20 @@ class CallRecorder:
         self._operators += 1
         if thread.is_own:
             return op(*args, **kwargs)
-        thread.ran += 1
+        call = thread.call
+        call.ran += 1
         if op is _TO_COPY:
             result = self._copy(args, kwargs)
         else:
-            if thread.autocast is not None and thread.row is not None:
+            if call.autocast is not None and call.row is not None:
                 with _unseen():
-                    thread.autocast.note_hits(thread.row, args)
+                    call.autocast.note_hits(call.row, args)
             result = self._run_fused(op, args, kwargs) if op in _FUSED else op(*args, **kwargs)
         running = self._modules.running
-        if thread.autocast is not None or (running and running[-1].task == _current_graph_task_id()):
+        module = running[-1] if running and running[-1].task == _current_graph_task_id() else None
+        if call.autocast is not None or module is not None:
             with _unseen():
-                self._note_results(op, args, result, thread)
+                self._note_results(op, args, result, call, module)
         return result
 
     def _run_fused(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -406,32 +381,20 @@ class CallRecorder:
                 guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
             return op(*args, **kwargs)
 
-    def _note_results(self, op: Any, args: tuple[Any, ...], result: Any, thread: _Thread) -> None:
+    def _note_results(self, op: Any, args: tuple[Any, ...], result: Any, call: _Call, module: Running | None) -> None:
         results = _tensors_of(result)
-        if thread.autocast is not None:
-            thread.autocast.note_results(results)
-        running = self._modules.running
-        if not running or running[-1].task != _current_graph_task_id():
+        if call.autocast is not None:
+            call.autocast.note_results(results)
+        if module is None:
             return
         memory = _memory_of(op)
         if memory is not None:
-            running[-1].note_results(results, memory)
+            module.note_results(results, memory)
         sizes = _PRODUCTS.get(op)
         if sizes is not None and results and results[0].dtype in HALVES:
-            self._note_product(sizes(args, results[0]), results[0].dtype, thread.row, running[-1].key)
-
-    def _note_product(
-        self, sizes: tuple[tuple[int, int, int], tuple[bool, ...]], dtype: torch.dtype, row: Row | None, module: int
-    ) -> None:
-        size, counts = sizes
-        if all(not counted or each % _ALIGNED == 0 for each, counted in zip(size, counts, strict=True)):
-            return
-        key = row, module, dtype, size
-        found = self._rows.products.get(key)
-        if found is None:
-            m, k, n = (each + -each % _ALIGNED if counted else each for each, counted in zip(size, counts, strict=True))
-            found = self._rows.products[key] = Product(row, module, dtype, size, (m, k, n))
-        found.calls += 1
+            product = Product(call.row, module.key, results[0].dtype, *sizes(args, results[0]))
+            if product.size != product.pads:
+                self._rows.products[product] += 1
 
     def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operator below all casts, and counts one by autocast, or the backward pass of one that counted."""
@@ -445,8 +408,8 @@ class CallRecorder:
             node: Any = _current_autograd_node() if _current_graph_task_id() != -1 else None
             if node is not None and node.name() == _CASTS_BACK:
                 row = self._by_node.get(node._sequence_nr())
-            elif thread.autocast is not None:
-                row = thread.row
+            elif thread.call.autocast is not None:
+                row = thread.call.row
                 if torch.is_grad_enabled() and tensor.requires_grad:
                     number = torch._C._autograd._get_sequence_nr() - 1  # autograd has just made the node
         made = self._rows.timed(row, is_on_gpu, lambda: _TO_COPY(*args, **kwargs))
@@ -454,7 +417,7 @@ class CallRecorder:
             if row is not None:
                 self._note_cast(row, made)
             if row is not None and number is not None:
-                self._remember(number, row)
+                remember(self._by_node, number, row)
             if row is not None and node is None:
                 self._note_undone(row, tensor, source, made)
                 self._modules.note_casts(bytes_of(made))
@@ -498,15 +461,30 @@ class CallRecorder:
                 self._modules.leave(module, list(tensors_in(kwargs)), list(tensors_in(rest[-1])))
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call of a function that is running.
+
+    Attributes:
+        row: where it counts; None outside of all calls.
+        is_of_torch: True if the function is torch's, and runs no code of the user's.
+        autocast: what autocast has cast for it; None if autocast is off.
+        ran: number of operators that it has run.
+        casts: number of casts, and uses of kept ones, for it.
+    """
+
+    row: Row | None = None
+    is_of_torch: bool = False
+    autocast: _Autocast | None = None
+    ran: int = 0
+    casts: int = 0
+
+
 class _Thread(threading.local):
     """What a thread is running.
 
     Attributes:
-        row: row of the function that runs.
-        ran: number of operators that it has run.
-        casts: number of casts, and uses of kept ones, for it.
-        is_in_torch: True if it is torch's, and runs no code of the user's.
-        autocast: what autocast has cast for it; None if autocast is off.
+        call: the innermost call.
         is_own: True in amp's own arithmetic.
         expected: function whose wrapper is called next, and is not to report the call again.
         wrapped: function that a wrapper is calling, and torch is not to report again.
@@ -514,11 +492,7 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.row: Row | None = None
-        self.ran = 0
-        self.casts = 0
-        self.is_in_torch = False
-        self.autocast: _Autocast | None = None
+        self.call = _Call()
         self.is_own = False
         self.expected: Any = None
         self.wrapped: Any = None
@@ -603,11 +577,6 @@ class _Widened(NamedTuple):
     storage: StorageWeakRef
     version: int
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Widened:
-        """Returns the record of a cast that was just made."""
-        return cls(StorageWeakRef(tensor.untyped_storage()), _version_of(tensor))
-
     def is_of(self, tensor: Tensor) -> bool:
         """Returns True if a tensor is the cast or a view of it, and nothing has written to it since."""
         return not self.storage.expired() and _version_of(tensor) == self.version
@@ -617,37 +586,35 @@ class _Operators(mode_stacks.TellingOperators, ObservingMode):
     """Reports operators to a `CallRecorder`."""
 
 
-#: Recorders that record in this process.
-_open: weakref.WeakSet[CallRecorder] = weakref.WeakSet()
-
-
 def _stop_in_child() -> None:
-    for recorder in list(_open):
-        recorder.stop_in_child()
+    """Stops recording in a process that was forked, such as a worker of a DataLoader."""
+    if isinstance(cast_observers.observer, CallRecorder):
+        cast_observers.observer._is_on, cast_observers.observer = False, None
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stop_in_child)
 
 
-def _install_alone(recorder: CallRecorder) -> AbstractContextManager[object]:
-    """Has a recorder watch this thread only, and nothing of amp's: for measuring what it costs."""
-    recorder._ident, recorder._is_on = threading.get_ident(), True
-    modes = contextlib.ExitStack()
-    modes.enter_context(recorder._operator_mode)
-    modes.enter_context(recorder._function_mode)
-    return modes
-
-
 @cache
 def _seconds_per_operator() -> float:
     """Measures what recording costs for an operator on this machine, once in a process."""
 
-    def record() -> tuple[AbstractContextManager[object], Callable[[], int]]:
-        recorder = CallRecorder()
-        return _install_alone(recorder), lambda: recorder._operators
+    @contextlib.contextmanager
+    def recording() -> Iterator[Callable[[], int]]:
+        recorder = CallRecorder()  # watches this thread only, and nothing of amp's
+        recorder._ident, recorder._is_on = threading.get_ident(), True
+        with recorder._operator_mode, recorder._function_mode:
+            yield lambda: recorder._operators
 
-    return recording_cost.seconds_per_operator(record)
+    return recording_cost.seconds_per_operator(recording)
+
+
+def remember(found: dict[int, _V], number: int, value: _V) -> None:
+    """Adds what belongs to the number of a node in the graph, and forgets the oldest of very many."""
+    found[number] = value
+    if len(found) > _REMEMBERED:
+        del found[next(iter(found))]
 
 
 _THREADS = "Modules ran in other threads than the one that began the report; what these threads ran was not recorded."
@@ -700,17 +667,13 @@ def _memory_of(op: Any) -> bool | None:
     return all(each.alias_info is None for each in op._schema.returns)
 
 
-_Sizes = tuple[tuple[int, int, int], tuple[bool, bool, bool]]
+#: m, k and n of a product, and what tensor cores pad them to.
+_Sizes = tuple[tuple[int, int, int], tuple[int, int, int]]
 
 
-def _sizes_of(first: int) -> Callable[[tuple[Any, ...], Tensor], _Sizes]:
-    """Returns a function that returns m, k and n of a product, given the position of its left operand."""
-
-    def sizes(args: tuple[Any, ...], _: Tensor) -> _Sizes:
-        a, b = args[first], args[first + 1]
-        return (a.shape[-2], a.shape[-1], b.shape[-1]), (True, True, True)
-
-    return sizes
+def _sizes_of_operands(a: Tensor, b: Tensor) -> _Sizes:
+    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
+    return (m, k, n), (_padded(m), _padded(k), _padded(n))
 
 
 def _sizes_of_convolution(args: tuple[Any, ...], result: Tensor) -> _Sizes:
@@ -719,14 +682,17 @@ def _sizes_of_convolution(args: tuple[Any, ...], result: Tensor) -> _Sizes:
     inputs, outputs = weight.shape[1], weight.shape[0]
     if is_transposed:
         inputs, outputs = outputs, inputs
-    return (result.numel() // (result.shape[1] or 1), inputs, outputs), (False, True, True)
+    places = result.numel() // (result.shape[1] or 1)
+    return (places, inputs, outputs), (places, _padded(inputs), _padded(outputs))
+
+
+def _padded(size: int) -> int:
+    return size + -size % _ALIGNED
 
 
 _PRODUCTS: dict[Any, Callable[[tuple[Any, ...], Tensor], _Sizes]] = {
-    _aten.mm.default: _sizes_of(0),
-    _aten.bmm.default: _sizes_of(0),
-    _aten.addmm.default: _sizes_of(1),
-    _aten.baddbmm.default: _sizes_of(1),
+    **dict.fromkeys((_aten.mm.default, _aten.bmm.default), lambda args, _: _sizes_of_operands(*args[:2])),
+    **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), lambda args, _: _sizes_of_operands(*args[1:3])),
     _aten.convolution.default: _sizes_of_convolution,
 }
 

@@ -16,6 +16,7 @@ import torch
 from ampatch.diagnostics.gradient_exponents import Range
 from ampatch.diagnostics.module_tree import Module, shares, style_of
 from ampatch.diagnostics.report_numbers import count, digits, exact, percent, power_of_2, real, size
+from ampatch.grouping import grouped
 
 #: Points of a line; of more, the least and the greatest of each stretch are drawn.
 _POINTS = 600
@@ -38,11 +39,7 @@ _Point = tuple[float, float | None]
 
 def loss_scale(steps: Sequence[Mapping[str, Any]]) -> str:
     """Returns the loss scale over the steps, with all overflows; one line for each loss."""
-    lines: dict[int | None, list[_Point]] = {}
-    for step in steps:
-        scale = real(step["scale"])
-        is_drawn = scale is not None and 0 < scale < math.inf
-        lines.setdefault(step["loss_id"], []).append((step["step"], math.log2(scale) if scale and is_drawn else None))
+    lines = grouped((step["loss_id"], (step["step"], _log(step["scale"], 2))) for step in steps)
     values = [value for line in lines.values() for _, value in line if value is not None]
     if not values:
         return ""
@@ -63,10 +60,7 @@ def loss_scale(steps: Sequence[Mapping[str, Any]]) -> str:
 
 def gradient_norm(steps: Sequence[Mapping[str, Any]]) -> str:
     """Returns the norm of the gradients over the steps; empty if none was seen."""
-    line: list[_Point] = []
-    for step in steps:
-        norm = real(step["gradient_norm"])
-        line.append((step["step"], math.log10(norm) if norm and 0 < norm < math.inf else None))
+    line: list[_Point] = [(step["step"], _log(step["gradient_norm"], 10)) for step in steps]
     values = [value for _, value in line if value is not None]
     if not values:
         return ""
@@ -106,7 +100,7 @@ def exponents(underflow: Mapping[str, Any]) -> str:
     )
     body = []
     for name, start, end in zones:
-        elements = sum(row["elements"] for row in rows if zone(row["exponent"] + shift, half) == name)
+        elements = sum(row["elements"] for row in rows if half.zone(row["exponent"] + shift) == name)
         left, right = across(start), across(end)
         if right <= left and not elements:
             continue
@@ -125,7 +119,7 @@ def exponents(underflow: Mapping[str, Any]) -> str:
         scaled = row["exponent"] + shift
         left = across(scaled)
         tall = max(1.5, room * row["elements"] / highest)
-        kind = zone(scaled, half)
+        kind = half.zone(scaled)
         share = percent(row["elements"] / whole)
         body.append(
             f'<rect class="bar bar-{kind}" x="{left + 0.12:.2f}%" y="{_HEIGHT - tall:.1f}" '
@@ -158,7 +152,7 @@ def exponent_strip(rows: Sequence[Mapping[str, int]], underflow: Mapping[str, An
     bars: dict[str, list[str]] = {}
     for row in rows:
         tall = max(1, round(16 * row["elements"] / highest))
-        kind = "normal" if zone(row["exponent"] + shift, half) == "normal" else "lost"
+        kind = "normal" if half.zone(row["exponent"] + shift) == "normal" else "lost"
         bars.setdefault(kind, []).append(f"M{row['exponent'] - low} 16v-{tall}h1v{tall}z")
     paths = "".join(f'<path class="bar-{kind}" d="{"".join(path)}"/>' for kind, path in bars.items())
     return (
@@ -176,14 +170,13 @@ def module_map(roots: Sequence[Module]) -> str:
     whole = sum(sum(getattr(root, weighs).values()) for root in roots)
     if not whole:
         return ""
-    cells, deepest, left_out = [], 0, 0
+    cells, deepest = [], 0
     waiting = [(root, start, 0) for root, start in _side_by_side(roots, 0, weighs)]
     while waiting:
         module, start, level = waiting.pop()
         module, names = _only_child(module, weighs)
         wide = sum(getattr(module, weighs).values()) / whole
         if wide < _NARROWEST:
-            left_out += 1
             continue
         deepest = max(deepest, level)
         cells.append(_cell(module, names, start / whole, wide, level, weighs))
@@ -192,15 +185,6 @@ def module_map(roots: Sequence[Module]) -> str:
     measure = "the bytes of its activations" if weighs == "activation_bytes" else "the number of its operators"
     told = f"Each module is as wide as {measure}; submodules are below it. The list below has all modules."
     return _drawing("map", "Modules by type", told, (deepest + 1) * _ROW, cells, kind="map")
-
-
-def zone(exponent: float, half: Range) -> str:
-    """Returns the zone of a half type's range that a scaled number of this exponent is in."""
-    if exponent < half.zero:
-        return "zero"
-    if exponent < half.normal:
-        return "subnormal"
-    return "normal" if exponent <= half.greatest else "overflow"
 
 
 def thinned(line: Sequence[_Point], limit: int = _POINTS) -> list[_Point]:
@@ -270,8 +254,8 @@ class _Plot:
         return self._stretched(f'<path class="overflow-line" d="{path}"/>') if path else ""
 
     def overflow(self, step: Mapping[str, Any]) -> str:
-        scale = real(step["scale"])
-        y = self.y(math.log2(scale)) if scale and 0 < scale < math.inf else 0
+        scale = _log(step["scale"], 2)
+        y = 0 if scale is None else self.y(scale)
         return (
             f'<circle class="overflow" cx="{self.x(step["step"]):.2f}%" cy="{y:.1f}" r="3.5"><title>step '
             f"{step['step']}: overflow at a scale of {exact(step['scale'])}</title></circle>"
@@ -310,6 +294,13 @@ def _stairs(line: Sequence[_Point]) -> list[_Point]:
     if line and turns[-1] != line[-1]:
         turns.append(line[-1])
     return turns if len(turns) <= 4 * _POINTS else thinned(turns, 2 * _POINTS)
+
+
+def _log(value: Any, base: int) -> float | None:
+    """Returns the logarithm of a number of a report; None if it has none that can be drawn."""
+    number = real(value)
+    is_drawn = number is not None and 0 < number < math.inf
+    return (math.log2 if base == 2 else math.log10)(number) if number and is_drawn else None
 
 
 def _value(point: _Point) -> float:

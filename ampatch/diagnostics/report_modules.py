@@ -189,9 +189,7 @@ class Modules:
             has_masters: whether half weights have float32 masters.
         """
         prefixes = self._prefixes()
-        seen: dict[str, _Module] = {}
-        for known in (*self._dead, *self._modules.values()):
-            seen[self._named(known, prefixes)] = known
+        seen = {self._named(known, prefixes): known for known in (*self._dead, *self._modules.values())}
         rows = []
         for name, known in seen.items():
             half_weights = sum(size for dtype, size in known.weight_bytes.items() if dtype in HALVES)

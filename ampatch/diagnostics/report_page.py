@@ -69,6 +69,7 @@ def page(data: Mapping[str, Any]) -> str:
     """
     roots = module_tree.tree(data["modules"])
     script = _file("report.js")
+    losses = list(dict.fromkeys(step["loss_id"] for step in data["steps"]))
     text = (
         _environment()
         .get_template("report.html")
@@ -87,9 +88,8 @@ def page(data: Mapping[str, Any]) -> str:
             activations=module_tree.total(root.activation_bytes for root in roots),
             weights=module_tree.total(root.weight_bytes for root in roots),
             scale_told=_scale_told(data["steps"]),
-            scale_changes=len({(step["loss_id"], step["scale"]) for step in data["steps"]})
-            > len({step["loss_id"] for step in data["steps"]}),
-            losses=list(dict.fromkeys(step["loss_id"] for step in data["steps"])),
+            scale_changes=len({(step["loss_id"], step["scale"]) for step in data["steps"]}) > len(losses),
+            losses=losses,
             best_told=None if data["underflow"] is None else _best_told(data),
             sources={(row["file"], row["line"]): row["source"] for row in [*data["lines"], *data["misaligned"]]},
         )

@@ -10,8 +10,8 @@ import time
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,11 +45,6 @@ class Numbers:
     cache_hits: int = 0
     cache_hit_bytes: int = 0
 
-    def add(self, other: Numbers) -> None:
-        """Adds other counts to these."""
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
 
 @dataclass(slots=True, eq=False)
 class Row:
@@ -60,7 +55,7 @@ class Row:
         code: code of the line; None if no user code called the function.
         line: number of the line.
         numbers: its counts.
-        types: number of calls by the types of their tensors.
+        types: number of calls, or of casts of a forward pass, by the types of their tensors.
         undone: number of casts that undid another.
         forward: number of the forward pass that was counted last as a call.
     """
@@ -69,23 +64,12 @@ class Row:
     code: types.CodeType | None
     line: int
     numbers: Numbers = field(default_factory=Numbers)
-    types: dict[Types, int] = field(default_factory=dict)
+    types: Counter[Types] = field(default_factory=Counter)
     undone: int = 0
     forward: int = -1
 
-    def note_call(self, given: tuple[torch.dtype, ...], returned: tuple[torch.dtype, ...]) -> None:
-        """Counts one call."""
-        self.numbers.calls += 1
-        self.note_types(given, returned)
 
-    def note_types(self, given: tuple[torch.dtype, ...], returned: tuple[torch.dtype, ...]) -> None:
-        """Counts the types of one call, or of one cast of a forward pass."""
-        key = given, returned
-        self.types[key] = self.types.get(key, 0) + 1
-
-
-@dataclass(slots=True)
-class Product:
+class Product(NamedTuple):
     """A kind of matrix product in half whose size is no multiple of 8.
 
     Attributes:
@@ -94,7 +78,6 @@ class Product:
         dtype: the half type.
         size: m, k and n.
         pads: the multiples of 8 to pad them to.
-        calls: number of such products.
     """
 
     row: Row | None
@@ -102,16 +85,19 @@ class Product:
     dtype: torch.dtype
     size: tuple[int, int, int]
     pads: tuple[int, int, int]
-    calls: int = 0
 
 
 class Rows:
-    """All counts of a report."""
+    """All counts of a report.
+
+    Attributes:
+        products: numbers of matrix products that need padding.
+    """
 
     def __init__(self) -> None:
         self._rows: dict[tuple[Any, int, int], Row] = {}
         self._unread: deque[tuple[Row, Any, Any]] = deque()
-        self.products: dict[tuple[Any, ...], Product] = {}
+        self.products = Counter[Product]()
 
     def row(self, function: Any, frame: types.FrameType | None) -> Row:
         """Returns the row of a function that is called from a line of user code.
@@ -120,10 +106,10 @@ class Rows:
             function: the function.
             frame: the frame that runs the line; None without user code.
         """
-        key = (function, 0, 0) if frame is None else (function, id(frame.f_code), frame.f_lineno)
+        code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
+        key = function, id(code), line
         row = self._rows.get(key)
         if row is None:
-            code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
             row = self._rows[key] = Row(function, code, line)  # keeps the code, so that no other gets its id
         return row
 
@@ -138,35 +124,30 @@ class Rows:
             end.record()
             self._unread.append((row, begin, end))
             if len(self._unread) > _UNREAD:
-                self._read(lambda event: bool(event.query()))
+                self._read_ended()
             return made
         before = time.perf_counter()
         made = make()
         row.numbers.cast_seconds += time.perf_counter() - before
         return made
 
-    def _read(self, has_ended: Callable[[Any], bool]) -> None:
-        while self._unread and has_ended(self._unread[0][2]):
+    def _read_ended(self) -> None:
+        while self._unread and self._unread[0][2].query():
             row, begin, end = self._unread.popleft()
             row.numbers.cast_seconds += begin.elapsed_time(end) / 1000
 
     def read(self) -> list[Row]:
         """Returns the rows that count something; waits for casts on GPUs that still run."""
-
-        def wait(event: Any) -> bool:
-            event.synchronize()
-            return True
-
-        self._read(wait)
+        for *_, end in list(self._unread):
+            end.synchronize()
+        self._read_ended()
         return [row for row in self._rows.values() if row.numbers.calls or row.numbers.casts or row.numbers.cache_hits]
 
 
 def totals(rows: Iterable[Row]) -> dict[str, Any]:
     """Returns the sum of rows as plain data."""
-    numbers = Numbers()
-    for row in rows:
-        numbers.add(row.numbers)
-    return asdict(numbers)
+    summands = [Numbers(), *(row.numbers for row in rows)]  # the first, since no rows have a time of 0.0 seconds
+    return {name: sum(getattr(each, name) for each in summands) for name in Numbers.__slots__}
 
 
 def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[Any, str]) -> list[dict[str, Any]]:
@@ -179,16 +160,14 @@ def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[An
     """
     found = []
     for name, of_function in grouped((name_of(row.function), row) for row in rows).items():
-        types = Counter[Types]()
-        for row in of_function:
-            types.update(row.types)
+        types = sum((row.types for row in of_function), Counter[Types]())
         found.append(
             {
                 "name": name,
                 "rule": next((rules[row.function] for row in of_function if row.function in rules), None),
                 "types": [
                     {"in": [dtype_name(each) for each in given], "out": [dtype_name(each) for each in out], "calls": n}
-                    for (given, out), n in sorted(types.items(), key=lambda item: -item[1])
+                    for (given, out), n in types.most_common()
                 ],
                 **totals(of_function),
                 "undone": sum(row.undone for row in of_function),
@@ -202,15 +181,14 @@ def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, 
     found = []
     with_code = [(row.code, row) for row in rows if row.code is not None]
     for of_line in grouped(((code.co_filename, row.line), row) for code, row in with_code).values():
-        calls: dict[str, int] = {}
+        calls = Counter[str]()
         for row in of_line:
-            name = name_of(row.function)
-            calls[name] = calls.get(name, 0) + row.numbers.calls
+            calls[name_of(row.function)] += row.numbers.calls
         found.append(
             {
                 **place_of(of_line[0]),
                 "function": of_line[0].code.co_name,  # type: ignore[union-attr]
-                "functions": dict(sorted(calls.items(), key=lambda item: -item[1])),
+                "functions": dict(calls.most_common()),
                 **totals(of_line),
             }
         )
@@ -218,7 +196,7 @@ def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, 
 
 
 def misaligned(
-    products: Iterable[Product], name_of: Callable[[Any], str], module_name: Callable[[int], str | None]
+    products: Counter[Product], name_of: Callable[[Any], str], module_name: Callable[[int], str | None]
 ) -> list[dict[str, Any]]:
     """Returns products as plain data, first those that run most often."""
     return [
@@ -228,10 +206,10 @@ def misaligned(
             "module": None if each.module is None else module_name(each.module),
             "dtype": dtype_name(each.dtype),
             "size": list(each.size),
-            "calls": each.calls,
+            "calls": calls,
             "pads": list(each.pads),
         }
-        for each in sorted(products, key=lambda each: -each.calls)
+        for each, calls in products.most_common()
     ]
 
 

@@ -139,9 +139,7 @@ class Steps:
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the steps as plain data; syncs with the device."""
-        if self._ended:  # else nothing is read: turning casts off imports torch's compiler
-            with paused(), WithoutCasts():
-                self._read()
+        self._read()
         return self._rows
 
     def underflow(self) -> dict[str, Any] | None:
@@ -168,11 +166,9 @@ class Steps:
         if is_capturing():
             return
         with paused(), WithoutCasts(), torch.no_grad():
-            self._note_half()
             self._scale = scale_use.scale
             factor, counted = scale_use.scale.reciprocal(), []
-            # Once a block: a name is found by a walk through all modules.
-            names = {} if runtime.live is None else runtime.live.parameter_names()
+            names = self._names()  # once a block: a name is found by a walk through all modules
             for each in gradients:
                 found = list(_unscaled(each, factor, names))
                 counted += found
@@ -202,8 +198,7 @@ class Steps:
             return
         divisor = getattr(optimizer, "grad_scale", None)  # of a GradScaler that leaves it to the kernel
         verdict = getattr(optimizer, "found_inf", None)
-        factor = None if divisor is None else 1 / divisor
-        step = self._counted(optimizer, 1.0 if divisor is None else divisor, factor)
+        step = self._counted(optimizer, 1.0 if divisor is None else divisor, divisor)
         if verdict is not None:
             step.verdicts, step.skipped = [verdict.clone()], None
 
@@ -225,8 +220,7 @@ class Steps:
             return
         with paused(), WithoutCasts():  # update() changes the scale in place
             scale, verdicts = scale.clone(), [each.clone() for each in verdicts]
-            factor = None if divisor is None else 1 / divisor
-        step = self._counted(optimizer, scale, factor)
+        step = self._counted(optimizer, scale, divisor)
         step.verdicts, step.skipped = verdicts, None
         self._of_scaler = id(optimizer)
 
@@ -242,18 +236,17 @@ class Steps:
         """Returns True if an optimizer steps within another one that a GradScaler steps, such as a MixedPrecision."""
         return self._of_scaler not in (None, id(optimizer))
 
-    def _counted(self, optimizer: Any, scale: Tensor | float, factor: Tensor | None) -> _Step:
+    def _counted(self, optimizer: Any, scale: Tensor | float, divisor: Any) -> _Step:
         """Begins a step, and counts its gradients as they are now.
 
         Args:
             optimizer: what steps.
             scale: the loss scale.
-            factor: the number that unscales the gradients; None if they are unscaled.
+            divisor: what the gradients are divided by to unscale them; None if they are unscaled.
         """
         with paused(), WithoutCasts(), torch.no_grad():
-            self._note_half()
-            self._scale = scale
-            names = {} if runtime.live is None else runtime.live.parameter_names()
+            self._scale, names = scale, self._names()
+            factor = None if divisor is None else 1 / divisor
             number = self._optimizers.setdefault(optimizer, len(self._optimizers) + 1)
             of_optimizer = "" if number == 1 else f" of optimizer {number}"
             found = [
@@ -268,16 +261,20 @@ class Steps:
     def _end(self, step: _Step) -> None:
         self._ended.append(step)
         if len(self._ended) >= _WAITING:
-            with paused(), WithoutCasts():
-                self._read()
+            self._read()
 
     def _read(self) -> None:
         ended, self._ended = self._ended, []
-        self._rows += [step.read(number) for number, step in enumerate(ended, start=len(self._rows) + 1)]
+        if ended:  # turning casts off imports torch's compiler
+            with paused(), WithoutCasts():
+                self._rows += [step.read(number) for number, step in enumerate(ended, start=len(self._rows) + 1)]
 
-    def _note_half(self) -> None:
-        if runtime.live is not None:
-            self._half = runtime.live.settings.properties.half_dtype
+    def _names(self) -> Mapping[int, str]:
+        """Returns the names of the session's parameters by their ids, and notes its half type."""
+        if runtime.live is None:
+            return {}
+        self._half = runtime.live.settings.properties.half_dtype
+        return runtime.live.parameter_names()
 
     def _warn_of_underflow(self) -> None:
         """Warns once if the scale of the last block loses more than `WARNS_ABOVE`; looks after some blocks only."""
@@ -289,10 +286,9 @@ class Steps:
         self._has_warned = True
         worst = max(found["parameters"], key=share_lost)
         scale, best = found["scale"], found["best_scale"]
-        at_best = next(row for row in found["scales"] if row["scale"] == best)
         cure = "Every greater scale would overflow"
         if best > scale:
-            lost, live = at_best["zero"] + at_best["subnormal"], runtime.live
+            lost, live = lost_at_best(found), runtime.live
             options = options_for(best, live is None or live.settings.scale_policy.dynamic)
             cure = f"At a scale of {spelled(best)} it would be {lost:.1%}: type amp.initialize(..., {options})"
         warn(
@@ -311,6 +307,12 @@ def underflow_told(found: Mapping[str, Any]) -> str:
         f"at a loss scale of {spelled(found['scale'])}, {found['lost']:.1%} of the gradients' elements underflow in "
         f"{found['half']}: they become zero, or keep fewer bits"
     )
+
+
+def lost_at_best(found: Mapping[str, Any]) -> float:
+    """Returns the share of all gradients' elements that the half type loses at the best scale."""
+    row = next(row for row in found["scales"] if row["scale"] == found["best_scale"])
+    return float(row["zero"] + row["subnormal"])
 
 
 def share_lost(parameter: Mapping[str, float]) -> float:

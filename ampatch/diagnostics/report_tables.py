@@ -6,6 +6,7 @@ Owns the columns. Must never drop rows in silence: a table that has not all of t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 from ampatch.diagnostics import report_drawings
 from ampatch.diagnostics.comparison_report import ComparedRow, owner_of, telling_rows
 from ampatch.diagnostics.report_numbers import DASH, TIMES, count, digits, exact, percent, real, seconds, size
-from ampatch.diagnostics.shown_names import shown_function, shown_module
+from ampatch.diagnostics.shown_names import few, shown_function, shown_module
 
 #: Rows that are shown at first; the others unfold.
 FIRST = 10
@@ -131,12 +132,10 @@ def misaligned(data: Mapping[str, Any]) -> Table:
 
 def steps(data: Mapping[str, Any]) -> Table:
     """Returns the steps: all of them if they are few, else the overflows and the changes of the scale."""
-    rows = data["steps"]
-    shown = [
-        row for row, before in zip(rows, [None, *rows], strict=False) if len(rows) <= ALL_STEPS or _tells(row, before)
-    ]
-    if len(rows) > ALL_STEPS:  # the ends as well
-        shown = sorted({row["step"]: row for row in [rows[0], *shown, rows[-1]]}.values(), key=lambda row: row["step"])
+    shown = rows = data["steps"]
+    if len(rows) > ALL_STEPS:
+        pairs = itertools.pairwise(rows)
+        shown = [rows[0], *(row for before, row in pairs if _tells(row, before) or row is rows[-1])]
     note = ""
     if len(shown) < len(rows):
         note = (
@@ -208,10 +207,7 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Table]:
     note = f"{count(len(telling))} of {count(len(rows))} calls are above the noise."
     if len(shown) < len(telling):
         note += f" The {count(len(shown))} that tell most are shown."
-    marks = {id(row): "" for row in shown}
-    marks |= {id(row): "worst" for row in shown if row == worst}
-    marks |= {id(row): "first" for row in shown if row == first}
-    calls = tuple(_of_call(row, marks[id(row)]) for row in shown)
+    calls = tuple(_of_call(row, "first" if row == first else "worst" if row == worst else "") for row in shown)
     heads = ("#", "Line", "Function", "Module", "Types", "Error", "Own error", "Noise", "")
     yield Table("compared-calls", "Calls above the noise", heads, calls, note)
     for name, caption in (("functions", "By function"), ("modules", "By module")):
@@ -270,10 +266,8 @@ def _of_call(row: ComparedRow, mark: str) -> tuple[Cell, ...]:
 
 def _compared(row: Mapping[str, Any]) -> ComparedRow:
     """Returns a row of a comparison whose inf and NaN are numbers again."""
-    numbers = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
     fields: dict[str, Any] = {
-        key: numbers.get(value, value) if isinstance(value, str) and key.endswith(_FLOATS) else value
-        for key, value in row.items()
+        key: float(value) if isinstance(value, str) and key.endswith(_FLOATS) else value for key, value in row.items()
     }
     return ComparedRow(**fields)
 
@@ -293,14 +287,16 @@ def _source(row: Mapping[str, Any], function: str) -> Cell:
 def _numbers(row: Mapping[str, Any], greatest: float) -> tuple[Cell, ...]:
     return (
         _count(row["casts"]),
-        Cell(
-            size(row["cast_bytes"]), f"{row['cast_bytes']} bytes", "number", share=row["cast_bytes"] / (greatest or 1)
-        ),
+        _bytes(row["cast_bytes"], row["cast_bytes"] / (greatest or 1)),
         Cell(seconds(row["cast_seconds"]), f"{row['cast_seconds']} seconds", "number"),
         _count(row["cache_hits"]),
-        Cell(size(row["cache_hit_bytes"]), f"{row['cache_hit_bytes']} bytes", "number"),
+        _bytes(row["cache_hit_bytes"]),
         _count(row["calls"]),
     )
+
+
+def _bytes(number: float, share: float | None = None) -> Cell:
+    return Cell(size(number), f"{number} bytes", "number", share=share)
 
 
 def _greatest(rows: Iterable[Mapping[str, Any]]) -> float:
@@ -309,9 +305,8 @@ def _greatest(rows: Iterable[Mapping[str, Any]]) -> float:
 
 def _called(calls: Mapping[str, int]) -> Cell:
     most = sorted(calls.items(), key=lambda pair: -pair[1])
-    text = ", ".join(shown_function(name) for name, _ in most[:_WORDS])
-    more = f" and {len(most) - _WORDS} more" if len(most) > _WORDS else ""
-    return Cell(f"{text}{more}" or DASH, "; ".join(f"{name}: {number} calls" for name, number in most))
+    text = few([shown_function(name) for name, _ in most], _WORDS)
+    return Cell(text or DASH, "; ".join(f"{name}: {number} calls" for name, number in most))
 
 
 def _types(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
@@ -326,12 +321,7 @@ def _types(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
 
 def _listed(types: Sequence[str]) -> str:
     """Returns types of tensors as text: equal ones that follow one another once, with their number."""
-    found: list[tuple[str, int]] = []
-    for name in types:
-        if found and found[-1][0] == name:
-            found[-1] = name, found[-1][1] + 1
-        else:
-            found.append((name, 1))
+    found = ((name, len(list(run))) for name, run in itertools.groupby(types))
     return ", ".join(name if number == 1 else f"{number} {name}" for name, number in found) or "none"
 
 
@@ -342,8 +332,8 @@ def _exponents(rows: Sequence[Mapping[str, int]], underflow: Mapping[str, Any] |
     return Cell(report_drawings.exponent_strip(rows, underflow), title, "drawing")
 
 
-def _tells(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
-    return row["overflow"] or row["skipped"] or before is None or row["scale"] != before["scale"]
+def _tells(row: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+    return bool(row["overflow"] or row["skipped"] or row["scale"] != before["scale"])
 
 
 def _outcome(row: Mapping[str, Any]) -> str:

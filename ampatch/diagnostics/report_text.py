@@ -10,7 +10,7 @@ from typing import Any
 
 from ampatch.diagnostics.report_numbers import in_terminal, seconds, size
 from ampatch.diagnostics.report_steps import share_lost, underflow_told
-from ampatch.diagnostics.shown_names import counted, shown_function, shown_module, shown_place
+from ampatch.diagnostics.shown_names import counted, few, shown_function, shown_module, shown_place
 from ampatch.diagnostics.tables import ROWS, Column, item, printed, table
 
 _LAST_STEPS = 5
@@ -110,15 +110,10 @@ def _lines(lines: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     rows = _with_casts(lines)
     columns = [
         Column("line", lambda row: "\n".join(filter(None, (_place(row), row["source"])))),
-        Column("functions", lambda row: _few([shown_function(name) for name in row["functions"]]), rank=3),
+        Column("functions", lambda row: few([shown_function(name) for name in row["functions"]], _NAMES), rank=3),
         *_NUMBERS,
     ]
     yield from table("Casts by line", columns, rows[:ROWS], len(rows))
-
-
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return ", ".join(names[:_NAMES]) + more
 
 
 def _count(name: str) -> Callable[[Mapping[str, Any]], str]:

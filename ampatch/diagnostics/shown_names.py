@@ -6,6 +6,7 @@ Owns these spellings. Must never be used for a name that a program reads back.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 _LEFT_OUT = ("torch.nn.functional.", "torch.Tensor.", "torch.ops.", "torch.")
@@ -45,6 +46,12 @@ def shown_path(file: str) -> str:
 def shown_place(file: str | None, line: int | None) -> str:
     """Returns a line of a file; "" for no file."""
     return "" if file is None else f"{shown_path(file)}:{line}"
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """Returns the first of several names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def counted(number: int, one: str, plural: str = "s") -> str:

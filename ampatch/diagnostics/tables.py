@@ -71,17 +71,7 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[Any], count: int
     """
     cells = [[column.cell(row) for column in columns] for row in rows]
     if cells:
-        yield lambda width: _titled(title, columns, cells, count, width)
-        yield lambda width: _made(columns, cells, width)
-
-
-def _titled(title: str, columns: Sequence[Column], cells: Sequence[Sequence[str]], count: int, width: int) -> str:
-    kept = _that_fit(columns, cells, width)
-    notes = [f"{len(cells)} of {count}"] if count > len(cells) else []
-    dropped = [column.head for index, column in enumerate(columns) if index not in kept]
-    if dropped:
-        notes.append(f"in a wider terminal also: {', '.join(dropped)}")
-    return title + (f" ({'; '.join(notes)})" if notes else "")
+        yield lambda width: _made(title, columns, cells, count, width)
 
 
 def item(text: str, mark: str = "- ") -> Callable[[int], str]:
@@ -92,35 +82,36 @@ def item(text: str, mark: str = "- ") -> Callable[[int], str]:
     )
 
 
-def _made(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int) -> Any:
+def _made(title: str, columns: Sequence[Column], cells: Sequence[Sequence[str]], count: int, width: int) -> Any:
     from rich import box
+    from rich.console import Group
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     kept = _that_fit(columns, cells, width)
+    notes = [f"{len(cells)} of {count}"] if count > len(cells) else []
+    dropped = [column.head for index, column in enumerate(columns) if index not in kept]
+    if dropped:
+        notes.append(f"in a wider terminal also: {', '.join(dropped)}")
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for index in kept:
         head, is_number = columns[index].head, columns[index].is_number
         made.add_column(head, overflow="fold", justify="right" if is_number else "left", no_wrap=is_number)
     for row in cells:
         made.add_row(*(row[index] for index in kept))
-    return made
+    return Group(title + (f" ({'; '.join(notes)})" if notes else ""), made)
 
 
 def _that_fit(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int) -> list[int]:
     """Returns the numbers of the columns that a terminal has room for."""
+    widths = []
+    for index, column in enumerate(columns):
+        lines = [line for row in cells for line in row[index].splitlines()]
+        longest = max(map(len, [column.head, *lines]))
+        widths.append(2 + (longest if column.is_number else min(longest, _FOLDED)))
     kept = list(range(len(columns)))
-    while _needed(columns, cells, kept) > width:
+    while sum(widths[index] for index in kept) > width:
         droppable = [index for index in kept if columns[index].rank]
         if not droppable:
             break
         kept.remove(max(droppable, key=lambda index: (columns[index].rank, index)))
     return kept
-
-
-def _needed(columns: Sequence[Column], cells: Sequence[Sequence[str]], kept: Sequence[int]) -> int:
-    widths = []
-    for index in kept:
-        lines = [line for row in cells for line in row[index].splitlines()] + [columns[index].head]
-        longest = max(map(len, lines))
-        widths.append(longest if columns[index].is_number else min(longest, _FOLDED))
-    return sum(widths) + 2 * len(kept)

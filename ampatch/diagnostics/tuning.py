@@ -5,9 +5,10 @@ Owns the order of the trials. Must never return a list that no training has show
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any
@@ -25,6 +26,7 @@ from ampatch.diagnostics.tuning_report import CANNOT_TELL, FAILS, PASSES, TunedT
 from ampatch.diagnostics.tuning_search import Kept, accumulated, minimal, restored
 from ampatch.diagnostics.tuning_trials import Training, Trials, restoring
 from ampatch.errors import OptionError, UsageError
+from ampatch.grouping import grouped
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import runtime
 from ampatch.version import __version__
@@ -140,13 +142,10 @@ class _Search:
 
     def run(self) -> Tuning:
         """Searches until the end, or until the budget ends."""
-        kept: Kept | None = None
-        complete = True
         try:
-            kept = self._searched()
+            kept, complete = self._searched(), True
         except BudgetEndedError:
-            complete = False
-            kept = self._best()
+            kept, complete = self._best(), False
         return self._result(kept, complete)
 
     def _searched(self) -> Kept | None:
@@ -215,25 +214,21 @@ class _Search:
 
     def _groups(self) -> dict[str, Kept]:
         """Returns the functions in groups: first those with the fewest FLOPs, of these the smallest."""
-        groups: dict[str, set[str]] = {}
-        flops: dict[str, int] = {}
-        for path, each in self._functions.items():
-            groups.setdefault(each.group, set()).add(path)
-            flops[each.group] = flops.get(each.group, 0) + each.half_flops
+        groups = grouped((each.group, each) for each in self._functions.values())
+        flops = {name: sum(each.half_flops for each in group) for name, group in groups.items()}
         order = sorted(groups, key=lambda name: (flops[name], len(groups[name]), name))
-        return {name: frozenset(groups[name]) for name in order}
+        return {name: frozenset(each.path for each in groups[name]) for name in order}
 
     def _effect(self, kept: Kept) -> float:
-        trial = self._trials.trial(kept, self._what(kept))
-        return -trial.worse  # worse is inf if the training failed
+        return -self._trial(kept).worse  # worse is inf if the training failed
 
     def _passes(self, kept: Kept) -> bool:
-        return self._trials.trial(kept, self._what(kept)).passes
+        return self._trial(kept).passes
 
-    def _what(self, kept: Kept) -> str:
+    def _trial(self, kept: Kept) -> TunedTrial:
         groups = {name for name, group in self._groups().items() if group <= kept}
         rest = [path for path in sorted(kept) if self._functions[path].group not in groups]
-        return f"{', '.join([*sorted(groups), *rest])} in float32"
+        return self._trials.trial(kept, f"{', '.join([*sorted(groups), *rest])} in float32")
 
     def _value(self, kept: Kept) -> tuple[float, int]:
         """Returns what makes a list better: first the share of the FLOPs in half, then few functions."""
@@ -270,11 +265,9 @@ class _Search:
         if kept is not None:
             share, is_measured = self._observed.share_without(kept), not kept
             if kept and complete:
-                try:
+                with contextlib.suppress(BudgetEndedError):
                     observed = trials.watched(kept, "watched for its FLOPs")
                     share, is_measured = (share, False) if observed is None else (observed.share, True)
-                except BudgetEndedError:
-                    pass
             if any(path.startswith("__main__.") for path in kept):
                 self._notes.append(
                     "__main__ in the list is the script that called amp.tune: elsewhere type its module's name instead."
@@ -296,10 +289,10 @@ class _Search:
             tuple(needed),
             share,
             is_measured,
-            _names(trials.training.overlays),
-            trials.budget.done,
+            tuple(str(each) if isinstance(each, (str, PathLike)) else MAPPING for each in trials.training.overlays),
+            len(trials.budget.spent),
             trials.journal.resumed,
-            trials.seconds,
+            sum(trials.budget.spent, 0.0),
             tuple(dict.fromkeys([*self._notes, *warned])),
             {
                 "date": datetime.datetime.now().astimezone().date().isoformat(),
@@ -308,10 +301,6 @@ class _Search:
                 "device": _device(),
             },
         )
-
-
-def _names(overlays: Iterable[Any]) -> tuple[str, ...]:
-    return tuple(str(each) if isinstance(each, (str, PathLike)) else MAPPING for each in overlays)
 
 
 def _about(training: Training) -> dict[str, str]:

@@ -5,7 +5,9 @@ Must not run a training.
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 import sys
 import time
 from datetime import timedelta
@@ -33,14 +35,17 @@ class Budget:
     """How long a search may take. It counts what this call runs; runs from a journal cost nothing.
 
     Args:
-        runs: the most runs; None: no limit.
-        seconds: the most seconds; None: no limit.
+        runs: the most runs.
+        seconds: the most seconds.
+
+    Attributes:
+        spent: seconds of each run so far.
     """
 
-    def __init__(self, runs: int | None = None, seconds: float | None = None) -> None:
+    def __init__(self, runs: float = math.inf, seconds: float = math.inf) -> None:
         self._runs, self._seconds = runs, seconds
         self._began = time.monotonic()
-        self.done = 0
+        self.spent: list[float] = []
 
     @classmethod
     def of(cls, given: object) -> Budget:
@@ -73,21 +78,19 @@ class Budget:
         Raises:
             BudgetEndedError: all runs are spent, or the run would end after the time.
         """
-        if self._runs is not None and self.done >= self._runs:
-            raise BudgetEndedError
         left = self.seconds_left
-        if left is not None and (left <= 0 or expected > left):
+        if self.runs_left <= 0 or left <= 0 or expected > left:
             raise BudgetEndedError
 
     @property
-    def seconds_left(self) -> float | None:
-        """Seconds until the budget ends; None if it has no time."""
-        return None if self._seconds is None else self._began + self._seconds - time.monotonic()
+    def seconds_left(self) -> float:
+        """Seconds until the budget ends."""
+        return self._began + self._seconds - time.monotonic()
 
     @property
-    def runs_left(self) -> int | None:
-        """Runs until the budget ends; None if it has no number of them."""
-        return None if self._runs is None else self._runs - self.done
+    def runs_left(self) -> float:
+        """Runs until the budget ends."""
+        return self._runs - len(self.spent)
 
 
 def _positive(number: float, given: object) -> float:
@@ -107,22 +110,21 @@ class Progress:
     def __init__(self, budget: Budget, is_shown: bool) -> None:
         self._budget, self._is_shown = budget, is_shown and sys.stderr is not None
         self._expected = 0
-        self._seconds: list[float] = []
         self._bar: Any = None
 
     def expect(self, runs: int) -> None:
         """Sets how many more runs the search is likely to need."""
         self._expected = runs
 
-    def finished(self, what: str, outcome: str, seconds: float) -> None:
-        """Counts a run."""
-        self._seconds.append(seconds)
+    def finished(self, what: str, outcome: str) -> None:
+        """Tells of the run that the budget has counted last."""
         self._expected = max(0, self._expected - 1)
         if not self._is_shown:
             return
         left = self.left
         told = f"; about {in_terminal(in_words(left))} left" if left else ""
-        line = f"run {len(self._seconds)}: {what}: {outcome} in {in_terminal(in_words(seconds))}{told}"
+        spent = self._budget.spent
+        line = f"run {len(spent)}: {what}: {outcome} in {in_terminal(in_words(spent[-1]))}{told}"
         from tqdm import tqdm
 
         if self._bar is None:
@@ -130,20 +132,17 @@ class Progress:
         with tqdm.external_write_mode(file=sys.stderr):
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
-        self._bar.total = len(self._seconds) + self._expected
+        self._bar.total = len(spent) + self._expected
         self._bar.set_postfix_str(in_terminal(in_words(left)), refresh=False)
         self._bar.update(1)
 
     @property
     def left(self) -> float:
         """Seconds that the search still takes; an estimate."""
-        runs, budget = self._expected, self._budget
-        if budget.runs_left is not None:
-            runs = min(runs, budget.runs_left)
+        runs = min(self._expected, self._budget.runs_left)
         # The median: a run that is watched takes longer than others.
-        times = sorted(self._seconds)
-        left = runs * times[len(times) // 2] if times else 0.0
-        return left if budget.seconds_left is None else max(0.0, min(left, budget.seconds_left))
+        left = runs * statistics.median_high(self._budget.spent) if self._budget.spent else 0.0
+        return max(0.0, min(left, self._budget.seconds_left))
 
     def close(self) -> None:
         """Removes the bar."""

@@ -22,7 +22,7 @@ from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
 from ampatch.casting.nested import tensors_in
 from ampatch.diagnostics.function_names import name_of
-from ampatch.diagnostics.report_calls import CallRecorder
+from ampatch.diagnostics.report_calls import CallRecorder, remember
 from ampatch.diagnostics.report_rows import Row
 from ampatch.errors import CastListError
 from ampatch.grouping import grouped
@@ -41,8 +41,6 @@ _FIXED = {
     "decorated": "an amp decorator fixes its type",
     "registered": "it was registered, and a registration takes precedence over cast lists",
 }
-#: Numbers of autograd nodes whose backward passes may be still to come.
-_REMEMBERED = 100_000
 _RECURRENT = ("lstm", "gru", "rnn")
 
 
@@ -112,7 +110,7 @@ class Observed:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data."""
-        return {**asdict(self), "functions": [asdict(each) for each in self.functions]}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Observed:
@@ -150,14 +148,12 @@ class TrainingRecorder(CallRecorder):
     def _count(self, flops: int, tensors: Any) -> None:
         floating = [each for each in tensors if each.is_floating_point()]
         node: Any = _current_autograd_node()
-        row = self._thread.row
+        row = self._thread.call.row
         if node is None:
             function = None if row is None else row.function
             if torch.is_grad_enabled() and any(each.requires_grad for each in floating):
                 # autograd has just made the node whose backward pass belongs to this operator
-                self._by_sequence[torch._C._autograd._get_sequence_nr() - 1] = function
-                if len(self._by_sequence) > _REMEMBERED:
-                    del self._by_sequence[next(iter(self._by_sequence))]
+                remember(self._by_sequence, torch._C._autograd._get_sequence_nr() - 1, function)
         else:
             function = LINEAR if node.name() == NODE else self._by_sequence.get(node._sequence_nr())
         self._flops[function, any(each.dtype in HALVES for each in floating)] += flops
@@ -243,13 +239,12 @@ def _writes_in_place(name: str) -> bool:
 @cache
 def _formulas() -> dict[Any, Callable[..., Any]]:
     """Returns torch's formulas for FLOPs, with those of attention on the CPU, which torch leaves out."""
-    found: dict[Any, Callable[..., Any]] = dict(flop_registry)
-    forward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-    backward = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
-    if forward is not None and backward is not None:
-        found.setdefault(forward, _attention)
-        found.setdefault(backward, _attention_backward)
-    return found
+    aten = torch.ops.aten
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+        **flop_registry,
+    }
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:

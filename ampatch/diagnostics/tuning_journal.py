@@ -12,7 +12,7 @@ import inspect
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -55,15 +55,9 @@ class Run:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data."""
-        return {
-            "float32": None if self.kept is None else sorted(self.kept),
-            "seed": self.seed,
-            "metric": report_file.plain(self.metric),
-            "seconds": self.seconds,
-            "error": self.error,
-            "half_dtype": self.half_dtype,
-            "observed": None if self.observed is None else self.observed.to_dict(),
-        }
+        data: dict[str, Any] = report_file.plain(asdict(self))
+        del data["kept"]
+        return {"float32": None if self.kept is None else sorted(self.kept), **data}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Run:
@@ -95,16 +89,10 @@ class Journal:
         self._about = dict(about)
         self._runs: dict[tuple[Kept | None, int], Run] = {}
         if path is not None:
-            hint = "Type journal='tune.json'."
-            self._path = report_file.checked_path(path, (".json",), hint)
+            self._path = report_file.checked_path(path, (".json",), "Type journal='tune.json'.")
             if self._path.exists():
                 self._read(self._path)
         self.resumed = len(self._runs)
-
-    @property
-    def name(self) -> str | None:
-        """The file's name; None without a file."""
-        return None if self._path is None else str(self._path)
 
     def find(self, kept: Kept | None, seed: int, watched: bool) -> Run | None:
         """Returns a run that has finished; None if there is none, or none that was watched if that is asked for."""

@@ -20,6 +20,7 @@ from ampatch.diagnostics.report_numbers import in_terminal, seconds
 from ampatch.diagnostics.shown_names import counted
 from ampatch.diagnostics.tables import Column, Whole, printed, table
 from ampatch.errors import OptionError, UsageError
+from ampatch.grouping import grouped
 
 #: Verdicts of a trial, and of a search.
 PASSES, FAILS, CANNOT_TELL = "passes", "fails", "cannot tell"
@@ -154,10 +155,8 @@ class Tuning:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data: text, numbers, booleans, None, lists and dicts. inf and NaN are texts."""
-        data = {name: getattr(self, name) for name in self.__slots__}
-        data["baseline"] = asdict(self.baseline)
-        data["trials"] = [asdict(each) for each in self.trials]
-        data["needed"] = [{"function": path, "without": asdict(each)} for path, each in self.needed]
+        data = asdict(self)
+        data["needed"] = [{"function": path, "without": trial} for path, trial in data["needed"]]
         data["overlay"] = self.overlay if self.verdict == PASSES else None
         data["conclusion"] = self.conclusion()
         return report_file.plain(data)  # type: ignore[no-any-return]
@@ -260,15 +259,13 @@ class Tuning:
             return
         needed = dict(self.needed)
         yield "blacklist:"
-        namespace = None
-        for path in sorted(self.float32, key=lambda path: path.rpartition(".")[::2]):
-            of, _, name = path.rpartition(".")
-            if of != namespace:
-                yield f"  {_scalar(of)}:"
-                namespace = of
-            if path in needed:
-                yield f"    # In half: {_told(needed[path])}"
-            yield f"    - {_scalar(name)}"
+        ordered = sorted(self.float32, key=lambda path: path.rpartition(".")[::2])
+        for namespace, paths in grouped((path.rpartition(".")[0], path) for path in ordered).items():
+            yield f"  {_scalar(namespace)}:"
+            for path in paths:
+                if path in needed:
+                    yield f"    # In half: {_told(needed[path])}"
+                yield f"    - {_scalar(path.rpartition('.')[2])}"
 
 
 _COLUMNS = (

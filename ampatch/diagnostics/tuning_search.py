@@ -5,7 +5,7 @@ Must not run a training, nor know what passing means: the caller's function does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 #: Paths of the functions that run in float32.
 Kept = frozenset[str]
@@ -77,13 +77,7 @@ def restored(passes: Callable[[Kept], bool], kept: Kept, order: Sequence[str]) -
     changed = True
     while changed:
         changed = False
-        for path in _of(order, kept):
-            if passes(kept - {path}):
+        for path in order:
+            if path in kept and passes(kept - {path}):
                 kept, changed = kept - {path}, True
     return kept
-
-
-def _of(order: Sequence[str], kept: Kept) -> Iterator[str]:
-    for path in order:
-        if path in kept:
-            yield path

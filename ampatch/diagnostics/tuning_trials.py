@@ -17,13 +17,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _device
 
-from ampatch.cast_lists.lists import CastLists, Overlay
+from ampatch.cast_lists.lists import CastLists
 from ampatch.diagnostics.preflight_steps import noting_warnings
 from ampatch.diagnostics.preflight_subject import RandomState
 from ampatch.diagnostics.tuning_budget import Budget, Progress
@@ -54,42 +55,41 @@ _NOT_OF_HALF = (OSError, MemoryError, torch.OutOfMemoryError, ImportError)
 _OF_HALF = (LossScaleError, GradientOverflowError, BannedFunctionError)
 
 
+#: What a training may change in torch and amp: how to read each setting, and how to write it.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (lambda: _device.CURRENT_DEVICE, torch.set_default_device),
+    (
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),
+    ),
+    *(
+        (partial(getattr, torch.backends.cudnn, name), partial(setattr, torch.backends.cudnn, name))
+        for name in ("deterministic", "benchmark", "allow_tf32")
+    ),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda modes: torch.autograd.set_detect_anomaly(*modes),
+    ),
+    (lambda: runtime.disabled, partial(setattr, runtime, "disabled")),
+)
+
+
 class ProcessState:
-    """The random numbers and torch's settings at the time it was made."""
+    """The random numbers and the settings of torch and amp at the time it was made."""
 
     def __init__(self) -> None:
         self._random = RandomState()
-        self._dtype = torch.get_default_dtype()
-        self._device = _device.CURRENT_DEVICE
-        self._deterministic = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        self._cudnn = {
-            name: getattr(torch.backends.cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")
-        }
-        self._precision = torch.get_float32_matmul_precision()
-        self._threads = torch.get_num_threads()
-        self._grad = torch.is_grad_enabled()
-        self._anomalies = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-        self._disabled = runtime.disabled
+        self._settings = [(read, write, read()) for read, write in _SETTINGS]
 
     def restore(self) -> None:
-        """Restores all of it."""
-        torch.set_default_dtype(self._dtype)
-        if self._device != _device.CURRENT_DEVICE:
-            torch.set_default_device(self._device)
-        enabled, warn_only = self._deterministic
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        for name, value in self._cudnn.items():
-            setattr(torch.backends.cudnn, name, value)
-        if torch.get_float32_matmul_precision() != self._precision:
-            torch.set_float32_matmul_precision(self._precision)
-        if torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)
-        torch.set_grad_enabled(self._grad)
-        torch.autograd.set_detect_anomaly(*self._anomalies)
-        runtime.disabled = self._disabled
+        """Restores all of it; writes what has changed only, as some settings take long."""
+        for read, write, value in self._settings:
+            if read() != value:
+                write(value)
         self._random.restore()
 
 
@@ -128,8 +128,7 @@ class Training:
 
     def lists_for(self, kept: Kept) -> CastLists:
         """Returns the lists of one run."""
-        overlay: Overlay = blacklist(kept)
-        return self.lists.overlaid(overlay) if kept else self.lists
+        return self.lists.overlaid(blacklist(kept)) if kept else self.lists
 
 
 class Trials:
@@ -145,7 +144,6 @@ class Trials:
 
     Attributes:
         warned: what amp warned of in the runs, by the functions in float32; None for O0.
-        seconds: the time of all runs of this call.
         tolerance: how much worse the metric may be; set once float32's mean is known.
     """
 
@@ -160,7 +158,6 @@ class Trials:
     ) -> None:
         self.training, self.seeds, self.journal, self.budget = training, tuple(seeds), journal, budget
         self.warned: dict[Kept | None, list[str]] = {}
-        self.seconds = 0.0
         self.tolerance = math.nan
         self.half_dtype = ""
         self.judged: dict[Kept, TunedTrial] = {}
@@ -176,7 +173,6 @@ class Trials:
         Raises:
             OptionError: a metric is not finite.
         """
-        runs = []
         for seed in self.seeds:
             run = self._run(None, seed, "float32")
             if run.failed:
@@ -184,8 +180,7 @@ class Trials:
                     f"the metric is {run.metric} in float32 with seed {seed}, so that there is nothing to compare "
                     "with. Expected a finite number: mend the training or evaluate first."
                 )
-            runs.append(run)
-        self._baseline = {run.seed: run.metric for run in runs}
+            self._baseline[seed] = run.metric
         metrics = list(self._baseline.values())
         self._deviation = statistics.stdev(metrics) if len(metrics) > 1 else 0.0
         return TunedTrial((), tuple(self._baseline.items()), statistics.fmean(metrics), 0.0, self._deviation, PASSES)
@@ -258,11 +253,10 @@ class Trials:
         """Runs once if the budget allows, and reports it."""
         self.budget.check(self._times.get(watched, self._times.get(False, 0.0)))
         run = self._ran(kept, seed, watched)
-        self.budget.done += 1
-        self.seconds += run.seconds
+        self.budget.spent.append(run.seconds)
         self._times[watched] = max(run.seconds, self._times.get(watched, 0.0))
         outcome = run.error.partition("\n")[0] or f"{run.metric:.6g}"
-        self._progress.finished(f"{what}, seed {seed}", outcome, run.seconds)
+        self._progress.finished(f"{what}, seed {seed}", outcome)
         return run
 
     def _ran(self, kept: Kept | None, seed: int, watched: bool) -> Run:
@@ -272,8 +266,7 @@ class Trials:
                 "amp.tune runs in a group of several ranks. Each would choose by metrics and times of its own, and "
                 "wait for the others for ever. Call it in one process."
             )
-        expected = None if kept is None else self.training.lists_for(kept)
-        recorder = TrainingRecorder(expected) if watched and expected is not None else None
+        recorder = TrainingRecorder(self.training.lists_for(kept)) if watched and kept is not None else None
         sessions: list[Session] = []
         self._state.restore()
         _seed_all(seed)
@@ -283,9 +276,10 @@ class Trials:
         try:
             with noting_warnings(self.warned.setdefault(kept, [])):
                 try:
-                    metric = self._metric(kept, seed, sessions, recorder, expected)
+                    metric = self._metric(kept, seed, sessions, recorder)
                 except Exception as raised:
-                    if kept is None or isinstance(raised, _NOT_OF_HALF) or not _is_of_half(raised):
+                    is_complaint = isinstance(raised, AmpError) and not isinstance(raised, _OF_HALF)  # of arguments
+                    if kept is None or is_complaint or isinstance(raised, _NOT_OF_HALF):
                         raised.add_note(_NOTE_FLOAT32 if kept is None else _NOTE)
                         raise
                     error = f"{type(raised).__name__}: {raised}"
@@ -300,16 +294,11 @@ class Trials:
         return Run(kept, seed, metric, time.monotonic() - began, error, half, observed)
 
     def _metric(
-        self,
-        kept: Kept | None,
-        seed: int,
-        sessions: list[Session],
-        recorder: TrainingRecorder | None,
-        expected: CastLists | None,
+        self, kept: Kept | None, seed: int, sessions: list[Session], recorder: TrainingRecorder | None
     ) -> float:
         with recorder or contextlib.nullcontext():
             model = self.training.train(self.training.options(kept))
-            self._check_options_used([*sessions, *([] if runtime.live is None else [runtime.live])], expected)
+            self._check_options_used([*sessions, *([] if runtime.live is None else [runtime.live])], kept)
             self._check_trained(model, seed)
             if recorder is not None:
                 recorder.counts_flops = False
@@ -333,8 +322,9 @@ class Trials:
                 )
             self._last = weakref.ref(model)
 
-    def _check_options_used(self, opened: Sequence[Session], expected: CastLists | None) -> None:
+    def _check_options_used(self, opened: Sequence[Session], kept: Kept | None) -> None:
         """Raises if train did not give its options to ``amp.initialize``."""
+        expected = None if kept is None else self.training.lists_for(kept)
         level = "O0" if expected is None else self.training.opt_level
         typed = "Type amp.initialize(model, optimizer, **amp_options) in train(amp_options)."
         if not opened:
@@ -367,11 +357,6 @@ _NOTE = "ampatch: amp.tune stopped here. With journal='tune.json' a later call g
 def is_users(error: BaseException) -> bool:
     """Returns True if the user's code, and not `tune` itself, raised an exception that came out of it."""
     return not {_NOTE_FLOAT32, _NOTE}.isdisjoint(getattr(error, "__notes__", ()))
-
-
-def _is_of_half(error: Exception) -> bool:
-    """Returns True if an exception may come from half tensors: all but amp's complaints about its arguments."""
-    return isinstance(error, _OF_HALF) or not isinstance(error, AmpError)
 
 
 def _number(value: Any) -> float:

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -52,14 +52,12 @@ class _Running:
     Attributes:
         module: the module.
         records: True if gradients were enabled when it began.
-        is_unseen: True if the function mode was put onto the stack for it, in a backward pass that recomputes it.
-        is_unwatched: True if both modes were taken off the stacks for it.
+        on_leave: takes off the stacks, or puts back, the modes that were put there or taken off for it.
     """
 
     module: nn.Module
     records: bool
-    is_unseen: bool
-    is_unwatched: bool
+    on_leave: Callable[[], None] | None
 
 
 class Watch:
@@ -75,6 +73,7 @@ class Watch:
     Attributes:
         ops: the operators recorded, in the order in which they ran.
         gradients: each parameter's incoming gradients, in the order of the backward passes.
+        count: number of operators recorded so far, forgotten ones included.
         missed_threads: True if a module ran in another thread, which is not watched.
     """
 
@@ -93,7 +92,7 @@ class Watch:
         self._keep_results = keep_results
         self._written = WrittenMemory()
         self._by_node: dict[int, WatchedOp | None] = {}
-        self._count = 0
+        self.count = 0
         self._outside: deque[WatchedOp] = deque()  # operators outside of modules that keep their arguments
         self._last_number = -1
         self._last_arrival = (-1, 0)
@@ -169,26 +168,23 @@ class Watch:
         if not (is_recomputed or self.is_this_thread):
             self.missed_threads = True
             return
-        # torch has taken the mode off for the call of backward().
-        is_unseen = is_recomputed and self._modes[0] not in mode_stacks.FUNCTIONS.modes()
-        if is_unseen:
-            mode_stacks.FUNCTIONS.insert(self._modes[0])
-        records = torch.is_grad_enabled()
-        # Under a mode torch takes other kernels for layers in eval mode.
-        is_evaluation = not (self._always or records or module.training or self._modules or is_recomputed)
-        is_unwatched = is_evaluation and self.is_on
-        if is_unwatched:
-            self.pop()
-        self._modules.append(_Running(module, records, is_unseen, is_unwatched))
+        functions, records = self._modes[0], torch.is_grad_enabled()
+        on_leave: Callable[[], None] | None = None
+        if is_recomputed:
+            if functions not in mode_stacks.FUNCTIONS.modes():  # torch has taken it off for the call of backward()
+                mode_stacks.FUNCTIONS.insert(functions)
+                on_leave = partial(mode_stacks.FUNCTIONS.remove, functions)
+        elif not (self._always or records or module.training or self._modules) and self.is_on:
+            self.pop()  # under a mode torch takes other kernels for layers in eval mode
+            on_leave = self.push
+        self._modules.append(_Running(module, records, on_leave))
 
     def _leave_module(self, module: nn.Module, *_: object) -> None:
         """Notes that a module's forward pass has ended, whether it returned or raised."""
         while any(running.module is module for running in self._modules):
             running = self._modules.pop()
-            if running.is_unseen:
-                mode_stacks.FUNCTIONS.remove(self._modes[0])
-            if running.is_unwatched:
-                self.push()
+            if running.on_leave is not None:
+                running.on_leave()
             if running.module is module:
                 return
 
@@ -200,26 +196,22 @@ class Watch:
         Args:
             before: drops only operators with smaller numbers.
         """
-        self.ops = [] if before is None else [op for op in self.ops if op.number >= before]
         if before is None:
+            self.ops, self.gradients, self._by_node, self._written = [], [], {}, WrittenMemory()
             self._outside.clear()
-            self.gradients.clear()
-            self._written.forget()
-            self._by_node.clear()
             return
+        self.ops = [op for op in self.ops if op.number >= before]
         self._by_node = {node: op for node, op in self._by_node.items() if op is not None and op.number >= before}
         self._written.forget(before)
 
-    @property
-    def count(self) -> int:
-        """Number of operators recorded so far, forgotten ones included."""
-        return self._count
-
     def read(self) -> None:
         """Copies the largest values to the host; syncs with each device once for each type."""
-        unread = [values for values in self._all_values() if values.on_device]
+        of_ops: Iterator[Values | None] = (values for op in self.ops for values in (*op.inputs, *op.outputs))
+        of_gradients = (values for gradient in self.gradients for values in (gradient.values, gradient.loss))
         waiting = grouped(
-            ((each.on_device[0].device, each.on_device[0].dtype, len(each.on_device)), each) for each in unread
+            ((each.on_device[0].device, each.on_device[0].dtype, len(each.on_device)), each)
+            for each in dict.fromkeys(itertools.chain(of_ops, of_gradients))
+            if each is not None and each.on_device
         )
         with paused():
             for (*_, count), alike in waiting.items():
@@ -230,15 +222,6 @@ class Watch:
                     is_nan = any(map(math.isnan, extremes))
                     values.largest, values.on_device = math.nan if is_nan else max(map(abs, extremes)), ()
                     values.highest = extremes[-1]
-
-    def _all_values(self) -> Iterator[Values]:
-        seen: set[int] = set()
-        of_ops: Iterator[Values | None] = (values for op in self.ops for values in (*op.inputs, *op.outputs))
-        of_gradients = (values for gradient in self.gradients for values in (gradient.values, gradient.loss))
-        for values in itertools.chain(of_ops, of_gradients):
-            if values is not None and id(values) not in seen:
-                seen.add(id(values))
-                yield values
 
     def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator and records it."""
@@ -259,7 +242,7 @@ class Watch:
             return op(*args, **kwargs)
         watched = WatchedOp(
             op,
-            self._count,
+            self.count,
             is_backward,
             self._functions[-1] if self._functions and not is_backward else None,
             tuple(running.module for running in self._modules),
@@ -269,7 +252,7 @@ class Watch:
             parameter=node.variable if _adds_gradients(op, node) else None,
             has_inf_argument=has_inf((args, kwargs)),
         )
-        self._count += 1
+        self.count += 1
         result = self._run_watched(watched, args, kwargs)
         if own_node is not None:
             self._by_node[own_node] = watched
@@ -286,7 +269,10 @@ class Watch:
             for each in measured(result):
                 self._written.drop(each)
             return result
-        watched.outputs = [self._write(each, watched) for each in measured(result)]
+        for each in measured(result):
+            values = Values(each.dtype, tuple(each.shape), watched, on_device=_extremes(each))
+            self._written.write(each, values)
+            watched.outputs.append(values)
         if keep is not None and not writes and keep((*watched.inputs, *watched.outputs)):
             watched.arguments = args, kwargs
         if self._keep_results:
@@ -351,11 +337,6 @@ class Watch:
                 on_device=_extremes(tensor),
             ),
         )
-
-    def _write(self, tensor: Tensor, writer: WatchedOp) -> Values:
-        values = Values(tensor.dtype, tuple(tensor.shape), writer, on_device=_extremes(tensor))
-        self._written.write(tensor, values)
-        return values
 
 
 class _Thread(threading.local):
@@ -446,4 +427,4 @@ def _with_copies_of_written(
 def _user_place() -> Place | None:
     """Returns the innermost line that is neither torch's nor amp's; in a backward pass one that the engine called."""
     frame = users_frame(sys._getframe(2))
-    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)

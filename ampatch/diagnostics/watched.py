@@ -31,12 +31,10 @@ class Place:
     Attributes:
         file: path of the file.
         line: number of the line.
-        function: name of the function that the line is in.
     """
 
     file: str
     line: int
-    function: str
 
     @property
     def source(self) -> str:
@@ -74,18 +72,13 @@ class Values:
 
     @property
     def results(self) -> tuple[Values, ...]:
-        """The results of watched operators that the tensor consists of: itself or its parts, or none."""
+        """The results of watched operators that the tensor consists of: itself, its parts, or none."""
         return self.parts if self.writer is None else (self,)
 
     @property
     def writers(self) -> list[WatchedOp]:
         """The operators that wrote the tensor, or parts of it."""
         return [each.writer for each in self.results if each.writer is not None]
-
-    @property
-    def is_unwritten(self) -> bool:
-        """True if no watched operator wrote the tensor, or a part of it."""
-        return not self.results
 
     @property
     def is_mask(self) -> bool:
@@ -150,6 +143,11 @@ class WatchedOp:
     def named_op(self) -> WatchedOp:
         """The operator to name to the user: that of the forward pass if it is known, else itself."""
         return self if self.forward is None else self.forward
+
+    @property
+    def direction(self) -> str:
+        """The pass that ran it: "forward" or "backward"."""
+        return "backward" if self.is_backward else "forward"
 
     @property
     def ran_in_half(self) -> bool:

@@ -77,11 +77,8 @@ class WrittenMemory:
         """Forgets a tensor's storage, after a write that was not watched."""
         self._storages.pop(_key(tensor), None)
 
-    def forget(self, before: int | None = None) -> None:
-        """Forgets everything, or the results of operators with smaller numbers."""
-        if before is None:
-            self._storages.clear()
-            return
+    def forget(self, before: int) -> None:
+        """Forgets the results of operators with smaller numbers."""
         for _, writes in self._storages.values():
             writes[:] = [each for each in writes if each[1].writer is None or each[1].writer.number >= before]
 
