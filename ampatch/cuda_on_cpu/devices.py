@@ -41,11 +41,6 @@ def on_cpu(device: Any) -> Any:
     return device
 
 
-def in_main_memory(tensor_type: Any) -> Any:
-    """Drops ``cuda`` from the name of a tensor type (``"torch.cuda.FloatTensor"``); returns other values unchanged."""
-    return tensor_type.replace("torch.cuda.", "torch.") if isinstance(tensor_type, str) else tensor_type
-
-
 def install(replacements: Replacements) -> None:
     """Replaces the functions that take devices."""
     _create(replacements)
@@ -163,8 +158,10 @@ def _name_types(replacements: Replacements) -> None:
 
 
 def _type(original: Function, self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.")
     if dtype is not None:
-        return original(self, in_main_memory(dtype), *args, **kwargs)
+        return original(self, dtype, *args, **kwargs)
     name: str = original(self)
     return name.replace("torch.", "torch.cuda.", 1) if _is_cuda(self) else name
 
@@ -176,14 +173,11 @@ def _load(replacements: Replacements) -> None:
     """Makes `torch.load` leave storages that were saved from a GPU, or are mapped to one, in main memory."""
     registry = torch.serialization._package_registry
     before = list(registry)
-    # torch tries entries in order of priority; its own entry for CUDA has priority 20.
-    torch.serialization.register_package(0, _untagged, _left_in_main_memory)
+    # torch tries entries in order of priority; its own entry for CUDA has priority 20. A storage that is saved gets no
+    # location from this one: torch's own entry for the CPU gives it.
+    torch.serialization.register_package(0, always(None), _left_in_main_memory)
     (entry,) = (each for each in registry if each not in before)
     replacements.ledger.on_undo(lambda: registry.remove(entry))
-
-
-def _untagged(_storage: object) -> None:
-    """Returns None, no location for a storage that is saved: torch's own entry for the CPU gives it."""
 
 
 def _left_in_main_memory(storage: Any, location: str) -> Any:

@@ -22,6 +22,7 @@ from ampatch import amp
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import accelerated, options
 from ampatch.integrations.accelerated import STATE_NAME, adopted_optimizers
+from ampatch.integrations.shared_patches import put_around
 from ampatch.integrations.trainer_session import TrainerSession, Wording, uninterrupted
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
@@ -170,7 +171,7 @@ class _Prepared:
             ledger = PatchLedger()
             self._closing.callback(ledger.undo)
             for name, around in _AROUND.items():
-                ledger.set(accelerator, name, _while_on(accelerator, getattr(accelerator, name), around))
+                put_around(ledger, accelerator, name, functools.partial(_while_on, accelerator, around))
             self._closing.callback(accelerator.register_save_state_pre_hook(self._save_scale).remove)
             self._closing.callback(accelerator.register_load_state_pre_hook(self._load_scale).remove)
 
@@ -252,18 +253,15 @@ _AROUND: dict[str, Callable[..., Any]] = {
 }
 
 
-def _while_on(accelerator: Accelerator, original: Any, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method with amp around it while amp is on for the Accelerator; otherwise it is the original.
+def _while_on(
+    accelerator: Accelerator, around: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a method with amp around it while amp is on for the Accelerator; otherwise calls the original.
 
     Users keep such a method (``backward = accelerator.backward``) after amp has ended, and after a later `prepare`.
     """
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        live = next((each for each in _live if each.accelerator is accelerator), None)
-        return original(*args, **kwargs) if live is None else around(live, original, *args, **kwargs)
-
-    return method
+    live = next((each for each in _live if each.accelerator is accelerator), None)
+    return original(*args, **kwargs) if live is None else around(live, original, *args, **kwargs)
 
 
 # What excludes amp
