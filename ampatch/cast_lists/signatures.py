@@ -12,6 +12,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -135,15 +136,15 @@ def _parameters(signature: inspect.Signature) -> list[_Parameter]:
 
 def _overloads_of_operator(name: str) -> list[list[_Parameter]]:
     """Returns the overloads that take a tensor; the others are TorchScript's, for plain numbers."""
-    overloads = []
-    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
-        if any("Tensor" in str(argument.type) for argument in schema.arguments):
-            overload = []
-            for argument in schema.arguments:
-                # A schema's self is called input in Python; in a method it is the tensor itself.
-                known = "input" if argument.name == "self" else argument.name
-                default = argument.default_value if argument.has_default_value() else None
-                if not argument.is_out:
-                    overload.append(_Parameter(known, not argument.kwarg_only, default, _NUMPY_NAMES.get(known, ())))
-            overloads.append(overload)
-    return overloads
+    return [
+        [_parameter_of_operator(argument) for argument in schema.arguments if not argument.is_out]
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        if any("Tensor" in str(argument.type) for argument in schema.arguments)
+    ]
+
+
+def _parameter_of_operator(argument: Any) -> _Parameter:
+    # A schema's self is called input in Python; in a method it is the tensor itself.
+    name = "input" if argument.name == "self" else argument.name
+    default = argument.default_value if argument.has_default_value() else None
+    return _Parameter(name, not argument.kwarg_only, default, _NUMPY_NAMES.get(name, ()))

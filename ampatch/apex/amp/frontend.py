@@ -51,7 +51,7 @@ def _initialize(*args: Any, **kwargs: Any) -> Any:
     ):
         _mean_float16(given, "patch_torch_functions_type")
     if given.get("cast_model_type") is False:
-        _take_false_for_none(given, level is not None and level.weights not in (None, "float32"))
+        _take_false_for_none(given, level is not None and level.converts)
     patches = given.get("patch_torch_functions")
     if patches is None:
         patches = level is not None and level.patched

@@ -40,16 +40,14 @@ class Float32Optimizer(Optimizer):
         params: parameters, or groups of them, as for every optimizer of torch.
         defaults: options of a group, under Apex's names.
         set_grad_none: True if ``zero_grad()`` sets gradients to None, False for 0.
-        settings: further attributes.
     """
 
-    def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool, **settings: object
-    ) -> None:
+    #: The attributes that pickles keep beside the options of groups. Each class adds its own.
+    _settings: tuple[str, ...] = ("set_grad_none",)
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool) -> None:
         _check_options(type(self).__name__, **defaults)
         self.set_grad_none = set_grad_none
-        vars(self).update(settings)
-        self._settings = ("set_grad_none", *settings)  # what pickles keep beside the options of groups
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -239,11 +237,9 @@ def _dense(parameter: Tensor) -> Tensor:
     """Returns a parameter in the dtype of its state and without gaps between elements: itself, or else a copy."""
     dtype = _dtype_of_state(parameter)
     is_dense = parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    return (
-        parameter
-        if dtype is parameter.dtype and is_dense
-        else torch.empty_like(parameter, dtype=dtype).copy_(parameter)
-    )
+    if dtype is parameter.dtype and is_dense:
+        return parameter
+    return torch.empty_like(parameter, dtype=dtype).copy_(parameter)
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -48,9 +48,7 @@ class FusedAdam(Float32Optimizer):
 
     _step_supports_amp_scaling: ClassVar[bool] = True
 
-    adam_w_mode: bool
-    capturable: bool
-    master_weights: bool
+    _settings = (*Float32Optimizer._settings, "adam_w_mode", "capturable", "master_weights")
 
     def __init__(
         self,
@@ -95,14 +93,8 @@ class FusedAdam(Float32Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
-        super().__init__(
-            params,
-            defaults,
-            set_grad_none,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
-            master_weights=master_weights,
-        )
+        self.adam_w_mode, self.capturable, self.master_weights = adam_w_mode, capturable, master_weights
+        super().__init__(params, defaults, set_grad_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group.

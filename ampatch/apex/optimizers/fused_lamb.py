@@ -37,8 +37,7 @@ class FusedLAMB(Float32Optimizer):
         OptionError: an argument is out of its range, or not supported.
     """
 
-    adam_w_mode: bool
-    use_nvlamb: bool
+    _settings = (*Float32Optimizer._settings, "adam_w_mode", "use_nvlamb")
 
     def __init__(
         self,
@@ -65,7 +64,8 @@ class FusedLAMB(Float32Optimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults, set_grad_none, adam_w_mode=adam_w_mode, use_nvlamb=use_nvlamb)
+        self.adam_w_mode, self.use_nvlamb = adam_w_mode, use_nvlamb
+        super().__init__(params, defaults, set_grad_none)
 
     def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
         divisor = self._clipping_divisor([parameter for _, parameters in batches for parameter in parameters])

@@ -46,7 +46,7 @@ class FusedNovoGrad(Float32Optimizer):
         OptionError: an argument is out of its range, or not supported.
     """
 
-    reg_inside_moment: bool
+    _settings = (*Float32Optimizer._settings, "reg_inside_moment")
 
     def __init__(
         self,
@@ -76,7 +76,8 @@ class FusedNovoGrad(Float32Optimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(params, defaults, set_grad_none, reg_inside_moment=reg_inside_moment)
+        self.reg_inside_moment = reg_inside_moment
+        super().__init__(params, defaults, set_grad_none)
 
     def _update_batch(
         self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: Tensors

@@ -36,8 +36,7 @@ class FusedSGD(Float32Optimizer):
             dampening or with no momentum.
     """
 
-    wd_after_momentum: bool
-    materialize_master_grads: bool
+    _settings = (*Float32Optimizer._settings, "wd_after_momentum", "materialize_master_grads")
 
     def __init__(
         self,
@@ -64,13 +63,8 @@ class FusedSGD(Float32Optimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(
-            params,
-            defaults,
-            set_grad_none,
-            wd_after_momentum=wd_after_momentum,
-            materialize_master_grads=materialize_master_grads,
-        )
+        self.wd_after_momentum, self.materialize_master_grads = wd_after_momentum, materialize_master_grads
+        super().__init__(params, defaults, set_grad_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group.
