@@ -165,7 +165,6 @@ class Comments:
     """
 
     def __init__(self, text: str) -> None:
-        ends: dict[int, int] = {}
         lasts: dict[int, yaml.Token] = {}
         inside: set[int] = set()
         keys: set[int] = set()
@@ -174,7 +173,6 @@ class Comments:
             if isinstance(token, yaml.KeyToken):
                 keys.add(start.index)
             if start.index < end.index:
-                ends[end.line] = max(ends.get(end.line, 0), end.column)
                 lasts[end.line] = token
                 inside.update(range(start.line + 1, end.line + 1))
         self._lines: dict[int, _Line] = {}
@@ -184,10 +182,10 @@ class Comments:
         for number, whole in enumerate(text.splitlines(keepends=True)):
             line, stripped = whole.rstrip(), whole.strip()
             column = len(line) - len(line.lstrip())
-            if number not in ends and number not in inside and stripped.startswith("#"):
+            if number not in lasts and number not in inside and stripped.startswith("#"):
                 self._alone[number + 1] = column, stripped
             elif stripped:
-                rest = line[ends.get(number, len(line)) :].strip()
+                rest = line[lasts[number].end_mark.column :].strip() if number in lasts else ""
                 first = offset + column
                 if self._first is None and not stripped.startswith(("%", "---")):
                     self._first = number + 1

@@ -107,7 +107,11 @@ def prepare(
             "to accelerator.prepare by themselves."
         )
     for optimizer in optimizers:
-        _check_steps_after_backward(optimizer)
+        if hasattr(optimizer, "fused_backward"):  # those of the LOMO kind have it
+            raise OptionError(
+                f"{type(optimizer).__name__} updates weights within the backward pass, from gradients that are still "
+                "scaled. Choose an optimizer that steps after it."
+            )
     updated = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     named = (pair for model in models for pair in model.named_parameters())
     accelerated.check_weights((name, parameter) for name, parameter in named if id(parameter) in updated)
@@ -337,15 +341,6 @@ def _check_not_prepared(accelerator: Any, objects: Sequence[Any]) -> None:
 def _is_optimizer(each: Any) -> bool:
     is_like_one = all(hasattr(each, name) for name in ("param_groups", "step", "zero_grad"))
     return is_like_one and not isinstance(each, nn.Module)
-
-
-def _check_steps_after_backward(optimizer: Any) -> None:
-    """Raises for optimizers of the LOMO kind."""
-    if hasattr(optimizer, "fused_backward"):
-        raise OptionError(
-            f"{type(optimizer).__name__} updates weights within the backward pass, from gradients that are still "
-            "scaled. Choose an optimizer that steps after it."
-        )
 
 
 def _place(accelerator: Any, model: nn.Module, wanted: bool | None) -> None:

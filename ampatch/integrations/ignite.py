@@ -268,16 +268,13 @@ class AmpHandler:
             raise
         finally:
             self._running.remove(engine)
-            if self._deinitializes and not self._running and not self._is_awaited():
+            is_awaited = any(session() is runtime.live for session in self._interrupted.values())
+            if self._deinitializes and not self._running and not is_awaited:
                 self._end()
 
     def _note_interrupt(self, engine: Engine) -> None:
         if runtime.live is not None:
             self._interrupted[engine] = weakref.ref(runtime.live)
-
-    def _is_awaited(self) -> bool:
-        """Returns True if an interrupted run is to go on with the live session."""
-        return any(session() is runtime.live for session in self._interrupted.values())
 
     def _end(self) -> None:
         with uninterrupted():
@@ -362,10 +359,7 @@ def _check_adopted(model: nn.Module, optimizer: Any) -> None:
 
 
 def _install(ledger: PatchLedger) -> None:
-    def set_model(handler: EMAHandler, given: nn.Module) -> None:
-        vars(handler)["model"] = given
-
-    ledger.set(EMAHandler, "model", property(_averaged, set_model))
+    ledger.set(EMAHandler, "model", property(_averaged, lambda handler, given: vars(handler).update(model=given)))
 
 
 def _averaged(handler: EMAHandler) -> Any:

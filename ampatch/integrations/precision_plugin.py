@@ -232,9 +232,8 @@ class _Run:
         # Lightning's teardown moves the weights to the CPU before it calls the plugin's.
         put_around(self._ledger, strategy, "teardown", functools.partial(_after, end))
         # DDP must wrap the weights that amp has converted, and amp needs the optimizers for that.
-        self._wraps = self._is_fit and hasattr(strategy, "configure_ddp")
         self._wrapping = PatchLedger()
-        if self._wraps:
+        if self._is_fit and hasattr(strategy, "configure_ddp"):
             self._wrapping.set(strategy, "configure_ddp", lambda: None)
 
     @property
@@ -266,9 +265,9 @@ class _Run:
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Wraps the model in DDP, if the strategy was about to; returns the strategy's model."""
-        self._wrapping.undo()
-        if not self._wraps:
+        if not self._wrapping.patches:
             return model
+        self._wrapping.undo()
         self._trainer.strategy.configure_ddp()
         wrapper = self._trainer.strategy.model
         self._opened.callback(self.session.forget_wrapper, wrapper)

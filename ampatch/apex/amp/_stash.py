@@ -59,10 +59,8 @@ class AmpStash:
         """`fp32_from_fp32_groups`, without the groups."""
         return list(itertools.chain.from_iterable(self.fp32_from_fp32_groups))
 
-    @property
-    def all_fp32_params(self) -> list[Tensor]:
-        """`all_fp32_from_fp32_params`, under Apex's name for opt levels without masters."""
-        return self.all_fp32_from_fp32_params
+    #: Apex's name for opt levels without masters.
+    all_fp32_params = all_fp32_from_fp32_params
 
     def _groups(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Returns, by group, pairs of a trained parameter of the model and the tensor that the optimizer updates."""

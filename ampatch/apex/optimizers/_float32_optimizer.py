@@ -176,15 +176,11 @@ class Float32Optimizer(Optimizer):
                     }
 
         # As hooks, since the user's own hooks may return another state dict, or read the loaded state.
-        hooks = [
+        with (
             self.register_load_state_dict_pre_hook(translate),
             self.register_load_state_dict_post_hook(load_again, prepend=True),
-        ]
-        try:
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Returns a shallow copy, in this optimizer's own form, of a state dict that Apex may have saved."""
