@@ -12,7 +12,6 @@ import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from email.message import EmailMessage
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
@@ -169,9 +168,7 @@ class _ApexDistribution(Distribution):
     """An installed package with just enough metadata to give its version."""
 
     def read_text(self, filename: str) -> str | None:
-        metadata = EmailMessage()
-        metadata["Name"], metadata["Version"] = "apex", "0.1+ampatch"
-        return str(metadata) if filename == "METADATA" else None
+        return "Name: apex\nVersion: 0.1+ampatch\n" if filename == "METADATA" else None
 
     def locate_file(self, path: object) -> Path:
         return Path(__file__).parent / str(path)

@@ -303,28 +303,9 @@ class Reading:
             again = self._listed.setdefault((path, dtype), listing)
             if listing.repeats(again):
                 continue  # such as mul and multiply: the operator * is a spelling of both
-            earlier = first if again is listing else again
-            clash = again is not listing or listing.disagrees(earlier)
-            if clash and (listing.is_derived or earlier.is_derived):
-                self.fault(node, _shared(listing, earlier))
-                return
-            if first.name != listing.name:
-                same = "" if first.path == path else f", which is the same function as {first.path},"
-                where = f" in line {first.line}" if first.line else ""
-                stands = f"stands in {listing.name!r} here and in {first.name!r}{where}"
-                self.fault(node, f"{path}{same} {stands}; keep one of them.")
-                return
-            if again is not listing:
-                where = f", first in line {again.line}" if again.line else ""
-                self.fault(node, f"{path} stands in {listing.name!r} a second time{where}; keep one.")
-                return
-            expected = rule if first is listing or first.rule is None else replace(first.rule, path=path)
-            if rule is not None and expected != rule:
-                where = f" in line {first.line}" if first.line else ""
-                self.fault(
-                    node,
-                    f"{path} is the same function as {first.path}, which has other options{where}; expected the same.",
-                )
+            clash = _clash(listing, first, again)
+            if clash is not None:
+                self.fault(node, clash)
                 return
             self._changes.append(((path, dtype), rule))
 
@@ -470,6 +451,30 @@ def _no_namespace(path: Path) -> str | None:
     else:
         return None
     return f"found {given!r} in the place of a namespace; {kind}. Type `{typed}`."
+
+
+def _clash(listing: _Listing, first: _Listing, again: _Listing) -> str | None:
+    """Returns the fault for a listing that contradicts or repeats an earlier one; None if it does not.
+
+    Args:
+        listing: the listing.
+        first: the first one of its function, under any of its paths; it may be the listing itself.
+        again: the first one of its path; it may be the listing itself.
+    """
+    path, earlier = listing.path, first if again is listing else again
+    is_derived = listing.is_derived or earlier.is_derived
+    if is_derived and (again is not listing or listing.disagrees(earlier)):
+        return _shared(listing, earlier)
+    where = f" in line {first.line}" if first.line else ""
+    if first.name != listing.name:
+        same = "" if first.path == path else f", which is the same function as {first.path},"
+        return f"{path}{same} stands in {listing.name!r} here and in {first.name!r}{where}; keep one of them."
+    if again is not listing:
+        before = f", first in line {again.line}" if again.line else ""
+        return f"{path} stands in {listing.name!r} a second time{before}; keep one."
+    if listing.disagrees(first):
+        return f"{path} is the same function as {first.path}, which has other options{where}; expected the same."
+    return None
 
 
 def _shared(listing: _Listing, earlier: _Listing) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import types
 import weakref
 from typing import Any
 
@@ -82,13 +81,9 @@ class AmpStash:
 def attach(optimizer: Any, session: Session) -> None:
     """Adds a stash and the lazy methods to an adopted optimizer, until the session ends."""
     session.ledger.set(optimizer, "_amp_stash", AmpStash(optimizer, session))
-    for lazy in (_amp_lazy_init, _lazy_init_maybe_master_weights):
-        session.ledger.set(optimizer, lazy.__name__, types.MethodType(lazy, optimizer))
+    for name in ("_amp_lazy_init", "_lazy_init_maybe_master_weights"):
+        session.ledger.set(optimizer, name, _initialize_lazily)
 
 
-def _amp_lazy_init(optimizer: Any) -> None:
-    """Does nothing: amp initializes nothing lazily."""
-
-
-def _lazy_init_maybe_master_weights(optimizer: Any) -> None:
+def _initialize_lazily() -> None:
     """Does nothing: `initialize` has already made the masters."""

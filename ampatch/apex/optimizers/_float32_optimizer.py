@@ -258,16 +258,6 @@ def check_no_amsgrad(optimizer: type[Optimizer], amsgrad: bool) -> None:
         )
 
 
-def check_learning_rate(optimizer: Optimizer, group: Any) -> None:
-    """Raises an `OptionError` if neither the group nor the optimizer has a learning rate."""
-    if isinstance(group, dict) and group.get("lr") is None and "lr" not in optimizer.defaults:
-        name, number = type(optimizer).__name__, len(optimizer.param_groups)
-        raise OptionError(
-            f"{name} found no lr for group {number} of its parameters. Type {name}(params, lr=0.1), or give each group "
-            'its own: {"params": params, "lr": 0.1}.'
-        )
-
-
 def _check_options(optimizer: str, betas: tuple[float, float] = (0.0, 0.0), **options: Any) -> None:
     """Raises an `OptionError` if an option of a group is out of the range of every optimizer."""
     for name in ("lr", "eps", "momentum", "weight_decay"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, check_learning_rate, in_float32
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, in_float32
 from ampatch.errors import OptionError
 from ampatch.native.host_copy import for_fused_step
 
@@ -75,7 +75,12 @@ class FusedSGD(Float32Optimizer):
         Raises:
             OptionError: neither the group nor the optimizer has a learning rate.
         """
-        check_learning_rate(self, param_group)
+        if isinstance(param_group, dict) and param_group.get("lr") is None and "lr" not in self.defaults:
+            name, number = type(self).__name__, len(self.param_groups)
+            raise OptionError(
+                f"{name} found no lr for group {number} of its parameters. Type {name}(params, lr=0.1), or give each "
+                'group its own: {"params": params, "lr": 0.1}.'
+            )
         super().add_param_group(param_group)
 
     @property
