@@ -172,11 +172,11 @@ def _diff(arguments: argparse.Namespace) -> int:
     of_peer = tuple(HALF_DTYPES[name] for name in _PEER_HALF_DTYPES.get(other, HALF_DTYPES))
     half_dtypes = arguments.half_dtype or of_peer
     if other in PEERS:
-        _print(list_reports.difference(peer(other), shipped(), other, half_dtypes))
-        return 0
-    with _searching_here():
-        changed = shipped().overlaid(other)
-    _print(list_reports.changes(shipped(), changed, other, half_dtypes))
+        lines = list_reports.difference(peer(other), shipped(), other, half_dtypes)
+    else:
+        with _searching_here():
+            lines = list_reports.changes(shipped(), shipped().overlaid(other), other, half_dtypes)
+    _print(lines)
     return 0
 
 
@@ -434,12 +434,9 @@ def _tune(arguments: argparse.Namespace) -> int:
     with _searching_here():  # while it runs too: the training may import what it needs late
         given = _of_tuning(target)
         half = arguments.half_dtype
+        as_typed = ("tolerance", "higher_is_better", "budget", "seeds", "opt_level")
         typed = {
-            "tolerance": arguments.tolerance,
-            "higher_is_better": arguments.higher_is_better,
-            "budget": arguments.budget,
-            "seeds": arguments.seeds,
-            "opt_level": arguments.opt_level,
+            **{name: getattr(arguments, name) for name in as_typed},
             "half_dtype": None if half is None else half[0],
             "cast_lists": arguments.cast_lists or None,
             "journal": arguments.journal or (None if "journal" in given else str(out.with_suffix(".tune.json"))),

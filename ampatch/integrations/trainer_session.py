@@ -269,12 +269,11 @@ class TrainerSession:
         if is_first:
             _shared.first_state = amp.state_dict()
             put_around(_shared.ledger, torch.autograd, "backward", _backward_of_steps)
-        if self.is_training and self._scaler is None:
-            amp.load_state_dict(state or _shared.first_state)
-            for optimizer in self.optimizers:
+        self.load_state_dict(state)
+        for optimizer in self.optimizers:
+            if self._scaler is None:
                 self._session.adopted(optimizer).scaled_backward = self._wording.backward
-        if self._scaler is not None:
-            for optimizer in self.optimizers:
+            else:
                 self._steps.set(optimizer, "step", self._scaled_step(optimizer, optimizer.step))
 
     def close(self) -> None:

@@ -43,19 +43,14 @@ _INIT = inspect.signature(amp.init)
 @functools.wraps(amp.initialize)
 def _initialize(*args: Any, **kwargs: Any) -> Any:
     given = _INITIALIZE.bind(*args, **kwargs).arguments
-    level = opt_levels.LEVELS.get(str(given.get("opt_level", "O1")))
-    if (
-        level is not None
-        and level.half_dtype is None
-        and opt_levels.dtype_of(given.get("cast_model_type")) is not torch.bfloat16
-    ):
+    # For an unknown level, amp.initialize raises.
+    level = opt_levels.LEVELS.get(str(given.get("opt_level")), opt_levels.LEVELS["O1"])
+    if level.half_dtype is None and opt_levels.dtype_of(given.get("cast_model_type")) is not torch.bfloat16:
         _mean_float16(given, "patch_torch_functions_type")
     if given.get("cast_model_type") is False:
-        _take_false_for_none(given, level is not None and level.converts)
+        _take_false_for_none(given, level.converts)
     patches = given.get("patch_torch_functions")
-    if patches is None:
-        patches = level is not None and level.patched
-    if patches:
+    if level.patched if patches is None else patches:
         _lay_over(given)
     with replacing():
         result = amp.initialize(**given)

@@ -21,6 +21,9 @@ from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
 from ampatch.weights.optimizer_state import parameters_of
 
+#: A group of parameters, with their options.
+Group = dict[str, Any]
+
 #: Type that torch's multi-tensor kernels take and return.
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -84,7 +87,7 @@ class Float32Optimizer(Optimizer):
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+    def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
         """Updates parameters in place.
 
         Args:
@@ -94,13 +97,11 @@ class Float32Optimizer(Optimizer):
             with in_float32(parameters) as (values, grads):
                 self._update_batch(group, parameters, values, grads)
 
-    def _update_batch(
-        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]
-    ) -> None:
+    def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
         """Updates the values of parameters of one group and device, as `in_float32` gives them with the gradients."""
         raise NotImplementedError
 
-    def _batches(self, group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+    def _batches(self, group: Group) -> Iterator[tuple[Group, list[Tensor]]]:
         trained = [each for each in group["params"] if each.grad is not None and each.numel()]
         for parameter in trained:
             self._check(parameter, parameter.grad)
@@ -191,7 +192,7 @@ class Float32Optimizer(Optimizer):
             self._translate_group(group, [state[index] for index in group["params"] if index in state])
         return state_dict | {"param_groups": groups, "state": state}
 
-    def _translate_group(self, group: dict[str, Any], states: list[dict[str, Any]]) -> None:
+    def _translate_group(self, group: Group, states: list[dict[str, Any]]) -> None:
         """Moves state that Apex kept in a group to the state of its parameters, in place."""
         step = group.pop("step", None)
         if step is not None:

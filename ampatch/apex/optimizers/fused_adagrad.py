@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group
 
 
 class FusedAdagrad(Float32Optimizer):
@@ -42,9 +42,7 @@ class FusedAdagrad(Float32Optimizer):
         self.adagrad_w_mode = adagrad_w_mode
         super().__init__(params, defaults, set_grad_none)
 
-    def _update_batch(
-        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]
-    ) -> None:
+    def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
         weight_decay = group["weight_decay"]
         if self.adagrad_w_mode:
             torch._foreach_mul_(values, 1 - float(group["lr"]) * weight_decay)

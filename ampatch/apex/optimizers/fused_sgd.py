@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, in_float32
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, in_float32
 from ampatch.errors import OptionError
 from ampatch.native.host_copy import for_fused_step
 
@@ -87,7 +87,7 @@ class FusedSGD(Float32Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         return not self.wd_after_momentum
 
-    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+    def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
         for group, parameters in batches:
             has_buffer = [self.state[parameter].get("momentum_buffer") is not None for parameter in parameters]
             # The kernel treats a buffer's first step differently.
@@ -101,7 +101,7 @@ class FusedSGD(Float32Optimizer):
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
-    def _update_some(self, group: dict[str, Any], parameters: list[Tensor], is_first: bool) -> None:
+    def _update_some(self, group: Group, parameters: list[Tensor], is_first: bool) -> None:
         with in_float32(parameters) as (values, grads):
             buffers: list[Tensor | None] = [None for _ in values]
             if group["momentum"] and not is_first:
