@@ -14,19 +14,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 import wrapt
-import yaml
 
 from ampatch import __version__
 from ampatch.cast_lists import list_reports
+from ampatch.cast_lists.annotations import shipped_entries
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find_owner_or
-from ampatch.cast_lists.rules import Treatment
 from ampatch.errors import AmpError, CastListError
 from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
 from ampatch.ledger import MISSING, bindings, loaded_modules
@@ -204,18 +202,7 @@ def _shipped_paths() -> tuple[list[Path], list[str]]:
         return sorted({path for path, _ in shipped().rules}), []
     except CastListError as error:
         # A replaced function lacks an argument that its rule needs. Read the paths only, to report the replacement.
-        texts = [(files("ampatch.lists") / f"{treatment.value}.yaml").read_text("utf-8") for treatment in Treatment]
-        pairs = [pair for text in texts for pair in yaml.safe_load(text).items()]
-        paths = {Path(namespace, name) for namespace, entries in pairs for name in _names_in(entries)}
-        return sorted(paths), list_reports.faults(error)
-
-
-def _names_in(entry: Any) -> Iterator[str]:
-    if isinstance(entry, list):
-        for item in entry:
-            yield from _names_in(item)
-    else:
-        yield entry["name"] if isinstance(entry, dict) else entry
+        return sorted({entry.path for entry in shipped_entries()}), list_reports.faults(error)
 
 
 def _look_up(path: Path) -> _Listed | None:

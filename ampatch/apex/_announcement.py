@@ -32,7 +32,8 @@ def announce(properties: Properties) -> None:
     Args:
         properties: result of the opt level and the overrides.
     """
-    if _Process.has_said or not _stands_in() or logger.hasHandlers() or not _is_first() or sys.stderr is None:
+    stands_in = sys.modules.get("apex") is sys.modules[__name__.rpartition(".")[0]]  # `import apex` gave this package
+    if _Process.has_said or not stands_in or logger.hasHandlers() or not _is_first() or sys.stderr is None:
         return
     _Process.has_said = True
     is_half = properties.patch_torch_functions or properties.cast_model_type in HALVES
@@ -40,11 +41,6 @@ def announce(properties: Properties) -> None:
     print(  # noqa: T201 - no logger would show it
         f"ampatch: stands in for apex, at opt_level {properties.opt_level} in {dtype}.", file=sys.stderr, flush=True
     )
-
-
-def _stands_in() -> bool:
-    """Returns True if ``import apex`` gave this package."""
-    return sys.modules.get("apex") is sys.modules[__name__.rpartition(".")[0]]
 
 
 def _is_first() -> bool:

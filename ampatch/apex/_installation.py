@@ -11,7 +11,7 @@ import logging
 import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from email.message import EmailMessage
+from contextlib import ExitStack
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
@@ -44,7 +44,7 @@ def install(force: bool = False) -> bool:
     Returns:
         True if ampatch stands in. False if there is an Apex with amp, which stays in place; a warning is logged.
     """
-    if _Process.standing_in is not None:
+    if _Process.undo is not None:
         return True
     real = _real_apex_with_amp()
     if real is not None and not force:
@@ -54,15 +54,15 @@ def install(force: bool = False) -> bool:
             real,
         )
         return False
-    _Process.standing_in = _StandingIn()
+    _Process.undo = _stand_in()
     return True
 
 
 def uninstall() -> None:
     """Undoes `install`: ``import apex`` gives what it gave before. Modules that scripts hold already stay usable."""
-    if _Process.standing_in is not None:
-        _Process.standing_in.end()
-        _Process.standing_in = None
+    if _Process.undo is not None:
+        _Process.undo.close()
+        _Process.undo = None
 
 
 def _real_apex_with_amp() -> str | None:
@@ -75,35 +75,31 @@ def _real_apex_with_amp() -> str | None:
     return None
 
 
-class _StandingIn:
-    """The installed modules, and the finder that raises for all other modules of Apex."""
+def _stand_in() -> ExitStack:
+    """Installs the modules, and the finder that raises for all other modules of Apex; returns what undoes it."""
+    undo, modules = ExitStack(), dict(_modules())
+    for name, module in modules.items():
+        if "__getattr__" not in vars(module):  # a module keeps its own: its message says more
+            vars(module)["__getattr__"] = functools.partial(_refuse_attribute, name)
+            undo.callback(vars(module).pop, "__getattr__")
+    undo.callback(sys.modules.update, _taken_out())
+    undo.callback(_taken_out)
+    # First in the list, since Python's path finder would search this package's own folder.
+    finder = _Finder(modules)
+    sys.meta_path.insert(0, finder)
+    undo.callback(sys.meta_path.remove, finder)
+    return undo
 
-    def __init__(self) -> None:
-        modules = dict(_modules())
-        # Modules with a __getattr__ of their own keep it: its message says more.
-        self._refusing = [module for module in modules.values() if "__getattr__" not in vars(module)]
-        for name, module in modules.items():
-            vars(module).setdefault("__getattr__", functools.partial(_refuse_attribute, name))
-        self._displaced = {name: module for name, module in sys.modules.items() if _is_apex(name)}
-        for name in self._displaced:
-            del sys.modules[name]
-        # First in the list, since Python's path finder would search this package's own folder.
-        self._finder = _Finder(modules)
-        sys.meta_path.insert(0, self._finder)
 
-    def end(self) -> None:
-        for module in self._refusing:
-            del vars(module)["__getattr__"]
-        sys.meta_path.remove(self._finder)
-        for name in [name for name in sys.modules if _is_apex(name)]:
-            del sys.modules[name]
-        sys.modules.update(self._displaced)
+def _taken_out() -> dict[str, ModuleType]:
+    """Takes Apex's modules out of ``sys.modules``, and returns them."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if _is_apex(name)}
 
 
 class _Process:
     """State of this process, which has one ``sys.modules``."""
 
-    standing_in: _StandingIn | None = None
+    undo: ExitStack | None = None  # while ampatch stands in
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
@@ -172,9 +168,7 @@ class _ApexDistribution(Distribution):
     """An installed package with just enough metadata to give its version."""
 
     def read_text(self, filename: str) -> str | None:
-        metadata = EmailMessage()
-        metadata["Name"], metadata["Version"] = "apex", "0.1+ampatch"
-        return str(metadata) if filename == "METADATA" else None
+        return "Name: apex\nVersion: 0.1+ampatch\n" if filename == "METADATA" else None
 
     def locate_file(self, path: object) -> Path:
         return Path(__file__).parent / str(path)

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path as FilePath
 
-import torch
 import yaml
-from torch.torch_version import TorchVersion
 
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, identity
+from ampatch.cast_lists.reader import is_in_force
 from ampatch.cast_lists.rules import MODULES, UNLISTED, Rule, Treatment
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, spellings
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, kind_of, line_of, text_of
@@ -51,8 +50,7 @@ class Entry:
     @property
     def is_in_force(self) -> bool:
         """True if the entry is for the installed version of torch."""
-        here = TorchVersion(torch.__version__)
-        return (self.since is None or here >= self.since) and (self.until is None or here < self.until)
+        return is_in_force(self.since, self.until)
 
     def covers(self, path: Path) -> bool:
         """Returns True if the entry decides about the function at a path."""
@@ -80,11 +78,8 @@ def entry_of(rule: Rule, entries: Iterable[Entry]) -> Entry | None:
 
 def unlisting(path: Path, half_dtype: str, entries: Iterable[Entry]) -> Entry | None:
     """Returns the entry that took a function off all lists, for the half dtype of a name; None if none did."""
-    for entry in entries:
-        is_removal = entry.list_name == UNLISTED and entry.is_in_force and half_dtype in entry.half_dtypes
-        if is_removal and entry.covers(path):
-            return entry
-    return None
+    removals = (each for each in entries if each.list_name == UNLISTED and half_dtype in each.half_dtypes)
+    return next((each for each in removals if each.is_in_force and each.covers(path)), None)
 
 
 @functools.cache
@@ -123,16 +118,15 @@ def _entries(file: str, text: str, lists: Mapping[str, yaml.Node | None]) -> lis
 
 
 def _entry(file: str, comments: Comments, list_name: str, namespace: str, node: yaml.Node) -> Entry:
-    options = {key.value: value for key, value in _pairs(node)}
+    options = {key.value: value.value for key, value in _pairs(node)} or {"name": node.value}
     line = line_of(node)
-    dtypes = [each.value for each in options["dtypes"].value] if "dtypes" in options else list(HALF_DTYPES)
     return Entry(
         f"{file}:{line}",
         list_name,
-        Path(namespace, options["name"].value if options else node.value),
-        tuple(dtypes),
-        options["since"].value if "since" in options else None,
-        options["until"].value if "until" in options else None,
+        Path(namespace, options["name"]),
+        tuple(each.value for each in options.get("dtypes", ())) or tuple(HALF_DTYPES),
+        options.get("since"),
+        options.get("until"),
         comments.reason(line),
     )
 
@@ -171,7 +165,6 @@ class Comments:
     """
 
     def __init__(self, text: str) -> None:
-        ends: dict[int, int] = {}
         lasts: dict[int, yaml.Token] = {}
         inside: set[int] = set()
         keys: set[int] = set()
@@ -180,7 +173,6 @@ class Comments:
             if isinstance(token, yaml.KeyToken):
                 keys.add(start.index)
             if start.index < end.index:
-                ends[end.line] = max(ends.get(end.line, 0), end.column)
                 lasts[end.line] = token
                 inside.update(range(start.line + 1, end.line + 1))
         self._lines: dict[int, _Line] = {}
@@ -190,10 +182,10 @@ class Comments:
         for number, whole in enumerate(text.splitlines(keepends=True)):
             line, stripped = whole.rstrip(), whole.strip()
             column = len(line) - len(line.lstrip())
-            if number not in ends and number not in inside and stripped.startswith("#"):
+            if number not in lasts and number not in inside and stripped.startswith("#"):
                 self._alone[number + 1] = column, stripped
             elif stripped:
-                rest = line[ends.get(number, len(line)) :].strip()
+                rest = line[lasts[number].end_mark.column :].strip() if number in lasts else ""
                 first = offset + column
                 if self._first is None and not stripped.startswith(("%", "---")):
                     self._first = number + 1

@@ -137,7 +137,8 @@ def callables() -> dict[Path, object]:
             value = unwrapped(getattr(owner, name))
             # Of a property torch overrides `__get__`.
             function = value if callable(value) else getattr(value, "__get__", None)
-            if _is_hashable(function) and (function in overridable or _is_public_function(name, value)):
+            is_hashable = getattr(function, "__hash__", None) is not None
+            if is_hashable and (function in overridable or _is_public_function(name, value)):
                 found[Path(namespace, name)] = value
                 reached.add(function)
     # Those in namespaces that this module does not know, and properties that amp replaces while it is on.
@@ -153,10 +154,6 @@ def _is_public_function(name: str, value: object) -> bool:
     module = getattr(value, "__module__", None) or "torch"
     is_function = callable(value) and not isinstance(value, (type, types.ModuleType))
     return is_function and not name.startswith("_") and module.split(".")[0] == "torch"
-
-
-def _is_hashable(value: object) -> bool:
-    return getattr(value, "__hash__", None) is not None
 
 
 @functools.cache

@@ -125,10 +125,9 @@ def undone(
         before = _by_function(shipped().for_half(half_dtype))
         now = _by_function(lists.for_half(half_dtype))
         now |= {id(edit.function): edit.rule for edit in registered if edit.rule is not None}
-        called.update(
-            (id(each.function), called_by(each.function)) for each in edits if id(each.function) not in called
-        )
         for edit in edits:
+            if id(edit.function) not in called:
+                called[id(edit.function)] = called_by(edit.function)
             rule, caller = edit.rule, before.get(id(edit.function))
             undoing = [
                 now[callee]

@@ -241,13 +241,9 @@ def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Seque
         return [[_decision(rules.get(path) or rules.get(function_key(path))) for rules in side] for side in sides]
 
     listed = {path for path, _ in {**theirs.rules, **ours.rules} if find_or(path, _ABSENT) is not _ABSENT}
-    rows, kinds = _compared({path: decisions(path) for path in sorted(listed)}, half_dtypes)
-    counted = _counted(rows, half_dtypes)
-    only = f"{kinds['left']} by {name} (left) only, {kinds['right']} by ampatch (right) only"
-    if not rows:
-        return [f"{counted}."]
-    legend = _legend(f"in {name}", "in ampatch")
-    return [legend, *_aligned(rows), f"{counted}: {kinds['both']} listed by both, {only}."]
+    found = {path: decisions(path) for path in sorted(listed)}
+    kinds = ("listed by both", f"by {name} (left) only", "by ampatch (right) only")
+    return _compared(found, half_dtypes, (f"in {name}", "in ampatch"), kinds)
 
 
 def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
@@ -271,14 +267,9 @@ def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequenc
     found = {
         path: [[_full_decision(side.get((path, dtype))) for dtype in half_dtypes] for side in sides] for path in paths
     }
-    rows, kinds = _compared(found, half_dtypes)
-    counted = _counted(rows, half_dtypes)
-    in_modules = _changes_of_modules(after, half_dtypes)
-    if not rows:
-        return [f"{counted}.", *in_modules]
-    legend = _legend("in the shipped lists", f"with {file} laid over them")
-    told = f"{kinds['both']} moved or changed, {kinds['left']} taken out, {kinds['right']} new"
-    return [legend, *_aligned(rows), f"{counted}: {told}.", *in_modules]
+    columns = ("in the shipped lists", f"with {file} laid over them")
+    compared = _compared(found, half_dtypes, columns, ("moved or changed", "taken out", "new"))
+    return [*compared, *_changes_of_modules(after, half_dtypes)]
 
 
 def _changes_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype]) -> list[str]:
@@ -319,50 +310,45 @@ def covered(found: Coverage) -> list[str]:
     parts = f"{counts['listed']} in a list, {counts['reviewed']} in none for a reason, {counts['undecided']} undecided"
     lines = [
         f"{number}: {parts}.",
-        *_undecided(found),
+        *(["", _UNDECIDED, *(f"  {path}" for path in found.undecided)] if found.undecided else []),
         "",
         *_aligned([name, str(len(paths)), ""] for name, paths in listed.items()),
         "",
         *_aligned([reason.name, str(len(paths)), reason.why] for reason, paths in found.reviewed.items()),
     ]
     for name, paths in {**listed, **reviewed}.items():
-        lines += ["", f"{name}:", *_by_namespace(paths)]
+        names = grouped((path.namespace, path.name) for path in paths)
+        lines += ["", f"{name}:", *(f"  {namespace}: {', '.join(each)}" for namespace, each in names.items())]
     return lines
 
 
-def _undecided(found: Coverage) -> list[str]:
-    if not found.undecided:
-        return []
-    return [
-        "",
-        "Neither a list nor a reason names these. amp leaves their arguments as they are; name them in cast_lists:",
-        *(f"  {path}" for path in found.undecided),
-    ]
-
-
-def _by_namespace(paths: Iterable[Path]) -> list[str]:
-    names = grouped((path.namespace, path.name) for path in paths)
-    return [f"  {namespace}: {', '.join(found)}" for namespace, found in names.items()]
+_UNDECIDED = "Neither a list nor a reason names these. amp leaves their arguments as they are; name them in cast_lists:"
 
 
 def _compared(
-    decisions: Mapping[Path, Sequence[Sequence[_Decision | None]]], half_dtypes: Sequence[torch.dtype]
-) -> tuple[list[list[str]], Counter[str]]:
-    """Returns a row for each path whose two sides differ, and the numbers of rows listed by both sides, or by one."""
-    rows, kinds = [], Counter[str]()
-    for path, (left, right) in decisions.items():
-        if left != right:
-            rows.append([str(path), _cell(left, half_dtypes), _cell(right, half_dtypes)])
-            kinds["both" if any(left) and any(right) else "left" if any(left) else "right"] += 1
-    return rows, kinds
+    decisions: Mapping[Path, Sequence[Sequence[_Decision | None]]],
+    half_dtypes: Sequence[torch.dtype],
+    columns: tuple[str, str],
+    kinds: tuple[str, str, str],
+) -> list[str]:
+    """Returns a legend, a row for each path whose two sides differ, and their number; without one, that number alone.
 
-
-def _legend(left: str, right: str) -> str:
-    return _one_line(f"Columns: function; its list {left}; its list {right} ({_NO_LIST}: none).")
-
-
-def _counted(rows: Sequence[object], half_dtypes: Sequence[torch.dtype]) -> str:
-    return f"{_paths(len(rows))} treated differently in {' and '.join(dtype_name(dtype) for dtype in half_dtypes)}"
+    Args:
+        decisions: the decisions of both sides about each path, by half dtype.
+        half_dtypes: the half dtypes.
+        columns: where each side has its list, for the legend.
+        kinds: what rows are that both sides list, the first alone, or the second alone.
+    """
+    differing = {path: sides for path, sides in decisions.items() if sides[0] != sides[1]}
+    counted = f"{_paths(len(differing))} treated differently in {' and '.join(map(dtype_name, half_dtypes))}"
+    if not differing:
+        return [f"{counted}."]
+    legend = f"Columns: function; its list {columns[0]}; its list {columns[1]} ({_NO_LIST}: none)."
+    rows = [[str(path), *(_cell(side, half_dtypes) for side in sides)] for path, sides in differing.items()]
+    listed_by = Counter((any(left), any(right)) for left, right in differing.values())
+    numbers = [listed_by[by] for by in ((True, True), (True, False), (False, True))]
+    told = ", ".join(f"{number} {kind}" for number, kind in zip(numbers, kinds, strict=True))
+    return [_one_line(legend), *_aligned(rows), f"{counted}: {told}."]
 
 
 def _decision(rule: Rule | None) -> _Decision | None:

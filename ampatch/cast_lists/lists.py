@@ -20,7 +20,7 @@ import yaml
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.paths import Path, function_key
 from ampatch.cast_lists.reader import Reading, fitting_rule, unfit_reason
-from ampatch.cast_lists.rules import Changes, ModuleRules, Rule, Treatment
+from ampatch.cast_lists.rules import Change, Changes, ModuleRules, Rule, Treatment
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, compose_own, node_of, text_of
 from ampatch.errors import OptionError
 from ampatch.grouping import grouped
@@ -163,13 +163,12 @@ def _expanded(changes: Changes, within: Sequence[types.ModuleType] | None) -> Ch
     """Returns the changes of a file with the functions that its patterns match in place of the patterns."""
     plain = [change for change in changes if not patterns.is_pattern(change[0][0])]
     named = {(function_key(path), dtype) for (path, dtype), _ in plain}
-    found: dict[tuple[object, torch.dtype], list[tuple[tuple[Path, torch.dtype], Rule | None]]] = {}
+    found: dict[tuple[object, torch.dtype], list[Change]] = {}
     for (pattern, dtype), rule in changes:
         if not patterns.is_pattern(pattern):
             continue
-        fitting = [
-            path for path in patterns.functions(pattern, within) if rule is None or unfit_reason(rule, path) is None
-        ]
+        matched = patterns.functions(pattern, within)
+        fitting = [path for path in matched if rule is None or unfit_reason(rule, path) is None]
         for function, paths in grouped((function_key(path), path) for path in fitting).items():
             if (function, dtype) not in named:
                 made = [((path, dtype), None if rule is None else fitting_rule(rule, path)) for path in paths]

@@ -109,11 +109,10 @@ def function_key(path: Path) -> Path | int:
 
 def _attribute(owner: object, name: str, namespace: str) -> object:
     try:
-        found: object = getattr(owner, name)
+        return getattr(owner, name)
     except (AttributeError, ImportError):
         public = [known for known in dir(owner) if name.startswith("_") or not known.startswith("_")]
         raise PathError(f"{namespace!r} has no {name!r}.{did_you_mean(name, public)}") from None
-    return found
 
 
 # Py_TPFLAGS_IMMUTABLETYPE: setting an attribute of such a class raises TypeError.

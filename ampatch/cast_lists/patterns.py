@@ -248,8 +248,5 @@ def _text(file: FilePath) -> str | None:
 def _as_regex(name: str) -> str:
     """Returns a pattern of names as a regular expression that matches within a word."""
     signs = {"*": r"\w*", "?": r"\w"}
-    return "".join(signs.get(part) or (part if part.startswith("[") else re.escape(part)) for part in _parts(name))
-
-
-def _parts(name: str) -> list[str]:
-    return re.findall(r"\[[^\]]*\]|.", name.replace("[!", "[^"))
+    parts = re.findall(r"\[[^\]]*\]|.", name.replace("[!", "[^"))
+    return "".join(signs.get(part) or (part if part.startswith("[") else re.escape(part)) for part in parts)

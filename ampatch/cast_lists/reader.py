@@ -24,6 +24,7 @@ from ampatch.cast_lists.rules import (
     FLOAT32,
     MODULES,
     UNLISTED,
+    Change,
     Changes,
     ModuleRules,
     Rule,
@@ -77,6 +78,32 @@ class _Listing:
         return self.name != other.name or rules[0] != rules[1]
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry of a list.
+
+    Attributes:
+        path: path as the user wrote it; a pattern, or one under `EVERY_NAMESPACE`, stands for several.
+        treatment: what the list does to functions; None: they are to be on no list.
+        dtypes: half dtypes that the entry is for.
+        options: what its rules have beside path and treatment.
+        node: where it stands.
+        namespace: where its namespace stands.
+    """
+
+    path: Path
+    treatment: Treatment | None
+    dtypes: tuple[torch.dtype, ...]
+    options: Mapping[str, Any]
+    node: yaml.Node
+    namespace: yaml.ScalarNode
+
+    @property
+    def is_optional(self) -> bool:
+        """True if functions that do not exist are skipped."""
+        return bool(self.options.get("optional"))
+
+
 class Reading:
     """The changes and the faults found so far in one reading.
 
@@ -86,12 +113,12 @@ class Reading:
     def __init__(self, source: str = "", resolve: bool = True) -> None:
         self.source = source
         self._resolve = resolve
-        self._changes: list[tuple[tuple[Path, torch.dtype], Rule | None]] = []
+        self._changes: list[Change] = []
         self._faults: list[tuple[int, Fault]] = []
         # The first listing of each function (under any of its names), to find a later listing that disagrees.
         self._first: dict[tuple[object, torch.dtype], _Listing] = {}
         self._listed: dict[tuple[Path, torch.dtype], _Listing] = {}
-        self._missing: set[yaml.Node] = set()  # namespaces: one fault for each, not one for each of its names
+        self._missing: set[yaml.Node] = set()  # namespaces that have a fault
         #: The entries for parts of a model.
         self.modules: list[ModuleRules] = []
 
@@ -117,7 +144,7 @@ class Reading:
             if name.value == MODULES:
                 self._add_modules(value)
             elif name.value in _LISTS:
-                self.add_list(value, _treatment(name.value), list_name=name.value)
+                self.add_list(value, _LISTS[name.value], list_name=name.value)
             else:
                 expected = f"expected one of {', '.join(known)} on top.{did_you_mean(name.value, known)}"
                 self.fault(name, f"unknown list {name.value!r}; {expected}")
@@ -136,9 +163,7 @@ class Reading:
                 self.fault(name if kind_of(value) == "null" else value, _no_rules(name.value, value))
             self.modules.append(ModuleRules(name.value, self._at(line_of(name)), changes))
 
-    def _changes_of(
-        self, name: yaml.ScalarNode, node: yaml.Node
-    ) -> tuple[tuple[tuple[Path, torch.dtype], Rule | None], ...]:
+    def _changes_of(self, name: yaml.ScalarNode, node: yaml.Node) -> tuple[Change, ...]:
         """Returns the changes that an entry makes for its parts. A plain list of names stands for every spelling."""
         inside = Reading(self.source, self._resolve)
         expected = f"names of lists, such as {name.value!r}: {{blacklist: [softmax]}}"
@@ -151,9 +176,7 @@ class Reading:
             listed = value
             if kind_of(value) == "seq":
                 listed = yaml.MappingNode("tag:yaml.org,2002:map", [(every, value)], value.start_mark, value.end_mark)
-            inside.add_list(
-                listed, _treatment(list_name.value), f"a list of names, such as [mm, bmm], or {_NAMESPACES}"
-            )
+            inside.add_list(listed, _LISTS[list_name.value], f"a list of names, such as [mm, bmm], or {_NAMESPACES}")
         self._faults += inside._faults
         return tuple(inside._changes)
 
@@ -216,103 +239,73 @@ class Reading:
 
     def _add_entry(self, node: yaml.Node, namespace: yaml.ScalarNode, treatment: Treatment | None) -> None:
         options = self._options(node, treatment)
-        if options is None or not _in_force(options.pop("since", None), options.pop("until", None)):
+        if options is None or not is_in_force(options.pop("since", None), options.pop("until", None)):
             return
         dtypes = options.pop("dtypes", tuple(HALF_DTYPES.values()))
         faults = len(self._faults)
-        entry = Path(namespace.value, options.pop("name"))
-        if patterns.is_pattern(entry):
-            self._add_pattern(entry, treatment, dtypes, options, node, namespace)
+        entry = _Entry(Path(namespace.value, options.pop("name")), treatment, dtypes, options, node, namespace)
+        if patterns.is_pattern(entry.path):
+            self._add_pattern(entry)
             return
-        for path in self._paths(namespace, entry.name, node, options.get("optional", False)):
-            fitting = options if namespace.value != EVERY_NAMESPACE else _fitting(options, path)
-            if not self._resolve or self._exists(path, fitting, node, namespace):
-                self._add_path(path, entry, treatment, dtypes, fitting, node)
+        for path in self._paths(entry):
+            fitting = entry if namespace.value != EVERY_NAMESPACE else replace(entry, options=_fitting(options, path))
+            if not self._resolve or self._exists(path, fitting):
+                self._add_path(path, fitting)
             if len(self._faults) > faults:
                 return  # one fault for all spellings
 
-    def _add_pattern(
-        self,
-        pattern: Path,
-        treatment: Treatment | None,
-        dtypes: Iterable[torch.dtype],
-        options: Mapping[str, Any],
-        node: yaml.Node,
-        namespace: yaml.ScalarNode,
-    ) -> None:
+    def _rule(self, path: Path, entry: _Entry) -> Rule | None:
+        if entry.treatment is None:
+            return None
+        return Rule(path, entry.treatment, self._at(line_of(entry.node)), **entry.options)
+
+    def _add_pattern(self, entry: _Entry) -> None:
         """Adds an entry that stands for all functions that a pattern matches; `CastLists.expanded` looks them up."""
+        pattern, namespace = entry.path, entry.namespace
         if patterns.package_of(pattern) == "ampatch":
             self.fault(namespace, f"found {namespace.value!r}; amp casts no calls of its own functions. Leave it out.")
             return
         unmatched = patterns.unmatched_reason(pattern)
-        if unmatched is not None and options.get("optional") and patterns.package_of(pattern):
-            return
         if unmatched is not None:
-            is_namespace = not patterns.package_of(pattern)
-            self.fault(namespace if is_namespace else node, f"{unmatched}{'' if is_namespace else _MAY_LACK}")
+            if not patterns.package_of(pattern):
+                self.fault(namespace, unmatched)
+            elif not entry.is_optional:
+                self.fault(entry.node, unmatched + _MAY_LACK)
             return
-        rule = None if treatment is None else Rule(pattern, treatment, self._at(line_of(node)), **options)
+        rule = self._rule(pattern, entry)
         for path in patterns.functions(pattern):
             unfit = None if rule is None else unfit_reason(rule, path)
             if unfit is not None:
-                self.fault(node, f"{pattern} matches {path}: {unfit}")
+                self.fault(entry.node, f"{pattern} matches {path}: {unfit}")
                 return
-        self._changes += [((pattern, dtype), rule) for dtype in dtypes]
+        self._changes += [((pattern, dtype), rule) for dtype in entry.dtypes]
 
-    def _paths(self, namespace: yaml.ScalarNode, name: str, node: yaml.Node, optional: bool) -> list[Path]:
+    def _paths(self, entry: _Entry) -> list[Path]:
         """Returns the paths that an entry names; records a fault for a pattern, or for a required name without any."""
-        if namespace.value != EVERY_NAMESPACE:
-            return [Path(namespace.value, name)]
+        if entry.path.namespace != EVERY_NAMESPACE:
+            return [entry.path]
+        name = entry.path.name
         found = spellings(name)
         if any(sign in name for sign in "*?["):
-            self.fault(node, _no_pattern(name))  # even if it is optional: no torch has such a name
-        elif not found and not optional:
-            namespaces = ", ".join(NAMESPACES)
-            near = did_you_mean(name, _public_names())
-            self.fault(
-                node, f"no function is named {name!r} in any of {namespaces}; `{EVERY_NAMESPACE!r}` means these.{near}"
-            )
+            self.fault(entry.node, _no_pattern(name))  # even if it is optional: no torch has such a name
+        elif not found and not entry.is_optional:
+            where = f"in any of {', '.join(NAMESPACES)}; `{EVERY_NAMESPACE!r}` means these"
+            self.fault(entry.node, f"no function is named {name!r} {where}.{did_you_mean(name, _public_names())}")
         return found
 
-    def _add_path(
-        self,
-        path: Path,
-        entry: Path,
-        treatment: Treatment | None,
-        dtypes: Iterable[torch.dtype],
-        options: Mapping[str, Any],
-        node: yaml.Node,
-    ) -> None:
-        rule = None if treatment is None else Rule(path, treatment, self._at(line_of(node)), **options)
-        listing = _Listing(path, entry, UNLISTED if treatment is None else treatment.value, line_of(node), rule)
+    def _add_path(self, path: Path, entry: _Entry) -> None:
+        rule, node = self._rule(path, entry), entry.node
+        name = UNLISTED if entry.treatment is None else entry.treatment.value
+        listing = _Listing(path, entry.path, name, line_of(node), rule)
         function = function_key(path) if self._resolve else path
-        for dtype in dtypes:
+        for dtype in entry.dtypes:
             first = self._first.setdefault((function, dtype), listing)
             again = self._listed.setdefault((path, dtype), listing)
             if listing.repeats(again):
                 continue  # such as mul and multiply: the operator * is a spelling of both
-            earlier = first if again is listing else again
-            clash = again is not listing or listing.disagrees(earlier)
-            if clash and (listing.is_derived or earlier.is_derived):
-                self.fault(node, _shared(listing, earlier))
-                return
-            if first.name != listing.name:
-                same = "" if first.path == path else f", which is the same function as {first.path},"
-                where = f" in line {first.line}" if first.line else ""
-                stands = f"stands in {listing.name!r} here and in {first.name!r}{where}"
-                self.fault(node, f"{path}{same} {stands}; keep one of them.")
-                return
-            if again is not listing:
-                where = f", first in line {again.line}" if again.line else ""
-                self.fault(node, f"{path} stands in {listing.name!r} a second time{where}; keep one.")
-                return
-            expected = rule if first is listing or first.rule is None else replace(first.rule, path=path)
-            if rule is not None and expected != rule:
-                where = f" in line {first.line}" if first.line else ""
-                self.fault(
-                    node,
-                    f"{path} is the same function as {first.path}, which has other options{where}; expected the same.",
-                )
+            clash = _clash(listing, first, again)
+            if clash is not None:
+                self.fault(node, clash)
                 return
             self._changes.append(((path, dtype), rule))
 
@@ -343,45 +336,43 @@ class Reading:
             self.fault(node, "an entry without `name`; expected one such as {name: exp, dtypes: [float16]}.")
         return options if len(self._faults) == faults else None
 
-    def _exists(self, path: Path, options: Mapping[str, Any], node: yaml.Node, namespace: yaml.ScalarNode) -> bool:
+    def _exists(self, path: Path, entry: _Entry) -> bool:
         """Returns True if a function exists and can be listed so, or if its module is not imported yet.
 
         Otherwise records a fault, unless the function is missing and the entry optional.
         """
-        optional = options.get("optional", False)
+        options = entry.options
         try:
             owner = find_owner(path.namespace)
         except PathError as error:
-            if not optional and namespace not in self._missing:
-                self._missing.add(namespace)
-                self.fault(
-                    namespace,
-                    _no_namespace(path) or f"{error} Mark its entries `optional: true` if it may be missing.",
-                )
+            if not entry.is_optional:
+                may_lack = f"{error} Mark its entries `optional: true` if it may be missing."
+                self._fault_once(entry.namespace, _no_namespace(path) or may_lack)
             return False
         if owner is None:
             return True
         if not isinstance(owner, (types.ModuleType, type)) and (mistaken := _no_namespace(path)) is not None:
-            if namespace not in self._missing:
-                self._missing.add(namespace)
-                self.fault(namespace, mistaken)
+            self._fault_once(entry.namespace, mistaken)
             return False
         try:
             unfit = unlistable_reason(path, owner, find(path), options.get("when", ()), options.get("via_dtype", False))
         except PathError as error:
-            if optional:
+            if entry.is_optional:
                 return False
             unfit = _elsewhere(path) or f"{error}{_MAY_LACK}"
         if unfit:
-            self.fault(node, unfit)
+            self.fault(entry.node, unfit)
         return not unfit
 
+    def _fault_once(self, namespace: yaml.Node, message: str) -> None:
+        """Records a fault of a namespace, and not one for each of its names."""
+        if namespace not in self._missing:
+            self._missing.add(namespace)
+            self.fault(namespace, message)
 
-_LISTS = (*(treatment.value for treatment in Treatment), UNLISTED)
 
-
-def _treatment(list_name: str) -> Treatment | None:
-    return None if list_name == UNLISTED else Treatment(list_name)
+# What each list does to its functions; None: they are to be on no list.
+_LISTS: dict[str, Treatment | None] = {**{treatment.value: treatment for treatment in Treatment}, UNLISTED: None}
 
 
 def _no_rules(name: str, value: yaml.Node) -> str:
@@ -462,6 +453,30 @@ def _no_namespace(path: Path) -> str | None:
     return f"found {given!r} in the place of a namespace; {kind}. Type `{typed}`."
 
 
+def _clash(listing: _Listing, first: _Listing, again: _Listing) -> str | None:
+    """Returns the fault for a listing that contradicts or repeats an earlier one; None if it does not.
+
+    Args:
+        listing: the listing.
+        first: the first one of its function, under any of its paths; it may be the listing itself.
+        again: the first one of its path; it may be the listing itself.
+    """
+    path, earlier = listing.path, first if again is listing else again
+    is_derived = listing.is_derived or earlier.is_derived
+    if is_derived and (again is not listing or listing.disagrees(earlier)):
+        return _shared(listing, earlier)
+    where = f" in line {first.line}" if first.line else ""
+    if first.name != listing.name:
+        same = "" if first.path == path else f", which is the same function as {first.path},"
+        return f"{path}{same} stands in {listing.name!r} here and in {first.name!r}{where}; keep one of them."
+    if again is not listing:
+        before = f", first in line {again.line}" if again.line else ""
+        return f"{path} stands in {listing.name!r} a second time{before}; keep one."
+    if listing.disagrees(first):
+        return f"{path} is the same function as {first.path}, which has other options{where}; expected the same."
+    return None
+
+
 def _shared(listing: _Listing, earlier: _Listing) -> str:
     """Returns the fault for two entries that stand for one path, which at least one of them does not name."""
     where = f" in line {earlier.line}" if earlier.line else ""
@@ -496,7 +511,7 @@ def _fitting(options: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     return {**options, "via_dtype": False}
 
 
-def _in_force(since: TorchVersion | None, until: TorchVersion | None) -> bool:
+def is_in_force(since: str | None, until: str | None) -> bool:
     """Returns True if an entry is for the installed version of torch."""
     return (since is None or torch.__version__ >= since) and (until is None or torch.__version__ < until)
 

@@ -77,8 +77,10 @@ def typed_options(when: When, via_dtype: bool, needs_float32: Sequence[str]) -> 
     return [*conditions, *(["via_dtype"] if via_dtype else []), *typed_need(needs_float32)]
 
 
-#: The changes in a file: the rule that a path gets for a half dtype, or None if it is to have no rule.
-Changes = Sequence[tuple[tuple[Path, torch.dtype], Rule | None]]
+#: A change: the rule that a path gets for a half dtype, or None if it is to have no rule.
+Change = tuple[tuple[Path, torch.dtype], Rule | None]
+#: The changes in a file.
+Changes = Sequence[Change]
 
 
 #: The key for rules of parts of a model, beside the names of the lists.
@@ -100,7 +102,7 @@ class ModuleRules:
 
     name: str
     source: str = field(compare=False)
-    changes: tuple[tuple[tuple[Path, torch.dtype], Rule | None], ...] | None = None
+    changes: tuple[Change, ...] | None = None
 
     @property
     def is_float32(self) -> bool:

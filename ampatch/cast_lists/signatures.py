@@ -11,7 +11,8 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -70,14 +71,6 @@ def first_argument_reader(function: Callable[..., object]) -> ArgumentReader | N
     return next(iter(_readers(function).values()), None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    name: str
-    positional: bool
-    default: object
-    aliases: tuple[str, ...] = ()
-
-
 # NumPy's keywords that torch's builtins also accept (numpy_compatibility_arg_names in its python_arg_parser.cpp).
 _NUMPY_NAMES = {"input": ("x", "a", "x1"), "other": ("x2",), "dim": ("axis",), "keepdim": ("keepdims",)}
 
@@ -90,7 +83,7 @@ def _readers(function: Callable[..., object]) -> Mapping[str, ArgumentReader]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return _readers_of_operator(getattr(function, "__name__", ""))
-    return _readers_of([_parameters(signature)])
+    return _readers_of([_of_signature(signature)])
 
 
 _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType)
@@ -106,44 +99,45 @@ def _cached_readers(name: str, _: tuple[str, ...]) -> Mapping[str, ArgumentReade
     return types.MappingProxyType(_readers_of(_overloads_of_operator(name)))
 
 
-def _readers_of(overloads: list[list[_Parameter]]) -> dict[str, ArgumentReader]:
-    places = [[parameter.name for parameter in overload if parameter.positional] for overload in overloads]
+def _readers_of(overloads: list[list[ArgumentReader]]) -> dict[str, ArgumentReader]:
+    """Returns the readers for calls of any of the overloads, from the readers of each overload."""
+    places = [[each.name for each in overload if each.position is not None] for overload in overloads]
     readers: dict[str, ArgumentReader] = {}
-    for parameter in (parameter for overload in overloads for parameter in overload):
-        name = parameter.name
+    for reader in (reader for overload in overloads for reader in overload):
+        name = reader.name
         position = next((names.index(name) for names in places if name in names), None)
         # The second argument of torch.max is a dimension or another tensor: its position does not say which.
         if position is not None and any(len(names) > position and names[position] != name for names in places):
             continue
         known = readers.get(name)
-        default = parameter.default if known is None or known.default is None else known.default
-        readers[name] = ArgumentReader(name, position, default, parameter.aliases)
+        default = reader.default if known is None or known.default is None else known.default
+        readers[name] = replace(reader, position=position, default=default)
     # Without sorting, the keyword-only arguments of one overload would precede the arguments that the next one adds.
     last = max(map(len, places), default=0)
     return dict(sorted(readers.items(), key=lambda item: last if item[1].position is None else item[1].position))
 
 
-def _parameters(signature: inspect.Signature) -> list[_Parameter]:
+def _of_signature(signature: inspect.Signature) -> list[ArgumentReader]:
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [
-        _Parameter(p.name, p.kind in positional, None if p.default is p.empty else p.default)
-        for p in signature.parameters.values()
+        ArgumentReader(p.name, index if p.kind in positional else None, None if p.default is p.empty else p.default)
+        for index, p in enumerate(signature.parameters.values())
         if p.kind not in variadic
     ]
 
 
-def _overloads_of_operator(name: str) -> list[list[_Parameter]]:
+def _overloads_of_operator(name: str) -> list[list[ArgumentReader]]:
     """Returns the overloads that take a tensor; the others are TorchScript's, for plain numbers."""
-    overloads = []
-    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
-        if any("Tensor" in str(argument.type) for argument in schema.arguments):
-            overload = []
-            for argument in schema.arguments:
-                # A schema's self is called input in Python; in a method it is the tensor itself.
-                known = "input" if argument.name == "self" else argument.name
-                default = argument.default_value if argument.has_default_value() else None
-                if not argument.is_out:
-                    overload.append(_Parameter(known, not argument.kwarg_only, default, _NUMPY_NAMES.get(known, ())))
-            overloads.append(overload)
-    return overloads
+    return [
+        [_of_schema(argument, index) for index, argument in enumerate(schema.arguments) if not argument.is_out]
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        if any("Tensor" in str(argument.type) for argument in schema.arguments)
+    ]
+
+
+def _of_schema(argument: Any, index: int) -> ArgumentReader:
+    # A schema's self is called input in Python; in a method it is the tensor itself.
+    name = "input" if argument.name == "self" else argument.name
+    default = argument.default_value if argument.has_default_value() else None
+    return ArgumentReader(name, None if argument.kwarg_only else index, default, _NUMPY_NAMES.get(name, ()))

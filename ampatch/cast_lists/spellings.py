@@ -80,9 +80,7 @@ def method_of_operator(symbol: str) -> Path | None:
 def plain_name(name: str) -> str:
     """Returns the name that stands for all spellings: "exp" for "exp_", "mul" for "__rmul__"."""
     if name.startswith("__") and name.endswith("__"):
-        bare = name[2:-2]
-        forms = (bare, bare[1:]) if bare[:1] in ("r", "i") else (bare,)
-        return next((known for known, operator in _OPERATORS.items() if operator in forms), name)
+        return name_of_operator(name) or name
     return name[:-1] if name.endswith("_") and spellings(name[:-1]) else name
 
 
@@ -127,9 +125,8 @@ def _owner(namespace: str) -> object:
 def _is_function(path: Path) -> bool:
     if path.name.startswith("__") and path.namespace != "torch.Tensor":
         return False  # a method of the module object, such as torch.__eq__
-    found = unwrapped(
-        getattr(_owner(path.namespace), path.name, None)
-    )  # not find(): its search for close names is slow
+    # Not find(): its search for close names is slow.
+    found = unwrapped(getattr(_owner(path.namespace), path.name, None))
     return callable(found) and not isinstance(found, (type, types.ModuleType))
 
 
@@ -163,10 +160,8 @@ def operators_in(function: object) -> dict[str, list[object]]:
             for instruction in dis.get_instructions(code):
                 symbol = _symbol_of(instruction)
                 if symbol is not None and not _is_text(before):
-                    names = _methods_behind(symbol)
-                    found[symbol] = [
-                        unwrapped(method) for name in names if (method := getattr(torch.Tensor, name, None))
-                    ]
+                    methods = (getattr(torch.Tensor, name, None) for name in _methods_behind(symbol))
+                    found[symbol] = [unwrapped(method) for method in methods if method]
                 before = instruction
     return found
 

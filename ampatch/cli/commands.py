@@ -172,11 +172,11 @@ def _diff(arguments: argparse.Namespace) -> int:
     of_peer = tuple(HALF_DTYPES[name] for name in _PEER_HALF_DTYPES.get(other, HALF_DTYPES))
     half_dtypes = arguments.half_dtype or of_peer
     if other in PEERS:
-        _print(list_reports.difference(peer(other), shipped(), other, half_dtypes))
-        return 0
-    with _searching_here():
-        changed = shipped().overlaid(other)
-    _print(list_reports.changes(shipped(), changed, other, half_dtypes))
+        lines = list_reports.difference(peer(other), shipped(), other, half_dtypes)
+    else:
+        with _searching_here():
+            lines = list_reports.changes(shipped(), shipped().overlaid(other), other, half_dtypes)
+    _print(lines)
     return 0
 
 
@@ -317,17 +317,29 @@ def _preflight(arguments: argparse.Namespace) -> int:
         if not isinstance(result, (tuple, list)) or len(result) != 3:
             raise OptionError(f"{arguments.target} returned {_shape(result)}; expected three: {_STEP}.")
         model, inputs, loss_fn = result
-        try:
+        with _naming(arguments.target, is_users, _step_of(arguments.target, inputs)):
             result = amp.preflight(model, inputs, loss_fn, levels=levels, measure=not arguments.no_measure)
-        except OptionError as error:
-            raise OptionError(f"{arguments.target}: {error}") from error
-        except (Exception, SystemExit) as error:
-            if not is_users(error):
-                raise  # with the traceback, since it is a fault of ampatch
-            told = f"{arguments.target}: {type(error).__name__}: {error}"
-            raise in_one_error(told, error, _step_of(arguments.target, inputs)) from error
     _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
     return 0 if any(each.verdict == "stands" for each in result.levels) else _FAULT
+
+
+@contextmanager
+def _naming(target: str, is_users: Callable[[BaseException], bool], code: str) -> Iterator[None]:
+    """Names the user's function in the errors of a block that runs what it returned.
+
+    Args:
+        target: the module and the function, as "module:function".
+        is_users: returns True for an exception of the user's own code.
+        code: Python that runs this code without ampatch.
+    """
+    try:
+        yield
+    except OptionError as error:
+        raise OptionError(f"{target}: {error}") from error
+    except (Exception, SystemExit) as error:
+        if not is_users(error):
+            raise  # with the traceback, since it is a fault of ampatch
+        raise in_one_error(f"{target}: {type(error).__name__}: {error}", error, code) from error
 
 
 def _returned(target: str, example: str, expected: str) -> Any:
@@ -422,12 +434,9 @@ def _tune(arguments: argparse.Namespace) -> int:
     with _searching_here():  # while it runs too: the training may import what it needs late
         given = _of_tuning(target)
         half = arguments.half_dtype
+        as_typed = ("tolerance", "higher_is_better", "budget", "seeds", "opt_level")
         typed = {
-            "tolerance": arguments.tolerance,
-            "higher_is_better": arguments.higher_is_better,
-            "budget": arguments.budget,
-            "seeds": arguments.seeds,
-            "opt_level": arguments.opt_level,
+            **{name: getattr(arguments, name) for name in as_typed},
             "half_dtype": None if half is None else half[0],
             "cast_lists": arguments.cast_lists or None,
             "journal": arguments.journal or (None if "journal" in given else str(out.with_suffix(".tune.json"))),
@@ -439,18 +448,12 @@ def _tune(arguments: argparse.Namespace) -> int:
             to_type = " and ".join(flags[name] for name in missing)
             raise OptionError(f"{target}: {' and '.join(missing)} not given. Type {to_type}.")
         try:
-            result = amp.tune(**options)
+            with _naming(target, is_users, _training_of(target, given)):
+                result = amp.tune(**options)
         except KeyboardInterrupt:
             if options["journal"] is not None:
                 sys.stderr.write(f"Stopped. The same command goes on after the last run in {options['journal']}.\n")
             raise
-        except OptionError as error:
-            raise OptionError(f"{target}: {error}") from error
-        except (Exception, SystemExit) as error:
-            if not is_users(error):
-                raise  # with the traceback, since it is a fault of ampatch
-            told = f"{target}: {type(error).__name__}: {error}"
-            raise in_one_error(told, error, _training_of(target, given)) from error
     _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
     if result.verdict != "passes":
         return _FAULT
@@ -497,11 +500,10 @@ def _of_tuning(target: str) -> dict[str, Any]:
 def _training_of(target: str, given: Mapping[str, Any]) -> str:
     """Returns Python that runs the user's training in float32 without ampatch's search."""
     module, _, function = target.partition(":")
-    names = "train, evaluate = " if set(given) == {"train", "evaluate"} else "given = "
-    call = "evaluate(train({'opt_level': 'O0'}))"
-    if names == "given = ":
-        call = "given['evaluate'](given['train']({'opt_level': 'O0'}))"
-    return f"import {module}; {names}{module}.{function}(); {call}"
+    names, call = "given", "given['evaluate'](given['train']({'opt_level': 'O0'}))"
+    if set(given) == {"train", "evaluate"}:
+        names, call = "train, evaluate", "evaluate(train({'opt_level': 'O0'}))"
+    return f"import {module}; {names} = {module}.{function}(); {call}"
 
 
 def _seeds(text: str) -> int | tuple[int, ...]:
@@ -541,7 +543,7 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--arch",
-        type=_list,
+        type=lambda text: text.split(","),
         default=None,
         metavar="LIST",
         help="GPU architectures, such as 80,90 (default: those of this machine's GPUs or, if it has none, "
@@ -600,10 +602,6 @@ def _build_calls(force: bool) -> None:
     sys.stdout.flush()
     built = extension_build.carry_out(plan, force)
     _print(["It is there already." if built.was_cached else f"Built and tried out in {built.seconds:.0f} seconds."])
-
-
-def _list(text: str) -> list[str]:
-    return text.split(",")
 
 
 def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:

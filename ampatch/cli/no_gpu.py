@@ -34,10 +34,8 @@ def add_hint_to_torch_errors() -> None:
     `multiprocessing` and notebooks print errors themselves, without sys.excepthook.
     """
     cuda: Any = sys.modules["torch.cuda"]
-    cuda._lazy_init = _explained(cuda, cuda._lazy_init)
+    original: Callable[[], None] = cuda._lazy_init
 
-
-def _explained(cuda: Any, original: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(original)
     def _lazy_init() -> None:
         try:
@@ -48,7 +46,7 @@ def _explained(cuda: Any, original: Callable[[], None]) -> Callable[[], None]:
         if cuda._lazy_init is _lazy_init:
             cuda._lazy_init = original
 
-    return _lazy_init
+    cuda._lazy_init = _lazy_init
 
 
 def _asks_for_a_gpu(error: BaseException) -> bool:

@@ -115,7 +115,9 @@ class ScriptReport:
             return
         with contextlib.suppress(Exception):  # torch may have lost its devices; what was recorded is left
             report.__exit__(None, None, None)
-        path = self._own_path()
+        number, path = _rank_now(), self._path
+        if number not in (None, "0"):
+            path = path.with_suffix(f".rank{number}{path.suffix}")
         try:
             data = report.to_dict()
             if not data["cost"]["operators"] and path.exists() and path.stat().st_mtime > self._began:
@@ -125,10 +127,6 @@ class ScriptReport:
             _say(f"error: the report could not be written: {type(error).__name__}: {error}")
         finally:
             _end_by_interrupt()
-
-    def _own_path(self) -> Path:
-        number = _rank_now()
-        return self._path if number in (None, "0") else self._path.with_suffix(f".rank{number}{self._path.suffix}")
 
 
 def _end_by_interrupt() -> None:

@@ -40,12 +40,8 @@ logger = logging.getLogger("ampatch")
 class _Process:
     """Patches of this process, which has one torch."""
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.ledger: PatchLedger | None = None
-
-
-_process = _Process()
+    lock = threading.Lock()
+    ledger: PatchLedger | None = None
 
 
 def stand_in() -> PatchLedger:
@@ -58,10 +54,10 @@ def stand_in() -> PatchLedger:
         Ledger of the installed patches; its ``undo()`` restores torch. Deinitialize any ampatch session that was
         started meanwhile before calling ``undo()``.
     """
-    with _process.lock:
-        if _process.ledger is None:
-            _process.ledger = _install()
-        return _process.ledger
+    with _Process.lock:
+        if _Process.ledger is None:
+            _Process.ledger = _install()
+        return _Process.ledger
 
 
 def _install() -> PatchLedger:
@@ -83,4 +79,4 @@ def _install() -> PatchLedger:
 
 
 def _forget() -> None:
-    _process.ledger = None
+    _Process.ledger = None

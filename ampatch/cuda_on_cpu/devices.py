@@ -41,11 +41,6 @@ def on_cpu(device: Any) -> Any:
     return device
 
 
-def in_main_memory(tensor_type: Any) -> Any:
-    """Drops ``cuda`` from the name of a tensor type (``"torch.cuda.FloatTensor"``); returns other values unchanged."""
-    return tensor_type.replace("torch.cuda.", "torch.") if isinstance(tensor_type, str) else tensor_type
-
-
 def install(replacements: Replacements) -> None:
     """Replaces the functions that take devices."""
     _create(replacements)
@@ -76,25 +71,19 @@ def _create(replacements: Replacements) -> None:
     replacements.everywhere(torch.Generator, _generator_class(torch.Generator))
 
 
-def _with_device_keyword(original: Function) -> Function:
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        kwargs.pop("pin_memory", None)  # no GPU would copy from pinned memory
-        return original(*args, **kwargs)
-
-    return replacement
+def _with_device_keyword(original: Function, *args: Any, **kwargs: Any) -> Any:
+    if "device" in kwargs:
+        kwargs["device"] = on_cpu(kwargs["device"])
+    kwargs.pop("pin_memory", None)  # no GPU would copy from pinned memory
+    return original(*args, **kwargs)
 
 
-def _with_device_first(original: Function) -> Function:
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            args = (on_cpu(args[0]), *args[1:])
-        if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        return original(self, *args, **kwargs)
-
-    return replacement
+def _with_device_first(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if args:
+        args = (on_cpu(args[0]), *args[1:])
+    if "device" in kwargs:
+        kwargs["device"] = on_cpu(kwargs["device"])
+    return original(self, *args, **kwargs)
 
 
 def _generator_class(original: type[torch.Generator]) -> type:
@@ -118,38 +107,35 @@ def _move(replacements: Replacements) -> None:
         replacements.method(owner, "to", _with_device_first)
     replacements.method(Tensor, "cuda", _moved_tensor)
     replacements.method(Tensor, "pin_memory", _as_it_is)
-    replacements.method(Tensor, "record_stream", lambda _: always(None))
+    replacements.method(Tensor, "record_stream", always(None))
 
 
-def _moved_tensor(_original: Function) -> Function:
-    def cuda(
-        self: Tensor,
-        device: Any = None,
-        non_blocking: bool = False,
-        memory_format: torch.memory_format = torch.preserve_format,
-    ) -> Tensor:
-        return self.to("cpu", non_blocking=non_blocking, memory_format=memory_format)
-
-    return cuda
+def _moved_tensor(
+    _original: Function,
+    self: Tensor,
+    device: Any = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> Tensor:
+    return self.to("cpu", non_blocking=non_blocking, memory_format=memory_format)
 
 
-def _as_it_is(_original: Function) -> Function:
-    return lambda self, *args, **kwargs: self
+def _as_it_is(_original: Function, self: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+    return self
 
 
 # Asking for the device
 
 
 def _answer(replacements: Replacements) -> None:
-    original = Tensor.get_device
-
-    def get_device(self: Tensor) -> int:
-        return current_device() if _is_cuda(self) else original(self)
-
-    replacements.method(Tensor, "get_device", lambda _: get_device)
+    replacements.method(Tensor, "get_device", _get_device)
     replacements.ledger.set(Tensor, "is_cuda", property(_is_cuda))
     # Otherwise GPU libraries would get an address in main memory, and crash.
     replacements.ledger.set(Tensor, "__cuda_array_interface__", property(_no_array_interface))
+
+
+def _get_device(original: Function, self: Tensor) -> Any:
+    return current_device() if _is_cuda(self) else original(self)
 
 
 def _is_cuda(tensor: Tensor) -> bool:
@@ -171,14 +157,13 @@ def _name_types(replacements: Replacements) -> None:
     replacements.method(Tensor, "type", _type)
 
 
-def _type(original: Function) -> Function:
-    def type_(self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is not None:
-            return original(self, in_main_memory(dtype), *args, **kwargs)
-        name: str = original(self)
-        return name.replace("torch.", "torch.cuda.", 1) if _is_cuda(self) else name
-
-    return type_
+def _type(original: Function, self: Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(dtype, str):
+        dtype = dtype.replace("torch.cuda.", "torch.")
+    if dtype is not None:
+        return original(self, dtype, *args, **kwargs)
+    name: str = original(self)
+    return name.replace("torch.", "torch.cuda.", 1) if _is_cuda(self) else name
 
 
 # Checkpoints
@@ -188,14 +173,11 @@ def _load(replacements: Replacements) -> None:
     """Makes `torch.load` leave storages that were saved from a GPU, or are mapped to one, in main memory."""
     registry = torch.serialization._package_registry
     before = list(registry)
-    # torch tries entries in order of priority; its own entry for CUDA has priority 20.
-    torch.serialization.register_package(0, _untagged, _left_in_main_memory)
+    # torch tries entries in order of priority; its own entry for CUDA has priority 20. A storage that is saved gets no
+    # location from this one: torch's own entry for the CPU gives it.
+    torch.serialization.register_package(0, always(None), _left_in_main_memory)
     (entry,) = (each for each in registry if each not in before)
     replacements.ledger.on_undo(lambda: registry.remove(entry))
-
-
-def _untagged(_storage: object) -> None:
-    """Returns None, no location for a storage that is saved: torch's own entry for the CPU gives it."""
 
 
 def _left_in_main_memory(storage: Any, location: str) -> Any:

@@ -27,56 +27,48 @@ def install(replacements: Replacements) -> None:
         wrapper = nn.parallel.DistributedDataParallel
         replacements.method(wrapper, "__init__", _without_gpus)
         # The original only raises if a SyncBatchNorm layer is not on a GPU.
-        replacements.method(wrapper, "_passing_sync_batchnorm_handle", lambda _: always(None))
+        replacements.method(wrapper, "_passing_sync_batchnorm_handle", always(None))
         replacements.method(nn.SyncBatchNorm, "forward", _synchronised)
         replacements.function(dist, "init_process_group", _first_backend_gloo)
         replacements.function(dist, "new_group", _third_backend_gloo)
 
 
-def _called_once(_original: Function) -> Function:
-    def data_parallel(
-        module: nn.Module,
-        inputs: Any,
-        device_ids: Any = None,
-        output_device: Any = None,
-        dim: int = 0,
-        module_kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
-        return module(*inputs, **module_kwargs or {})
-
-    return data_parallel
+def _called_once(
+    _original: Function,
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Any = None,
+    output_device: Any = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    inputs = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    return module(*inputs, **module_kwargs or {})
 
 
-def _without_gpus(original: Function) -> Function:
-    def init(
-        self: Any,
-        module: nn.Module,
-        device_ids: Any = None,
-        output_device: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        original(self, module, None, None, *args, **kwargs)
-
-    return init
+def _without_gpus(
+    original: Function,
+    self: Any,
+    module: nn.Module,
+    device_ids: Any = None,
+    output_device: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    original(self, module, None, None, *args, **kwargs)
 
 
 # Process groups
 
 
-def _first_backend_gloo(original: Function) -> Function:
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        return original(_gloo(backend, kwargs), *args, **kwargs)
-
-    return init_process_group
+def _first_backend_gloo(original: Function, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    return original(_gloo(backend, kwargs), *args, **kwargs)
 
 
-def _third_backend_gloo(original: Function) -> Function:
-    def new_group(ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        return original(ranks, timeout, _gloo(backend, kwargs), *args, **kwargs)
-
-    return new_group
+def _third_backend_gloo(
+    original: Function, ranks: Any = None, timeout: Any = None, backend: str | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    return original(ranks, timeout, _gloo(backend, kwargs), *args, **kwargs)
 
 
 def _gloo(backend: str | None, others: dict[str, Any]) -> str | None:
@@ -88,11 +80,7 @@ def _gloo(backend: str | None, others: dict[str, Any]) -> str | None:
     return "gloo"
 
 
-def _synchronised(_original: Function) -> Function:
-    def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-        if self.training and dist.is_initialized() and dist.get_world_size(self.process_group) > 1:
-            return synchronised(self, input)
-        own: Tensor = _BatchNorm.forward(self, input)
-        return own
-
-    return forward
+def _synchronised(_original: Function, self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    if self.training and dist.is_initialized() and dist.get_world_size(self.process_group) > 1:
+        return synchronised(self, input)
+    return _BatchNorm.forward(self, input)

@@ -34,18 +34,17 @@ class Replacements:
         replacement, original = self._originals.get(id(function), (function, function))
         return original if replacement is function else function
 
-    def method(self, owner: type, name: str, make: Callable[[Function], Function]) -> None:
-        """Replaces a method by ``make(original)``; a no-op if this version of torch has no such method."""
+    def method(self, owner: type, name: str, called: Function) -> None:
+        """Has a method call ``called(original, self, ...)``; a no-op if this version of torch has no such method."""
         if hasattr(owner, name):
-            original = getattr(owner, name)
-            stand_in = self._known(make(original), original, owner.__module__, f"{owner.__qualname__}.{name}")
+            stand_in = self._calling(called, getattr(owner, name), owner.__module__, f"{owner.__qualname__}.{name}")
             self.ledger.set(owner, name, stand_in)
 
-    def function(self, owner: Any, name: str, make: Callable[[Function], Function]) -> None:
-        """Registers ``make(original)`` to replace a module's function in every module; a no-op if there is none."""
+    def function(self, owner: Any, name: str, called: Function) -> None:
+        """Registers a module's function to call ``called(original, ...)`` in every module; a no-op if there is none."""
         original = getattr(owner, name, None)
         if original is not None and id(original) not in self._wanted:  # else it is registered under another name
-            self.everywhere(original, self._known(make(original), original, owner.__name__, name))
+            self.everywhere(original, self._calling(called, original, owner.__name__, name))
 
     def everywhere(self, original: object, stand_in: object) -> None:
         """Registers an object to be replaced by another in every module that holds it."""
@@ -58,8 +57,11 @@ class Replacements:
         for holder, name, original in bindings(modules, self._wanted):
             self.ledger.set(holder, name, self._standing_in[id(original)])
 
-    def _known(self, replacement: Function, original: Function, module: str, qualified: str) -> Function:
-        functools.update_wrapper(replacement, original)
+    def _calling(self, called: Function, original: Function, module: str, qualified: str) -> Function:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return called(original, *args, **kwargs)
+
         # Under this name a pickle finds the replacement while it is installed, and the original when it is not.
         replacement.__module__, replacement.__qualname__ = module, qualified
         self._originals[id(replacement)] = (replacement, original)

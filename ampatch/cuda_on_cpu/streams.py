@@ -18,9 +18,8 @@ from ampatch.errors import UsageError
 class _Thread(threading.local):
     """Current device and stream of a thread; on a GPU they are per thread too."""
 
-    def __init__(self) -> None:
-        self.device = 0
-        self.stream: Stream | None = None
+    device = 0
+    stream: Stream | None = None
 
 
 _thread = _Thread()

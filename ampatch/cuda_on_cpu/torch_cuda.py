@@ -76,10 +76,6 @@ def _set_rng_state_all(new_states: Iterable[Tensor]) -> None:
         _set_rng_state(state)
 
 
-def _get_rng_state(device: Any = None) -> Tensor:
-    return torch.default_generator.get_state()
-
-
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
@@ -147,8 +143,8 @@ STAND_INS: dict[str, object] = {
     "seed": _new_seed,
     "seed_all": _new_seed,
     "initial_seed": lambda: torch.initial_seed(),  # noqa: PLW0108 - Dynamo wants each builtin under one name only
-    "get_rng_state": _get_rng_state,
-    "get_rng_state_all": lambda: [_get_rng_state() for _ in range(streams.device_count())],
+    "get_rng_state": lambda device=None: torch.default_generator.get_state(),
+    "get_rng_state_all": lambda: [torch.default_generator.get_state() for _ in range(streams.device_count())],
     "set_rng_state": _set_rng_state,
     "set_rng_state_all": _set_rng_state_all,
     # Scripts that run under nsys start and stop its profiler.

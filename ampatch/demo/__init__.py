@@ -12,8 +12,8 @@ import argparse
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,7 @@ import torch
 
 from ampatch.demo import checkpoints, digits, interrupts, progress, report, run_report, training
 from ampatch.demo.checkpoints import Checkpoint
-from ampatch.demo.digits import Digits
-from ampatch.demo.plan import CHOICES, OPT_LEVELS, SETTINGS, Plan, Run
+from ampatch.demo.plan import CHOICES, OPT_LEVELS, SETTINGS, Plan
 from ampatch.demo.run_report import RunReport
 from ampatch.demo.training import Result, State
 from ampatch.diagnostics import report_file
@@ -123,7 +122,10 @@ def run(arguments: argparse.Namespace) -> int:
         KeyboardInterrupt: after Ctrl-C; the demo has saved its progress, or printed why it could not.
     """
     try:
-        with _one_thread(), interrupts.held_back() as interrupt:
+        with ExitStack() as restored, interrupts.held_back() as interrupt:
+            # One thread is enough for 8 x 8 images, and faster than several on a busy machine.
+            restored.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
             start = _start(arguments)
             recorded = _recorded(start, is_typed=arguments.report is not None)
             target = arguments.save or arguments.resume or DEFAULT_CHECKPOINT
@@ -220,14 +222,16 @@ def _train(start: Checkpoint, keeper: _Keeper, recorded: RunReport | None) -> li
     runs = plan.runs()
     if results or state is not None:
         _say(f"Resuming after {len(results)} of {len(runs)} runs{'' if state is None else ' and a part of the next'}.")
-    times = _seconds_per_step(runs, train, plan.seed)
-    steps, steps_done = (
-        plan.epochs * training.steps_per_epoch(train),
-        0 if state is None else training.steps_done(state),
-    )
-    with progress.shown(times, steps, finished=len(results), steps_done=steps_done) as shown:
+    is_drawn = progress.is_drawn()
+    # No time is measured for a bar that is not drawn.
+    times = {
+        run: training.seconds_per_step(train, run.opt_level, run.dtype, seed=plan.seed) if is_drawn else 1.0
+        for run in runs
+    }
+    steps = plan.epochs * training.steps_per_epoch(train)
+    done_before = 0 if state is None else training.steps_done(state)  # now, as the next run adds to this state
+    with progress.shown(times, steps, finished=len(results), steps_done=done_before) as shown:
         for planned in runs[len(results) :]:
-            done_before = 0 if state is None else training.steps_done(state)  # the run adds to this state
             recording = recorded if recorded is not None and planned == recorded.run else None
             result = training.run(
                 train,
@@ -244,16 +248,9 @@ def _train(start: Checkpoint, keeper: _Keeper, recorded: RunReport | None) -> li
                 # At once, since Ctrl-C may end the demo before its other runs.
                 recording.write(done_before)
             shown.say(f"{planned}: {result.test_accuracy:.2%} of the test digits recognised.")
-            results, state = [*results, result], None
+            results, state, done_before = [*results, result], None, 0
             keeper.stop_if_asked(results, None)
     return results
-
-
-def _seconds_per_step(runs: list[Run], train: Digits, seed: int) -> dict[Run, float]:
-    """Returns the seconds per step of each run; 1.0 for all runs if no progress bar is drawn."""
-    if not progress.is_drawn():
-        return dict.fromkeys(runs, 1.0)
-    return {run: training.seconds_per_step(train, run.opt_level, run.dtype, seed=seed) for run in runs}
 
 
 def _after_step(
@@ -318,17 +315,6 @@ def _program() -> str:
     if called.name != "ampatch" or (found is not None and called.absolute() == Path(found).absolute()):
         return "ampatch"
     return shlex.quote(str(called))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Makes torch use one thread: enough for 8 x 8 images, and faster than several on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _still_learning(plan: Plan, results: Sequence[Result]) -> str | None:

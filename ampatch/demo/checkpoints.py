@@ -112,10 +112,9 @@ def load(path: Path) -> Checkpoint:
         found = content.get("version")
         raise _error(path, f"has the format of another version of ampatch: found {found!r}, expected {_VERSION}")
     try:
-        checkpoint = _checkpoint(content)
+        return _checkpoint(content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _error(path, "was written by `ampatch demo`, but has been changed since") from error
-    return checkpoint
 
 
 def _content(path: Path) -> Any:

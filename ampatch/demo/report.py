@@ -34,12 +34,8 @@ def table(results: Sequence[Result]) -> str:
     lines = [[title for title, _ in _COLUMNS]]
     lines += [[cell(result) for _, cell in _COLUMNS] for result in results]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(_aligned(line, widths)).rstrip() for line in lines)
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    pairs = list(zip(cells, widths, strict=True))
-    return [cell.ljust(width) for cell, width in pairs[:_WORDS]] + [cell.rjust(width) for cell, width in pairs[_WORDS:]]
+    row = "  ".join(f"{{:{'<' if column < _WORDS else '>'}{width}}}" for column, width in enumerate(widths))
+    return "\n".join(row.format(*line).rstrip() for line in lines)
 
 
 def as_json(results: Sequence[Result]) -> str:

@@ -197,9 +197,7 @@ def peak_memory(digits: Digits, opt_level: str, half_dtype: torch.dtype | None, 
     """
 
     def prepare() -> Callable[[], Tensor]:
-        model, optimizer = _set_up(opt_level, half_dtype, seed, digits.images.device)
-        model.train()
-        step = partial(_step, model, optimizer, digits[torch.arange(min(BATCH_SIZE, len(digits)))])
+        step = _first_step(digits, opt_level, half_dtype, seed)
         for _ in range(_STEPS_UNTIL_MEASURED):
             step()
         return step
@@ -222,19 +220,23 @@ def seconds_per_step(digits: Digits, opt_level: str, half_dtype: torch.dtype | N
         half_dtype: argument of ``amp.initialize``; None if the level uses none.
         seed: seed of the weights.
     """
-    model, optimizer = _set_up(opt_level, half_dtype, seed, digits.images.device)
+    step = _first_step(digits, opt_level, half_dtype, seed)
     try:
-        model.train()
-        batch = digits[torch.arange(min(BATCH_SIZE, len(digits)))]
         seconds = []
         for _ in range(_STEPS_UNTIL_MEASURED):
             started = time.perf_counter()
-            _step(model, optimizer, batch).item()
+            step().item()
             seconds.append(time.perf_counter() - started)
         # The minimum: the first step includes setup, and other processes can slow down any step.
         return min(seconds)
     finally:
         amp.deinitialize()
+
+
+def _first_step(digits: Digits, opt_level: str, half_dtype: torch.dtype | None, seed: int) -> Callable[[], Tensor]:
+    """Returns a function that trains a network of its own on the first batch; it takes a step, and returns the loss."""
+    model, optimizer = _set_up(opt_level, half_dtype, seed, digits.images.device)
+    return partial(_step, model, optimizer, digits[torch.arange(min(BATCH_SIZE, len(digits)))])
 
 
 @torch.no_grad()

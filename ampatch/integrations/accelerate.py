@@ -22,6 +22,7 @@ from ampatch import amp
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import accelerated, options
 from ampatch.integrations.accelerated import STATE_NAME, adopted_optimizers
+from ampatch.integrations.shared_patches import put_around
 from ampatch.integrations.trainer_session import TrainerSession, Wording, uninterrupted
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
@@ -106,7 +107,11 @@ def prepare(
             "to accelerator.prepare by themselves."
         )
     for optimizer in optimizers:
-        _check_steps_after_backward(optimizer)
+        if hasattr(optimizer, "fused_backward"):  # those of the LOMO kind have it
+            raise OptionError(
+                f"{type(optimizer).__name__} updates weights within the backward pass, from gradients that are still "
+                "scaled. Choose an optimizer that steps after it."
+            )
     updated = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     named = (pair for model in models for pair in model.named_parameters())
     accelerated.check_weights((name, parameter) for name, parameter in named if id(parameter) in updated)
@@ -170,7 +175,7 @@ class _Prepared:
             ledger = PatchLedger()
             self._closing.callback(ledger.undo)
             for name, around in _AROUND.items():
-                ledger.set(accelerator, name, _while_on(accelerator, getattr(accelerator, name), around))
+                put_around(ledger, accelerator, name, functools.partial(_while_on, accelerator, around))
             self._closing.callback(accelerator.register_save_state_pre_hook(self._save_scale).remove)
             self._closing.callback(accelerator.register_load_state_pre_hook(self._load_scale).remove)
 
@@ -252,18 +257,15 @@ _AROUND: dict[str, Callable[..., Any]] = {
 }
 
 
-def _while_on(accelerator: Accelerator, original: Any, around: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method with amp around it while amp is on for the Accelerator; otherwise it is the original.
+def _while_on(
+    accelerator: Accelerator, around: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a method with amp around it while amp is on for the Accelerator; otherwise calls the original.
 
     Users keep such a method (``backward = accelerator.backward``) after amp has ended, and after a later `prepare`.
     """
-
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        live = next((each for each in _live if each.accelerator is accelerator), None)
-        return original(*args, **kwargs) if live is None else around(live, original, *args, **kwargs)
-
-    return method
+    live = next((each for each in _live if each.accelerator is accelerator), None)
+    return original(*args, **kwargs) if live is None else around(live, original, *args, **kwargs)
 
 
 # What excludes amp
@@ -339,15 +341,6 @@ def _check_not_prepared(accelerator: Any, objects: Sequence[Any]) -> None:
 def _is_optimizer(each: Any) -> bool:
     is_like_one = all(hasattr(each, name) for name in ("param_groups", "step", "zero_grad"))
     return is_like_one and not isinstance(each, nn.Module)
-
-
-def _check_steps_after_backward(optimizer: Any) -> None:
-    """Raises for optimizers of the LOMO kind."""
-    if hasattr(optimizer, "fused_backward"):
-        raise OptionError(
-            f"{type(optimizer).__name__} updates weights within the backward pass, from gradients that are still "
-            "scaled. Choose an optimizer that steps after it."
-        )
 
 
 def _place(accelerator: Any, model: nn.Module, wanted: bool | None) -> None:

@@ -6,7 +6,6 @@ gradients are to be clipped. Also what excludes amp, and the file of the loss sc
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from ampatch import amp
 from ampatch.errors import OptionError, warn
 from ampatch.integrations import versions
-from ampatch.integrations.shared_patches import SharedPatches
+from ampatch.integrations.shared_patches import SharedPatches, put_around
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
@@ -142,8 +141,8 @@ def load_scale(folder: str | Path) -> None:
 
 def _install(ledger: PatchLedger) -> None:
     ledger.set(AcceleratedOptimizer, "step_was_skipped", property(_step_was_skipped))
-    ledger.set(Accelerator, "clip_grad_norm_", _of_updated(Accelerator.clip_grad_norm_))
-    ledger.set(Accelerator, "clip_grad_value_", _of_updated(Accelerator.clip_grad_value_))
+    put_around(ledger, Accelerator, "clip_grad_norm_", _clip_updated)
+    put_around(ledger, Accelerator, "clip_grad_value_", _clip_updated)
 
 
 #: Within `adopted_optimizers.installed()`, ``optimizer_step_was_skipped`` is right for adopted optimizers, and
@@ -158,9 +157,7 @@ def _step_was_skipped(optimizer: AcceleratedOptimizer) -> bool:
     return bool(optimizer._is_overflow)
 
 
-def _of_updated(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def clip(accelerator: Accelerator, parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(accelerator, updated(parameters), *args, **kwargs)
-
-    return clip
+def _clip_updated(
+    original: Callable[..., Any], accelerator: Accelerator, parameters: Any, *args: Any, **kwargs: Any
+) -> Any:
+    return original(accelerator, updated(parameters), *args, **kwargs)

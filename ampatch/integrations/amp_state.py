@@ -86,22 +86,17 @@ class AmpState:
         with self._lock:
             self._users += 1
             is_first = self._users == 1
-            try:
+        try:
+            with self._lock:
                 session = self._session
                 if session is None:
                     self._reopen(net, training)
                 elif (training and not session.is_training) or (self._is_outdated and not session.is_in_step):
                     self._reopen(net, training or session.is_training)
-            except BaseException:  # such as the KeyboardInterrupt that `uninterrupted` raises late
-                self._users -= 1
-                if not self._users:
-                    self._close()
-                raise
-            if is_first:
-                self._holder = threading.get_ident()
-        try:
+                if is_first:
+                    self._holder = threading.get_ident()
             yield
-        finally:
+        finally:  # also after the KeyboardInterrupt that `uninterrupted` raises late
             with self._lock:
                 self._users -= 1
                 if is_first:

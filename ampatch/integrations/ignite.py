@@ -18,7 +18,7 @@ from ampatch import amp
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import versions
 from ampatch.integrations.options import hint
-from ampatch.integrations.shared_patches import SharedPatches
+from ampatch.integrations.shared_patches import SharedPatches, put_around
 from ampatch.integrations.trainer_session import uninterrupted
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, as_flag, check_flag
@@ -241,7 +241,7 @@ class AmpHandler:
         setattr(engine.state, name, self._stats)
         engine.add_event_handler(Events.INTERRUPT, self._note_interrupt)
         # Not by events: an exception has one of its own, but any handler of it can keep it from later ones.
-        self._ledger.set(engine, "run", self._run(engine, engine.run))
+        put_around(self._ledger, engine, "run", functools.partial(self._run, engine))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the result of ``amp.state_dict``; after a run that has ended amp, the last one."""
@@ -251,37 +251,30 @@ class AmpHandler:
         """Calls ``amp.load_state_dict``, which takes the state of ignite's ``scaler`` too."""
         amp.load_state_dict(state_dict)
 
-    def _run(self, engine: Engine, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if not amp.is_on() and not runtime.disabled:
-                raise UsageError(
-                    "this engine has an AmpHandler, but amp is off. Call amp.initialize before the run. If an earlier "
-                    "run has ended amp, type AmpHandler(deinitialize=False), or call amp.initialize once more."
-                )
-            self._interrupted.pop(engine, None)
-            self._running.append(engine)
-            self._stats.read()
-            try:
-                with _averages_of_masters.installed():
-                    return original(*args, **kwargs)
-            except BaseException:
-                self._interrupted.pop(engine, None)  # it does not go on
-                raise
-            finally:
-                self._running.remove(engine)
-                if self._deinitializes and not self._running and not self._is_awaited():
-                    self._end()
-
-        return run
+    def _run(self, engine: Engine, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not amp.is_on() and not runtime.disabled:
+            raise UsageError(
+                "this engine has an AmpHandler, but amp is off. Call amp.initialize before the run. If an earlier run "
+                "has ended amp, type AmpHandler(deinitialize=False), or call amp.initialize once more."
+            )
+        self._interrupted.pop(engine, None)
+        self._running.append(engine)
+        self._stats.read()
+        try:
+            with _averages_of_masters.installed():
+                return original(*args, **kwargs)
+        except BaseException:
+            self._interrupted.pop(engine, None)  # it does not go on
+            raise
+        finally:
+            self._running.remove(engine)
+            is_awaited = any(session() is runtime.live for session in self._interrupted.values())
+            if self._deinitializes and not self._running and not is_awaited:
+                self._end()
 
     def _note_interrupt(self, engine: Engine) -> None:
         if runtime.live is not None:
             self._interrupted[engine] = weakref.ref(runtime.live)
-
-    def _is_awaited(self) -> bool:
-        """Returns True if an interrupted run is to go on with the live session."""
-        return any(session() is runtime.live for session in self._interrupted.values())
 
     def _end(self) -> None:
         with uninterrupted():
@@ -366,10 +359,7 @@ def _check_adopted(model: nn.Module, optimizer: Any) -> None:
 
 
 def _install(ledger: PatchLedger) -> None:
-    def set_model(handler: EMAHandler, given: nn.Module) -> None:
-        vars(handler)["model"] = given
-
-    ledger.set(EMAHandler, "model", property(_averaged, set_model))
+    ledger.set(EMAHandler, "model", property(_averaged, lambda handler, given: vars(handler).update(model=given)))
 
 
 def _averaged(handler: EMAHandler) -> Any:

@@ -7,19 +7,12 @@ leave everything else to `ampatch.integrations.precision_plugin`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ampatch.integrations.precision_plugin import PrecisionPlugin, precision_class
-
-if TYPE_CHECKING:
-    Precision: Any = object
-else:
-    Precision = precision_class("lightning.pytorch", "pytorch_lightning")
 
 __all__ = ["AmpatchPrecision"]
 
 
-class AmpatchPrecision(PrecisionPlugin, Precision):  # type: ignore[misc]
+class AmpatchPrecision(PrecisionPlugin, precision_class("lightning.pytorch", "pytorch_lightning")):  # type: ignore[misc]
     """Trains, validates, tests and predicts in mixed precision, in a ``Trainer``.
 
     ::

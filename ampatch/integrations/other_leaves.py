@@ -84,13 +84,11 @@ class OtherLeaves:
         with torch.no_grad(), amp.disable_casts():
             for key, leaf in others.items():
                 scale = self.scale_for(leaf)
-                if key in reduced:
-                    if leaf.grad is not None:
-                        leaf.grad.mul_(on_device(scale, leaf.grad.device))
-                    self._existing[key] = _Existing(TensorWeakRef(leaf), scale, None)
-                else:
-                    self._existing[key] = _Existing(TensorWeakRef(leaf), scale, leaf.grad)
+                self._existing[key] = _Existing(TensorWeakRef(leaf), scale, None if key in reduced else leaf.grad)
+                if key not in reduced:
                     leaf.grad = None
+                elif leaf.grad is not None:
+                    leaf.grad.mul_(on_device(scale, leaf.grad.device))
 
     def _has(self, key: int, leaf: Tensor) -> bool:
         existing = self._existing.get(key)

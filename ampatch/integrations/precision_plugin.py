@@ -24,6 +24,7 @@ from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import versions
 from ampatch.integrations.options import hint
 from ampatch.integrations.options import names as option_names
+from ampatch.integrations.shared_patches import put_around
 from ampatch.integrations.trainer_session import TrainerSession, Wording, casts_off, casts_on, uninterrupted
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import LEVELS, check_opt_level
@@ -141,11 +142,9 @@ class PrecisionPlugin:
 
     # Steps
 
-    @contextlib.contextmanager
-    def forward_context(self) -> Iterator[None]:
+    def forward_context(self) -> contextlib.AbstractContextManager[None]:
         """Turns casts on for a step of the module."""
-        with casts_on():
-            yield
+        return casts_on()
 
     @contextlib.contextmanager
     def train_step_context(self) -> Iterator[None]:
@@ -231,11 +230,10 @@ class _Run:
         self._frozen: contextlib.ExitStack | None = None
         strategy = trainer.strategy
         # Lightning's teardown moves the weights to the CPU before it calls the plugin's.
-        self._ledger.set(strategy, "teardown", _preceded(end, strategy.teardown))
+        put_around(self._ledger, strategy, "teardown", functools.partial(_after, end))
         # DDP must wrap the weights that amp has converted, and amp needs the optimizers for that.
-        self._wraps = self._is_fit and hasattr(strategy, "configure_ddp")
         self._wrapping = PatchLedger()
-        if self._wraps:
+        if self._is_fit and hasattr(strategy, "configure_ddp"):
             self._wrapping.set(strategy, "configure_ddp", lambda: None)
 
     @property
@@ -263,17 +261,13 @@ class _Run:
         self._session = session
         self._opened.enter_context(casts_off())
         if self._is_fit:
-            self._patch_lightning()
-
-    def _patch_lightning(self) -> None:
-        loop = self._trainer.fit_loop.epoch_loop
-        self._ledger.set(loop, "update_lr_schedulers", self._unless_skipped(loop.update_lr_schedulers))
+            put_around(self._ledger, trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._update_lr_schedulers)
 
     def wrapped(self, model: nn.Module) -> nn.Module:
         """Wraps the model in DDP, if the strategy was about to; returns the strategy's model."""
-        self._wrapping.undo()
-        if not self._wraps:
+        if not self._wrapping.patches:
             return model
+        self._wrapping.undo()
         self._trainer.strategy.configure_ddp()
         wrapper = self._trainer.strategy.model
         self._opened.callback(self.session.forget_wrapper, wrapper)
@@ -306,22 +300,19 @@ class _Run:
         if frozen is not None:
             frozen.close()
 
-    def _unless_skipped(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Returns an ``update_lr_schedulers`` that leaves schedulers of every step as they are after a skipped step."""
+    def _update_lr_schedulers(
+        self, original: Callable[..., None], interval: str, update_plateau_schedulers: bool
+    ) -> None:
+        """Leaves schedulers of every step as they are after a skipped step."""
         strategy = self._trainer.strategy
-
-        @functools.wraps(original)
-        def update(interval: str, update_plateau_schedulers: bool) -> None:
-            configs = strategy.lr_scheduler_configs
-            counting = [each for each in configs if _counts_steps(each)]
-            if interval == "step" and counting and self.session.last_step_was_skipped():
-                strategy.lr_scheduler_configs = [each for each in configs if not _counts_steps(each)]
-            try:
-                original(interval, update_plateau_schedulers=update_plateau_schedulers)
-            finally:
-                strategy.lr_scheduler_configs = configs
-
-        return update
+        configs = strategy.lr_scheduler_configs
+        counting = [each for each in configs if _counts_steps(each)]
+        if interval == "step" and counting and self.session.last_step_was_skipped():
+            strategy.lr_scheduler_configs = [each for each in configs if not _counts_steps(each)]
+        try:
+            original(interval, update_plateau_schedulers=update_plateau_schedulers)
+        finally:
+            strategy.lr_scheduler_configs = configs
 
 
 def _counts_steps(config: Any) -> bool:
@@ -329,16 +320,12 @@ def _counts_steps(config: Any) -> bool:
     return config.interval == "step" and config.frequency == 1 and not config.reduce_on_plateau
 
 
-def _preceded(first: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        try:
-            first()
-        finally:
-            result = original(*args, **kwargs)
-        return result
-
-    return method
+def _after(first: Callable[[], None], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        first()
+    finally:
+        result = original(*args, **kwargs)
+    return result
 
 
 def _check_callbacks(callbacks: list[Any], opt_level: str) -> None:

@@ -5,17 +5,10 @@ Owns nothing but that choice. Must leave everything else to `ampatch.integration
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from ampatch.integrations.precision_plugin import PrecisionPlugin, precision_class
-
-if TYPE_CHECKING:
-    Precision: Any = object
-else:
-    Precision = precision_class("pytorch_lightning")
 
 __all__ = ["AmpatchPrecision"]
 
 
-class AmpatchPrecision(PrecisionPlugin, Precision):  # type: ignore[misc]
+class AmpatchPrecision(PrecisionPlugin, precision_class("pytorch_lightning")):  # type: ignore[misc]
     """`ampatch.integrations.lightning.AmpatchPrecision`, for the Trainer of ``pytorch_lightning``."""

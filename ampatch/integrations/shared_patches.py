@@ -1,15 +1,29 @@
-"""Patches of a framework's classes that several trainers of one process share.
+"""Patches of a framework's methods, and of its classes that several trainers of one process share.
 
-Owns how many trainers need them. Must not know which framework it is, nor what is patched.
+Owns how a function gets around a method, and how many trainers need a patch. Must not know which framework it is, nor
+what is patched.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from ampatch.ledger import PatchLedger
+
+
+def put_around(ledger: PatchLedger, owner: object, name: str, function: Callable[..., Any]) -> None:
+    """Has calls of ``owner.name`` call a function instead, which gets the original and then the call's arguments."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    ledger.set(owner, name, method)
 
 
 class SharedPatches:

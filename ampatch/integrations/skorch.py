@@ -205,11 +205,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         return [each for each in modules if isinstance(each, nn.Module)], [each for each in optimizers if each]
 
     def _amp_scaler(self) -> Any:
-        params = {
-            key.removeprefix("scaler__"): value
-            for key, value in self.get_params_for("amp").items()
-            if key.startswith("scaler__")
-        }
+        params = self.get_params_for("amp__scaler")
         scaler = getattr(self, "amp__scaler", None)
         lacks = [name for name in _OF_SCALERS if not hasattr(scaler, name)]
         if scaler is None:

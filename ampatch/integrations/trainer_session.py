@@ -28,6 +28,7 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.graph_nodes import nodes_of
 from ampatch.integrations import other_leaves
 from ampatch.integrations.other_leaves import OtherLeaves
+from ampatch.integrations.shared_patches import put_around
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
@@ -85,15 +86,13 @@ def casts_off() -> Iterator[None]:
             )
 
 
-@contextlib.contextmanager
-def apart() -> Iterator[None]:
+def apart() -> contextlib.AbstractContextManager[None]:
     """Turns casts off for a trainer that has amp off, while other trainers have amp on.
 
     A session that the user set up stays in force: the user has asked for its casts.
     """
     is_anothers = runtime.live is not None and not _shared.users
-    with contextlib.nullcontext() if is_anothers else casts_off():
-        yield
+    return contextlib.nullcontext() if is_anothers else casts_off()
 
 
 @contextlib.contextmanager
@@ -269,13 +268,12 @@ class TrainerSession:
         self._unproven, self._has_run_backward = self.is_training and casts, False
         if is_first:
             _shared.first_state = amp.state_dict()
-            _shared.ledger.set(torch.autograd, "backward", _backward_of_steps(torch.autograd.backward))
-        if self.is_training and self._scaler is None:
-            amp.load_state_dict(state or _shared.first_state)
-            for optimizer in self.optimizers:
+            put_around(_shared.ledger, torch.autograd, "backward", _backward_of_steps)
+        self.load_state_dict(state)
+        for optimizer in self.optimizers:
+            if self._scaler is None:
                 self._session.adopted(optimizer).scaled_backward = self._wording.backward
-        if self._scaler is not None:
-            for optimizer in self.optimizers:
+            else:
                 self._steps.set(optimizer, "step", self._scaled_step(optimizer, optimizer.step))
 
     def close(self) -> None:
@@ -560,28 +558,23 @@ def _may_hide_leaves(node: Node) -> bool:
     )
 
 
-def _backward_of_steps(original: Callable[..., None]) -> Callable[..., None]:
-    """Returns a ``torch.autograd.backward`` that scales the backward passes of training steps."""
-
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        live = _thread.stepping
-        if not (args or "tensors" in kwargs):
-            original(*args, **kwargs)
-            return
-        tensors, args = (args[0], args[1:]) if args else (kwargs.pop("tensors"), ())
-        if not isinstance(tensors, (Tensor, tuple)):
-            tensors = tuple(tensors)  # torch takes iterators too
-        if torch._C._current_graph_task_id() != -1:
-            # A backward pass within another one, as in checkpoints, has scaled gradients already.
-            other_leaves.note(tensors)
-            live = None
-        if live is None:
-            original(tensors, *args, **kwargs)
-        else:
-            live.backward(original, tensors, args, kwargs)
-
-    return backward
+def _backward_of_steps(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Calls ``torch.autograd.backward``, and scales the backward passes of training steps."""
+    live = _thread.stepping
+    if not (args or "tensors" in kwargs):
+        original(*args, **kwargs)
+        return
+    tensors, args = (args[0], args[1:]) if args else (kwargs.pop("tensors"), ())
+    if not isinstance(tensors, (Tensor, tuple)):
+        tensors = tuple(tensors)  # torch takes iterators too
+    if torch._C._current_graph_task_id() != -1:
+        # A backward pass within another one, as in checkpoints, has scaled gradients already.
+        other_leaves.note(tensors)
+        live = None
+    if live is None:
+        original(tensors, *args, **kwargs)
+    else:
+        live.backward(original, tensors, args, kwargs)
 
 
 def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,21 +155,21 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         with self._amp_entered(), casts_on():
             yield
 
-    @contextlib.contextmanager
-    def _amp_entered(self) -> Iterator[None]:
+    def _amp_entered(self) -> contextlib.AbstractContextManager[None]:
         """Sets amp up without casts while the block runs; a no-op if this thread has it set up."""
         if self._amp_state.is_held_here(training=False):
-            yield
-        elif self._amp_state.is_live or self._amp_is_on():
-            with self._amp_held(training=False), casts_off():
-                yield
-        else:
-            with apart():
-                yield
+            return contextlib.nullcontext()
+        is_on = self._amp_state.is_live or self._amp_is_on()
+        return self._amp_held(training=False) if is_on else apart()
 
     @contextlib.contextmanager
     def _amp_held(self, training: bool) -> Iterator[None]:
-        with self._amp_state.held(self, training), adopted_optimizers.installed(), honest_configs.installed():
+        with (
+            self._amp_state.held(self, training),
+            adopted_optimizers.installed(),
+            honest_configs.installed(),
+            casts_off(),
+        ):
             yield
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import types
 import weakref
 from typing import Any
 
@@ -59,10 +58,8 @@ class AmpStash:
         """`fp32_from_fp32_groups`, without the groups."""
         return list(itertools.chain.from_iterable(self.fp32_from_fp32_groups))
 
-    @property
-    def all_fp32_params(self) -> list[Tensor]:
-        """`all_fp32_from_fp32_params`, under Apex's name for opt levels without masters."""
-        return self.all_fp32_from_fp32_params
+    #: Apex's name for opt levels without masters.
+    all_fp32_params = all_fp32_from_fp32_params
 
     def _groups(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Returns, by group, pairs of a trained parameter of the model and the tensor that the optimizer updates."""
@@ -84,13 +81,9 @@ class AmpStash:
 def attach(optimizer: Any, session: Session) -> None:
     """Adds a stash and the lazy methods to an adopted optimizer, until the session ends."""
     session.ledger.set(optimizer, "_amp_stash", AmpStash(optimizer, session))
-    for lazy in (_amp_lazy_init, _lazy_init_maybe_master_weights):
-        session.ledger.set(optimizer, lazy.__name__, types.MethodType(lazy, optimizer))
+    for name in ("_amp_lazy_init", "_lazy_init_maybe_master_weights"):
+        session.ledger.set(optimizer, name, _initialize_lazily)
 
 
-def _amp_lazy_init(optimizer: Any) -> None:
-    """Does nothing: amp initializes nothing lazily."""
-
-
-def _lazy_init_maybe_master_weights(optimizer: Any) -> None:
+def _initialize_lazily() -> None:
     """Does nothing: `initialize` has already made the masters."""

@@ -43,19 +43,19 @@ _INIT = inspect.signature(amp.init)
 @functools.wraps(amp.initialize)
 def _initialize(*args: Any, **kwargs: Any) -> Any:
     given = _INITIALIZE.bind(*args, **kwargs).arguments
-    level = opt_levels.LEVELS.get(str(given.get("opt_level", "O1")))
-    if (
-        level is not None
-        and level.half_dtype is None
-        and opt_levels.dtype_of(given.get("cast_model_type")) is not torch.bfloat16
-    ):
+    # For an unknown level, amp.initialize raises.
+    level = opt_levels.LEVELS.get(str(given.get("opt_level")), opt_levels.LEVELS["O1"])
+    if level.half_dtype is None and opt_levels.dtype_of(given.get("cast_model_type")) is not torch.bfloat16:
         _mean_float16(given, "patch_torch_functions_type")
-    if given.get("cast_model_type") is False:
-        _take_false_for_none(given, level is not None and level.weights not in (None, "float32"))
+    if given.get("cast_model_type") is False:  # scripts pass it at O1, where it means the same as None
+        given["cast_model_type"] = None
+        if level.converts:
+            warn(
+                f"cast_model_type=False is treated as None: opt_level={given['opt_level']!r} makes the weights half. "
+                "Leave it out; for weights that stay float32, type opt_level='O1'."
+            )
     patches = given.get("patch_torch_functions")
-    if patches is None:
-        patches = level is not None and level.patched
-    if patches:
+    if level.patched if patches is None else patches:
         _lay_over(given)
     with replacing():
         result = amp.initialize(**given)
@@ -111,23 +111,6 @@ def _mean_float16(given: dict[str, Any], alias: str) -> None:
     """Sets the half dtype to float16 unless the caller named one, on the CPU too: Apex knew no other."""
     if given.get("half_dtype") is None and given.get(alias) is None:
         given["half_dtype"] = torch.float16
-
-
-def _take_false_for_none(given: dict[str, Any], level_converts: bool) -> None:
-    """Replaces ``cast_model_type=False`` by None, which leaves the choice to the opt level.
-
-    Scripts pass False at O1, where both mean the same.
-
-    Warns:
-        AmpWarning: the level makes weights half; with False, Apex did not.
-    """
-    given["cast_model_type"] = None
-    if level_converts:
-        level = given.get("opt_level")
-        warn(
-            f"cast_model_type=False is treated as None: opt_level={level!r} makes the weights half. Leave it out; for "
-            "weights that stay float32, type opt_level='O1'."
-        )
 
 
 def _lay_over(given: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import NoReturn
 
 from ampatch import amp
@@ -31,17 +30,10 @@ class AmpHandle(amp.Handle):
         """Returns True if amp is on."""
         return self._is_enabled and runtime.live is not None
 
-    def _deactivate(self) -> None:
-        """Calls `deactivate`; scripts use Apex's name."""
-        self.deactivate()
-
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        """Calls `ampatch.amp.disable_casts`."""
-        return amp.disable_casts()
-
-    def _clear_cache(self) -> None:
-        """Calls `ampatch.amp.clear_cache`."""
-        amp.clear_cache()
+    # Scripts use Apex's names.
+    _deactivate = amp.Handle.deactivate
+    _disable_casts = staticmethod(amp.disable_casts)
+    _clear_cache = staticmethod(amp.clear_cache)
 
     def scale_loss(self, *_: object, **__: object) -> NoReturn:
         """Raises an error that says what to type instead.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 
 import torch
@@ -50,20 +51,10 @@ class LossScaler:
         """True if the loss scale is dynamic."""
         return self._there.dynamic
 
-    @property
-    def _scale_seq_len(self) -> int:
-        """Number of steps without overflow after which the scale grows."""
-        return self._there.policy.scale_window
-
-    @property
-    def _min_loss_scale(self) -> float:
-        """Lower limit of the scale."""
-        return self._there.policy.min_loss_scale
-
-    @property
-    def _max_loss_scale(self) -> float:
-        """Upper limit of the scale."""
-        return self._there.policy.max_loss_scale
+    # The number of steps without overflow after which the scale grows, and the limits of the scale.
+    _scale_seq_len = property(operator.attrgetter("_there.policy.scale_window"))
+    _min_loss_scale = property(operator.attrgetter("_there.policy.min_loss_scale"))
+    _max_loss_scale = property(operator.attrgetter("_there.policy.max_loss_scale"))
 
     @property
     def _loss_scale(self) -> float:

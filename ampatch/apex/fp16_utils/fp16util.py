@@ -158,9 +158,7 @@ def master_params_to_model_params(
         master_params: masters from `prep_param_lists`.
         flat_master: True if there is one master for all parameters.
     """
-    masters: Sequence[Tensor] = master_params
-    if flat_master:
-        masters = unflatten(master_params[0], model_params)
+    masters = unflatten(master_params[0], model_params) if flat_master else master_params
     for parameter, master in zip(model_params, masters, strict=True):
         parameter.copy_(master)
 

@@ -150,36 +150,8 @@ def mixed_dtype_fused_rms_norm_affine(
     return F.rms_norm(input, _as_list(normalized_shape), wide_weight, eps).to(weight.dtype)
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` with Apex's arguments.
-
-    Args:
-        normalized_shape: last dimensions of inputs, over which mean and variance are taken.
-        eps: term added to the variance.
-        elementwise_affine: True to have a weight and a bias of shape ``normalized_shape``.
-        memory_efficient: ignored.
-    """
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(_as_list(normalized_shape), eps, elementwise_affine)
-        self.memory_efficient = memory_efficient
-
-
-class FusedRMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` with Apex's arguments.
-
-    Args:
-        normalized_shape: last dimensions of inputs, over which the mean of squares is taken.
-        eps: term added to that mean; None for the machine epsilon.
-        elementwise_affine: True to have a weight of shape ``normalized_shape``.
-        memory_efficient: ignored.
-    """
+class _WithApexArguments(nn.Module):
+    """Base of the layers with the constructor that Apex's have; torch's layer stands after it among the bases."""
 
     def __init__(
         self,
@@ -190,6 +162,28 @@ class FusedRMSNorm(nn.RMSNorm):
     ) -> None:
         super().__init__(_as_list(normalized_shape), eps, elementwise_affine)
         self.memory_efficient = memory_efficient
+
+
+class FusedLayerNorm(_WithApexArguments, nn.LayerNorm):
+    """`torch.nn.LayerNorm` with Apex's arguments.
+
+    Args:
+        normalized_shape: last dimensions of inputs, over which mean and variance are taken.
+        eps: term added to the variance.
+        elementwise_affine: True to have a weight and a bias of shape ``normalized_shape``.
+        memory_efficient: ignored.
+    """
+
+
+class FusedRMSNorm(_WithApexArguments, nn.RMSNorm):
+    """`torch.nn.RMSNorm` with Apex's arguments.
+
+    Args:
+        normalized_shape: last dimensions of inputs, over which the mean of squares is taken.
+        eps: term added to that mean; None for the machine epsilon.
+        elementwise_affine: True to have a weight of shape ``normalized_shape``.
+        memory_efficient: ignored.
+    """
 
 
 class _AlwaysAffine(nn.Module):

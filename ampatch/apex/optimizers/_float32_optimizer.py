@@ -21,6 +21,9 @@ from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
 from ampatch.weights.optimizer_state import parameters_of
 
+#: A group of parameters, with their options.
+Group = dict[str, Any]
+
 #: Type that torch's multi-tensor kernels take and return.
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -40,16 +43,14 @@ class Float32Optimizer(Optimizer):
         params: parameters, or groups of them, as for every optimizer of torch.
         defaults: options of a group, under Apex's names.
         set_grad_none: True if ``zero_grad()`` sets gradients to None, False for 0.
-        settings: further attributes.
     """
 
-    def __init__(
-        self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool, **settings: object
-    ) -> None:
+    #: The attributes that pickles keep beside the options of groups. Each class adds its own.
+    _settings: tuple[str, ...] = ("set_grad_none",)
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool) -> None:
         _check_options(type(self).__name__, **defaults)
         self.set_grad_none = set_grad_none
-        vars(self).update(settings)
-        self._settings = ("set_grad_none", *settings)  # what pickles keep beside the options of groups
         super().__init__(params, defaults)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,7 +87,7 @@ class Float32Optimizer(Optimizer):
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
-    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+    def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
         """Updates parameters in place.
 
         Args:
@@ -96,13 +97,11 @@ class Float32Optimizer(Optimizer):
             with in_float32(parameters) as (values, grads):
                 self._update_batch(group, parameters, values, grads)
 
-    def _update_batch(
-        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]
-    ) -> None:
+    def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
         """Updates the values of parameters of one group and device, as `in_float32` gives them with the gradients."""
         raise NotImplementedError
 
-    def _batches(self, group: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+    def _batches(self, group: Group) -> Iterator[tuple[Group, list[Tensor]]]:
         trained = [each for each in group["params"] if each.grad is not None and each.numel()]
         for parameter in trained:
             self._check(parameter, parameter.grad)
@@ -178,15 +177,11 @@ class Float32Optimizer(Optimizer):
                     }
 
         # As hooks, since the user's own hooks may return another state dict, or read the loaded state.
-        hooks = [
+        with (
             self.register_load_state_dict_pre_hook(translate),
             self.register_load_state_dict_post_hook(load_again, prepend=True),
-        ]
-        try:
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _translated(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Returns a shallow copy, in this optimizer's own form, of a state dict that Apex may have saved."""
@@ -197,7 +192,7 @@ class Float32Optimizer(Optimizer):
             self._translate_group(group, [state[index] for index in group["params"] if index in state])
         return state_dict | {"param_groups": groups, "state": state}
 
-    def _translate_group(self, group: dict[str, Any], states: list[dict[str, Any]]) -> None:
+    def _translate_group(self, group: Group, states: list[dict[str, Any]]) -> None:
         """Moves state that Apex kept in a group to the state of its parameters, in place."""
         step = group.pop("step", None)
         if step is not None:
@@ -239,11 +234,9 @@ def _dense(parameter: Tensor) -> Tensor:
     """Returns a parameter in the dtype of its state and without gaps between elements: itself, or else a copy."""
     dtype = _dtype_of_state(parameter)
     is_dense = parameter.is_contiguous() or torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-    return (
-        parameter
-        if dtype is parameter.dtype and is_dense
-        else torch.empty_like(parameter, dtype=dtype).copy_(parameter)
-    )
+    if dtype is parameter.dtype and is_dense:
+        return parameter
+    return torch.empty_like(parameter, dtype=dtype).copy_(parameter)
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
@@ -263,16 +256,6 @@ def check_no_amsgrad(optimizer: type[Optimizer], amsgrad: bool) -> None:
         raise UnsupportedOptionError(
             f"found amsgrad=True; {optimizer.__name__} has no AMSGrad variant, nor has Apex's. Leave it out, or use "
             "torch.optim.AdamW(params, amsgrad=True)."
-        )
-
-
-def check_learning_rate(optimizer: Optimizer, group: Any) -> None:
-    """Raises an `OptionError` if neither the group nor the optimizer has a learning rate."""
-    if isinstance(group, dict) and group.get("lr") is None and "lr" not in optimizer.defaults:
-        name, number = type(optimizer).__name__, len(optimizer.param_groups)
-        raise OptionError(
-            f"{name} found no lr for group {number} of its parameters. Type {name}(params, lr=0.1), or give each group "
-            'its own: {"params": params, "lr": 0.1}.'
         )
 
 

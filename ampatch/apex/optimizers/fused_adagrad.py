@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group
 
 
 class FusedAdagrad(Float32Optimizer):
@@ -27,7 +27,7 @@ class FusedAdagrad(Float32Optimizer):
         OptionError: an argument is out of its range.
     """
 
-    adagrad_w_mode: bool
+    _settings = (*Float32Optimizer._settings, "adagrad_w_mode")
 
     def __init__(
         self,
@@ -39,11 +39,10 @@ class FusedAdagrad(Float32Optimizer):
         adagrad_w_mode: bool = False,
     ) -> None:
         defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, set_grad_none, adagrad_w_mode=adagrad_w_mode)
+        self.adagrad_w_mode = adagrad_w_mode
+        super().__init__(params, defaults, set_grad_none)
 
-    def _update_batch(
-        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]
-    ) -> None:
+    def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
         weight_decay = group["weight_decay"]
         if self.adagrad_w_mode:
             torch._foreach_mul_(values, 1 - float(group["lr"]) * weight_decay)

@@ -12,6 +12,7 @@ from torch.optim.adam import adam
 
 from ampatch.apex.optimizers._float32_optimizer import (
     Float32Optimizer,
+    Group,
     UnsupportedOptionError,
     check_no_amsgrad,
 )
@@ -48,9 +49,7 @@ class FusedAdam(Float32Optimizer):
 
     _step_supports_amp_scaling: ClassVar[bool] = True
 
-    adam_w_mode: bool
-    capturable: bool
-    master_weights: bool
+    _settings = (*Float32Optimizer._settings, "adam_w_mode", "capturable", "master_weights")
 
     def __init__(
         self,
@@ -95,14 +94,8 @@ class FusedAdam(Float32Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
-        super().__init__(
-            params,
-            defaults,
-            set_grad_none,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
-            master_weights=master_weights,
-        )
+        self.adam_w_mode, self.capturable, self.master_weights = adam_w_mode, capturable, master_weights
+        super().__init__(params, defaults, set_grad_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group.
@@ -117,9 +110,7 @@ class FusedAdam(Float32Optimizer):
             _check_not_clipping(param_group.get("max_grad_norm"))
         super().add_param_group(param_group)
 
-    def _update_batch(
-        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]
-    ) -> None:
+    def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
         adam(
             values,
             grads,
@@ -151,7 +142,7 @@ class FusedAdam(Float32Optimizer):
         # With an infinite number of steps both corrections are 1; the kernel uses the steps for nothing else.
         return steps if bias_correction else [torch.full_like(step, math.inf) for step in steps]
 
-    def _learning_rate(self, group: dict[str, Any], device: torch.device) -> float | Tensor:
+    def _learning_rate(self, group: Group, device: torch.device) -> float | Tensor:
         if self.capturable and not isinstance(group["lr"], Tensor):
             group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device=device)
         return group["lr"]  # type: ignore[no-any-return]

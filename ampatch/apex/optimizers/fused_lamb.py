@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Tensors, check_no_amsgrad, in_float32
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, Tensors, check_no_amsgrad, in_float32
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device
 
@@ -37,8 +37,7 @@ class FusedLAMB(Float32Optimizer):
         OptionError: an argument is out of its range, or not supported.
     """
 
-    adam_w_mode: bool
-    use_nvlamb: bool
+    _settings = (*Float32Optimizer._settings, "adam_w_mode", "use_nvlamb")
 
     def __init__(
         self,
@@ -65,9 +64,10 @@ class FusedLAMB(Float32Optimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults, set_grad_none, adam_w_mode=adam_w_mode, use_nvlamb=use_nvlamb)
+        self.adam_w_mode, self.use_nvlamb = adam_w_mode, use_nvlamb
+        super().__init__(params, defaults, set_grad_none)
 
-    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+    def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
         divisor = self._clipping_divisor([parameter for _, parameters in batches for parameter in parameters])
         for group, parameters in batches:
             with in_float32(parameters) as (values, grads):
@@ -86,9 +86,7 @@ class FusedLAMB(Float32Optimizer):
         _, sum_of_squares = kernels.flag_and_squares(grads, parameters[0].device)
         return torch.clamp(sum_of_squares.sqrt() / max_norm, min=1)
 
-    def _update_batch(
-        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: Tensors
-    ) -> None:
+    def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: Tensors) -> None:
         (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
         exp_avgs = self._moments(parameters, values, "exp_avg")
         exp_avg_sqs = self._moments(parameters, values, "exp_avg_sq")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ampatch.apex.optimizers._float32_optimizer import (
     Float32Optimizer,
+    Group,
     Tensors,
     UnsupportedOptionError,
     check_no_amsgrad,
@@ -46,7 +47,7 @@ class FusedNovoGrad(Float32Optimizer):
         OptionError: an argument is out of its range, or not supported.
     """
 
-    reg_inside_moment: bool
+    _settings = (*Float32Optimizer._settings, "reg_inside_moment")
 
     def __init__(
         self,
@@ -76,11 +77,10 @@ class FusedNovoGrad(Float32Optimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(params, defaults, set_grad_none, reg_inside_moment=reg_inside_moment)
+        self.reg_inside_moment = reg_inside_moment
+        super().__init__(params, defaults, set_grad_none)
 
-    def _update_batch(
-        self, group: dict[str, Any], parameters: list[Tensor], values: list[Tensor], grads: Tensors
-    ) -> None:
+    def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: Tensors) -> None:
         (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]
         exp_avgs = self._moments(parameters, values, "exp_avg")
         steps = self._count_steps(parameters)
@@ -101,7 +101,7 @@ class FusedNovoGrad(Float32Optimizer):
             updates = _regularised(updates, norms, values, weight_decay)
         torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
 
-    def _average_norms(self, group: dict[str, Any], parameters: list[Tensor], grads: Tensors) -> Tensors:
+    def _average_norms(self, group: Group, parameters: list[Tensor], grads: Tensors) -> Tensors:
         """Updates and returns the moving average of each gradient's norm."""
         beta2 = group["betas"][1]
         is_euclidean = group["norm_type"] == 2
@@ -117,7 +117,7 @@ class FusedNovoGrad(Float32Optimizer):
             torch._foreach_sqrt_(averages)
         return averages
 
-    def _translate_group(self, group: dict[str, Any], states: list[dict[str, Any]]) -> None:
+    def _translate_group(self, group: Group, states: list[dict[str, Any]]) -> None:
         super()._translate_group(group, states)
         # Apex keeps norms by group: one tensor for float16 parameters, and a second for the others.
         of_halves, of_others = group.pop("exp_avg_sq", ((), ()))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, check_learning_rate, in_float32
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, in_float32
 from ampatch.errors import OptionError
 from ampatch.native.host_copy import for_fused_step
 
@@ -36,8 +36,7 @@ class FusedSGD(Float32Optimizer):
             dampening or with no momentum.
     """
 
-    wd_after_momentum: bool
-    materialize_master_grads: bool
+    _settings = (*Float32Optimizer._settings, "wd_after_momentum", "materialize_master_grads")
 
     def __init__(
         self,
@@ -64,13 +63,8 @@ class FusedSGD(Float32Optimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(
-            params,
-            defaults,
-            set_grad_none,
-            wd_after_momentum=wd_after_momentum,
-            materialize_master_grads=materialize_master_grads,
-        )
+        self.wd_after_momentum, self.materialize_master_grads = wd_after_momentum, materialize_master_grads
+        super().__init__(params, defaults, set_grad_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group.
@@ -81,14 +75,19 @@ class FusedSGD(Float32Optimizer):
         Raises:
             OptionError: neither the group nor the optimizer has a learning rate.
         """
-        check_learning_rate(self, param_group)
+        if isinstance(param_group, dict) and param_group.get("lr") is None and "lr" not in self.defaults:
+            name, number = type(self).__name__, len(self.param_groups)
+            raise OptionError(
+                f"{name} found no lr for group {number} of its parameters. Type {name}(params, lr=0.1), or give each "
+                'group its own: {"params": params, "lr": 0.1}.'
+            )
         super().add_param_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         return not self.wd_after_momentum
 
-    def _update(self, batches: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+    def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
         for group, parameters in batches:
             has_buffer = [self.state[parameter].get("momentum_buffer") is not None for parameter in parameters]
             # The kernel treats a buffer's first step differently.
@@ -102,7 +101,7 @@ class FusedSGD(Float32Optimizer):
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and bool(found_inf)
 
-    def _update_some(self, group: dict[str, Any], parameters: list[Tensor], is_first: bool) -> None:
+    def _update_some(self, group: Group, parameters: list[Tensor], is_first: bool) -> None:
         with in_float32(parameters) as (values, grads):
             buffers: list[Tensor | None] = [None for _ in values]
             if group["momentum"] and not is_first:

@@ -128,7 +128,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         hooks, self._comm_hooks = self._comm_hooks, []
-        for hook_state, hook in ((hook_state, hook) for hook, hook_state in hooks):
+        for hook, hook_state in hooks:
             self.register_comm_hook(hook_state, hook)  # torch has made a new reducer without the hooks
 
     def enable_allreduce(self) -> None:
@@ -210,10 +210,10 @@ class Reducer:
 
     def reduce(self) -> None:
         """Averages the given gradients, or the current gradients of the module's parameters."""
-        if self.module is None:
-            flat_dist_call(self.grads, dist.all_reduce)
-        else:
-            flat_dist_call([p.grad for p in self.module.parameters() if p.grad is not None], dist.all_reduce)
+        module, grads = self.module, self.grads
+        if module is not None:
+            grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        flat_dist_call(grads, dist.all_reduce)
 
 
 def _send_parameters(module: nn.Module) -> None:

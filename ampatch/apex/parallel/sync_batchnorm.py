@@ -153,7 +153,5 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
         )
     if group_size == count:
         return None
-    # torch requires that every rank creates all groups, including those of other ranks.
-    groups = [dist.new_group(list(range(first, first + group_size))) for first in range(0, count, group_size)]
-    mine: dist.ProcessGroup = groups[dist.get_rank() // group_size]
+    mine: dist.ProcessGroup = dist.new_subgroups(group_size)[0]
     return mine
