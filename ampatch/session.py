@@ -178,7 +178,7 @@ class Session:
         self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
         self._masters = weakref.WeakKeyDictionary()  # the masters found in each model so far
         self.ranks = Ranks()
-        self.conversion = Conversion(self._is_of_model)
+        self.conversion = Conversion(self._is_of_model, watches_writes=self.has_masters)
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models with half weights
         self._replaced = ReplacedParameters(
             self.conversion, self._converted, lambda: self.optimizers, self.parameter_names
@@ -459,8 +459,6 @@ class Session:
                 self._functions.rebind_model(model)
         # Last, since rounding cannot be undone.
         self.conversion.forget_unclaimed()
-        if self.has_masters:
-            self.conversion.watch_writes()
         for adopted in list(self._optimizers.values()):
             adopted.masters.search_replaced(self._replaced)
         for optimizer in optimizers:

@@ -208,13 +208,16 @@ class Conversion:
 
     Args:
         is_of_model: function that returns True if a tensor belongs to a converted model, even if it was added later.
+        watches_writes: True to make half weights without a master float32 once something writes to them.
 
     Attributes:
         without_master: the half weights that have no master.
     """
 
-    def __init__(self, is_of_model: Callable[[Tensor], bool] = lambda _: False) -> None:
-        self._is_of_model = is_of_model
+    def __init__(
+        self, is_of_model: Callable[[Tensor], bool] = lambda _: False, *, watches_writes: bool = False
+    ) -> None:
+        self._is_of_model, self._watches_writes = is_of_model, watches_writes
         self._narrowed_buffers: list[tuple[weakref.ref[Tensor], ConvertedTensor]] = []
         self.without_master = WrittenHalves(self._widen)
         self._converted = WeakTensorKeyDictionary()
@@ -249,14 +252,6 @@ class Conversion:
                         _set_dtype(tensor, dtype, converted)
                         if converted.full is not None and not isinstance(tensor, nn.Parameter):
                             self._narrowed_buffers.append((weakref.ref(tensor), converted))
-
-    def watch_writes(self) -> None:
-        """Watches half weights that have no master, and became half by amp, for writes to them."""
-        self.without_master.watch(
-            tensor
-            for tensor, converted in self._converted.items()
-            if converted.full is None and converted.before is torch.float32 and isinstance(tensor, nn.Parameter)
-        )
 
     def _widen(self, tensor: Tensor, values: Tensor) -> None:
         """Makes a half weight without a master float32."""
@@ -332,6 +327,12 @@ class Conversion:
                 grad, converted.full, converted.half_mark, converted.full_mark = converted.full.grad, None, None, None
                 if grad is not None:
                     tensor.grad = grad.to(tensor.dtype)
+        if self._watches_writes:
+            self.without_master.watch(
+                tensor
+                for tensor, converted in self._converted.items()
+                if converted.full is None and converted.before is torch.float32 and isinstance(tensor, nn.Parameter)
+            )
 
     def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
         """Returns a half tensor's values in float32, unrounded if they are kept.

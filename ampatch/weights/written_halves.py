@@ -40,17 +40,19 @@ class WrittenHalves:
         self._loaded = WeakTensorKeyDictionary()  # weights that have lost digits of values loaded into them
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Watches these tensors from now on, and no others."""
-        kept = [each for each in tensors if has_memory(each) and each.numel()]
-        self._watched = list(map(weakref.ref, kept))
-        self._versions = {id(each): each._version for each in kept}
-        self._moments = moments_of(kept)
-        self._heard.clear()
+        """Watches these tensors too, from now on."""
+        known = {id(each) for each in self._alive()}
+        new = [each for each in tensors if id(each) not in known and has_memory(each) and each.numel()]
+        self._watched += map(weakref.ref, new)
+        self._versions |= {id(each): each._version for each in new}
+        self._moments = [], []  # each is looked at once more
 
     def forget(self, tensor: Tensor) -> None:
         """Watches a tensor no longer, which has a master now."""
-        if self._versions.pop(id(tensor), None) is not None:
-            self._watched = [each for each in self._watched if each() is not tensor]
+        self._watched = [each for each in self._watched if each() is not tensor]
+
+    def _alive(self) -> list[Tensor]:
+        return [each for reference in self._watched if (each := reference()) is not None]
 
     def _widen(self, tensor: Tensor, values: Tensor) -> None:
         self._make_float32(tensor, values)
@@ -70,12 +72,15 @@ class WrittenHalves:
         given, self._copies = self._copies, {}
         for copy in given.values():
             self._take_back(copy)
-        alive = [each for reference in self._watched if (each := reference()) is not None]
+        alive = self._alive()
         if self._heard or moments_of(alive) != self._moments:
-            alive = [each for each in alive if each.dtype in HALVES]
-            for each in filter(self._was_written, alive):
-                self._widen(each, each.detach().float())
-            self.watch(each for each in alive if each.dtype in HALVES)
+            for each in alive:
+                if each.dtype in HALVES and self._was_written(each):
+                    self._widen(each, each.detach().float())
+            halves = [each for each in alive if each.dtype in HALVES]
+            self._watched, self._moments = list(map(weakref.ref, halves)), moments_of(halves)
+            self._versions = {id(each): each._version for each in halves}
+            self._heard.clear()
         widened, self._widened = self._widened, []
         return widened
 
