@@ -155,4 +155,4 @@ def _at_other_levels(live: Session) -> str:
     level = live.settings.properties.opt_level
     if not live.patches_any:
         return f"{level} patches no functions, so none of this is applied."
-    return f"{level} applies only what is marked needs_float32."
+    return f"{level} applies only what is marked needs_float32, and beside a half weight other arguments become half."
