@@ -856,7 +856,15 @@ class Session:
                 for each in new.values():
                     check_not_stepping(each)
                 self.adopt([], new.values())
-        return scaler, list(map(self.adopted, optimizers))
+        adopted = list(map(self.adopted, optimizers))
+        for known in adopted:
+            if known.masters.are_in_place:
+                raise UsageError(
+                    f"this amp.scale_loss stands in the step of its {type(known.optimizer).__name__}, where the "
+                    "optimizer's parameters are its float32 masters, and not the model's half weights. Hand the "
+                    "backward pass to the step as a closure: optimizer.step(closure)."
+                )
+        return scaler, adopted
 
     @_with_casts_off
     def judge(self, scaler: LossScaler, found_inf: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -253,6 +254,64 @@ class TestMethodsOfTheOptimizer:
         trainings[0].step()
         for master, plain in zip(found, trainings[0].masters, strict=True):
             assert_same_bits(master, plain.detach() * (1 - 2**-14))
+
+
+class TestWhatEndsAStep:
+    def test_an_interrupt_in_the_exchange_leaves_half_weights_at_the_next_look(self, half, monkeypatch):
+        training = Training("initialize", half, torch.optim.SGD, lr=0.1)
+        training.step()
+        before = [each.detach().clone() for each in training.masters]
+        swaps = itertools.count()
+        original = torch._C._swap_tensor_impl
+
+        def interrupted(*pair: Tensor) -> None:
+            if next(swaps) == 2:
+                raise KeyboardInterrupt
+            original(*pair)
+
+        monkeypatch.setattr(torch._C, "_swap_tensor_impl", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.step()
+        monkeypatch.undo()
+        assert training.model(torch.ones(1, 4)).dtype is torch.float32
+        assert {each.dtype for each in training.model.parameters()} == {half}
+        assert_same_state([each.detach() for each in training.masters], before)
+        training.step()
+
+    def test_deinitialize_within_it_gives_float32_back(self, half):
+        class Ends(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                super().step()
+                amp.deinitialize()
+
+        training = Training("initialize", half, Ends, lr=0.1)
+        training.step()
+        assert {each.dtype for each in training.model.parameters()} == {torch.float32}
+
+    def test_a_block_within_it_is_an_error_that_says_what_to_type(self, half):
+        class Evaluates(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                with amp.scale_loss(training.model(torch.ones(2, 4)).mean(), self):
+                    pass
+
+        training = Training("initialize", half, Evaluates, lr=0.1)
+        with pytest.raises(UsageError, match=r"stands in the step of its Evaluates.*optimizer\.step\(closure\)"):
+            training.step()
+        assert {each.dtype for each in training.model.parameters()} == {half}
+
+
+def test_state_that_was_loaded_past_amp_is_float32_from_the_next_step(half):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    load = optimizer.load_state_dict  # bound before amp replaces it
+    amp.initialize(model, optimizer, opt_level="O2", half_dtype=half, loss_scale=1, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.ones(2, 4)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert optimizer.state[model.weight]["momentum_buffer"].dtype is torch.float32
+        load(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_a_master_in_a_group_is_an_error(half):

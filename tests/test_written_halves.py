@@ -12,6 +12,7 @@ from helpers import HALF_DTYPES, dtype_name
 from torch import nn
 
 from ampatch import amp
+from ampatch.errors import UsageError
 
 pytestmark = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
@@ -110,6 +111,64 @@ def test_frozen_weights_stay_half(look: Callable[[nn.Module], object], half):
     look(teacher)
     teacher(torch.ones(2, 4))
     assert {each.dtype for each in teacher.parameters()} == {half}
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_a_first_update_that_rounding_undoes_is_no_reason_to_stay_half(write, half):
+    student, teacher, optimizer = pair(half)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.5)  # where 0.0005 is below half the last digit of bfloat16
+    teacher(torch.ones(2, 4))
+    amp.deinitialize()
+    amp.initialize([student, teacher], optimizer, opt_level="O2", half_dtype=half, verbosity=0)
+    for _ in range(200):
+        with torch.no_grad():
+            write(teacher, student)
+            teacher(torch.ones(2, 4))
+    assert teacher.weight.mean().item() == pytest.approx(1 - 0.5 * MOMENTUM**200, rel=2e-3)
+
+
+def test_a_kept_state_dict_reaches_the_weights_at_each_write(half):
+    _, teacher, _ = pair(half)
+    kept = teacher.state_dict()["weight"]
+    for number in range(1, 4):
+        kept.add_(1)
+        teacher(torch.ones(2, 4))
+        assert teacher.weight.tolist() == [[float(number)] * 4] * 3
+
+
+def test_writes_to_memory_that_a_weight_has_left_are_an_error(half):
+    _, teacher, _ = pair(half)
+    kept = teacher.weight.detach()
+    kept.add_(1)
+    teacher(torch.ones(2, 4))
+    assert teacher.weight.tolist() == [[1.0] * 4] * 3
+    kept.add_(1)
+    with pytest.raises(UsageError, match=r"shape \(3, 4\) had before amp made it float32.*keep_fp32"):
+        teacher(torch.ones(2, 4))
+
+
+def test_a_teacher_that_runs_in_inference_mode_can_be_trained_later(half):
+    _, teacher, _ = pair(half)
+    with torch.no_grad():
+        teacher.weight.add_(1)
+    with torch.inference_mode():
+        teacher(torch.ones(2, 4))
+    assert teacher.weight.dtype is torch.float32
+    assert not teacher.weight.is_inference()
+
+
+def test_a_weight_of_two_parts_of_which_one_is_written_to(half):
+    student = nn.Linear(4, 3)
+    teacher = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)).requires_grad_(False)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.0)
+    amp.initialize([student, teacher], optimizer, opt_level="O2", half_dtype=half, verbosity=0)
+    with torch.no_grad():
+        next(teacher.parameters()).mul_(2)
+        next(iter(reversed(list(teacher.parameters())))).add_(0.25)
+        assert teacher(torch.ones(2, 4)).dtype is torch.float32
+    assert len({each.dtype for each in teacher.parameters()}) == 2
 
 
 def test_only_what_was_written_to_becomes_float32_and_amp_says_so(half, caplog):

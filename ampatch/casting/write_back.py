@@ -178,7 +178,7 @@ def call(function: Callable[..., Any], original: Arguments, passed: Arguments, m
 def drop_interrupted() -> None:
     """Drops the forward passes of this thread that ended without a call of `end`, for example by Ctrl-C."""
     forwards = _stack.forwards
-    while forwards and not _is_running(forwards[-1].frame):
+    while forwards and not is_running(forwards[-1].frame):
         forwards.pop()
 
 
@@ -190,7 +190,8 @@ def _call() -> FrameType:
     return frame
 
 
-def _is_running(frame: FrameType | None) -> bool:
+def is_running(frame: FrameType | None) -> bool:
+    """Returns True if this thread's call of a frame has not ended, also not by Ctrl-C."""
     caller: FrameType | None = sys._getframe()
     while caller is not None and caller is not frame:
         caller = caller.f_back

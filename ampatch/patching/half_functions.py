@@ -59,8 +59,8 @@ def _named() -> Iterator[tuple[Path, InHalf]]:
     yield Path("torch.Tensor", "__setitem__"), InHalf.PROMOTE
     for path in _WITH_STATISTICS:
         yield path, InHalf.NORMALISE
-    for name in ("mm", "addmm"):
-        yield Path("torch.sparse", name), InHalf.BESIDE
+    for path in (Path("torch.sparse", "mm"), Path("torch.sparse", "addmm"), Path("torch", "_weight_norm")):
+        yield path, InHalf.BESIDE
     for names, treatment in ((_WITH_WEIGHTS, InHalf.BESIDE), (_PROMOTED, InHalf.PROMOTE)):
         for name in names:
             yield from ((path, treatment) for path in spellings(name))

@@ -33,7 +33,7 @@ def exchange(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         # weak references or belong to a graph.
         for _ in map(torch._C._swap_tensor_impl, parameters, masters):
             done += 1
-    except BaseException:
+    except Exception:  # after Ctrl-C, `done` is not exact
         exchange(parameters[:done], masters[:done])
         raise
     if not _ORDINARY.issuperset(map(type, parameters)):

@@ -10,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import itertools
 import operator
+import sys
+import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ampatch.casting.write_back import is_running
 from ampatch.errors import UsageError, in_every_layer
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
@@ -113,7 +117,6 @@ class MasterWeights:
     Attributes:
         wanted: the argument ``wanted``.
         gradients: gradients of the masters and of the half parameters.
-        are_in_place: True while the optimizer's parameters stand for their masters.
     """
 
     def __init__(
@@ -121,11 +124,13 @@ class MasterWeights:
     ) -> None:
         self.wanted = wanted
         self.name_of = name_of
-        self.are_in_place = False
+        # The frame of the call for which parameters stand for their masters, and its thread; None at other times.
+        self._in_place_for: tuple[types.FrameType, int] | None = None
         self._are_shared = False  # user code may have another tensor of a master's memory, and write to it uncounted
         self._storages: set[int] | None = None  # addresses of the masters' storages; None until needed
         self._groups: list[_Group] = []
         self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
+        self._state: object = None  # the optimizer's, when all of it was float32
         self._held: Places | None = None  # where the models had the half parameters at the last search
         self._searched = 0  # the number of pairs then
         self._optimizer = weakref.ref(optimizer)
@@ -183,8 +188,8 @@ class MasterWeights:
         self._full_marks = Marks([full for _, full in marks], [pair.master for pair in self._pairs.values()])
         self._note_in_step()
         self.gradients.show(new.values())
-        for pair in new.values():  # of a parameter that came half; `take_out` undoes this
-            optimizer_state.retype(self._optimizer(), pair.parameter, pair.parameter.dtype, torch.float32)
+        self._state = None
+        self._widen_state()
 
     def _without_masters(self) -> list[nn.Parameter]:
         """Returns the trained half parameters of the optimizer that have no master yet, each once."""
@@ -348,6 +353,7 @@ class MasterWeights:
 
     def give_back(self) -> None:
         """Copies the user's last writes to half weights to the masters, which `Conversion.restore` gives back."""
+        self.take_back()
         for group in self._groups:
             group.copy_edits()
 
@@ -403,21 +409,53 @@ class MasterWeights:
 
     # The exchange
 
-    def put_in(self) -> None:
-        """Has the optimizer's parameters stand for their masters."""
-        self._exchange(to=True)
+    @property
+    def are_in_place(self) -> bool:
+        """True while the optimizer's parameters stand for their masters; ends that if Ctrl-C has ended the step."""
+        if self._in_place_for is None:
+            return False
+        frame, thread = self._in_place_for
+        if thread == threading.get_ident() and not is_running(frame):
+            self._exchange_back()
+            return False
+        return True
+
+    def put_in(self, call: tuple[types.FrameType, int] | None = None) -> None:
+        """Has the optimizer's parameters stand for their masters, for the call whose frame is above this one's.
+
+        Args:
+            call: the call's frame and thread, where it began earlier.
+        """
+        if call is None:
+            frame: Any = sys._getframe(1)
+            while frame.f_code.co_flags & inspect.CO_GENERATOR or frame.f_globals is vars(contextlib):
+                frame = frame.f_back
+            call = frame, threading.get_ident()
+        self._widen_state()
+        self._in_place_for = call  # first: from here on, Ctrl-C may end the call
+        exchange(list(self._parameters.values()), list(self._masters.values()))
+
+    def _widen_state(self) -> None:
+        """Makes the state of parameters with masters float32: of those that came half, or if it was loaded past amp."""
+        optimizer = self._optimizer()
+        state = getattr(optimizer, "state", None)
+        if state is not self._state:
+            self._state = state
+            for pair in self._pairs.values():
+                optimizer_state.retype(optimizer, pair.parameter, pair.converted.dtype, torch.float32)
 
     def take_back(self) -> None:
         """Has the optimizer's parameters be the model's half weights again, and rounds the masters to them."""
-        if self.are_in_place:
-            self._exchange(to=False)
-            self._check_that_masters_are_updated()
-            self.write()
+        if self._in_place_for is not None:
+            self._exchange_back()
 
-    def _exchange(self, to: bool) -> None:
-        if self.are_in_place is not to:
-            exchange(list(self._parameters.values()), list(self._masters.values()))
-            self.are_in_place = to
+    def _exchange_back(self) -> None:
+        # By type: Ctrl-C may have ended an exchange half-way.
+        wide = [pair for pair in self._pairs.values() if pair.parameter.dtype is not pair.converted.dtype]
+        exchange([pair.parameter for pair in wide], [pair.master for pair in wide])
+        self._in_place_for = None
+        self._check_that_masters_are_updated()
+        self.write()
 
     @contextlib.contextmanager
     def for_methods(self) -> Iterator[None]:
@@ -440,13 +478,14 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
+        call = self._in_place_for
         self.take_back()
         try:
             yield
         finally:
             self.gradients.copy_edits()
             self.synchronise(by_value=True)
-            self.put_in()
+            self.put_in(call)
 
     def _check_that_masters_are_updated(self) -> None:
         """Checks, after a step and before `write`, that the optimizer has not written to half weights.

@@ -9,17 +9,37 @@ Must not know optimizers, nor how a tensor's type is recorded.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ampatch.errors import UsageError
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 from ampatch.tracing import is_capturing
 from ampatch.weights.untracked_writes import data_of, has_memory, moments_of
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_MOST_FRAMES = 8  # between `data` and a module that is being moved
+
+
+def _outside_of_inference(method: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Returns a method that makes ordinary tensors, also in inference mode: weights made there cannot be trained."""
+
+    @functools.wraps(method)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the first turns gradients on
+            return method(*args, **kwargs)
+
+    return run
 
 
 class WrittenHalves:
@@ -38,6 +58,8 @@ class WrittenHalves:
         self._heard: dict[int, Tensor] = {}  # fingerprints from before `data` was read or set, by id
         self._copies: dict[int, _Float32Copy] = {}  # since the last look, by id of the weight
         self._loaded = WeakTensorKeyDictionary()  # weights that have lost digits of values loaded into them
+        self._accessed = WeakTensorKeyDictionary()  # weights whose `data` was read or set before an earlier look
+        self._left: list[tuple[weakref.ref[Tensor], int, Tensor, Tensor]] = []  # of widened weights: see `_widen`
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Watches these tensors too, from now on."""
@@ -55,20 +77,42 @@ class WrittenHalves:
         return [each for reference in self._watched if (each := reference()) is not None]
 
     def _widen(self, tensor: Tensor, values: Tensor) -> None:
+        """Makes a weight float32, and keeps its half memory, since user code may have other tensors of it."""
+        half = data_of(tensor)
         self._make_float32(tensor, values)
         self._widened.append(tensor)
+        self._left.append((weakref.ref(tensor), tensor._version, half, kernels.fingerprints([half])))
+
+    def _check_left(self) -> None:
+        """Raises `UsageError` if user code has written to the half memory that a weight had before."""
+        left, self._left = self._left, []
+        for reference, version, half, before in left:
+            tensor = reference()
+            if tensor is None:
+                continue
+            if tensor._version != version and not torch.equal(kernels.fingerprints([half]), before):
+                raise UsageError(
+                    f"user code writes to a tensor of the memory that a half weight of shape {tuple(half.shape)} had "
+                    "before amp made it float32, since no optimizer updates it (a detached tensor, or a view). Such "
+                    "a write no longer reaches the weight. Take the tensor from the model at each update; or keep the "
+                    "model float32 (keep_fp32), or leave it out of amp.initialize."
+                )
+            self._left.append((reference, tensor._version, half, before))
 
     def hear(self, tensor: Tensor) -> None:
         """Notes that user code may write to a tensor in a way that torch does not count."""
-        if id(tensor) in self._versions and id(tensor) not in self._heard and not is_capturing():
+        is_new = id(tensor) in self._versions and id(tensor) not in self._heard
+        if is_new and not is_capturing() and not _is_moved():
             self._heard[id(tensor)] = kernels.fingerprints([data_of(tensor)])
 
+    @_outside_of_inference
     def settle(self) -> list[Tensor]:
         """Makes the weights float32 that were written to since the last look, also through a copy that was given.
 
         Returns:
             The weights that have become float32 since the last call.
         """
+        self._check_left()
         given, self._copies = self._copies, {}
         for copy in given.values():
             self._take_back(copy)
@@ -86,10 +130,14 @@ class WrittenHalves:
 
     def _was_written(self, tensor: Tensor) -> bool:
         before = self._heard.get(id(tensor))
-        # By value: `data` is also set to equal values, as where a module is moved to another device.
-        is_other = before is not None and not torch.equal(kernels.fingerprints([data_of(tensor)]).cpu(), before.cpu())
-        return is_other or tensor._version != self._versions[id(tensor)]
+        if before is None:
+            return tensor._version != self._versions[id(tensor)]
+        # An update below half's resolution changes no value. So code that has the data at two looks updates the weight.
+        is_again = tensor in self._accessed
+        self._accessed[tensor] = True
+        return is_again or not torch.equal(kernels.fingerprints([data_of(tensor)]).cpu(), before.cpu())
 
+    @_outside_of_inference
     def note_loaded(self, tensor: Tensor, values: Tensor) -> None:
         """Notes that values were loaded into a weight; makes it float32 if it loses their digits a second time.
 
@@ -105,6 +153,7 @@ class WrittenHalves:
         elif is_rounded:
             self._loaded[tensor] = True
 
+    @_outside_of_inference
     def float32_copy_of(self, tensor: Tensor) -> Tensor:
         """Returns a float32 copy of a half weight; what the user writes to it counts, from the next look on."""
         given = self._copies.get(id(tensor))
@@ -119,8 +168,20 @@ class WrittenHalves:
     def _take_back(self, given: _Float32Copy) -> None:
         tensor = given.tensor()
         if tensor is not None and tensor.dtype in HALVES and tensor.shape == given.copy.shape and given.was_written():
-            values = torch.where(given.copy.to(tensor.device) != given.values.float(), given.copy, tensor.detach())
-            self._widen(tensor, values)
+            values, copy = tensor.detach(), given.copy.to(tensor.device)
+            is_same = torch.equal(values, given.values.to(tensor.device))
+            # The copy itself, so that further writes to the state dict reach the weight, as they do in plain torch.
+            self._widen(tensor, copy if is_same else torch.where(copy != given.values.float(), copy, values.float()))
+
+
+def _is_moved() -> bool:
+    """Returns True if a module is being moved, or converted, as a whole: its weights keep their values."""
+    frame: Any = sys._getframe(1)
+    for _ in range(_MOST_FRAMES):
+        if frame is None or frame.f_code is nn.Module._apply.__code__:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 class _Float32Copy:
