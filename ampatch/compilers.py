@@ -81,27 +81,37 @@ def give_own_code(wrapper: Any, original: object) -> None:
         traced_within_others(wrapper)
 
 
-def trace_additions(ledger: PatchLedger, is_meant: Callable[[], bool], tables: Sequence[weakref.ref[Tensor]]) -> None:
-    """Makes torch.compile cast a table, or a view of one, that is added to half activations by ``+``.
+def trace_additions(
+    ledger: PatchLedger,
+    is_meant: Callable[[], bool],
+    is_looked_up: Callable[[Tensor], bool],
+    tables: Sequence[weakref.ref[Tensor]],
+) -> None:
+    """Makes torch.compile cast a table, or a view of one, that is added to looked-up half activations by ``+``.
 
     Args:
         ledger: records the change.
         is_meant: returns True where that is done.
+        is_looked_up: returns True if a tensor comes from an embedding.
         tables: the tables; there may be more later.
     """
     from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TensorVariable
 
     call: Any = BuiltinVariable.call_function
 
+    def fake_of(variable: Any) -> Any:
+        return variable.as_proxy().node.meta["example_value"]
+
     def is_table(variable: Any) -> bool:
-        fake = variable.as_proxy().node.meta["example_value"]
+        fake = fake_of(variable)
         base, memo = fake if fake._base is None else fake._base, fake.fake_mode.fake_tensor_converter._get_memo
         return any(table is not None and memo(table) is base for table in (each() for each in tables))
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.fn is operator.add and all(isinstance(each, TensorVariable) for each in args) and is_meant():
             for half, other in (args, args[::-1]):
-                if half.dtype in HALVES and half.requires_grad and other.dtype is torch.float32 and is_table(other):
+                is_mixed = half.dtype in HALVES and other.dtype is torch.float32
+                if is_mixed and is_looked_up(fake_of(half)) and is_table(other):
                     cast = other.call_method(tx, "to", [ConstantVariable.create(half.dtype)], {})
                     args = [cast if each is other else each for each in args]
                     break

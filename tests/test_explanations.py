@@ -397,8 +397,10 @@ class TestState:
             *[
                 (
                     level,
-                    f"{level} applies only what is marked needs_float32, and beside a half weight other arguments "
-                    "become half.",
+                    (
+                        f"{level} applies only what is marked needs_float32, and beside a half weight other arguments "
+                        "become half."
+                    ),
                     f"{level} patches no functions but those that need float32",
                 )
                 for level in ("O2", "O3")

@@ -528,3 +528,52 @@ def test_compiled_models_are_one_graph_and_cast_as_eager_ones(backend: str, half
     expected = model(x)
     found = torch.compile(model, backend=backend, fullgraph=True)(x)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+class TestWhatIsNoStream:
+    """Sums with buffers that look like tables, but meet no words of a sequence."""
+
+    def test_a_sampling_grid_keeps_its_digits(self, half: torch.dtype) -> None:
+        lines = torch.linspace(-1, 1, 256)
+        grid = torch.stack(torch.meshgrid(lines, lines, indexing="ij")[::-1], -1)[None]
+
+        def work(net: Net, image: Tensor) -> Tensor:
+            return F.grid_sample(image, net.table + 0.01 * net.layer(torch.ones(1, 8))[0, :2], align_corners=True)
+
+        image = torch.randn(1, 1, 256, 256)
+        model = Net(work, table=grid)
+        expected = model(image).detach()
+        assert (adopted(model, half)(image) - expected).abs().max() < 0.1
+
+    def test_a_matrix_to_invert_keeps_its_digits(self, half: torch.dtype) -> None:
+        def work(net: Net, x: Tensor) -> Tensor:
+            seen.append(net.table + F.softplus(net.layer(x)).diag() * 1e-3)
+            return net.layer(x)
+
+        seen: list[Tensor] = []
+        adopted(Net(work, table=torch.rand(8, 8)), half)(torch.randn(8))
+        assert seen[0].dtype is torch.float32
+
+
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+class TestOutsideOfTheForward:
+    @pytest.mark.parametrize("kind", [nn.ModuleDict, nn.ModuleList])
+    def test_a_container_is_pickled(self, kind: Any, half: torch.dtype) -> None:
+        parts = {"a": nn.Linear(8, 8)}
+        model = kind(parts if kind is nn.ModuleDict else parts.values())
+        amp.initialize(model, opt_level="O2", half_dtype=half, verbosity=0)
+        loaded = pickle.loads(pickle.dumps(model))
+        assert [each.dtype for each in loaded.parameters()] == [half] * 2
+
+    def test_a_parametrized_weight_is_read(self, half: torch.dtype) -> None:
+        model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
+        amp.initialize(model, opt_level="O2", half_dtype=half, verbosity=0)
+        assert model[0].weight.shape == (8, 8)
+        nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+        assert model(torch.randn(2, 8)).dtype is torch.float32
+
+    def test_a_loss_in_the_forward_has_a_backward_pass(self, half: torch.dtype) -> None:
+        model = adopted(Net(lambda net, x: F.huber_loss(net.layer(x), x)), half)
+        model(torch.randn(2, 8)).backward()
+        assert model.layer.weight.grad is not None

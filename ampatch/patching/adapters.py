@@ -51,6 +51,9 @@ _VIEWS: dict[Function, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     torch.einsum: lambda args, _: len(list(tensors_in(args))) == 1,
     Tensor.sum_to_size: lambda args, kwargs: _has_size(*args, *kwargs.values()),
 }
+# The nodes between an embedding and the sum with a table of positions: dropout, scaling, other embeddings, views.
+_OF_STREAMS = ("Add", "Div", "Mul", "NativeDropout", "Permute", "Slice", "Transpose", "Unsafe", "View")
+_MOST_NODES = 6
 _IN_PLACE_OPERATORS = frozenset(
     f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
 ) | {"__setitem__"}
@@ -356,11 +359,11 @@ class Adapters:
         return attending
 
     def _adding_table(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Casts a table of a model that is added to half activations, so that the result is not float32."""
+        """Casts a table of a model that is added to looked-up half activations, so that the sum is not float32."""
         if len(args) == 2 and all(isinstance(each, Tensor) for each in args):
             for half, other in (args, args[::-1]):
                 is_mixed = half.dtype in HALVES and other.dtype is torch.float32
-                if is_mixed and half.requires_grad and self._is_table(other):
+                if is_mixed and is_looked_up(half) and self._is_table(other):
                     return _exchanged((args, kwargs), other, self._casts[half.dtype](other))
         return args, kwargs
 
@@ -606,6 +609,17 @@ class Adapters:
             return cache.cast(tensor, dtype)
 
         return cast
+
+
+def is_looked_up(tensor: Tensor) -> bool:
+    """Returns True if autograd records that a tensor comes from an embedding, as the words of a sequence do."""
+    node = tensor.grad_fn
+    for _ in range(_MOST_NODES):
+        name = "" if node is None else node.name()
+        if node is None or not name.startswith(_OF_STREAMS):
+            return name.startswith("Embedding")
+        node = next((each for each, _ in node.next_functions if each is not None), None)
+    return False
 
 
 def _exchanged(given: Arguments, old: object, new: object) -> Arguments:

@@ -92,7 +92,7 @@ class Regions:
 
     def run_forward(self, model: nn.Module, ledger: PatchLedger) -> None:
         """Makes the forward of a model run in a region while the session casts, unless it is called in one."""
-        own = own_forward(model, self._switch)
+        own = own_forward(model, self._switch) if type(model).forward is not nn.Module.forward else None
         if own is not None and not inspect.isasyncgenfunction(own):
             ledger.set(model, "forward", _ForwardInRegion(model, own, self._switch, self))
 
@@ -125,9 +125,10 @@ class Regions:
             self._take_in(module)
 
     def _take_in(self, module: nn.Module) -> None:
-        # Reading a parametrized weight is a call, but no work of the model's. Nor is what a metric in it computes.
-        read = [each for made in module.modules() if isinstance(made, ParametrizationList) for each in made.modules()]
-        others = set(map(id, read))
+        # Reading a parametrized weight is a call, but no work of the model's, unless the weight is half. Nor is what a
+        # metric in it computes.
+        made = (each for each in module.modules() if isinstance(each, ParametrizationList) and not self.in_half)
+        others = {id(each) for parametrized in made for each in parametrized.modules()}
         for each in module.modules():
             has_own = "forward" in vars(each) or next(each.parameters(), None) is not None  # rules, or weights
             # In scripted modules amp casts nothing.

@@ -31,7 +31,7 @@ from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
 from ampatch.native.calls import Accelerator
 from ampatch.patching import half_functions, thread_rules
-from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_in_place
+from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_in_place, is_looked_up
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
 from ampatch.patching.fused_linear import LINEAR
@@ -216,7 +216,7 @@ class FunctionPatches:
                 adapter = functools.partial(self._adapters.in_half, InHalf.ADD_TABLE, path)
                 self._patch(find_owner(path.namespace), path.name, adapter, _reason_in_half(path))
             self._rebind_modules()
-            compilers.trace_additions(self._ledger, is_in_half, known)
+            compilers.trace_additions(self._ledger, is_in_half, is_looked_up, known)
             compilers.forget_compiled()
         known.extend(map(weakref.ref, new))
         return is_first

@@ -42,6 +42,7 @@ _PROMOTED = [
     "grid_sampler_2d",
     "grid_sampler_3d",
     "histogramdd",
+    "huber_loss",
     "nll_loss",
 ]
 # Their masks may hold numbers beyond the half type's range.
