@@ -166,19 +166,20 @@ class Session:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id, since some optimizers are not hashable
         is_scaled = not all(scaler.is_one for scaler in self.scalers)
-        self._unadopted = UnadoptedOptimizers(
-            self._optimizers,
-            self.switch,
-            self.cache,
-            lambda: None if settings.adopts_on_use else self.parameter_ids(),
-            is_scaled=is_scaled,
-            has_masters=self.has_masters,
-        )
         self._hears_steps = is_scaled or self.has_masters or self.patches_functions
         self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
         self._masters = weakref.WeakKeyDictionary()  # the masters found in each model so far
         self.ranks = Ranks()
         self.conversion = Conversion(self._is_of_model, watches_writes=self.has_masters)
+        self._unadopted = UnadoptedOptimizers(
+            self._optimizers,
+            self.switch,
+            self.cache,
+            lambda: None if settings.adopts_on_use else self.parameter_ids(),
+            self.conversion.without_master.forget,
+            is_scaled=is_scaled,
+            has_masters=self.has_masters,
+        )
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models with half weights
         self._replaced = ReplacedParameters(
             self.conversion, self._converted, lambda: self.optimizers, self.parameter_names
@@ -346,14 +347,14 @@ class Session:
             warn(f"{in_modules[0]}{more}")
 
     @_with_casts_off
-    def note_write(self, tensor: Tensor) -> None:
-        """Notes that user code may write to a tensor in a way that torch does not count."""
+    def note_write(self, tensor: Tensor, data: Tensor | None = None) -> None:
+        """Notes that user code may write to a tensor in a way that torch does not count; see `untracked_writes`."""
         if isinstance(tensor, nn.Parameter):
             self.cache.forget(tensor)
         if self.has_masters and untracked_writes.has_memory(tensor):
             for adopted in list(self._optimizers.values()):
                 adopted.masters.note_write(tensor)
-            self.conversion.without_master.hear(tensor)
+            self.conversion.without_master.hear(tensor, data)
 
     @_with_casts_off
     def _prepare_capture(self) -> bool:
@@ -775,6 +776,7 @@ class Session:
 
     def _settle_written(self) -> None:
         """Makes half weights without a master float32 that were written to, and tells of them."""
+        self.conversion.without_master.check_left()
         widened = self.conversion.take_back()
         if widened:
             others = f" and {len(widened) - 1} more" if widened[1:] else ""

@@ -271,7 +271,8 @@ class TestHalfWeightsWithMasters:
         assert held(lambda _: None) == pytest.approx(rest + gradients, rel=SLACK)
         assert held(lambda training: training.optimizer.step()) == pytest.approx(rest, rel=SLACK)
         assert held(lambda training: training.optimizer.zero_grad(set_to_none=False)) == pytest.approx(
-            rest + parts.master_gradient, rel=SLACK
+            rest + gradients,
+            rel=SLACK,  # zeros in both, as torch's own leaves zeros
         )
 
     @pytest.mark.slow_on_cpu

@@ -215,6 +215,34 @@ class TestMethodsOfTheOptimizer:
         for master, was, grad in zip(training.masters, before, grads, strict=True):
             assert_same_bits(master.detach(), was - 0.5 * grad)
 
+    def test_may_be_called_while_a_graph_waits(self, half):
+        class Asked(torch.optim.SGD):
+            def rate(self) -> float:
+                return self.param_groups[0]["lr"]
+
+        training = Training("initialize", half, Asked, lr=0.1)
+        for _ in range(2):
+            loss = training.model(torch.ones(2, 4)).square().mean()
+            assert training.optimizer.rate() == 0.1
+            with amp.scale_loss(loss, training.optimizer) as scaled_loss:
+                scaled_loss.backward()
+        training.optimizer.step()
+
+    def test_see_whether_a_parameter_is_frozen(self, half):
+        class Decaying(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> None:
+                for parameter in self.param_groups[0]["params"]:
+                    if parameter.requires_grad:
+                        parameter.mul_(0.5)
+
+        training = Training("initialize", half, Decaying, lr=0.1)
+        training.model[0].weight.requires_grad_(False)
+        before = [each.detach().clone() for each in training.masters]
+        training.step()
+        halved = [torch.equal(each, was * 0.5) for each, was in zip(training.masters, before, strict=True)]
+        assert halved == [False, True, True, True]
+
     @pytest.mark.parametrize("place", ["step_pre", "step_post"])
     def test_see_half_weights_in_hooks_around_the_step(self, place, half):
         training = Training("initialize", half, torch.optim.SGD, lr=0.1)

@@ -381,6 +381,8 @@ class Adapters:
         """
         values = [*args, *kwargs.values()]
         given = args[0] if args else kwargs.get("input")
+        if not isinstance(given, Tensor):
+            return args, kwargs
         others = [each.dtype for each in values if isinstance(each, Tensor) and each is not given]
         half = next((dtype for dtype in others if dtype in HALVES), None)
         if half is None:

@@ -464,16 +464,13 @@ class AdoptedOptimizer:
             for key, hook in table.items()
             if not hasattr(hook, OWN_HOOK)
         ]
-        for table, key, _, aside in hooks:
-            table[key] = aside
-        masters.put_in()
-        try:
-            yield
-        finally:
-            masters.take_back()
+        with contextlib.ExitStack() as whatever_raises:
             for table, key, hook, aside in hooks:
-                if table.get(key) is aside:  # the hook has not removed itself
-                    table[key] = hook
+                whatever_raises.callback(_put_back, table, key, hook, aside)
+                table[key] = aside
+            whatever_raises.callback(masters.take_back)
+            masters.put_in()
+            yield
 
     def _run_aside(self, hook: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
         if optimizer is not self.optimizer:  # one that steps at the same time
@@ -716,6 +713,12 @@ class _ClosureOverflowedError(BaseException):
         super().__init__()
         self.overflowed = overflowed
         self.result = result
+
+
+def _put_back(table: dict[int, Any], key: int, hook: object, instead: object) -> None:
+    """Puts a hook back into torch's table, unless it has removed itself."""
+    if table.get(key) is instead:
+        table[key] = hook
 
 
 def _last_of_each_loss(overflowed: Iterable[ScaleUse]) -> Iterable[ScaleUse]:

@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from ampatch.errors import UsageError, warn
 from ampatch.opt_levels import HALVES
 from ampatch.patching.weight_cache import WeightCache
@@ -28,6 +30,7 @@ class UnadoptedOptimizers:
         switch: whether casts are on.
         cache: the casts of weights.
         ids_of_models: returns the ids of the models' parameters and of masters; None: those of all models count.
+        leave: called with each half weight that such an optimizer updates, and that therefore stays as it is.
         is_scaled: whether losses are scaled.
         has_masters: whether half weights have masters.
     """
@@ -38,13 +41,14 @@ class UnadoptedOptimizers:
         switch: Switch,
         cache: WeightCache,
         ids_of_models: Callable[[], Collection[int] | None],
+        leave: Callable[[Tensor], None],
         *,
         is_scaled: bool,
         has_masters: bool,
     ) -> None:
         self._adopted = adopted
         self._switch, self._cache = switch, cache
-        self._ids_of_models = ids_of_models
+        self._ids_of_models, self._leave = ids_of_models, leave
         self._is_scaled, self._has_masters = is_scaled, has_masters
         self._uses_by_hand = LossScaler.uses_by_hand
         self._passed: dict[int, weakref.ref[Any]] = {}  # optimizers that need no further check, by id
@@ -89,6 +93,8 @@ class UnadoptedOptimizers:
         self.exempt(optimizer)
         name = type(optimizer).__name__
         if self._has_masters and any(each.dtype in HALVES for each in updated):
+            for each in parameters_of(optimizer):
+                self._leave(each)
             warn(
                 f"this {name} updates half weights of a model that amp has, and was never handed to amp.initialize: "
                 "there are no float32 masters, and small updates are lost. Type: model, optimizer = "

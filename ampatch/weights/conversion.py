@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ampatch.errors import OptionError, UsageError
 from ampatch.opt_levels import HALVES
 from ampatch.weights.conversion_plan import Plan, own_tensors
+from ampatch.weights.exchange import exchange
 from ampatch.weights.untracked_writes import data_of, moments_of
 from ampatch.weights.written_halves import WrittenHalves
 
@@ -253,13 +254,17 @@ class Conversion:
                         if converted.full is not None and not isinstance(tensor, nn.Parameter):
                             self._narrowed_buffers.append((weakref.ref(tensor), converted))
 
-    def _widen(self, tensor: Tensor, values: Tensor) -> None:
-        """Makes a half weight without a master float32."""
-        grad = tensor.grad
-        _replace(tensor, values)
-        if grad is not None:
-            tensor.grad = grad.float()
+    def _widen(self, tensor: Tensor, values: Tensor) -> Tensor:
+        """Makes a half weight without a master float32; returns a tensor that stands for its half memory.
+
+        By an exchange, so that the weight has a version counter of its own: tensors of the half memory keep theirs.
+        """
+        wide = nn.Parameter(values, tensor.requires_grad)
+        if tensor.grad is not None:
+            wide.grad = tensor.grad.float()
+        exchange([tensor], [wide])
         del self._converted[tensor]
+        return wide
 
     def dtype_before(self, tensor: Tensor) -> torch.dtype | None:
         """Returns the type of a tensor before it was converted; None if it was not converted."""

@@ -34,7 +34,8 @@ def exchange(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         for _ in map(torch._C._swap_tensor_impl, parameters, masters):
             done += 1
     except Exception:  # after Ctrl-C, `done` is not exact
-        exchange(parameters[:done], masters[:done])
+        for parameter, master in zip(parameters[:done], masters[:done], strict=True):
+            torch._C._swap_tensor_impl(parameter, master)
         raise
     if not _ORDINARY.issuperset(map(type, parameters)):
         for parameter, master in zip(parameters, masters, strict=True):

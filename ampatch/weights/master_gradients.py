@@ -470,6 +470,14 @@ class MasterGradients:
                 pair.master.grad = None
                 pair.leave(_Gradient.NEW if pair.parameter.grad is None else _Gradient.BASE)
 
+    def note_zero_grad(self) -> None:
+        """Applies what the optimizer's ``zero_grad`` has done to the half gradients."""
+        self.drop_sums(self._pairs.keys())
+        self.copy_edits(takes_new=False)
+        if self.have_no_gradients():
+            self._forget_shown()
+            self._is_clear = True
+
     def copy_to_half(self) -> None:
         """Writes the masters' gradients, rounded, to the half gradients again, after the masters' were changed."""
         dense: list[Pair] = []

@@ -432,6 +432,9 @@ class MasterWeights:
                 frame = frame.f_back
             call = frame, threading.get_ident()
         self._widen_state()
+        for parameter, master in zip(self._parameters.values(), self._masters.values(), strict=True):
+            if master.requires_grad is not parameter.requires_grad:
+                master.requires_grad_(parameter.requires_grad)
         self._in_place_for = call  # first: from here on, Ctrl-C may end the call
         exchange(list(self._parameters.values()), list(self._masters.values()))
 
@@ -444,18 +447,22 @@ class MasterWeights:
             for pair in self._pairs.values():
                 optimizer_state.retype(optimizer, pair.parameter, pair.converted.dtype, torch.float32)
 
-    def take_back(self) -> None:
-        """Has the optimizer's parameters be the model's half weights again, and rounds the masters to them."""
-        if self._in_place_for is not None:
-            self._exchange_back()
+    def take_back(self, *, stepped: bool = True) -> None:
+        """Has the optimizer's parameters be the model's half weights again, and rounds the masters to them.
 
-    def _exchange_back(self) -> None:
+        Args:
+            stepped: as for `write`.
+        """
+        if self._in_place_for is not None:
+            self._exchange_back(stepped)
+
+    def _exchange_back(self, stepped: bool = True) -> None:
         # By type: Ctrl-C may have ended an exchange half-way.
         wide = [pair for pair in self._pairs.values() if pair.parameter.dtype is not pair.converted.dtype]
         exchange([pair.parameter for pair in wide], [pair.master for pair in wide])
         self._in_place_for = None
         self._check_that_masters_are_updated()
-        self.write()
+        self.write(stepped)
 
     @contextlib.contextmanager
     def for_methods(self) -> Iterator[None]:
@@ -470,7 +477,7 @@ class MasterWeights:
         try:
             yield
         finally:
-            self.take_back()
+            self.take_back(stepped=False)
 
     def set_aside(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for the user's code during a step: it sees half weights, rounded, and may write to them."""
@@ -504,8 +511,12 @@ class MasterWeights:
                     "opt_level='O1'."
                 )
 
-    def write(self) -> None:
-        """Writes the masters into the half weights, rounded."""
+    def write(self, stepped: bool = True) -> None:
+        """Writes the masters into the half weights, rounded.
+
+        Args:
+            stepped: whether the optimizer has stepped, so that masters with gradients count as updated.
+        """
         # All masters are copied: an optimizer may write to parameters without a gradient, and through .data, which
         # torch does not count. But a counted write breaks autograd graphs that use the half weights. So half weights
         # whose master was probably not updated are written to uncounted, which keeps their graphs valid.
@@ -514,9 +525,9 @@ class MasterWeights:
         halves: list[Tensor] = [*self._parameters.values()]
         masters: list[Tensor] = [*self._masters.values()]
         with torch.no_grad():
-            if optimizer_state.lack_gradients(masters):
+            if not stepped or optimizer_state.lack_gradients(masters):
                 for place, pair in enumerate(self._pairs.values()):
-                    if pair.master.grad is None and not pair.converted.was_updated:
+                    if not (stepped and pair.master.grad is not None) and not pair.converted.was_updated:
                         halves[place] = data_of(pair.parameter)
             kernels.copy_to_half(masters, halves)
         self._note_in_step()
@@ -538,8 +549,7 @@ class MasterWeights:
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.set_aside():
             result = original(*args, **kwargs)
-            self.gradients.drop_sums(self._pairs.keys())
-            self.gradients.copy_edits(takes_new=False)
+            self.gradients.note_zero_grad()
         return result
 
     def _with_masters(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -59,23 +59,25 @@ def moments_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
     return (list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, tensors))) if found is None else found
 
 
-def announce(ledger: PatchLedger, hear: Callable[[Tensor], object]) -> None:
+def announce(ledger: PatchLedger, hear: Callable[[Tensor, Tensor | None], object]) -> None:
     """Patches torch to call ``hear`` with every tensor that may be written to uncounted.
 
     Args:
         ledger: records the patches.
-        hear: function to call when ``data`` is read or set, and after a write by a collective.
+        hear: function to call when ``data`` is read, with the result; and with None when it was set, or a collective
+            has written.
     """
 
     def get(tensor: Tensor) -> Tensor:
+        data: Tensor = _DATA.__get__(tensor)
         if not torch.compiler.is_compiling():
-            hear(tensor)
-        return _DATA.__get__(tensor)  # type: ignore[no-any-return]
+            hear(tensor, data)
+        return data
 
     def set_(tensor: Tensor, value: Tensor) -> None:
-        get(tensor)  # announces the memory that it has; then that which it gets
         _DATA.__set__(tensor, value)
-        get(tensor)
+        if not torch.compiler.is_compiling():
+            hear(tensor, None)
 
     ledger.set(Tensor, "data", property(get, set_))
     if dist.is_available():
@@ -87,7 +89,9 @@ def announce(ledger: PatchLedger, hear: Callable[[Tensor], object]) -> None:
                     ledger.set(owner, name, counted)
 
 
-def _counting(collective: Callable[..., Any], argument: str, hear: Callable[[Tensor], object]) -> Callable[..., Any]:
+def _counting(
+    collective: Callable[..., Any], argument: str, hear: Callable[[Tensor, Tensor | None], object]
+) -> Callable[..., Any]:
     place = list(inspect.signature(collective).parameters).index(argument)
 
     @functools.wraps(collective)
@@ -98,7 +102,7 @@ def _counting(collective: Callable[..., Any], argument: str, hear: Callable[[Ten
             # Only for parameters: to count writes to other tensors could break graphs that are valid without amp.
             if isinstance(written, nn.Parameter) and not written.is_inference():
                 increment_version(written)
-            hear(written)
+            hear(written, None)
         return result
 
     return counted

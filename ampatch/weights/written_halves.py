@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.errors import UsageError
-from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
-from ampatch.tracing import is_capturing
-from ampatch.weights.untracked_writes import data_of, has_memory, moments_of
+from ampatch.weights.untracked_writes import has_memory, moments_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
+_ALONE = 2  # uses of a storage by one tensor, and by its Python object
 _MOST_FRAMES = 8  # between `data` and a module that is being moved
 
 
@@ -46,96 +45,93 @@ class WrittenHalves:
     """The half weights without a master that are watched.
 
     Args:
-        make_float32: function that makes a half weight float32, with the given float32 values.
+        make_float32: function that makes a half weight float32, with the given float32 values, and returns a tensor
+            that stands for its half memory.
     """
 
-    def __init__(self, make_float32: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, make_float32: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._make_float32 = make_float32
         self._widened: list[Tensor] = []  # until the caller of `settle` has them
         self._watched: list[weakref.ref[Tensor]] = []
-        self._versions: dict[int, int] = {}  # version counters at the last look, by id
+        self._versions = WeakTensorKeyDictionary()  # the watched weights -> version counters at the last look
         self._moments: tuple[list[int], list[int]] = [], []
-        self._heard: dict[int, Tensor] = {}  # fingerprints from before `data` was read or set, by id
-        self._copies: dict[int, _Float32Copy] = {}  # since the last look, by id of the weight
+        # What reading `data` of a weight has returned since the last look; None if `data` was set. By id.
+        self._data: dict[int, list[Tensor | None]] = {}
+        self._copies: dict[int, _Float32Copy] = {}  # by id of the weight; as long as user code has them
         self._loaded = WeakTensorKeyDictionary()  # weights that have lost digits of values loaded into them
-        self._accessed = WeakTensorKeyDictionary()  # weights whose `data` was read or set before an earlier look
-        self._left: list[tuple[weakref.ref[Tensor], int, Tensor, Tensor]] = []  # of widened weights: see `_widen`
+        self._left: list[tuple[Tensor, int]] = []  # half memory that widened weights had, and its version counter
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Watches these tensors too, from now on."""
-        known = {id(each) for each in self._alive()}
-        new = [each for each in tensors if id(each) not in known and has_memory(each) and each.numel()]
+        new = [each for each in tensors if each not in self._versions and has_memory(each) and each.numel()]
         self._watched += map(weakref.ref, new)
-        self._versions |= {id(each): each._version for each in new}
+        for each in new:
+            self._versions[each] = each._version
         self._moments = [], []  # each is looked at once more
 
     def forget(self, tensor: Tensor) -> None:
-        """Watches a tensor no longer, which has a master now."""
-        self._watched = [each for each in self._watched if each() is not tensor]
+        """Watches a tensor no longer: an optimizer updates it."""
+        if self._versions.pop(tensor, None) is not None:
+            self._watched = [each for each in self._watched if each() is not tensor]
+            self._data.pop(id(tensor), None)
 
-    def _alive(self) -> list[Tensor]:
-        return [each for reference in self._watched if (each := reference()) is not None]
+    def hear(self, tensor: Tensor, data: Tensor | None) -> None:
+        """Notes that user code has read or set ``data`` of a tensor, and may write to it.
 
-    def _widen(self, tensor: Tensor, values: Tensor) -> None:
-        """Makes a weight float32, and keeps its half memory, since user code may have other tensors of it."""
-        half = data_of(tensor)
-        self._make_float32(tensor, values)
-        self._widened.append(tensor)
-        self._left.append((weakref.ref(tensor), tensor._version, half, kernels.fingerprints([half])))
+        Args:
+            tensor: any tensor.
+            data: what reading has returned; it counts writes by itself. None if it was set.
+        """
+        if tensor in self._versions and not _is_moved():
+            self._data.setdefault(id(tensor), []).append(data)
 
-    def _check_left(self) -> None:
-        """Raises `UsageError` if user code has written to the half memory that a weight had before."""
-        left, self._left = self._left, []
-        for reference, version, half, before in left:
-            tensor = reference()
-            if tensor is None:
-                continue
-            if tensor._version != version and not torch.equal(kernels.fingerprints([half]), before):
-                raise UsageError(
-                    f"user code writes to a tensor of the memory that a half weight of shape {tuple(half.shape)} had "
-                    "before amp made it float32, since no optimizer updates it (a detached tensor, or a view). Such "
-                    "a write no longer reaches the weight. Take the tensor from the model at each update; or keep the "
-                    "model float32 (keep_fp32), or leave it out of amp.initialize."
-                )
-            self._left.append((reference, tensor._version, half, before))
-
-    def hear(self, tensor: Tensor) -> None:
-        """Notes that user code may write to a tensor in a way that torch does not count."""
-        is_new = id(tensor) in self._versions and id(tensor) not in self._heard
-        if is_new and not is_capturing() and not _is_moved():
-            self._heard[id(tensor)] = kernels.fingerprints([data_of(tensor)])
-
-    @_outside_of_inference
     def settle(self) -> list[Tensor]:
         """Makes the weights float32 that were written to since the last look, also through a copy that was given.
 
         Returns:
             The weights that have become float32 since the last call.
         """
-        self._check_left()
-        given, self._copies = self._copies, {}
-        for copy in given.values():
-            self._take_back(copy)
-        alive = self._alive()
-        if self._heard or moments_of(alive) != self._moments:
-            for each in alive:
-                if each.dtype in HALVES and self._was_written(each):
-                    self._widen(each, each.detach().float())
-            halves = [each for each in alive if each.dtype in HALVES]
-            self._watched, self._moments = list(map(weakref.ref, halves)), moments_of(halves)
-            self._versions = {id(each): each._version for each in halves}
-            self._heard.clear()
+        alive = [each for reference in self._watched if (each := reference()) is not None]
+        if self._copies or self._data or self._widened or moments_of(alive) != self._moments:
+            self._settle(alive)
         widened, self._widened = self._widened, []
         return widened
 
+    @_outside_of_inference
+    def _settle(self, alive: list[Tensor]) -> None:
+        for key, given in list(self._copies.items()):
+            self._take_back(given)
+            if not given.is_held():
+                del self._copies[key]
+        for each in alive:
+            if each.dtype in HALVES and self._was_written(each):
+                self._widen(each, each.detach().float())
+        halves = [each for each in alive if each.dtype in HALVES]
+        self._watched, self._moments = list(map(weakref.ref, halves)), moments_of(halves)
+        self._versions = WeakTensorKeyDictionary({each: each._version for each in halves})
+        self._data.clear()
+
     def _was_written(self, tensor: Tensor) -> bool:
-        before = self._heard.get(id(tensor))
-        if before is None:
-            return tensor._version != self._versions[id(tensor)]
-        # An update below half's resolution changes no value. So code that has the data at two looks updates the weight.
-        is_again = tensor in self._accessed
-        self._accessed[tensor] = True
-        return is_again or not torch.equal(kernels.fingerprints([data_of(tensor)]).cpu(), before.cpu())
+        # By what was read, not by value: an update below half's resolution changes no value.
+        read = self._data.get(id(tensor), ())
+        return tensor._version != self._versions[tensor] or any(data is None or data._version for data in read)
+
+    def _widen(self, tensor: Tensor, values: Tensor) -> None:
+        half = self._make_float32(tensor, values)
+        self._left.append((half, half._version))
+        self._widened.append(tensor)
+
+    def check_left(self) -> None:
+        """Raises `UsageError` if user code has written to the half memory that a weight had before."""
+        self._left = [left for left in self._left if _is_shared(left[0])]
+        for half, version in self._left:
+            if half._version != version:
+                raise UsageError(
+                    f"user code writes to a tensor of the memory that a half weight of shape {tuple(half.shape)} had "
+                    "before amp made it float32, since no optimizer updates it (a detached tensor, or a view). Such "
+                    "a write no longer reaches the weight. Take the tensor from the model at each update; or keep the "
+                    "model float32 (keep_fp32), or leave it out of amp.initialize."
+                )
 
     @_outside_of_inference
     def note_loaded(self, tensor: Tensor, values: Tensor) -> None:
@@ -143,11 +139,11 @@ class WrittenHalves:
 
         The first time is a checkpoint, which the weight rounds as `initialize` did. From then on it is an average.
         """
-        if id(tensor) not in self._versions:
+        if tensor not in self._versions:
             return
         is_rounded = values.shape == tensor.shape and not torch.equal(values.to(tensor.device), tensor.to(values.dtype))
-        self._versions[id(tensor)] = tensor._version
-        self._heard.pop(id(tensor), None)
+        self._versions[tensor] = tensor._version
+        self._data.pop(id(tensor), None)
         if is_rounded and tensor in self._loaded:
             self._widen(tensor, values.detach().float().to(tensor.device, copy=True))
         elif is_rounded:
@@ -172,6 +168,12 @@ class WrittenHalves:
             is_same = torch.equal(values, given.values.to(tensor.device))
             # The copy itself, so that further writes to the state dict reach the weight, as they do in plain torch.
             self._widen(tensor, copy if is_same else torch.where(copy != given.values.float(), copy, values.float()))
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Returns True if another tensor has the memory of this one."""
+    storage = tensor.untyped_storage()  # counts as one itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) > _ALONE
 
 
 def _is_moved() -> bool:
@@ -200,10 +202,19 @@ class _Float32Copy:
         self.tensor = weakref.ref(tensor)
         self.copy = tensor.detach().float()
         self.values = self.copy.to(tensor.dtype)
+        self._looks = 0
 
     def was_written(self) -> bool:
-        """Returns True if the copy was changed; by value, as torch does not count every write."""
-        return not torch.equal(self.copy, self.values.float())
+        """Returns True if the copy was changed: by value at the first look, as torch does not count every write.
+
+        At later looks by its version counter: user code may keep a state dict for long.
+        """
+        self._looks += 1
+        return (self._looks == 1 or self.copy._version > 0) and not torch.equal(self.copy, self.values.float())
+
+    def is_held(self) -> bool:
+        """Returns True if user code has a tensor of the copy's memory."""
+        return _is_shared(self.copy)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Returns True if the copy is of this tensor and up to date."""

@@ -289,7 +289,7 @@ class Here {
            !at::impl::torch_function_mode_enabled();
   }
 
-  // True in the forward of a model with half weights: `FORWARD_IN_HALF` of ampatch/switch.py.
+  // True in the forward of a model with half weights: `IN_HALF` of ampatch/switch.py.
   bool is_in_half() const {
     return on_.has(DispatchKey::AutocastMPS);
   }
