@@ -55,6 +55,7 @@ SCALED_BACKWARD = (
 #: The attribute that marks amp's own hooks for all optimizers.
 OWN_HOOK = "_is_of_ampatch"
 
+_NOTHING = contextlib.nullcontext()
 _IS_AT_HAND = operator.attrgetter("is_at_hand")
 _OVERFLOWED = operator.attrgetter("overflowed")
 
@@ -432,7 +433,7 @@ class AdoptedOptimizer:
             # An optimizer may leave its closure alone, and use the gradients that are there.
             self._evaluations, unless_evaluated = 0, self._check((), self._checks_by)
         try:
-            with self._masters_in_place():
+            with self._masters_in_place() if self.masters else _NOTHING:
                 result = original(*args, **kwargs)
             if unless_evaluated is not None and not self._evaluations and unless_evaluated.overflowed:
                 raise _ClosureOverflowedError([unless_evaluated], None)
@@ -447,10 +448,6 @@ class AdoptedOptimizer:
     @contextlib.contextmanager
     def _masters_in_place(self) -> Iterator[None]:
         """Context in which the optimizer's parameters stand for their masters, except in the hooks around its step."""
-        masters = self.masters
-        if not masters:
-            yield
-            return
         own = vars(self.optimizer)
         tables = (
             _global_optimizer_pre_hooks,
@@ -464,13 +461,18 @@ class AdoptedOptimizer:
             for key, hook in table.items()
             if not hasattr(hook, OWN_HOOK)
         ]
-        with contextlib.ExitStack() as whatever_raises:
-            for table, key, hook, aside in hooks:
-                whatever_raises.callback(_put_back, table, key, hook, aside)
+        try:
+            for table, key, _, aside in hooks:
                 table[key] = aside
-            whatever_raises.callback(masters.take_back)
-            masters.put_in()
+            self.masters.put_in()
             yield
+        finally:
+            try:
+                self.masters.take_back()
+            finally:
+                for table, key, hook, aside in hooks:
+                    if table.get(key) is aside:  # the hook has not removed itself
+                        table[key] = hook
 
     def _run_aside(self, hook: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
         if optimizer is not self.optimizer:  # one that steps at the same time
@@ -532,7 +534,7 @@ class AdoptedOptimizer:
         optimizer.grad_scale = for_fused_step(divisor, self.gradients.parameters())
         optimizer.found_inf = for_fused_step(found_inf, self.gradients.parameters())
         try:
-            with self._masters_in_place():
+            with self._masters_in_place() if self.masters else _NOTHING:
                 result = original()
             if self.gradients.deferred is not None:
                 self.gradients.note_unscaled()
@@ -713,12 +715,6 @@ class _ClosureOverflowedError(BaseException):
         super().__init__()
         self.overflowed = overflowed
         self.result = result
-
-
-def _put_back(table: dict[int, Any], key: int, hook: object, instead: object) -> None:
-    """Puts a hook back into torch's table, unless it has removed itself."""
-    if table.get(key) is instead:
-        table[key] = hook
 
 
 def _last_of_each_loss(overflowed: Iterable[ScaleUse]) -> Iterable[ScaleUse]:

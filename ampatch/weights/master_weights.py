@@ -37,6 +37,7 @@ from ampatch.weights.replaced_parameters import Places, ReplacedParameters
 from ampatch.weights.untracked_writes import data_of
 
 _ALL = slice(None)
+_IS_TRAINED = operator.attrgetter("requires_grad")
 _NOTHING = contextlib.nullcontext()
 # Methods of optimizers that `MasterWeights` or `AdoptedOptimizer` replaces by others, or that touch no parameter.
 _KNOWN_METHODS = frozenset({"step", "zero_grad", "add_param_group", "state_dict"})
@@ -432,11 +433,12 @@ class MasterWeights:
                 frame = frame.f_back
             call = frame, threading.get_ident()
         self._widen_state()
-        for parameter, master in zip(self._parameters.values(), self._masters.values(), strict=True):
-            if master.requires_grad is not parameter.requires_grad:
+        parameters, masters = list(self._parameters.values()), list(self._masters.values())
+        if list(map(_IS_TRAINED, parameters)) != list(map(_IS_TRAINED, masters)):
+            for parameter, master in zip(parameters, masters, strict=True):
                 master.requires_grad_(parameter.requires_grad)
         self._in_place_for = call  # first: from here on, Ctrl-C may end the call
-        exchange(list(self._parameters.values()), list(self._masters.values()))
+        exchange(parameters, masters)
 
     def _widen_state(self) -> None:
         """Makes the state of parameters with masters float32: of those that came half, or if it was loaded past amp."""

@@ -91,6 +91,8 @@ class WrittenHalves:
         Returns:
             The weights that have become float32 since the last call.
         """
+        if not (self._watched or self._copies or self._widened):
+            return []
         alive = [each for reference in self._watched if (each := reference()) is not None]
         if self._copies or self._data or self._widened or moments_of(alive) != self._moments:
             self._settle(alive)
