@@ -127,6 +127,7 @@ class MasterWeights:
         self.name_of = name_of
         # The frame of the call for which parameters stand for their masters, and its thread; None at other times.
         self._in_place_for: tuple[types.FrameType, int] | None = None
+        self._exchanged: tuple[list[nn.Parameter], list[nn.Parameter]] | None = None  # once all of them are
         self._are_shared = False  # user code may have another tensor of a master's memory, and write to it uncounted
         self._storages: set[int] | None = None  # addresses of the masters' storages; None until needed
         self._groups: list[_Group] = []
@@ -439,6 +440,7 @@ class MasterWeights:
                 master.requires_grad_(parameter.requires_grad)
         self._in_place_for = call  # first: from here on, Ctrl-C may end the call
         exchange(parameters, masters)
+        self._exchanged = parameters, masters
 
     def _widen_state(self) -> None:
         """Makes the state of parameters with masters float32: of those that came half, or if it was loaded past amp."""
@@ -459,9 +461,11 @@ class MasterWeights:
             self._exchange_back(stepped)
 
     def _exchange_back(self, stepped: bool = True) -> None:
-        # By type: Ctrl-C may have ended an exchange half-way.
-        wide = [pair for pair in self._pairs.values() if pair.parameter.dtype is not pair.converted.dtype]
-        exchange([pair.parameter for pair in wide], [pair.master for pair in wide])
+        exchanged, self._exchanged = self._exchanged, None
+        if exchanged is None:  # Ctrl-C has ended an exchange half-way: the types tell how far it got
+            wide = [pair for pair in self._pairs.values() if pair.parameter.dtype is not pair.converted.dtype]
+            exchanged = [pair.parameter for pair in wide], [pair.master for pair in wide]
+        exchange(*exchanged)
         self._in_place_for = None
         self._check_that_masters_are_updated()
         self.write(stepped)
