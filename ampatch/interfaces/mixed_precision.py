@@ -27,7 +27,7 @@ from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
-from ampatch.weights.exchange import exchange
+from ampatch.weights.exchange import exchanged
 
 # Types of callables that can make an optimizer. Other callable objects are not accepted: they might be anything.
 _MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
@@ -312,11 +312,10 @@ class MixedPrecision(torch.optim.Optimizer):
             if found_inf is not None:
                 inside.grad_scale = None
                 inside.found_inf = for_fused_step(found_inf, self._parameters())
-            exchange(*_unzip(pairs))
             try:
-                return inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
+                with exchanged(pairs):
+                    return inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
             finally:
-                exchange(*_unzip(pairs))
                 if found_inf is not None:
                     del inside.grad_scale, inside.found_inf
                 self._narrow()
@@ -328,14 +327,11 @@ class MixedPrecision(torch.optim.Optimizer):
         return supports and closure is None and optimizer_state.has_state(inside)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        exchange(*_unzip(self._in_place))  # back: the closure has the half parameters
-        try:
+        with exchanged(self._in_place):  # back: the closure has the half parameters
             self._round()
             result = closure()
             self._copy_gradients(None)
             return result
-        finally:
-            exchange(*_unzip(self._in_place))
 
     @torch.no_grad()
     @WithoutCasts()
@@ -414,12 +410,9 @@ class MixedPrecision(torch.optim.Optimizer):
         saved_masters = self._saved_masters(state_dict)
         states: Mapping[Any, Any] = state_dict["state"]
         bare = {key: {name: v for name, v in each.items() if name != MASTER} for key, each in states.items()}
-        with self._stepping() as pairs:
-            exchange(*_unzip(pairs))  # the optimizer casts loaded state to the type of its parameters
-            try:
-                self.optimizer.load_state_dict({**state_dict, "state": bare})
-            finally:
-                exchange(*_unzip(pairs))
+        # The optimizer casts loaded state to the type of its parameters.
+        with self._stepping() as pairs, exchanged(pairs):
+            self.optimizer.load_state_dict({**state_dict, "state": bare})
         for parameter, saved in zip(list(self._parameters()), saved_masters, strict=True):
             if saved is not None:
                 master = self._master(parameter)

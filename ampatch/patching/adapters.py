@@ -353,7 +353,7 @@ class Adapters:
                 made: Any = None if reader is None else reader(*cast)
                 if made is not mask and mask.dtype is torch.float32:
                     least = mask.clamp(min=torch.finfo(made.dtype).min).to(made.dtype)
-                    cast = _exchanged(cast, made, torch.where(mask.isneginf(), made, least))
+                    cast = _with_argument(cast, made, torch.where(mask.isneginf(), made, least))
             return cast
 
         return attending
@@ -364,7 +364,7 @@ class Adapters:
             for half, other in (args, args[::-1]):
                 is_mixed = half.dtype in HALVES and other.dtype is torch.float32
                 if is_mixed and is_looked_up(half) and self._is_table(other):
-                    return _exchanged((args, kwargs), other, self._casts[half.dtype](other))
+                    return _with_argument((args, kwargs), other, self._casts[half.dtype](other))
         return args, kwargs
 
     def _is_table(self, tensor: Tensor) -> bool:
@@ -624,7 +624,7 @@ def is_looked_up(tensor: Tensor) -> bool:
     return False
 
 
-def _exchanged(given: Arguments, old: object, new: object) -> Arguments:
+def _with_argument(given: Arguments, old: object, new: object) -> Arguments:
     """Returns arguments with one of them exchanged for another."""
     args, kwargs = given
     return (

@@ -510,15 +510,13 @@ class AdoptedOptimizer:
             self.gradients.check_unscaled("the closure of optimizer.step(closure) left gradients that are")
             if self._warns_of_no_scale:
                 self._look_for_scale()
-            self.masters.synchronise(by_value=True)
-            self.masters.gradients.copy_edits()
-            pending, self.gradients.pending = self.gradients.pending, []
-            overflowed = list(filter(_OVERFLOWED, pending))
-            if self._checks_by is not None:
-                self._evaluations += 1
-                check = None if overflowed else self._check(pending, self._checks_by)
-                if check is not None and check.overflowed:
-                    overflowed = [check]
+        pending, self.gradients.pending = self.gradients.pending, []
+        overflowed = list(filter(_OVERFLOWED, pending))
+        if self._checks_by is not None:
+            self._evaluations += 1
+            check = None if overflowed else self._check(pending, self._checks_by)
+            if check is not None and check.overflowed:
+                overflowed = [check]
         if overflowed:
             raise _ClosureOverflowedError(overflowed, result)
         return result

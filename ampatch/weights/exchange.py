@@ -10,7 +10,8 @@ Must not know which parameters have masters, nor when optimizers step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,21 @@ def exchange(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
         for parameter, master in zip(parameters, masters, strict=True):
             if type(parameter) not in _ORDINARY:
                 _exchange_inner(parameter, master)
+
+
+@contextlib.contextmanager
+def exchanged(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Context in which parameters and masters have changed places; within another such context, back."""
+    parameters: list[Tensor] = []
+    masters: list[Tensor] = []
+    for parameter, master in pairs:
+        parameters.append(parameter)
+        masters.append(master)
+    exchange(parameters, masters)
+    try:
+        yield
+    finally:
+        exchange(parameters, masters)
 
 
 def _exchange_inner(parameter: Tensor, master: Tensor) -> None:

@@ -6,7 +6,6 @@ but its parameters and gradients. Must leave gradient arithmetic to `ampatch.nat
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -25,7 +24,7 @@ from ampatch.scaling.loss_scaler import make_policy
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
 from ampatch.weights import optimizer_state
-from ampatch.weights.exchange import exchange
+from ampatch.weights.exchange import exchanged
 
 logger = logging.getLogger("ampatch")
 
@@ -137,16 +136,6 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     def _updated_for(self, parameter: Tensor) -> Tensor:
         return self._masters.get(id(parameter), parameter)
-
-    @contextlib.contextmanager
-    def _exchanged(self) -> Iterator[None]:
-        """Context in which half parameters and masters have changed places; within another such context, back."""
-        pairs = list(zip(*self._pairs(), strict=True)) or [(), ()]
-        exchange(*pairs)
-        try:
-            yield
-        finally:
-            exchange(*pairs)
 
     # Attributes of the inner optimizer
 
@@ -298,7 +287,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             self._react_to_overflow("Skipping step", logs=self._overflows.logs_line)
             result = None
         else:
-            with self._exchanged():
+            with exchanged(self._pairs()):
                 result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
             self._write_masters()
         self._half_scale = self._full_scale = None
@@ -316,7 +305,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
-            with self._exchanged():  # back: the closure has the half parameters
+            with exchanged(self._pairs()):  # back: the closure has the half parameters
                 if not self.first_closure_call_this_step:
                     self._write_masters()
                 self.first_closure_call_this_step = False
@@ -398,7 +387,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             )
         dynamic = bool(state_dict["dynamic_loss_scale"])
         loss_scaler = _loss_scaler_from(state_dict["loss_scaler"], dynamic)
-        with self._exchanged():  # the inner optimizer casts its state to the type of its parameters
+        with exchanged(self._pairs()):  # the inner optimizer casts its state to the type of its parameters
             self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self.loss_scaler, self.dynamic_loss_scale = loss_scaler, dynamic
         self.overflow = bool(state_dict["overflow"])
