@@ -79,8 +79,8 @@ ADDITION = (Path("torch", "add"), *(Path("torch.Tensor", name) for name in ("add
 def tables(model: nn.Module) -> Iterator[Tensor]:
     """Yields the tables of a model: float32 buffers of values that are added to activations, such as positions.
 
-    A table has at least two dimensions, and no value beyond 1, as sines have. So it is no mask, bias of attention, list
-    of positions or sum that the model begins with zeros: half types would lose digits of these.
+    A table has at least two dimensions, and no value beyond 1, as sines have. Masks, biases of attention and positions
+    have greater values, and sums begin with zeros. The adapter also asks what a table is added to.
     """
     for buffer in model.buffers():
         if (
