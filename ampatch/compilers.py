@@ -71,6 +71,12 @@ def traced_within_others(function: _F) -> _F:
     return function
 
 
+def constant_while_traced(function: _F) -> _F:
+    """Decorates a function that torch.compile calls while it traces the caller, to trace with its result."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's own decorator imports the compiler
+    return function
+
+
 def give_own_code(wrapper: Any, original: object) -> None:
     """Gives a wrapper its own code object, and lets torch.compile trace a builtin's wrapper only within its callers.
 

@@ -347,14 +347,15 @@ class Session:
             warn(f"{in_modules[0]}{more}")
 
     @_with_casts_off
-    def note_write(self, tensor: Tensor, data: Tensor | None = None) -> None:
+    def note_write(self, tensor: Tensor, data: Tensor | None = None, *, is_read: bool = False) -> Tensor | None:
         """Notes that user code may write to a tensor in a way that torch does not count; see `untracked_writes`."""
         if isinstance(tensor, nn.Parameter):
             self.cache.forget(tensor)
-        if self.has_masters and untracked_writes.has_memory(tensor):
-            for adopted in list(self._optimizers.values()):
-                adopted.masters.note_write(tensor)
-            self.conversion.without_master.hear(tensor, data)
+        if not self.has_masters or not untracked_writes.has_memory(tensor):
+            return None
+        hears = (self.conversion.without_master.hear, *(each.masters.hear for each in list(self._optimizers.values())))
+        given = [hear(tensor, data, is_read=is_read) for hear in hears]
+        return next((each for each in given if each is not None), None)
 
     @_with_casts_off
     def _prepare_capture(self) -> bool:
@@ -371,7 +372,7 @@ class Session:
         self._settle_written()
         for adopted in list(self._optimizers.values()):
             if self.has_masters:
-                adopted.masters.synchronise_all()
+                adopted.masters.synchronise()
         return True
 
     def take_down(self) -> None:
@@ -750,7 +751,7 @@ class Session:
         self._settle_written()
         if self.has_masters:
             for masters in self._masters_of(model):
-                masters.synchronise_all()
+                masters.synchronise()
 
     def _masters_of(self, model: nn.Module | None) -> set[MasterWeights]:
         """Returns the masters of a model's parameters, one object per optimizer.
@@ -985,6 +986,7 @@ class Session:
                 return
             session.synchronise_weights()
             original(wrapper, *args, **kwargs)
+            session.conversion.without_master.note_kept()  # the wrapper has sent the weights of rank 0 as they are
             session._follow_wrapper(wrapper, signature.bind(wrapper, *args, **kwargs).arguments.get("init_sync", True))
 
         return __init__

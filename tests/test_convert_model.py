@@ -180,6 +180,54 @@ def _attention(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
+class Guarded(nn.Module):
+    """Computes angles, and reads a weight, in blocks in which its own code has turned autocast off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("frequencies", 10000.0 ** -torch.linspace(0, 1, 8)[:, None])
+        self.product = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", enabled=False):
+            angles = (self.frequencies @ positions[None]).T
+            rotated = torch.cat([angles.cos(), angles.sin()])
+            product = angles @ self.product
+            with torch.autocast("cpu", torch.bfloat16):
+                inner = self.layer(angles)
+        return rotated, product, inner, self.layer(angles)
+
+
+#: Ways to run a copy of `Guarded`.
+RUNS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "as it is": lambda made, x: made,
+    "within a block that is off": lambda made, x: torch.autocast("cpu", enabled=False)(made),
+    "compiled": lambda made, x: torch.compile(made, backend="eager", fullgraph=True),
+    "exported": lambda made, x: torch.export.export(made, (x,)).module(),
+    "exported strictly": lambda made, x: torch.export.export(made, (x,), strict=True).module(),
+    "traced": torch.jit.trace,
+}
+
+
+class TestGuards:
+    @OF_STRICT_EXPORT
+    @ONE_HALF
+    @pytest.mark.parametrize("way", RUNS)
+    def test_what_the_model_guards_computes_as_it_does_by_itself(self, way, half):
+        torch.manual_seed(0)
+        model, positions = Guarded(), torch.arange(2000.0, 2016.0)
+        rotated, product, inner, outer = model(positions)
+        made = amp.convert_model(model, half)
+        made(positions)
+        found = RUNS[way](made, positions)(positions)
+        assert_same_bits(found[0], rotated)
+        assert_same_bits(found[1], product)
+        assert found[2].dtype is inner.dtype is torch.bfloat16
+        assert found[3].dtype is half
+        assert outer.dtype is torch.float32
+
+
 class TestAsO1:
     @ONE_HALF
     def test_every_way_to_call(self, half, subtests):

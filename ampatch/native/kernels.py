@@ -223,6 +223,13 @@ def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
     return found_inf
 
 
+def float32_like(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns new float32 tensors, one like each dense tensor of a list, without values."""
+    compiled = calls.compiled()
+    found: list[Tensor] | None = None if compiled is None else compiled.float32_like(tensors)
+    return [torch.empty_like(each, dtype=torch.float32) for each in tensors] if found is None else found
+
+
 def unscale_copy(
     grads: list[Tensor], master_grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:

@@ -29,7 +29,7 @@ from ampatch.cast_lists.paths import find_or
 from ampatch.cast_lists.rules import Rule, Treatment, place
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import TensorCast, cast_tensors
-from ampatch.compilers import traced_within_others
+from ampatch.compilers import constant_while_traced, traced_within_others
 from ampatch.function_wrapper import unwrapped
 from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function
 from ampatch.patching.wrappers import explain
@@ -99,6 +99,7 @@ class CastRules:
     Attributes:
         half_dtype: the argument.
         adapters: adapters of decorated functions, by kind.
+        kinds: types of devices that autocast may be on for.
         outside_torch: rules of functions that do not belong to torch, so that torch does not report them to a mode.
         reported_as_other: rules of methods that torch reports to a mode as another function, which has another
             treatment in the lists; each with the name of that function.
@@ -111,6 +112,7 @@ class CastRules:
         self._rules, self._registered = tuple(rules), tuple(registered)
         accelerator = torch.accelerator.current_accelerator()
         kinds = {"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type}
+        self.kinds = tuple(kinds - {"meta"})
         adapters = Adapters(half_dtype, _CASTS_OF_THE_BLOCK, kinds, hears_regions=False)
         self.adapters = adapters.by_kind()
         self.outside_torch: list[Rule] = []
@@ -178,8 +180,21 @@ class CastRules:
         return self  # it is never changed
 
 
+@constant_while_traced
+def _depth_of_blocks(if_off_on: tuple[str, ...] = ()) -> int:
+    """Returns the number of blocks of `torch.autocast` that this thread is in; 0 if one is on for a device type given.
+
+    Args:
+        if_off_on: device types.
+    """
+    if any(map(torch.is_autocast_enabled, if_off_on)):
+        return 0
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
 class CastingMode(TorchFunctionMode):
-    """Casts the arguments of torch's functions while the mode is active.
+    """Casts the arguments of torch's functions while the mode is active, and outside of ``autocast(enabled=False)``.
 
     Args:
         rules: rules that say how each function's arguments are cast.
@@ -202,6 +217,14 @@ class CastingMode(TorchFunctionMode):
         self.off = 0
         self._is_traced = is_traced
         self._running: Function | None = None
+        self._blocks = _depth_of_blocks()
+
+    def _is_guarded(self) -> bool:
+        """Returns True within `torch.autocast(enabled=False)` of the model's own code, which wants the types it has."""
+        return _depth_of_blocks(self.rules.kinds) > self._blocks
+
+    def _in_force(self, entry: _Entry) -> _Entry:
+        return _UNLISTED if entry is not _TYPE and self._is_guarded() else entry
 
     @traced_within_others
     def __torch_function__(
@@ -217,6 +240,7 @@ class CastingMode(TorchFunctionMode):
             return function(*args, **kwargs)
         if entry is _UNLISTED and not kwargs and not self._may_hold_weights(args):
             return function(*args)  # most calls end here
+        entry = self._in_force(entry)
         observer = cast_observers.observer
         if observer is not None and entry is not _TYPE and not observer.is_calling(function):
             return observer.call(function, self._again(function, types), args, kwargs)
@@ -248,6 +272,7 @@ class CastingMode(TorchFunctionMode):
         if module == "_operator":  # so strict torch.export reports the operator methods of tensors
             entry, reflected = self.rules.by_operator.get(name, (_UNLISTED, _UNLISTED))
             if not isinstance(args[0], Tensor):
+                reflected = self._in_force(reflected)
                 (right, left), kwargs = self._adapted(reflected, args[::-1], kwargs)
                 if reflected.inside is None:
                     return function(left, right)
@@ -255,6 +280,7 @@ class CastingMode(TorchFunctionMode):
                     return reflected.inside(right, left)
         if entry is _METADATA:
             return function(*args, **kwargs)
+        entry = self._in_force(entry)
         args, kwargs = self._adapted(entry, args, kwargs)
         if module == "torch._tensor" and name in _METHODS_IN_PYTHON:
             return getattr(args[0], name)(*args[1:], **kwargs)  # the compiler knows the method only
@@ -277,7 +303,7 @@ class CastingMode(TorchFunctionMode):
 
     def adapt_decorated(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Returns the cast arguments of a decorated function; ``kind`` is a key of `CastRules.adapters`."""
-        if self.off:
+        if self.off or self._is_guarded():
             return args, kwargs
         if kind != Treatment.WHITELIST.value:
             args, kwargs = self._with_full_weights(args, kwargs)

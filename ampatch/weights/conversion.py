@@ -78,9 +78,13 @@ class Marks:
         for place, mark in enumerate(marks):
             mark.share(self._versions, place)
 
-    def are_now(self) -> bool:
-        """Returns True if no version counter and no address has changed since `renew`."""
-        return moments_of(self._tensors) == (self._versions, self._addresses)
+    def are_now(self, count: int | None = None) -> bool:
+        """Returns True if no version counter and no address of the first tensors has changed since `renew`.
+
+        Args:
+            count: how many tensors; None: all.
+        """
+        return moments_of(self._tensors[:count]) == (self._versions[:count], self._addresses[:count])
 
     def renew(self) -> bool:
         """Records the present versions and addresses; returns True if the address of any tensor changed."""

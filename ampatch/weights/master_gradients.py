@@ -247,7 +247,7 @@ class MasterGradients:
 
     def _unscale_usual(self, pairs: list[Pair], grads: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
         """Does what `unscale_to_masters` does, for the result of `_all_new_and_usual`."""
-        fulls = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+        fulls = kernels.float32_like(grads)
         kernels.unscale_copy(grads, fulls, factor, found_inf, write_back=True)
         for pair, grad, full in zip(pairs, grads, fulls, strict=True):
             pair.master.grad = full
@@ -279,7 +279,7 @@ class MasterGradients:
                 later.append(grad)
                 later_full.append(full)
         if first:
-            full_grads = [torch.empty_like(grad, dtype=torch.float32) for grad in first]
+            full_grads = kernels.float32_like(first)
             kernels.unscale_copy(first, full_grads, factor, found_inf, write_back=True)
             for master, full in zip(without, full_grads, strict=True):
                 master.grad = full
@@ -631,9 +631,9 @@ class MasterGradients:
 
     def clear(self) -> None:
         """Sets the gradients of masters and half parameters to None."""
-        for pair in self._pairs.values():
-            pair.master.grad = None
-            pair.clear()
+        for pair in self._pairs.values():  # as `Pair.clear` does: a call for each would take as long again
+            pair.master.grad = pair.parameter.grad = None
+            pair.gradient, pair.left, pair.left_version = _Gradient.NEW, None, 0
         self._forget_shown()
         self._is_clear = True
 

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import itertools
 import operator
 import sys
 import threading
@@ -22,19 +21,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from ampatch.casting.write_back import is_running
 from ampatch.errors import UsageError, in_every_layer
+from ampatch.grouping import grouped
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
-from ampatch.tracing import is_capturing
 from ampatch.weights import copies, optimizer_state
 from ampatch.weights.conversion import Conversion, Mark, Marks
 from ampatch.weights.exchange import exchange
 from ampatch.weights.master_gradients import MasterGradients, Pair, by_device
 from ampatch.weights.replaced_parameters import Places, ReplacedParameters
-from ampatch.weights.untracked_writes import data_of
+from ampatch.weights.untracked_writes import GivenData, data_of
 
 _ALL = slice(None)
 _IS_TRAINED = operator.attrgetter("requires_grad")
@@ -44,32 +44,22 @@ _KNOWN_METHODS = frozenset({"step", "zero_grad", "add_param_group", "state_dict"
 
 
 class _Group:
-    """Pairs on one device, and fingerprints of their tensors when the half weights last equalled the rounded masters.
+    """Pairs on one device, and fingerprints of the half weights when they last equalled the rounded masters.
 
     Args:
         pairs: pairs of tensors with at least one element. While the group is in use, these must keep their memory.
-        watches_masters: True to take fingerprints of masters too.
     """
 
-    def __init__(self, pairs: list[Pair], *, watches_masters: bool) -> None:
+    def __init__(self, pairs: list[Pair]) -> None:
         self.pairs = pairs
-        self._of_masters: Tensor | None = None
         with torch.inference_mode(False):  # code outside of inference mode changes these tensors too
             self._halves = [kernels.values_of(pair.parameter.detach()) for pair in pairs]
             self._masters = [kernels.values_of(pair.master.detach()) for pair in pairs]
             self._of_halves = kernels.fingerprints(self._halves)
-        if watches_masters:
-            self.watch_masters()
-
-    def watch_masters(self) -> None:
-        """Takes fingerprints of masters, now and in each later `note`."""
-        with torch.inference_mode(False):
-            self._of_masters = kernels.fingerprints(self._masters)
 
     def note(self, places: slice = _ALL) -> None:
         """Records that half weights now equal the rounded masters."""
         self._of_halves[places] = kernels.fingerprints(self._halves[places])
-        self._note_masters(places)
 
     def renew(self, place: int) -> None:
         """Records the same as `note` for one pair, whose tensors may have other memory now."""
@@ -84,25 +74,10 @@ class _Group:
         now = kernels.fingerprints(halves)
         kernels.copy_edits(halves, self._masters[places], before, now, of_gradients=False)
         before.copy_(now)
-        self._note_masters(places)
-
-    def _note_masters(self, places: slice) -> None:
-        if self._of_masters is not None:
-            self._of_masters[places] = kernels.fingerprints(self._masters[places])
 
     def was_written(self, place: int) -> bool:
         """Returns True if the values of a half weight have changed since `note`; syncs with the device."""
         return bool((kernels.fingerprints(self._halves[_only(place)]) != self._of_halves[_only(place)]).any())
-
-    def with_written_master(self) -> list[Pair]:
-        """Returns the pairs whose masters' values have changed since `note`; empty if masters are not watched.
-
-        Syncs with the device.
-        """
-        if self._of_masters is None:
-            return []
-        changed = (kernels.fingerprints(self._masters) != self._of_masters).tolist()
-        return list(itertools.compress(self.pairs, changed))
 
 
 class MasterWeights:
@@ -128,8 +103,8 @@ class MasterWeights:
         # The frame of the call for which parameters stand for their masters, and its thread; None at other times.
         self._in_place_for: tuple[types.FrameType, int] | None = None
         self._exchanged: tuple[list[nn.Parameter], list[nn.Parameter]] | None = None  # once all of them are
-        self._are_shared = False  # user code may have another tensor of a master's memory, and write to it uncounted
-        self._storages: set[int] | None = None  # addresses of the masters' storages; None until needed
+        self._memory: dict[int, list[nn.Parameter]] | None = None  # masters by address of storage; None until needed
+        self._given: dict[int, GivenData] = {}  # by the same addresses
         self._groups: list[_Group] = []
         self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
         self._state: object = None  # the optimizer's, when all of it was float32
@@ -141,8 +116,7 @@ class MasterWeights:
         self._parameters: dict[int, nn.Parameter] = {}  # by id of the master
         self._masters: dict[int, nn.Parameter] = {}  # by id of the half parameter
         self.gradients = MasterGradients(self._pairs, self._parameters)
-        # Marks of all pairs when the half weights last equalled the rounded masters.
-        self._half_marks, self._full_marks = Marks([], []), Marks([], [])
+        self._marks = Marks([], [])  # of all half weights, then all masters, when they last were the same
 
     def install(self, ledger: PatchLedger) -> None:
         """Makes the masters, and patches the optimizer's methods that must handle them.
@@ -185,9 +159,8 @@ class MasterWeights:
         self._pairs.update(new)
         self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
         self._masters.update({key: pair.master for key, pair in new.items()})
-        marks = [_marks_of(pair) for pair in self._pairs.values()]
-        self._half_marks = Marks([half for half, _ in marks], [pair.parameter for pair in self._pairs.values()])
-        self._full_marks = Marks([full for _, full in marks], [pair.master for pair in self._pairs.values()])
+        halves, masters = zip(*map(_marks_of, self._pairs.values()), strict=True)
+        self._marks = Marks([*halves, *masters], [*self._parameters.values(), *self._masters.values()])
         self._note_in_step()
         self.gradients.show(new.values())
         self._state = None
@@ -223,9 +196,9 @@ class MasterWeights:
         self._masters.clear()
         self._held = None
         self._groups.clear()
-        self._are_shared, self._storages = False, None
+        self._given.clear()
         self._places.clear()
-        self._half_marks, self._full_marks = Marks([], []), Marks([], [])
+        self._memory, self._marks = None, Marks([], [])
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -270,18 +243,33 @@ class MasterWeights:
 
     # Weights
 
-    def note_write(self, tensor: Tensor) -> None:
-        """Records that user code may write, uncounted, to a tensor of a master's memory."""
-        if not self.are_in_place and not self._are_shared and self._is_of_master(tensor):
-            self._are_shared = True  # for good: user code may keep the tensor, and write to it later
-            for group in self._groups:
-                group.watch_masters()
+    def hear(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
+        """Does what `ampatch.weights.untracked_writes.Hear` does: user code may write, uncounted, to a master."""
+        masters = [] if self.are_in_place else self._masters_at(tensor)
+        if not masters:
+            return None
+        address = _address_of(tensor)
+        given = self._given.get(address)
+        if data is None or data.is_inference() or (is_read and given is not None and not given.has_type(data.dtype)):
+            increment_version(masters)
+            return None
+        if given is None or not is_read:
+            given = self._given[address] = GivenData(data)
+        return given.of(tensor) if is_read else None
 
-    def _is_of_master(self, tensor: Tensor) -> bool:
-        """Returns True if a tensor is a master, or shares memory with one."""
-        if self._storages is None:
-            self._storages = {pair.master.untyped_storage().data_ptr() for pair in self._pairs.values()} - {0}
-        return id(tensor) in self._parameters or tensor.untyped_storage().data_ptr() in self._storages
+    def _masters_at(self, tensor: Tensor) -> list[nn.Parameter]:
+        """Returns the masters that share memory with a tensor."""
+        address = _address_of(tensor)
+        if self._memory is None or (self.is_master(tensor) and address not in self._memory):
+            self._memory = grouped((_address_of(each), each) for each in self._masters.values())
+            self._given = {at: given for at, given in self._given.items() if at in self._memory}
+        return self._memory.get(address, []) if address else []
+
+    def _count_writes(self) -> None:
+        """Counts writes to the tensors that ``data`` gave as writes to the masters there."""
+        written = [address for address, given in self._given.items() if given.is_written()]
+        if written:
+            increment_version([each for each in self._masters.values() if _address_of(each) in written])
 
     def synchronise(self, by_value: bool = False) -> None:
         """Copies user writes since `write` from half weights to masters, or from masters to half weights.
@@ -295,10 +283,10 @@ class MasterWeights:
         """
         if self.are_in_place:
             return
-        is_counted = not (self._half_marks.are_now() and self._full_marks.are_now())
+        self._count_writes()
+        is_counted = not self._marks.are_now()
         if not is_counted and not by_value:
             return
-        self._check_not_both_written()
         special = [
             pair for pair in self._pairs.values() if is_counted and not pair.converted.may_be_edited(pair.parameter)
         ]
@@ -308,35 +296,12 @@ class MasterWeights:
             group.copy_edits()
         if special:
             self._note_in_step()
-        else:
-            self._half_marks.renew()
-            self._full_marks.renew()
-
-    def _check_not_both_written(self) -> None:
-        """Raises `UsageError` if the user wrote to a watched master and to its half parameter, and the two differ."""
-        if is_capturing():  # nothing can be read from the device; checked before the capture
-            return
-        for group in self._groups:
-            for pair in group.with_written_master():
-                if self._was_written(pair) and not _are_alike(pair):
-                    raise UsageError(self._both_written(pair))
-
-    def synchronise_all(self) -> None:
-        """Brings writes to masters into half weights before a forward pass, which reads these.
-
-        Writes to half weights that torch has not counted wait for the step, a save or `amp.master_params`.
-        """
-        self.synchronise(by_value=self._are_shared)
-        if self._are_shared and not self.are_in_place:
-            pairs = self._pairs.values()
-            with torch.no_grad():
-                # Uncounted: a counted write would break autograd graphs that use the half weights, even if no value
-                # changes.
-                kernels.copy_to_half([pair.master for pair in pairs], [data_of(pair.parameter) for pair in pairs])
-            self._note_in_step()
+        elif is_counted:
+            self._marks.renew()
 
     def synchronise_one(self, parameter: Tensor) -> None:
         """Synchronises one pair, by value."""
+        self._count_writes()
         pair = self._pairs[id(parameter)]
         if not pair.converted.may_be_edited(parameter):
             self._synchronise(pair)
@@ -397,11 +362,10 @@ class MasterWeights:
 
     def _note_in_step(self) -> None:
         """Records that all half weights now equal the rounded masters."""
-        halves_moved, masters_moved = self._half_marks.renew(), self._full_marks.renew()
-        if halves_moved or masters_moved:
-            self._storages = None
+        if self._marks.renew():
+            self._memory = None
             pairs = [pair for pair in self._pairs.values() if pair.parameter.numel()]
-            self._groups = [_Group(some, watches_masters=self._are_shared) for some in by_device(pairs)]
+            self._groups = list(map(_Group, by_device(pairs)))
             self._places = {
                 id(pair.parameter): (group, place) for group in self._groups for place, pair in enumerate(group.pairs)
             }
@@ -506,7 +470,7 @@ class MasterWeights:
         Raises:
             UsageError: it has, by tensors of the same memory that it keeps.
         """
-        if self._half_marks.are_now():
+        if self._marks.are_now(len(self._pairs)):
             return
         for pair in self._pairs.values():
             if not _are_alike(pair) and not pair.converted.was_updated:
@@ -613,6 +577,10 @@ def dropping_sums(
             masters.gradients.drop_sums(set(map(id, module.parameters())))
 
     return zero_grad
+
+
+def _address_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _only(place: int) -> slice:

@@ -16,7 +16,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,51 @@ _ORDINARY = frozenset({Tensor, nn.Parameter})
 _COLLECTIVES = {"all_reduce": "tensor", "broadcast": "tensor", "reduce": "tensor", "recv": "tensor", "irecv": "tensor"}
 
 
+class Hear(Protocol):
+    """A function that is told of a tensor that may be written to uncounted."""
+
+    def __call__(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
+        """Notes it.
+
+        Args:
+            tensor: any tensor.
+            data: its ``data``, when that was read or set; None after a collective has written to the tensor.
+            is_read: whether ``data`` was read.
+
+        Returns:
+            What the user gets of ``data`` instead; None: as it is.
+        """
+
+
 def data_of(tensor: Tensor) -> Tensor:
     """Returns ``tensor.data`` without announcing it."""
     return _DATA.__get__(tensor)  # type: ignore[no-any-return]
+
+
+class GivenData:
+    """What ``data`` gives of some memory: always one tensor or views of it, whose version counter counts all writes.
+
+    Args:
+        data: what reading or setting ``data`` has given first.
+    """
+
+    __slots__ = ("_data", "_version")
+
+    def __init__(self, data: Tensor) -> None:
+        self._data, self._version = data.detach(), data._version
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns what to give as ``data`` of a tensor in the same storage."""
+        return self._data.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).detach()
+
+    def is_written(self) -> bool:
+        """Returns True if user code has written to what was given since the last call."""
+        before, self._version = self._version, self._data._version
+        return self._version != before
+
+    def has_type(self, dtype: torch.dtype) -> bool:
+        """Returns True if tensors given have this type."""
+        return self._data.dtype is dtype
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -59,25 +101,18 @@ def moments_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
     return (list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, tensors))) if found is None else found
 
 
-def announce(ledger: PatchLedger, hear: Callable[[Tensor, Tensor | None], object]) -> None:
-    """Patches torch to call ``hear`` with every tensor that may be written to uncounted.
-
-    Args:
-        ledger: records the patches.
-        hear: function to call when ``data`` is read, with the result; and with None when it was set, or a collective
-            has written.
-    """
+def announce(ledger: PatchLedger, hear: Hear) -> None:
+    """Patches torch to call ``hear`` with every tensor that may be written to uncounted; the ledger records that."""
 
     def get(tensor: Tensor) -> Tensor:
         data: Tensor = _DATA.__get__(tensor)
-        if not torch.compiler.is_compiling():
-            hear(tensor, data)
-        return data
+        given = None if torch.compiler.is_compiling() else hear(tensor, data, is_read=True)
+        return data if given is None else given
 
     def set_(tensor: Tensor, value: Tensor) -> None:
         _DATA.__set__(tensor, value)
         if not torch.compiler.is_compiling():
-            hear(tensor, None)
+            hear(tensor, value, is_read=False)
 
     ledger.set(Tensor, "data", property(get, set_))
     if dist.is_available():
@@ -89,9 +124,7 @@ def announce(ledger: PatchLedger, hear: Callable[[Tensor, Tensor | None], object
                     ledger.set(owner, name, counted)
 
 
-def _counting(
-    collective: Callable[..., Any], argument: str, hear: Callable[[Tensor, Tensor | None], object]
-) -> Callable[..., Any]:
+def _counting(collective: Callable[..., Any], argument: str, hear: Hear) -> Callable[..., Any]:
     place = list(inspect.signature(collective).parameters).index(argument)
 
     @functools.wraps(collective)
@@ -102,7 +135,7 @@ def _counting(
             # Only for parameters: to count writes to other tensors could break graphs that are valid without amp.
             if isinstance(written, nn.Parameter) and not written.is_inference():
                 increment_version(written)
-            hear(written, None)
+            hear(written, None, is_read=False)
         return result
 
     return counted

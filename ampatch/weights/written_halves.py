@@ -17,11 +17,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.errors import UsageError
 from ampatch.opt_levels import HALVES
-from ampatch.weights.untracked_writes import has_memory, moments_of
+from ampatch.weights.untracked_writes import GivenData, has_memory, moments_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -41,6 +40,40 @@ def _outside_of_inference(method: Callable[_P, _T]) -> Callable[_P, _T]:
     return run
 
 
+class _Watched:
+    """What is known of a half weight at the last look.
+
+    Args:
+        weight: the half weight; held weakly.
+
+    Attributes:
+        version: its version counter.
+        given: what reading its ``data`` gives, once it was read.
+        is_set: True if its ``data`` was set since, or written to.
+        is_rounded: True if it has lost digits of values that were loaded into it.
+    """
+
+    __slots__ = ("given", "is_rounded", "is_set", "version", "weight")
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weakref.ref(weight)
+        self.version = weight._version
+        self.given: GivenData | None = None
+        self.is_set = self.is_rounded = False
+
+    def is_written_by_data(self) -> bool:
+        """Returns True if the weight was written to through its ``data``."""
+        self.is_set = self.is_set or (self.given is not None and self.given.is_written())
+        return self.is_set
+
+    def is_written(self, weight: Tensor) -> bool:
+        """Returns True if the weight was written to since the last call."""
+        # By what was counted, not by value: an update below half's resolution changes no value.
+        is_written = self.is_written_by_data() or weight._version != self.version
+        self.version, self.is_set = weight._version, False
+        return is_written
+
+
 class WrittenHalves:
     """The half weights without a master that are watched.
 
@@ -52,38 +85,40 @@ class WrittenHalves:
     def __init__(self, make_float32: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._make_float32 = make_float32
         self._widened: list[Tensor] = []  # until the caller of `settle` has them
-        self._watched: list[weakref.ref[Tensor]] = []
-        self._versions = WeakTensorKeyDictionary()  # the watched weights -> version counters at the last look
+        self._watched: dict[int, _Watched] = {}  # by id of the weight
         self._moments: tuple[list[int], list[int]] = [], []
-        # What reading `data` of a weight has returned since the last look; None if `data` was set. By id.
-        self._data: dict[int, list[Tensor | None]] = {}
+        self._heard: list[_Watched] = []  # those among them whose ``data`` user code has read or set
         self._copies: dict[int, _Float32Copy] = {}  # by id of the weight; as long as user code has them
-        self._loaded = WeakTensorKeyDictionary()  # weights that have lost digits of values loaded into them
         self._left: list[tuple[Tensor, int]] = []  # half memory that widened weights had, and its version counter
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Watches these tensors too, from now on."""
-        new = [each for each in tensors if each not in self._versions and has_memory(each) and each.numel()]
-        self._watched += map(weakref.ref, new)
-        for each in new:
-            self._versions[each] = each._version
+        for each in tensors:
+            if self._of(each) is None and has_memory(each) and each.numel():
+                self._watched[id(each)] = _Watched(each)
         self._moments = [], []  # each is looked at once more
+
+    def _of(self, tensor: Tensor) -> _Watched | None:
+        found = self._watched.get(id(tensor))
+        return found if found is not None and found.weight() is tensor else None
 
     def forget(self, tensor: Tensor) -> None:
         """Watches a tensor no longer: an optimizer updates it."""
-        if self._versions.pop(tensor, None) is not None:
-            self._watched = [each for each in self._watched if each() is not tensor]
-            self._data.pop(id(tensor), None)
+        self._watched.pop(id(tensor), None)
 
-    def hear(self, tensor: Tensor, data: Tensor | None) -> None:
-        """Notes that user code has read or set ``data`` of a tensor, and may write to it.
-
-        Args:
-            tensor: any tensor.
-            data: what reading has returned; it counts writes by itself. None if it was set.
-        """
-        if tensor in self._versions and not _is_moved():
-            self._data.setdefault(id(tensor), []).append(data)
+    def hear(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
+        """Does what `ampatch.weights.untracked_writes.Hear` does: user code may write to a weight by its ``data``."""
+        found = self._of(tensor)
+        if found is None or _is_moved():
+            return None
+        if found.given is None and not found.is_set:
+            self._heard.append(found)
+        if data is None or not is_read:
+            found.is_set, found.given = True, None
+            return None
+        if found.given is None:
+            found.given = GivenData(data)
+        return found.given.of(tensor)
 
     def settle(self) -> list[Tensor]:
         """Makes the weights float32 that were written to since the last look, also through a copy that was given.
@@ -93,11 +128,18 @@ class WrittenHalves:
         """
         if not (self._watched or self._copies or self._widened):
             return []
-        alive = [each for reference in self._watched if (each := reference()) is not None]
-        if self._copies or self._data or self._widened or moments_of(alive) != self._moments:
+        alive = [weight for each in self._watched.values() if (weight := each.weight()) is not None]
+        is_written = any(each.is_written_by_data() for each in self._heard)
+        if is_written or self._copies or self._widened or moments_of(alive) != self._moments:
             self._settle(alive)
         widened, self._widened = self._widened, []
         return widened
+
+    def note_kept(self) -> None:
+        """Notes that what was written to weights since the last look has lost nothing, so that they stay half."""
+        for each in self._watched.values():
+            if (weight := each.weight()) is not None:
+                each.is_written(weight)
 
     @_outside_of_inference
     def _settle(self, alive: list[Tensor]) -> None:
@@ -105,20 +147,17 @@ class WrittenHalves:
             self._take_back(given)
             if not given.is_held():
                 del self._copies[key]
+        self._watched = {id(each): self._watched[id(each)] for each in alive if each.dtype in HALVES}
         for each in alive:
-            if each.dtype in HALVES and self._was_written(each):
+            found = self._of(each)
+            if found is not None and found.is_written(each):
                 self._widen(each, each.detach().float())
-        halves = [each for each in alive if each.dtype in HALVES]
-        self._watched, self._moments = list(map(weakref.ref, halves)), moments_of(halves)
-        self._versions = WeakTensorKeyDictionary({each: each._version for each in halves})
-        self._data.clear()
-
-    def _was_written(self, tensor: Tensor) -> bool:
-        # By what was read, not by value: an update below half's resolution changes no value.
-        read = self._data.get(id(tensor), ())
-        return tensor._version != self._versions[tensor] or any(data is None or data._version for data in read)
+        halves = [each for each in alive if self._of(each) is not None]
+        self._moments = moments_of(halves)
+        self._heard = [each for each in self._watched.values() if each.given is not None]
 
     def _widen(self, tensor: Tensor, values: Tensor) -> None:
+        self.forget(tensor)
         half = self._make_float32(tensor, values)
         self._left.append((half, half._version))
         self._widened.append(tensor)
@@ -141,15 +180,14 @@ class WrittenHalves:
 
         The first time is a checkpoint, which the weight rounds as `initialize` did. From then on it is an average.
         """
-        if tensor not in self._versions:
+        found = self._of(tensor)
+        if found is None:
             return
         is_rounded = values.shape == tensor.shape and not torch.equal(values.to(tensor.device), tensor.to(values.dtype))
-        self._versions[tensor] = tensor._version
-        self._data.pop(id(tensor), None)
-        if is_rounded and tensor in self._loaded:
+        found.is_written(tensor)  # by the load, which counts for itself
+        if is_rounded and found.is_rounded:
             self._widen(tensor, values.detach().float().to(tensor.device, copy=True))
-        elif is_rounded:
-            self._loaded[tensor] = True
+        found.is_rounded = found.is_rounded or is_rounded
 
     @_outside_of_inference
     def float32_copy_of(self, tensor: Tensor) -> Tensor:

@@ -4,7 +4,9 @@
 
 #include "pieces.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <vector>
@@ -118,7 +120,34 @@ PyObject* increment_versions(PyObject*, PyObject* tensors) {
   });
 }
 
+// float32_like(tensors): returns a list of new float32 tensors, one like each of a list of dense tensors, in its
+// layout. Returns None if Python has to make them.
+PyObject* float32_like(PyObject*, PyObject* tensors) {
+  return guarded([&]() -> PyObject* {
+    if (!PyList_CheckExact(tensors) || !is_unobserved()) {
+      Py_RETURN_NONE;
+    }
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    Ref found = Ref::taken(PyList_New(PyList_GET_SIZE(tensors)));
+    for (Py_ssize_t i = 0; found && i < PyList_GET_SIZE(tensors); ++i) {
+      PyObject* object = PyList_GET_ITEM(tensors, i);
+      if (!is_tensor(object) || !tensor_of(object).is_non_overlapping_and_dense()) {
+        Py_RETURN_NONE;
+      }
+      const Tensor& tensor = tensor_of(object);
+      PyObject* made =
+          wrapped(at::empty_strided(tensor.sizes(), tensor.strides(), at::device(tensor.device()).dtype(at::kFloat)));
+      if (made == nullptr) {
+        return nullptr;
+      }
+      PyList_SET_ITEM(found.get(), i, made);
+    }
+    return found.release();
+  });
+}
+
 PyMethodDef functions[] = {{"pieces", fast(pieces), METH_FASTCALL, nullptr},
+                           {"float32_like", float32_like, METH_O, nullptr},
                            {"increment_versions", increment_versions, METH_O, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 

@@ -268,6 +268,24 @@ def from_other_weights(level: str, device: str, init_sync: bool) -> list[Tensor 
     return on_cpu([*amp.master_params(optimizer), *model.state_dict().values()])
 
 
+def types_beside_the_optimizer(frozen: bool) -> list[torch.dtype]:
+    model = Classifier()
+    model[0].requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    wrapper = DistributedDataParallel(model, find_unused_parameters=True)
+    for _ in range(2):
+        with amp.scale_loss(wrapper(torch.randn(4, 8)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    return [parameter.dtype for parameter in model[0].parameters()]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_wrapping_leaves_weights_half_that_no_optimizer_updates(two: Workers, frozen: bool) -> None:
+    assert set(the_same(two, types_beside_the_optimizer, frozen)) == {torch.bfloat16}
+
+
 @ON_DEVICES
 class TestWrapping:
     @LEVELS
