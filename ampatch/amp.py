@@ -609,7 +609,8 @@ def scale_loss(
         loss_id: number of the scale to use, below ``num_losses``.
         model: ignored; Apex had it.
         delay_unscale: leaves the gradients scaled, for a later block that adds to them and unscales.
-        delay_overflow_check: leaves the reaction of the scale to a later block.
+        delay_overflow_check: leaves gradients that overflowed as they are, for code that judges them itself; a later
+            block zeroes them otherwise. The scale reacts at the step in both cases.
 
     Returns:
         A context manager, to be entered once. It gives ``loss.float() * scale``, float32 of the same shape, in the same

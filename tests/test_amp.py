@@ -467,6 +467,7 @@ class TestInitializeAgain:
     def test_joining_does_not_reset_the_scale(self, model, optimizer):
         initialize(model, optimizer, loss_scale="dynamic")
         backward(loss_of(model) * math.inf, optimizer)
+        optimizer.step()
         initialize(nn.Linear(1, 1), loss_scale="dynamic")
         assert amp.get_loss_scale() == 2.0**15
 
@@ -666,13 +667,14 @@ class TestScaleLoss:
                 optimizer.step()
         assert [amp.get_loss_scale(loss_id) for loss_id in range(3)] == [2.0**16, 2.0**14, 2.0**15]
 
-    def test_check_that_is_delayed_leaves_the_scale_to_a_later_block(self, model, optimizer):
+    @pytest.mark.parametrize("delayed", [True, False])
+    def test_the_scale_reacts_at_the_step_whichever_block_overflowed(self, delayed, model, optimizer):
         initialize(model, optimizer, loss_scale="dynamic")
-        backward(loss_of(model) * math.inf, optimizer, delay_overflow_check=True)
-        assert amp.get_loss_scale() == 2.0**16
+        backward(loss_of(model) * math.inf, optimizer, delay_overflow_check=delayed)
         backward(loss_of(model), optimizer)
-        assert amp.get_loss_scale() == 2.0**15
+        assert amp.get_loss_scale() == 2.0**16
         optimizer.step()
+        assert amp.get_loss_scale() == 2.0**15
         assert amp.step_was_skipped(optimizer)
 
     def test_casts_of_weights_are_forgotten_when_the_block_ends(self, model, optimizer):
@@ -765,6 +767,7 @@ class TestState:
         initialize(model, optimizer, num_losses=2, loss_scale="dynamic")
         backward(loss_of(model), optimizer, loss_id=0)
         backward(loss_of(model) * math.inf, optimizer, loss_id=1)
+        optimizer.step()
         return amp.state_dict()
 
     def test_is_that_of_apex(self, saved):
@@ -785,6 +788,7 @@ class TestState:
 
     def test_is_a_copy(self, saved, model, optimizer):
         backward(loss_of(model), optimizer, loss_id=0)
+        optimizer.step()
         assert saved["loss_scaler0"]["unskipped"] == 1
 
     @pytest.mark.parametrize(
@@ -818,6 +822,7 @@ class TestState:
         initialize(model, optimizer, loss_scale="dynamic", scale_window=4)
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 3}})
         backward(loss_of(model), optimizer)
+        optimizer.step()
         assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 16.0, "unskipped": 0}}
 
 

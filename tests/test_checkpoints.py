@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ampatch import amp
-from ampatch.errors import AmpWarning, OptionError, UsageError
+from ampatch.errors import AmpWarning, OptionError
 
 SCALE = 2.0**10
 OVERFLOW = math.inf
@@ -859,17 +859,22 @@ class TestLoading:
         for found, wanted in zip(delayed["updated"], accumulated["updated"], strict=True):
             torch.testing.assert_close(found, wanted, rtol=0.01, atol=0.001)
 
-    def test_of_another_scale_between_these_two_is_an_error_and_of_the_same_is_none(self, level):
-        run = Run(level, **DYNAMIC)
-        run.backward(0, delay_unscale=True)
-        amp.load_state_dict(scalers((8.0, 0)))
-        with pytest.raises(UsageError, match=r"scaled by loss scaler 0 at 1024, and .* at 8"):
+    def test_of_another_scale_between_these_two_counts_from_the_next_step_on(self, level):
+        found = []
+        for scale in (SCALE, 8.0):
+            run = Run(level, **DYNAMIC)
+            run.backward(0, delay_unscale=True)
+            amp.load_state_dict(scalers((scale, 0)))
             run.backward(1)
-        amp.load_state_dict(scalers((SCALE, 0)))
-        run.backward(1)
-        run.optimizer.step()
-        assert not amp.step_was_skipped(run.optimizer)
-        run.assert_copies_agree()
+            grads = [master.grad for master in amp.master_params(run.optimizer)]
+            found.append([grad.clone() for grad in grads if grad is not None])
+            run.optimizer.step()
+            assert not amp.step_was_skipped(run.optimizer)
+            run.assert_copies_agree()
+            assert amp.get_loss_scale() == scale
+            amp.deinitialize()
+        for one, other in zip(*found, strict=True):
+            assert_same_bits(one, other)
 
     def test_of_some_keys_leaves_the_others(self, level):
         run = Run(level)

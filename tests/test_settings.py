@@ -193,6 +193,7 @@ class TestSettings:
         amp.initialize(model, optimizer, half_dtype=torch.float16, verbosity=0)
         with amp.scale_loss(model(torch.ones(1, 2)).sum() * torch.inf, optimizer) as scaled_loss:
             scaled_loss.backward()
+        optimizer.step()
         assert amp.settings()["loss_scales"] == [2.0**15]
 
     def test_models_and_optimizers_that_are_gone_do_not_count(self) -> None:

@@ -3,7 +3,8 @@
 A run is a script of passes and steps, played twice: by plain torch, which skips by the rule below, and under amp.
 
 The rule: if a pass overflowed, the next step of every optimizer handed to its `scale_loss` is skipped, and of no other;
-the scale of the pass backs off once; a skipped step leaves everything bit for bit as it was.
+a skipped step leaves everything bit for bit as it was. The scale of the passes reacts once at the first step that has
+them, however many they are.
 
 The numbers are small integers at first, batches are of one, learning rates powers of two: every weight, output and
 gradient fits the eight bits of bfloat16's significand, and so nothing is ever rounded. The plain run asserts that. So
@@ -114,7 +115,6 @@ class Pass:
     loss_id: int = 0
     overflows: bool = False
     delay_unscale: bool = False
-    delay_overflow_check: bool = False
     retain_graph: bool = False
 
 
@@ -143,25 +143,37 @@ class Book:
 
     Attributes:
         scales: the state of each.
-        unchecked: of each, whether a pass has overflowed that it has not reacted to yet.
+        delayed: of each, whether a pass has overflowed whose gradients are scaled still.
+        unused: by optimizer, the passes since its last step: number of the scale, and whether they overflowed. All
+            optimizers of a pass have one object, which is emptied once the scale has reacted.
         skipping: optimizers whose next step is skipped.
         skipped: how many steps of each have been.
     """
 
     scales: list[ScaleState]
-    unchecked: list[bool]
+    delayed: list[bool]
+    unused: dict[int, list[list[tuple[int, bool]]]] = field(default_factory=dict)
     skipping: set[int] = field(default_factory=set)
     skipped: dict[int, int] = field(default_factory=dict)
 
     def note_pass(self, event: Pass) -> None:
-        self.unchecked[event.loss_id] |= event.overflows
+        self.delayed[event.loss_id] |= event.overflows
         if event.overflows:
             self.skipping |= set(event.handed)
-        if not event.delay_unscale and not event.delay_overflow_check:
-            overflow, self.unchecked[event.loss_id] = self.unchecked[event.loss_id], False
-            self.scales[event.loss_id] = next_state(self.scales[event.loss_id], overflow, POLICY)
+        if not event.delay_unscale:
+            overflow, self.delayed[event.loss_id] = self.delayed[event.loss_id], False
+            use = [(event.loss_id, overflow)]
+            for optimizer in event.handed:
+                self.unused.setdefault(optimizer, []).append(use)
 
     def skips(self, optimizer: int) -> bool:
+        overflowed: dict[int, bool] = {}
+        for use in self.unused.pop(optimizer, []):
+            for loss_id, overflow in use:
+                overflowed[loss_id] = overflowed.get(loss_id, False) or overflow
+            use.clear()
+        for loss_id, overflow in overflowed.items():
+            self.scales[loss_id] = next_state(self.scales[loss_id], overflow, POLICY)
         skips = optimizer in self.skipping
         self.skipping.discard(optimizer)
         self.skipped[optimizer] = self.skipped.get(optimizer, 0) + skips
@@ -292,7 +304,6 @@ def play_pass(world: World, event: Pass) -> None:
         optimizers if len(optimizers) > 1 else optimizers[0],
         event.loss_id,
         delay_unscale=event.delay_unscale,
-        delay_overflow_check=event.delay_overflow_check,
     ) as scaled_loss:
         scaled_loss.backward(retain_graph=event.retain_graph)
 
@@ -527,14 +538,12 @@ def test_every_step_is_that_of_float32_whichever_pass_overflows(losses, scalers,
 # Several passes before a step
 
 
-CHECKED, DELAYED, UNCHECKED = {}, {"delay_unscale": True}, {"delay_overflow_check": True}
+CHECKED, DELAYED = {}, {"delay_unscale": True}
 ACCUMULATIONS = {
     "unscaled-each-time": (CHECKED, CHECKED, CHECKED),
     "unscaled-at-the-end": (DELAYED, DELAYED, CHECKED),
     "unscaled-after-two": (DELAYED, CHECKED, CHECKED),
     "delayed-in-the-middle": (CHECKED, DELAYED, CHECKED),
-    "checked-at-the-end": (UNCHECKED, UNCHECKED, CHECKED),
-    "one-of-each": (UNCHECKED, DELAYED, CHECKED),
 }
 
 

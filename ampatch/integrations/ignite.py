@@ -102,8 +102,7 @@ def supervised_training_step(
         y_pred = model_transform(model_fn(model, x))
         loss = in_float32(y_pred, y)
         share = loss / gradient_accumulation_steps
-        # Gradients are unscaled after each iteration, for handlers that log them; the scale reacts once a step.
-        with amp.scale_loss(share, optimizer, delay_overflow_check=past > 0) as scaled_loss:
+        with amp.scale_loss(share, optimizer) as scaled_loss:
             scaled_loss.backward()
         if past == 0:
             if before_step is not None:

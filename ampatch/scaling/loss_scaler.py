@@ -37,6 +37,8 @@ _GREATEST = torch.finfo(torch.float32).max
 #: A scale comes down to it only after more than a hundred overflows in a row.
 NO_FLOOR = 2.0**-126
 
+_NEVER = 2**31 - 1  # steps until a scale grows
+
 # The keys of a saved state. The first two are required: the scale, and its number of clean steps.
 _KEYS = ("loss_scale", "unskipped", "hysteresis_left", "dynamic")
 _GRAD_SCALER_KEYS = (
@@ -225,6 +227,7 @@ class LossScaler:
     _found_inf: Tensor  # overflows noted since the last update
     _has_noted: bool = False
     _is_replayed: bool = False  # a CUDA graph notes overflows, and its replays do not run this code
+    _dropped: Tensor | None = None  # not 0 if it has backed off by `back_off` since the last update
     _counted: int = 0  # updates of a static scale, counted on the host
     _kept: Tensor | None = None  # the snapshot of a static scale
     _set_to: float  # the scale that the host last set; a static scale still has it
@@ -346,14 +349,20 @@ class LossScaler:
             self._counted += 1
 
     def update_by(self, found_inf: Tensor) -> None:
-        """Calls `note` and `update`, in one kernel if it can."""
+        """Calls `note` and `update`, in one kernel if it can; backs off at most once with the `back_off` before it."""
+        dropped, self._dropped = self._dropped, None
         if self._has_noted or self._is_replayed or not self.dynamic:
             self.note(found_inf)
             self.update()
-        else:
+        elif dropped is None:
             self._react(found_inf)
+        else:
+            found_inf = on_device(found_inf, self._scale.device)
+            both = on_device(dropped, self._scale.device) * found_inf
+            self._react(found_inf - both)
+            self._unskipped -= both.int()
 
-    def _react(self, found_inf: Tensor) -> None:
+    def _react(self, found_inf: Tensor, scale_window: int | None = None) -> None:
         policy = self.policy
         kernels.update_scale(
             self._scale,
@@ -362,7 +371,7 @@ class LossScaler:
             on_device(found_inf, self._scale.device),
             policy.growth_factor,
             policy.backoff_factor,
-            policy.scale_window,
+            policy.scale_window if scale_window is None else scale_window,
             policy.hysteresis,
             policy.min_loss_scale,
             policy.max_loss_scale,
@@ -535,6 +544,20 @@ class LossScaler:
         self._counted, self._kept = 0, None
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
         self.age += 1
+
+
+def back_off(scaler: LossScaler, found_inf: Tensor) -> None:
+    """Has a dynamic scale react to an overflow in gradients that no step will have; without one, changes nothing.
+
+    Args:
+        scaler: the scaler.
+        found_inf: 0-dimensional float32, 1 after an overflow, else 0.
+    """
+    found_inf = on_device(found_inf, scaler._scale.device)
+    earlier = scaler._dropped
+    scaler._dropped = found_inf if earlier is None else torch.maximum(on_device(earlier, found_inf.device), found_inf)
+    scaler._react(found_inf, scale_window=_NEVER)
+    scaler._unskipped -= (found_inf == 0).int()
 
 
 def read_states(scalers: Iterable[LossScaler]) -> list[ScaleState]:

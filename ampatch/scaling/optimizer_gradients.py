@@ -19,8 +19,9 @@ from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 from ampatch.scaling import overflows
 from ampatch.scaling.deferred_unscaling import DeferredUnscaling
+from ampatch.scaling.loss_scaler import back_off
 from ampatch.scaling.overflows import NonFiniteGradient
-from ampatch.scaling.scale_use import ScaleUse
+from ampatch.scaling.scale_use import ScaleUse, drop
 from ampatch.weights import optimizer_state
 from ampatch.weights.master_weights import MasterWeights
 
@@ -59,7 +60,7 @@ class OptimizerGradients:
     Attributes:
         masters: as given.
         ranks: as given.
-        pending: verdicts of the blocks since the last step under a dynamic scale, oldest first.
+        pending: the uses of scales by blocks since the last step, with their verdicts, oldest first.
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
         deferred: the unscaling that is left to the optimizer's own kernel; None if there is none.
     """
@@ -308,7 +309,7 @@ class OptimizerGradients:
     def may_be_deferred(self) -> bool:
         """Returns True if one factor unscales all gradients, and no earlier block overflowed."""
         # After an earlier overflow the optimizer's kernel would leave the gradients as they are.
-        return not self.masters and not self._widened and not self.pending
+        return not self.masters and not self._widened and all(use.found_inf is None for use in self.pending)
 
     def defer(self, scale_use: ScaleUse, divisor: Tensor) -> None:
         """Leaves it to the optimizer's own kernel to divide the gradients.
@@ -338,8 +339,9 @@ class OptimizerGradients:
         # An optimizer without gradients can only skip for another's, and cannot see whether those are cleared.
         self.pending.append(scale_use if self.exist() else scale_use.confirmed(of_others=True))
         if len(self.pending) >= _MANY_PENDING:
+            last = {earlier.scaler_id: earlier for earlier in self.pending}
             overflowed = {earlier.scaler_id: earlier for earlier in self.pending if earlier.overflowed}
-            self.pending = list(overflowed.values())
+            self.pending = list((last | overflowed).values())
 
     def forget_cleared_verdict(self) -> None:
         """Forgets the last block's overflow if its gradients are gone; otherwise zeroes them after an overflow.
@@ -349,10 +351,12 @@ class OptimizerGradients:
         self.synchronise()
         self.forget_if_cleared()
         last = self.pending[-1] if self.pending else None
-        if last is None or last.found_inf is None or last.is_judged_later or last.is_confirmed:
+        if last is None or last.found_inf is None or last.is_judged_elsewhere or last.is_confirmed:
             return
         grads = self.tensors()
-        self.pending[-1] = last = last.only_where(self.still_exist(last, grads))
+        still = self.still_exist(last, grads)
+        back_off(last.scaler, last.found_inf * (1 - still))
+        self.pending[-1] = last = last.only_where(still)
         assert last.found_inf is not None
         if self._counts_non_finite and last.overflowed:
             last.non_finite = self.non_finite()
@@ -364,7 +368,16 @@ class OptimizerGradients:
         if optimizer_state.have_no_gradients(self.parameters()) and not (
             self.exist() or self.ranks.are_sharded(self.parameters())
         ):
-            self.pending = [scale_use for scale_use in self.pending if scale_use.is_of_others]
+            self.drop_verdicts([scale_use for scale_use in self.pending if scale_use.is_of_others])
+
+    def drop_verdicts(self, kept: list[ScaleUse]) -> None:
+        """Forgets verdicts on gradients that no step will have; scales still react to overflows among them.
+
+        Args:
+            kept: those that still count.
+        """
+        gone, self.pending = [each for each in self.pending if each not in kept], kept
+        drop(gone, [use for each in list(self._adopted.values()) for use in each.gradients.pending])
 
     def still_exist(self, scale_use: ScaleUse, grads: list[Tensor]) -> Tensor:
         """Returns 1 if any rank still has a gradient other than zero after a block that overflowed, else 0.

@@ -33,7 +33,7 @@ from ampatch.scaling import overflows, step_observers
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.overflows import Overflow, OverflowHandler
-from ampatch.scaling.scale_use import ScaleUse, StepCheck
+from ampatch.scaling.scale_use import ScaleUse, StepCheck, react
 from ampatch.switch import Switch
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
@@ -176,6 +176,7 @@ class AdoptedOptimizer:
         self.skips = SkipCount()
         self._last_was_skipped = False
         self._skips_this_step = False
+        self._uses: list[ScaleUse] = []  # that led to the step that runs
         self._warned_of_loss = False
         self._scaled_in_closure: list[TensorWeakRef] = []
         self._warns_of_scaled_result = True
@@ -312,13 +313,15 @@ class AdoptedOptimizer:
         if self._warns_of_no_scale:
             self._look_for_scale(before_closure=bool(closures))
         pending, self.gradients.pending = self.gradients.pending, []
+        self._uses = pending
+        react(pending)
         check: StepCheck | None = None
-        judged = pending
+        judged = [each for each in pending if each.found_inf is not None]
         self._skips_this_step, is_left_to_kernel = False, False
         try:
             if self._checks_by is not None:
                 check = None if closures else self._check(pending, self._checks_by)
-                judged = [each for each in (*pending, check) if each is not None and each.found_inf is not None]
+                judged += [check] if check is not None else []
             _check_not_captured(judged)
             # An optimizer's kernel that skips by itself is slower: it serves only where reading the verdict would sync.
             would_wait = not all(map(_IS_AT_HAND, judged))
@@ -339,6 +342,7 @@ class AdoptedOptimizer:
                 return None
             return self._step(original, args, kwargs, bool(closures))
         finally:
+            react(self._uses)
             if self.masters.wanted:
                 self.masters.gradients.clear()
             self._cache.end_iteration_of(self.gradients.model_parameters)
@@ -511,6 +515,7 @@ class AdoptedOptimizer:
             if self._warns_of_no_scale:
                 self._look_for_scale()
         pending, self.gradients.pending = self.gradients.pending, []
+        self._uses = [*self._uses, *pending]
         overflowed = list(filter(_OVERFLOWED, pending))
         if self._checks_by is not None:
             self._evaluations += 1
@@ -587,8 +592,7 @@ class AdoptedOptimizer:
                 if len(overflowed) > 1 and isinstance(overflowed[-1], StepCheck):
                     overflowed.pop()  # blocks have found it already
                 self.skips.skipped += 1
-                for scale_use in overflowed:
-                    scale_use.count()
+                _count(overflowed)
                 # The next overflow has to raise and to name parameters, which needs their gradients.
                 self._near_floor = any(scale_use.ended_at_floor for scale_use in overflowed)
                 self._announce_skip(overflowed)
@@ -622,6 +626,7 @@ class AdoptedOptimizer:
         self._note_gradient(grad)
 
     def _skip(self, overflowed: Sequence[ScaleUse]) -> None:
+        react(self._uses)
         self.read_verdicts()
         self._last_was_skipped = self._skips_this_step = True
         self.skips.skipped += 1
@@ -629,8 +634,7 @@ class AdoptedOptimizer:
         if isinstance(optimizer, torch.optim.Optimizer):
             # Otherwise an LR scheduler warns that it was stepped before the optimizer.
             optimizer._opt_called = True  # type: ignore[attr-defined]
-        for scale_use in overflowed:
-            scale_use.count()
+        _count(overflowed)
         self._warn_of_loss(overflowed)
         for scale_use in overflowed:
             if scale_use.began_at_floor:
@@ -717,6 +721,12 @@ class _ClosureOverflowedError(BaseException):
 
 def _last_of_each_loss(overflowed: Iterable[ScaleUse]) -> Iterable[ScaleUse]:
     return {scale_use.scaler_id: scale_use for scale_use in overflowed}.values()
+
+
+def _count(overflowed: Iterable[ScaleUse]) -> None:
+    """Counts the overflow of a step in each scaler, once however many blocks it was in."""
+    for scale_use in _last_of_each_loss(overflowed):
+        scale_use.count()
 
 
 def _check_not_captured(judged: Sequence[ScaleUse]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,9 +17,10 @@ from torch.autograd.graph import Node
 
 from ampatch.casting.nested import tensors_in
 from ampatch.graph_nodes import nodes_of
+from ampatch.grouping import grouped
 from ampatch.native.host_copy import HostCopy, on_device, stacked
 from ampatch.scaling import overflows
-from ampatch.scaling.loss_scaler import LossScaler, scaled
+from ampatch.scaling.loss_scaler import LossScaler, back_off, scaled
 from ampatch.scaling.overflows import NonFiniteGradient, ScaleChange
 
 logger = logging.getLogger("ampatch")
@@ -61,20 +62,20 @@ class ScaleUse:
     Attributes:
         is_open: True inside its block.
         is_postponed: True if DDP is going to reduce its gradients together with those of a later backward pass.
-        is_judged_later: True if the scale reacts to the overflow in a later block, or by other code.
+        is_judged_elsewhere: True if user code judges the gradients by itself.
         is_confirmed: True if an overflow counts even after the gradients were cleared.
         is_of_others: True if an optimizer without gradients remembers it.
         is_captured: True if a CUDA graph captured the verdict, so that each replay finds another one.
         is_one: True if the scale is static and 1, so that scaling changes nothing.
         is_checked: True if a step may be skipped because of these gradients.
-        non_finite: the gradients that overflowed, if they were zeroed for a later backward pass and counted before.
         scale: snapshot of the scale: 0-dimensional float32, on the device.
+        non_finite: the gradients that overflowed, if they were zeroed for a later backward pass and counted before.
         found_inf: 0-dimensional float32, not 0 after an overflow; None before unscaling, and under a static scale.
     """
 
     is_open = False
     is_postponed = False
-    is_judged_later = False
+    is_judged_elsewhere = False
     is_confirmed = False
     is_of_others = False
     is_captured = False
@@ -236,6 +237,37 @@ class ScaleUse:
             self.send()
         assert self._sent is not None
         return self._sent.values
+
+
+def react(uses: Iterable[ScaleUse]) -> None:
+    """Lets each scale react to its uses that led to a step: once for all of them, and once if several steps have them.
+
+    Args:
+        uses: the uses by blocks since the last step.
+    """
+    new = [use for use in uses if "reacted" not in use._noted]
+    for scaler, of_scaler in grouped((use.scaler, use) for use in new).items():
+        for use in of_scaler:
+            use._noted.append("reacted")
+        found = [use.found_inf for use in of_scaler if use.found_inf is not None]
+        if scaler.dynamic and found:
+            scaler.update_by(found[0] if len(found) == 1 else stacked(found).amax())
+        elif not scaler.dynamic:
+            scaler.update()
+
+
+def drop(uses: Iterable[ScaleUse], kept: Collection[ScaleUse]) -> None:
+    """Lets scales back off after overflows in gradients that were cleared, so that no step has them.
+
+    Args:
+        uses: the uses of scales by these gradients.
+        kept: uses that the steps of other optimizers have.
+    """
+    originals = {use.original for use in kept}
+    for use in uses:
+        if "reacted" not in use._noted and use.found_inf is not None and use.original not in originals:
+            use._noted.append("reacted")
+            back_off(use.scaler, use.found_inf)
 
 
 class StepCheck(ScaleUse):

@@ -82,7 +82,7 @@ class ScaledBlock(Generic[_L]):
         optimizers: the user's, whose parameters receive gradients in the block. A parameter of two is handled once.
         loss_id: the number of the scale.
         delay_unscale: leaves the gradients scaled on exit.
-        delay_overflow_check: leaves the reaction of the scale to a later block.
+        delay_overflow_check: leaves gradients that overflowed as they are, for user code that judges them.
 
     Attributes:
         scale_use: this use of the scale; set on entry.
@@ -116,7 +116,7 @@ class ScaledBlock(Generic[_L]):
         self._arguments: tuple[_L, Sequence[OptimizerLike]] | None = (loss, optimizers)
         self._loss_id = loss_id
         self._delays_unscaling = delay_unscale
-        self._delays_check = delay_overflow_check
+        self._is_judged_elsewhere = delay_overflow_check
         self._before: list[tuple[int, int]] = []  # the gradients that were there on entry
         self._waiting: list[MasterGradients] = []  # those to clear when the backward pass begins
         self._hooks: list[RemovableHandle] = []  # on the losses, to notice that
@@ -158,13 +158,14 @@ class ScaledBlock(Generic[_L]):
                     "[optimizer, other])."
                 )
             self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id, blocks.checks_finite)
+            scale_use.is_judged_elsewhere = self._is_judged_elsewhere
             self._unscaling = Unscaling(scale_use, self._gradients, blocks.ranks)
             if blocks.ranks.has_wrappers:
                 self._replicas = blocks.ranks.begin_block(self._unscaling.model_parameters())
             # First what may run out of memory: nothing has begun then.
             scaled, losses = scale_use.apply(loss)
             if not self.begin_if_clear():
-                if self._joins_postponed():
+                if self._joins_earlier():
                     scaled, losses = scale_use.apply(loss)
                 self._begin(losses)
             if not scale_use.is_one:
@@ -191,7 +192,7 @@ class ScaledBlock(Generic[_L]):
                 elif blocks.switch.active:
                     self._end()
                 else:  # amp.deinitialize was called inside the block, and nothing would unscale later
-                    self._unscaling.run(self._delays_check)
+                    self._unscaling.run()
         finally:
             if self.has_warned:  # a loop that uses another loss does so in every step
                 blocks.warned.add(self._loss_id)
@@ -213,16 +214,15 @@ class ScaledBlock(Generic[_L]):
         self.scale_use.is_open = True
         return True
 
-    def _joins_postponed(self) -> bool:
-        """Keeps the scale of an earlier block if DDP is going to reduce its gradients together with these.
+    def _joins_earlier(self) -> bool:
+        """Keeps the scale of an earlier block whose gradients are scaled still, though a step may have changed it.
 
         Returns:
             True if there is such a block.
         """
         for each in self._gradients:
             earlier = each.scaled_by
-            postponed = earlier is not None and earlier.is_postponed and earlier.scaler is self._scaler
-            if earlier is not None and postponed and each.exist():
+            if earlier is not None and not earlier.is_open and earlier.scaler is self._scaler and each.exist():
                 self.scale_use.reuse_scale_of(earlier)
                 return True
         return False
@@ -404,10 +404,10 @@ class ScaledBlock(Generic[_L]):
         for each in postponed:
             each.note_scaled()
         if not postponed:
-            self._unscaling.run(self._delays_check)
+            self._unscaling.run()
         elif len(postponed) < len(self._gradients):
             others = [each for each in self._gradients if each not in postponed]
-            Unscaling(scale_use, others, self._blocks.ranks).run(self._delays_check)
+            Unscaling(scale_use, others, self._blocks.ranks).run()
         if not self.is_used and any(each.exist() for each in self._gradients):
             self.has_warned = True
             warn(

@@ -1,4 +1,4 @@
-"""The end of one use of a loss scale: unscales the gradients, finds overflows on all ranks, and lets the scale react.
+"""The end of one use of a loss scale: unscales the gradients, and finds overflows on all ranks.
 
 Must not know where the backward pass began or ended: a block calls it, and so do clipping and ``amp.unscale_``.
 """
@@ -32,55 +32,37 @@ class Unscaling:
         self.gradients = gradients
         self._ranks = ranks
 
-    def run(self, delay_overflow_check: bool = False) -> None:
-        """Unscales, finds overflows, and lets the scale react.
-
-        Args:
-            delay_overflow_check: leaves the reaction of the scale to a later block.
-        """
+    def run(self) -> None:
+        """Unscales, and finds overflows."""
         try:
             step_observers.tell_unscaling(self.scale_use, self.gradients)
             found_inf = self._unscale()
             if found_inf is not None:
                 self._ranks.reduce_overflow_(found_inf, self.model_parameters())
-            self.settle(found_inf, delay_overflow_check)
+            self.settle(found_inf)
         except BaseException:
             self.abandon()
             raise
 
-    def settle(self, found_inf: Tensor | None, delay_overflow_check: bool = False) -> None:
-        """Notes that the gradients are unscaled: the verdict decides on the next steps, and the scale reacts to it.
+    def settle(self, found_inf: Tensor | None) -> None:
+        """Notes that the gradients are unscaled: the verdict decides on the next steps, and the scale reacts there.
 
         Args:
             found_inf: 0-dimensional float32, not 0 if a gradient on any rank is inf or NaN; ignored under a static
                 scale.
-            delay_overflow_check: leaves the reaction of the scale to a later block.
         """
-        scaler = self.scale_use.scaler
+        if self.scale_use.scaler.dynamic and found_inf is not None:
+            self.scale_use.found_inf = found_inf
+            self.scale_use.is_captured = is_capturing()
         for each in self.gradients:
             each.note_unscaled()
-        if found_inf is None or not scaler.dynamic:
-            if self.scale_use.is_checked:  # at the step, which then names this loss
-                for each in self.gradients:
-                    each.add_verdict(self.scale_use)
-            if not delay_overflow_check:
-                scaler.update()
-            return
-        self.scale_use.found_inf = found_inf
-        self.scale_use.is_judged_later = delay_overflow_check
-        self.scale_use.is_captured = is_capturing()
-        for each in self.gradients:
             each.add_verdict(self.scale_use)
-        if delay_overflow_check:
-            scaler.note(found_inf)
-        else:
-            scaler.update_by(found_inf)
 
     def abandon(self) -> None:
         """Drops all gradients and verdicts, after an error: none is left half unscaled."""
         for each in self.gradients:
             each.drop()
-            each.pending.clear()
+            each.drop_verdicts([])
 
     def model_parameters(self) -> Iterator[Tensor]:
         """Yields the model's parameters that the optimizers update, or have masters of."""

@@ -209,9 +209,11 @@ class TestLossScalers:
         scaler = _amp_state.loss_scalers[0]
         scaler._loss_scale = 1024
         run_pass(model, optimizer)
+        optimizer.step()
         assert (scaler.loss_scale(), scaler._loss_scale, scaler._unskipped) == (1024.0, 1024.0, 1)
         scaler._unskipped = 1999
         run_pass(model, optimizer)
+        optimizer.step()
         assert (scaler._loss_scale, scaler._unskipped) == (2048.0, 0)
         assert _amp_state.loss_scalers[1].loss_scale() == 65536.0
 

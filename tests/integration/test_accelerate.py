@@ -582,7 +582,6 @@ class TestSeveral:
         output = checkpoint(lambda x: frozen(x) * factor, run.raw(X) @ torch.ones(3, 8), use_reentrant=True)
         run.accelerator.backward(F.cross_entropy(output, Y) + run.raw[0].weight.sum() * torch.inf)
         expected = torch.autograd.grad(F.cross_entropy(frozen(run.raw(X) @ torch.ones(3, 8)) * factor, Y), factor)[0]
-        assert amp.get_loss_scale() == 512  # it has reacted before these gradients are unscaled
         assert factor.grad is not None
         assert (factor.grad - expected).norm() < 0.05 * expected.norm()
 

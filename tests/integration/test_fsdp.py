@@ -118,8 +118,10 @@ def together(
     for number, batch in enumerate(data(device, dist.get_rank())):
         with postponed(model) if postpone and number < MICRO_BATCHES - 1 else contextlib.nullcontext():
             backward(model(batch).float().sum(), optimizer)
+    assert runtime.live is not None
+    passes = len(runtime.live.adopted(optimizer).gradients.pending)
     optimizer.step()
-    return whole_weights(model), found, amp.state_dict()["loss_scaler0"]["unskipped"]
+    return whole_weights(model), found, passes
 
 
 def both(kind: str, half: torch.dtype, device: str, postpone: bool) -> Any:
