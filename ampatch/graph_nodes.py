@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
 
@@ -25,3 +26,9 @@ def nodes_of(roots: Iterable[Node], enters: Callable[[Node], bool] | None = None
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
+
+
+def leaves_among(nodes: Iterable[Node]) -> dict[int, Tensor]:
+    """Returns the leaves whose gradients these nodes accumulate, by id."""
+    leaves = (getattr(node, "variable", None) for node in nodes)  # of AccumulateGrad
+    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}

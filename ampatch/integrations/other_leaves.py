@@ -18,9 +18,8 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import TensorWeakRef
 
 from ampatch import amp
-from ampatch.graph_nodes import nodes_of
+from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.native.host_copy import on_device
-from ampatch.scaling.unscaled_losses import leaves_among
 
 # torch copies these entries to its threads for a GPU's nodes and to the passes within; a threading.local stays behind.
 _ENTRY = "ampatch.other_leaves"

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import GradScaler, amp
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
-from ampatch.graph_nodes import nodes_of
+from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.integrations import other_leaves
 from ampatch.integrations.other_leaves import OtherLeaves
 from ampatch.integrations.shared_patches import put_around
@@ -33,7 +33,6 @@ from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import HALVES, LEVELS
 from ampatch.runtime import runtime
 from ampatch.scaling.scale_use import has_scaled
-from ampatch.scaling.unscaled_losses import leaves_among
 from ampatch.weights.optimizer_state import has_gradients, parameters_of
 
 

@@ -84,6 +84,7 @@ def _left_to_unscale(
     gradients: OptimizerGradients, caller: str, does: str, *, may_be_postponed: bool
 ) -> Unscaling | None:
     """Returns the unscaling that a block has left undone; None if there is none, or its gradients were cleared."""
+    gradients.check_not_mixed()
     scale_use = gradients.scaled_by
     together = [each for each in gradients.others() if scale_use is not None and each.scaled_by is scale_use]
     gradients.check_shared(f"{caller} would {does}", together)

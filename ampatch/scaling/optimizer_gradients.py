@@ -62,6 +62,7 @@ class OptimizerGradients:
         ranks: as given.
         pending: the uses of scales by blocks since the last step, with their verdicts, oldest first.
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
+        blocks: number of blocks that were handed the optimizer and have ended.
         deferred: the unscaling that is left to the optimizer's own kernel; None if there is none.
     """
 
@@ -77,6 +78,7 @@ class OptimizerGradients:
         self.ranks = ranks
         self.pending: list[ScaleUse] = []
         self.scaled_by: ScaleUse | None = None
+        self.blocks = 0
         self._optimizer = weakref.ref(optimizer)
         self._adopted = adopted
         self._counts_non_finite = counts_non_finite
@@ -198,6 +200,7 @@ class OptimizerGradients:
         Args:
             what: the beginning of the message.
         """
+        self.check_not_mixed()
         if self.scaled_by is None:
             return
         if self.exist():
@@ -214,6 +217,25 @@ class OptimizerGradients:
             raise UsageError(f"{what} still scaled: {why}")
         if not self.scaled_by.is_open:
             self.note_unscaled()
+
+    @property
+    def is_in_block(self) -> bool:
+        """True if a block for this optimizer is open."""
+        return self.scaled_by is not None and self.scaled_by.is_open
+
+    def check_not_mixed(self) -> None:
+        """Raises `UsageError` if a block for other optimizers has added scaled gradients to these unscaled ones."""
+        if self.scaled_by is None or not self.scaled_by.is_mixed:
+            return
+        if not (self.exist() and any(bool(kernels.values_of(each).any()) for each in self.of_model())):
+            self.note_unscaled()  # they were cleared since
+            return
+        raise UsageError(
+            f"the gradients of this {type(self.optimizer).__name__} are sums of unscaled ones and scaled ones: a block "
+            "of amp.scale_loss for other optimizers has added to them, as its backward pass reaches parameters of this "
+            "optimizer, too. Type amp.scale_loss(loss, [optimizer, other]) there; or clear these gradients before they "
+            "are used: optimizer.zero_grad()."
+        )
 
     def settle_left_scaled(self) -> None:
         """Does a deferred unscaling, and notes it if the user has dropped gradients that a block had left scaled."""
@@ -420,7 +442,7 @@ class OptimizerGradients:
         elif not is_open:
             self.note_unscaled()
         self.masters.gradients.give_back(scaled_by.scale if is_open and scaled_by is not None else None)
-        return lost
+        return lost and scaled_by is not None and not scaled_by.is_mixed
 
     def optimizer_died(self) -> None:
         """Drops the gradients that a deleted optimizer left scaled, since another would take them for unscaled ones."""

@@ -61,6 +61,8 @@ class ScaleUse:
 
     Attributes:
         is_open: True inside its block.
+        is_mixed: True if its gradients are sums of scaled and unscaled ones, so that nothing may use them.
+        is_bystanders: True if its gradients are of an optimizer that the block was not handed.
         is_postponed: True if DDP is going to reduce its gradients together with those of a later backward pass.
         is_judged_elsewhere: True if user code judges the gradients by itself.
         is_confirmed: True if an overflow counts even after the gradients were cleared.
@@ -74,6 +76,8 @@ class ScaleUse:
     """
 
     is_open = False
+    is_mixed = False
+    is_bystanders = False
     is_postponed = False
     is_judged_elsewhere = False
     is_confirmed = False
@@ -140,6 +144,12 @@ class ScaleUse:
         copied = copy.copy(self)
         copied.is_confirmed, copied.is_of_others = True, of_others
         copied._original = self.original
+        return copied
+
+    def apart(self) -> ScaleUse:
+        """Returns a copy for the gradients of an optimizer that the block was not handed, with a verdict of its own."""
+        copied = ScaleUse(self.scaler, self.scaler_id, self.is_checked)
+        copied.scale, copied._age, copied._losses, copied.is_bystanders = self.scale, self._age, self._losses, True
         return copied
 
     @property
@@ -265,7 +275,9 @@ def drop(uses: Iterable[ScaleUse], kept: Collection[ScaleUse]) -> None:
     """
     originals = {use.original for use in kept}
     for use in uses:
-        if "reacted" not in use._noted and use.found_inf is not None and use.original not in originals:
+        if use.is_bystanders or use.found_inf is None or use.original in originals:
+            continue
+        if "reacted" not in use._noted:
             use._noted.append("reacted")
             back_off(use.scaler, use.found_inf)
 

@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from ampatch.casting.nested import tensors_in
 from ampatch.distributed import Ranks, ReplicasInBlock
 from ampatch.errors import UsageError, warn
 from ampatch.native import kernels
 from ampatch.patching.weight_cache import WeightCache
+from ampatch.scaling.bystanders import Bystanders, reached
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike
@@ -100,6 +102,8 @@ class ScaledBlock(Generic[_L]):
     is_used = True
     has_warned = False
     _is_open = False
+    _others: list[OptimizerGradients]
+    _bystanders: Bystanders | None = None
     _replicas: ReplicasInBlock | None = None  # None: no model is in a wrapper
 
     def __init__(
@@ -157,6 +161,7 @@ class ScaledBlock(Generic[_L]):
                     "scales. Give the loss itself, and all optimizers that it trains: amp.scale_loss(loss, "
                     "[optimizer, other])."
                 )
+            self._take_in_bystanders(loss)
             self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id, blocks.checks_finite)
             scale_use.is_judged_elsewhere = self._is_judged_elsewhere
             self._unscaling = Unscaling(scale_use, self._gradients, blocks.ranks)
@@ -170,6 +175,9 @@ class ScaledBlock(Generic[_L]):
                 self._begin(losses)
             if not scale_use.is_one:
                 self._watch(losses)
+                if self._others:
+                    handed = set(map(id, self._unscaling.model_parameters()))
+                    self._bystanders = Bystanders(self._others, handed)
         blocks.cache.end_iteration()
         self._arguments = None  # the user may delete the loss to free its graph
         self._is_open = True
@@ -193,12 +201,26 @@ class ScaledBlock(Generic[_L]):
                     self._end()
                 else:  # amp.deinitialize was called inside the block, and nothing would unscale later
                     self._unscaling.run()
+                for each in self._gradients:
+                    each.blocks += 1
+                if self._bystanders is not None:
+                    self._bystanders.end(self.scale_use, has_failed=kind is not None)
         finally:
             if self.has_warned:  # a loop that uses another loss does so in every step
                 blocks.warned.add(self._loss_id)
             blocks.cache.end_iteration()
 
     # Entry
+
+    def _take_in_bystanders(self, loss: Any) -> None:
+        """Finds the optimizers that the block was not handed; takes in those to whose gradients it has to add."""
+        self._others = []
+        if len(self._blocks.adopted) > len(self._optimizers) and not self._scaler.is_one:
+            adopted = [each.gradients for each in list(self._blocks.adopted.values())]
+            others = [each for each in adopted if each not in self._gradients and not each.is_in_block]
+            taken = reached(others, list(tensors_in(loss)))
+            self._gradients += taken
+            self._others = [each for each in others if each not in taken]
 
     def begin_if_clear(self) -> bool:
         """Begins the block if there are no gradients to scale and no earlier verdicts, as in most steps.
@@ -222,7 +244,9 @@ class ScaledBlock(Generic[_L]):
         """
         for each in self._gradients:
             earlier = each.scaled_by
-            if earlier is not None and not earlier.is_open and earlier.scaler is self._scaler and each.exist():
+            if earlier is None or earlier.is_open or earlier.is_mixed:
+                continue
+            if earlier.scaler is self._scaler and each.exist():
                 self.scale_use.reuse_scale_of(earlier)
                 return True
         return False
@@ -283,6 +307,9 @@ class ScaledBlock(Generic[_L]):
                 "this amp.scale_loss stands inside another one for the same optimizer, so that its gradients would be "
                 "unscaled twice. End the outer block first, or add the losses up and scale their sum."
             )
+        gradients.check_not_mixed()
+        if gradients.scaled_by is None:
+            return
         if not gradients.exist():
             gradients.note_unscaled()
         elif not earlier.is_same_scale(self.scale_use):

@@ -8,7 +8,7 @@ change a backward pass, nor keep its graph after the block.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from ampatch.errors import warn
-from ampatch.graph_nodes import nodes_of
+from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.ledger import PatchLedger
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 
@@ -132,12 +132,6 @@ def _follow(
                     "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(); and for several losses "
                     "amp.scale_loss((loss, other), optimizer), which gives both scaled."
                 )
-
-
-def leaves_among(nodes: Iterable[Node]) -> dict[int, Tensor]:
-    """Returns the leaves whose gradients these nodes accumulate, by id."""
-    leaves = (getattr(node, "variable", None) for node in nodes)  # of AccumulateGrad
-    return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _walk(root: Node, ends: Collection[Node]) -> tuple[set[Node], Node | None]:

@@ -1,0 +1,196 @@
+"""Of blocks whose backward pass reaches parameters of other optimizers: steps are those without amp, or raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ampatch import amp
+from ampatch.errors import UsageError
+
+torch.manual_seed(0)
+X, Y = torch.randn(8, 4).mul(8).round() / 8, torch.randn(8, 1).mul(8).round() / 8
+
+
+class Two:
+    """An encoder, a head on it, and an optimizer for each.
+
+    Args:
+        level: the opt level; None: no amp.
+    """
+
+    def __init__(self, level: str | None) -> None:
+        torch.manual_seed(0)
+        self.level = level
+        self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.of_encoder, self.of_head = (torch.optim.SGD(each.parameters(), 0.1) for each in (self.encoder, self.head))
+        if level is not None:
+            amp.initialize(
+                [self.encoder, self.head],
+                [self.of_encoder, self.of_head],
+                opt_level=level,
+                half_dtype="float16",
+                init_scale=1024.0,
+                verbosity=0,
+            )
+
+    def by_head(self, *others: torch.optim.Optimizer, factor: float = 1.0) -> None:
+        loss = (self.head(self.encoder(X)) - Y).float().square().mean()
+        self.backward(loss * factor, self.of_head, *others)
+
+    def by_encoder(self) -> None:
+        self.backward(self.encoder(X).float().square().mean(), self.of_encoder)
+
+    def backward(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
+        if self.level is None:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, list(optimizers)) as scaled_loss:
+                scaled_loss.backward()
+
+    def weights(self) -> Tensor:
+        parameters = (*self.encoder.parameters(), *self.head.parameters())
+        return torch.cat([each.detach().float().flatten() for each in parameters])
+
+
+def shared(run: Two) -> None:
+    run.by_head()
+    assert run.level is None or amp.grads_are_unscaled(run.of_encoder)
+    run.of_head.step()
+    run.of_head.zero_grad()
+    run.by_encoder()
+    run.of_encoder.step()
+
+
+def both_from_one(run: Two) -> None:
+    run.by_head()
+    run.of_head.step()
+    run.of_encoder.step()
+
+
+def after_its_own(run: Two) -> None:
+    run.by_encoder()
+    run.by_head()
+    run.of_head.step()
+    run.of_encoder.step()
+
+
+def critic(run: Two, set_to_none: bool = True) -> None:
+    for _ in range(3):
+        run.of_encoder.zero_grad(set_to_none)
+        run.by_encoder()
+        run.of_encoder.step()
+        run.of_head.zero_grad(set_to_none)
+        run.by_head()
+        run.of_head.step()
+
+
+def critic_with_zeros(run: Two) -> None:
+    critic(run, set_to_none=False)
+
+
+def clipped(run: Two) -> None:
+    run.by_head()
+    if run.level is None:
+        nn.utils.clip_grad_norm_(run.encoder.parameters(), 0.1)
+    else:
+        amp.clip_grad_norm_(run.of_encoder, 0.1)
+    run.of_encoder.step()
+
+
+def clipped_by_torch(run: Two) -> None:
+    run.by_head()
+    parameters = run.encoder.parameters() if run.level is None else amp.master_params(run.of_encoder)
+    nn.utils.clip_grad_norm_(parameters, 0.1)
+    run.of_encoder.step()
+
+
+def within_a_block(run: Two) -> None:
+    """The inner block is for the encoder; the outer one reaches only the head."""
+    loss = (run.head(run.encoder(X).detach()) - Y).float().square().mean()
+    if run.level is None:
+        run.by_encoder()
+        loss.backward()
+    else:
+        with amp.scale_loss(loss, run.of_head) as scaled_loss:
+            run.by_encoder()
+            scaled_loss.backward()
+    run.of_head.step()
+    run.of_encoder.step()
+
+
+EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
+
+
+@EACH_LEVEL
+@pytest.mark.parametrize(
+    "script",
+    [
+        *(shared, both_from_one, after_its_own, critic, critic_with_zeros, clipped, clipped_by_torch),
+        within_a_block,
+    ],
+)
+def test_steps_are_those_without_amp(script: Callable[[Two], None], level: str) -> None:
+    plain, run = Two(None), Two(level)
+    script(plain)
+    script(run)
+    assert (run.weights() - plain.weights()).abs().max() < (1e-4 if level == "O1" else 5e-4)
+
+
+@pytest.mark.parametrize("use", ["step", "clip", "unscale", "block"])
+def test_gradients_of_a_step_before_that_were_not_cleared_are_used_by_nobody(use: str) -> None:
+    run = Two("O1")
+    run.by_encoder()
+    run.of_encoder.step()
+    run.by_head()
+    assert not amp.grads_are_unscaled(run.of_encoder)
+    uses: dict[str, Callable[[], object]] = {
+        "step": run.of_encoder.step,
+        "clip": lambda: amp.clip_grad_norm_(run.of_encoder, 1.0),
+        "unscale": lambda: amp.unscale_(run.of_encoder),
+        "block": run.by_encoder,
+    }
+    before = run.weights()
+    with pytest.raises(UsageError, match=r"sums of unscaled ones and scaled ones.*amp\.scale_loss\(loss, \[optimizer"):
+        uses[use]()
+    assert torch.equal(run.weights(), before)
+    run.of_encoder.zero_grad()
+    run.by_encoder()
+    run.of_encoder.step()
+    assert not torch.equal(run.weights(), before)
+
+
+@EACH_LEVEL
+def test_an_overflow_there_skips_its_own_step_and_counts_only_if_it_steps(level: str) -> None:
+    run = Two(level)
+    run.by_head(factor=1e38)
+    run.of_encoder.zero_grad()
+    run.of_head.step()
+    assert amp.get_loss_scale() == 512
+    run.by_encoder()
+    run.of_encoder.step()
+    assert amp.get_loss_scale() == 512
+    assert not amp.step_was_skipped(run.of_encoder)
+    run.of_encoder.zero_grad()
+    run.by_head(factor=1e38)
+    run.of_encoder.step()
+    assert amp.step_was_skipped(run.of_encoder)
+
+
+@EACH_LEVEL
+def test_after_a_block_that_failed_they_are_used_by_nobody(level: str) -> None:
+    run = Two(level)
+    loss = (run.head(run.encoder(X)) - Y).float().square().mean()
+
+    def failing() -> None:
+        with amp.scale_loss(loss, run.of_head) as scaled_loss:
+            scaled_loss.backward()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        failing()
+    with pytest.raises(UsageError, match="sums of"):
+        run.of_encoder.step()
