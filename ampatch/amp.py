@@ -1069,6 +1069,9 @@ def grads_are_unscaled(optimizer: Any) -> bool:
 def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
     """Returns the loss scalers' states as plain numbers, under "loss_scaler0" and so on. Syncs with the device.
 
+    Optimizers that are handed to a later `initialize`, after a first step, have scalers of their own. Then the first
+    keys are of the optimizers that came last, and those of earlier ones that still exist follow.
+
     Args:
         include_policy: True adds the effective policy under "policy": settings, the rule of each function, the text of
             the user's lists, versions, and a SHA-256 of settings and rules. It is plain data, for ``torch.load`` with
@@ -1082,7 +1085,7 @@ def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
         return {}
     live = _require_session("amp.state_dict")
     states: dict[str, dict[str, Any]] = {
-        f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(live.scalers)
+        f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(live.all_scalers())
     }
     return {**states, policy_difference.KEY: policy.effective(live)} if with_policy else states
 
@@ -1116,7 +1119,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         told = policy_difference.warning(saved, policy.effective(live))
         warnings = [] if told is None else [told]
         state_dict = {key: value for key, value in state_dict.items() if key != policy_difference.KEY}
-    load_states(live.scalers, state_dict, logs=live.verbose, warnings=warnings)
+    load_states(live.all_scalers(), state_dict, logs=live.verbose, warnings=warnings)
 
 
 def get_loss_scale(loss_id: int = 0) -> float:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import glob
 import inspect
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -57,7 +58,7 @@ from ampatch.patching.fused_linear import LinearCalls
 from ampatch.patching.module_rules import give_rules, tokens_of
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import clipping, unscaled_losses
-from ampatch.scaling.loss_scaler import LossScaler, read_states
+from ampatch.scaling.loss_scaler import LossScaler, has_reacted, read_states
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import (
     AdoptedOptimizer,
@@ -139,7 +140,7 @@ class Session:
         switch: whether casts are on.
         cache: casts of weights.
         ledger: the record of all patches.
-        scalers: one for each loss.
+        scalers: one for each loss, of the optimizers that were adopted last.
         overflows: what happens after a skipped step; a tracer is set here.
         skip_counts: numbers of skipped steps, one for each optimizer that was adopted, deleted ones included.
         conversion: the record of converted weights.
@@ -161,7 +162,7 @@ class Session:
         # Functions that need float32 get casts of half weights, which optimizers write to without notice.
         self.cache = cache_type(settings.enable_caching and self.patches_functions)
         self.ledger = PatchLedger()
-        self.scalers = tuple(LossScaler.from_policy(settings.scale_policy) for _ in range(settings.num_losses))
+        self.scalers = self._new_scalers()
         self.device_types = set(device_types)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id, since some optimizers are not hashable
@@ -426,17 +427,36 @@ class Session:
     # Models and optimizers
 
     @_with_casts_off
-    def adopt(self, models: Iterable[nn.Module], optimizers: Iterable[OptimizerLike]) -> None:
+    def _new_scalers(self) -> tuple[LossScaler, ...]:
+        return tuple(LossScaler.from_policy(self.settings.scale_policy) for _ in range(self.settings.num_losses))
+
+    def all_scalers(self) -> tuple[LossScaler, ...]:
+        """Returns the scalers of all optimizers that exist, those of the optimizers that were adopted last first."""
+        others = [scaler for adopted in list(self._optimizers.values()) for scaler in adopted.scalers]
+        return tuple(dict.fromkeys((*self.scalers, *others)))
+
+    def _begin_scales(self, optimizers: Collection[OptimizerLike]) -> None:
+        """Makes new scalers for new optimizers, if other optimizers have used those that are there.
+
+        Under `amp.init`, which adopts optimizers one by one, those that exist at the same time have the same scalers.
+        """
+        if optimizers and any(map(has_reacted, self.scalers)):
+            gc.collect()  # an adopted optimizer is in a reference cycle
+            if not (self.settings.adopts_on_use and self._optimizers):
+                self.scalers = self._new_scalers()
+
+    def adopt(self, models: Collection[nn.Module], optimizers: Collection[OptimizerLike]) -> None:
         """Adopts models and optimizers; after an error none of them is adopted."""
         self._settle_replaced(optimizers)  # which may have parameters that replaced others
         mark, first, device_types = self.ledger.mark(), self.conversion.mark(), set(self.device_types)
         known_models, known_optimizers = set(self._models), set(self._optimizers)
-        known_counts = len(self.skip_counts)
+        known_counts, known_scalers = len(self.skip_counts), self.scalers
         converted, guarded = set(self._converted), set(self._guarded)
         try:
             for model in models:
                 self.adopt_model(model)
             self._find_wrappers()
+            self._begin_scales(optimizers)
             for optimizer in optimizers:
                 self.adopt_optimizer(optimizer)
             self._warn_of_frozen(optimizers)
@@ -450,6 +470,7 @@ class Session:
             for key in set(self._optimizers) - known_optimizers:
                 del self._optimizers[key]
             del self.skip_counts[known_counts:]
+            self.scalers = known_scalers
             self.device_types &= device_types
             self._accelerator.set_device_types(self.device_types)
             raise
@@ -628,6 +649,7 @@ class Session:
                 ),
                 self.switch,
                 self.cache,
+                self.scalers,
                 dynamic=settings.scale_policy.dynamic,
                 exact_hooks=settings.exact_hooks,
                 announce=self.verbose,
@@ -851,14 +873,13 @@ class Session:
         self, loss: Any, optimizers: Sequence[OptimizerLike], loss_id: int
     ) -> tuple[LossScaler, list[AdoptedOptimizer]]:
         """Returns a loss's scaler, moved to its device, and the optimizers' records; adopts new ones for `amp.init`."""
-        scaler = self.scaler(loss_id)
-        scaler.to_device_of(loss)
+        self.scaler(loss_id)  # raises if there is none
         if self.settings.adopts_on_use:
             new = {id(each): check_optimizer(each) for each in optimizers if not self.has_adopted(each)}
             if new:
                 for each in new.values():
                     check_not_stepping(each)
-                self.adopt([], new.values())
+                self.adopt([], list(new.values()))
         adopted = list(map(self.adopted, optimizers))
         for known in adopted:
             if known.masters.are_in_place:
@@ -867,6 +888,8 @@ class Session:
                     "optimizer's parameters are its float32 masters, and not the model's half weights. Hand the "
                     "backward pass to the step as a closure: optimizer.step(closure)."
                 )
+        scaler = adopted[0].scalers[loss_id]
+        scaler.to_device_of(loss)
         return scaler, adopted
 
     @_with_casts_off

@@ -471,6 +471,48 @@ class TestInitializeAgain:
         initialize(nn.Linear(1, 1), loss_scale="dynamic")
         assert amp.get_loss_scale() == 2.0**15
 
+    def test_new_optimizers_begin_with_a_new_scale(self, model, optimizer):
+        initialize(model, optimizer, loss_scale="dynamic")
+        backward(loss_of(model) * math.inf, optimizer)
+        optimizer.step()
+        other_model = nn.Linear(3, 1)
+        other = torch.optim.SGD(other_model.parameters(), lr=0.1)
+        initialize(other_model, other, loss_scale="dynamic")
+        assert amp.get_loss_scale() == amp.stats()["loss_scale"] == 2.0**16
+        backward(loss_of(model) * math.inf, optimizer)
+        optimizer.step()
+        assert [state["loss_scale"] for state in amp.state_dict().values()] == [2.0**16, 2.0**14]
+        amp.load_state_dict({f"loss_scaler{i}": {"loss_scale": 8.0 * 2**i, "unskipped": 0} for i in range(2)})
+        backward(loss_of(model) * math.inf, optimizer)
+        optimizer.step()
+        assert [state["loss_scale"] for state in amp.state_dict().values()] == [8.0, 8.0]
+
+    def test_new_optimizers_share_the_scale_before_the_first_step(self, model, optimizer):
+        initialize(model, optimizer, loss_scale="dynamic")
+        other_model = nn.Linear(3, 1)
+        other = torch.optim.SGD(other_model.parameters(), lr=0.1)
+        initialize(other_model, other, loss_scale="dynamic")
+        backward(loss_of(model) * math.inf, [optimizer, other])
+        other.step()
+        optimizer.step()
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 0}}
+
+    def test_the_next_trial_does_not_inherit_the_scale_of_the_last(self):
+        def trial(factor: float) -> list[float]:
+            model = nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            initialize(model, optimizer, loss_scale="dynamic")
+            scales = []
+            for _ in range(3):
+                backward(loss_of(model) * factor, optimizer)
+                optimizer.step()
+                scales.append(amp.get_loss_scale())
+            return scales
+
+        assert trial(math.inf) == [2.0**15, 2.0**14, 2.0**13]
+        assert trial(1.0) == [2.0**16] * 3
+        assert len(amp.state_dict()) == 1
+
     def test_another_policy_is_welcome_after_deinitialize(self, model, optimizer):
         initialize(model, optimizer, half_dtype=torch.float16)
         amp.deinitialize()

@@ -228,6 +228,7 @@ class LossScaler:
     _has_noted: bool = False
     _is_replayed: bool = False  # a CUDA graph notes overflows, and its replays do not run this code
     _dropped: Tensor | None = None  # not 0 if it has backed off by `back_off` since the last update
+    _has_reacted: bool = False
     _counted: int = 0  # updates of a static scale, counted on the host
     _kept: Tensor | None = None  # the snapshot of a static scale
     _set_to: float  # the scale that the host last set; a static scale still has it
@@ -377,6 +378,7 @@ class LossScaler:
             policy.max_loss_scale,
         )
         self.age += 1
+        self._has_reacted = True
 
     def set_scale(self, scale: float | Tensor) -> None:
         """Sets the scale of a dynamic scaler; its number of clean updates stays.
@@ -544,6 +546,11 @@ class LossScaler:
         self._counted, self._kept = 0, None
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
         self.age += 1
+
+
+def has_reacted(scaler: LossScaler) -> bool:
+    """Returns True if a scale has reacted to a verdict, so that it is that of a run."""
+    return scaler._has_reacted
 
 
 def back_off(scaler: LossScaler, found_inf: Tensor) -> None:

@@ -122,6 +122,7 @@ class AdoptedOptimizer:
         gradients: its gradients.
         switch: the session's; off while ``step`` runs, so that the optimizer's own arithmetic is not cast.
         cache: the casts of weights, which a step makes invalid.
+        scalers: one for each loss.
         dynamic: whether a scale is dynamic, so that a step may have to be undone.
         exact_hooks: whether to read the verdict before every step, so that a skipped step fires no hooks.
         announce: whether to log skipped steps.
@@ -134,6 +135,7 @@ class AdoptedOptimizer:
     Attributes:
         gradients: as given.
         masters: its float32 masters; empty at levels without masters.
+        scalers: as given.
         is_at_work: True while its step runs.
         skips: the number of its skipped steps that the host has read.
         scaled_backward: what its user types for a backward pass with a scale; adapters of frameworks set it.
@@ -146,6 +148,7 @@ class AdoptedOptimizer:
         gradients: OptimizerGradients,
         switch: Switch,
         cache: WeightCache,
+        scalers: Sequence[LossScaler],
         *,
         dynamic: bool = True,
         exact_hooks: bool = False,
@@ -156,6 +159,7 @@ class AdoptedOptimizer:
     ) -> None:
         self.gradients = gradients
         self.masters = gradients.masters
+        self.scalers = scalers
         self._optimizer = weakref.ref(gradients.optimizer)
         self.is_at_work = False
         self._switch = switch
