@@ -44,6 +44,7 @@ from ampatch.errors import (
 from ampatch.interfaces.inference_copy import check_no_copy, convert
 from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import calls, kernels
+from ampatch.native.host_copy import stacked
 from ampatch.opt_levels import Properties, as_flag
 from ampatch.patching import adopted_model
 from ampatch.patching.function_patches import Registration
@@ -74,7 +75,7 @@ from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings, kept_names
 from ampatch.switch import OFF, WithoutCasts, in_graph
 from ampatch.weights import conversion_plan
-from ampatch.weights.optimizer_state import parameters_of
+from ampatch.weights.optimizer_state import gradients_of, parameters_of
 from ampatch.weights.ruled_parts import check_entries
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ __all__ = [
     "float_function",
     "frozen_weights",
     "get_loss_scale",
+    "gradients_are_finite",
     "grads_are_unscaled",
     "half_function",
     "init",
@@ -1064,6 +1066,33 @@ def grads_are_unscaled(optimizer: Any) -> bool:
     """
     checked = check_optimizer(optimizer)
     return runtime.disabled or _session_of(checked, "amp.grads_are_unscaled").adopted(checked).gradients.are_unscaled()
+
+
+def gradients_are_finite(optimizer: Any) -> Tensor:
+    """Returns whether an optimizer's gradients are finite, so that its next step runs; does not sync with the device.
+
+    ::
+
+        if not amp.gradients_are_finite(optimizer):  # waits for the device
+            optimizer.zero_grad()
+            continue
+
+    For code that reads gradients between the block and the step. Gradients of blocks with a dynamic scale have been
+    checked already: then no gradient is read.
+
+    Returns:
+        0-dimensional bool tensor, on the device of the gradients. True if there are no gradients. It is the same on all
+        ranks that share them.
+
+    Raises:
+        OptionError: it is not an optimizer.
+        UsageError: it was never passed to ``amp.initialize``.
+    """
+    checked = check_optimizer(optimizer)
+    if runtime.disabled:
+        flags = [each.isfinite().all() for each in gradients_of(parameters_of(checked))]
+        return stacked(flags).all() if flags else torch.ones((), dtype=torch.bool)
+    return _session_of(checked, "amp.gradients_are_finite").gradients_are_finite(checked)
 
 
 def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:

@@ -222,6 +222,8 @@ def before_forward(model: nn.Module, _: object) -> None:
             session.note_replicated_forward(wrapper)
         if session.has_half_weights and not tracing.is_recording():
             session.synchronise_weights(model)
+        if session.kept_buffers is not None and not tracing.is_recording() and not tracing.is_capturing():
+            session.kept_buffers.before_forward(model)
         session.cache.enter_forward(model)
 
 

@@ -58,6 +58,7 @@ from ampatch.patching.fused_linear import LinearCalls
 from ampatch.patching.module_rules import give_rules, tokens_of
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import clipping, unscaled_losses
+from ampatch.scaling.kept_buffers import KeptBuffers
 from ampatch.scaling.loss_scaler import LossScaler, has_reacted, read_states
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import (
@@ -148,6 +149,7 @@ class Session:
         adapters: functions that cast the arguments of decorated functions, by kind.
         lists_of_parts: the lists of the parts of models that have rules of their own, by token.
         ranks: the ranks that may share gradients.
+        kept_buffers: the buffers of models before a step; None if no step can be skipped.
     """
 
     def __init__(self, settings: Settings, device_types: Iterable[str], hooks: Hooks) -> None:
@@ -171,6 +173,8 @@ class Session:
         self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
         self._masters = weakref.WeakKeyDictionary()  # the masters found in each model so far
         self.ranks = Ranks()
+        may_skip = settings.scale_policy.dynamic or settings.check_finite
+        self.kept_buffers = KeptBuffers() if may_skip else None
         self.conversion = Conversion(self._is_of_model, watches_writes=self.has_masters)
         self._unadopted = UnadoptedOptimizers(
             self._optimizers,
@@ -654,6 +658,7 @@ class Session:
                 exact_hooks=settings.exact_hooks,
                 announce=self.verbose,
                 on_overflow=self.overflows if self.overflows.reports else None,
+                kept_buffers=self.kept_buffers,
                 checks_by=self.scalers[0] if settings.check_finite else None,
                 prepare_masters=self._while_active(Session._prepare_masters),
             )
@@ -938,6 +943,11 @@ class Session:
         self._settle_replaced()
         gradients.synchronise(weights_too=True)
         return gradients.parameters()
+
+    @_with_casts_off
+    def gradients_are_finite(self, optimizer: OptimizerLike) -> Tensor:
+        """Returns whether the gradients of an optimizer are finite; see `OptimizerGradients.are_finite`."""
+        return self.adopted(optimizer).gradients.are_finite()
 
     @_with_casts_off
     def clip_grad_norm_(self, optimizer: OptimizerLike, max_norm: float) -> Tensor:

@@ -336,7 +336,7 @@ class TestScale:
         ("dtype", "wanted"),
         [
             (torch.float16, torch.float32),
-            (torch.bfloat16, torch.float32),
+            (torch.bfloat16, torch.bfloat16),
             (torch.float64, torch.float64),
             (torch.complex64, torch.complex64),
         ],

@@ -29,7 +29,6 @@ from ampatch.grouping import grouped
 from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import kernels
 from ampatch.native.host_copy import for_fused_step, on_device
-from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows, scale_use, step_observers
 from ampatch.scaling.loss_scaler import NO_FLOOR, LossScaler, ScaleState, make_policy, next_state, read_states
@@ -209,7 +208,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Returns:
             The tensors times the scale, each on its own device, in the same containers; an iterator for an iterable.
-            Half tensors become float32, as a scaled loss might exceed the range of float16.
+            Those of float16 become float32, as a scaled loss might exceed its range. All else has the type that it has
+            with ``torch.amp.GradScaler``.
 
         Raises:
             OptionError: ``outputs`` has anything else.
@@ -232,7 +232,7 @@ class GradScaler(torch.amp.GradScaler):
             # A copy: autograd saves it, and an update before the backward pass would change the scale in place.
             scale = on_device(self._scaler_or_raise("scale()").snapshot(), output.device)
             scales[output.device] = scale
-        return (output.float() if output.dtype in HALVES else output) * scale
+        return (output.float() if output.dtype is torch.float16 else output) * scale
 
     # Gradients
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from ampatch.distributed import Ranks
 from ampatch.errors import UsageError, warn
 from ampatch.native import kernels
+from ampatch.native.host_copy import stacked
 from ampatch.opt_levels import HALVES
 from ampatch.scaling import overflows
 from ampatch.scaling.deferred_unscaling import DeferredUnscaling
@@ -34,6 +36,8 @@ NOT_REDUCED = (
     "backward of a step through the wrapper, outside of no_sync. If you have reduced the gradients yourself, call "
     "amp.unscale_(optimizer)."
 )
+
+_MOST_DROPPED = 4
 
 # After this many blocks without a step, their verdicts are merged, so that they cannot pile up.
 _MANY_PENDING = 1000
@@ -62,6 +66,7 @@ class OptimizerGradients:
         ranks: as given.
         pending: the uses of scales by blocks since the last step, with their verdicts, oldest first.
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
+        dropped: uses since the last step whose gradients were cleared, so that no step has them.
         blocks: number of blocks that were handed the optimizer and have ended.
         deferred: the unscaling that is left to the optimizer's own kernel; None if there is none.
     """
@@ -78,6 +83,7 @@ class OptimizerGradients:
         self.ranks = ranks
         self.pending: list[ScaleUse] = []
         self.scaled_by: ScaleUse | None = None
+        self.dropped: deque[ScaleUse] = deque(maxlen=_MOST_DROPPED)
         self.blocks = 0
         self._optimizer = weakref.ref(optimizer)
         self._adopted = adopted
@@ -356,6 +362,22 @@ class OptimizerGradients:
 
     # Verdicts
 
+    def are_finite(self) -> Tensor:
+        """Returns whether all gradients are finite, by the verdicts of blocks since the last step if there are any.
+
+        Returns:
+            0-dimensional bool tensor on the device of the gradients, the same on all ranks that share them.
+        """
+        self.synchronise()
+        self.forget_if_cleared()
+        found = [each.found_inf for each in self.pending if each.found_inf is not None]
+        if found:
+            return stacked(found).amax() == 0
+        grads = self.tensors() if self.scaled_by is None else self.of_model()
+        flag, _ = kernels.flag_and_squares(grads, grads[0].device if grads else torch.device("cpu"))
+        self.ranks.reduce_overflow_(flag, self.model_parameters())
+        return flag == 0
+
     def add_verdict(self, scale_use: ScaleUse) -> None:
         """Remembers a use of a scale whose overflow skips the next step."""
         # An optimizer without gradients can only skip for another's, and cannot see whether those are cleared.
@@ -399,6 +421,7 @@ class OptimizerGradients:
             kept: those that still count.
         """
         gone, self.pending = [each for each in self.pending if each not in kept], kept
+        self.dropped += gone[-1:]
         drop(gone, [use for each in list(self._adopted.values()) for use in each.gradients.pending])
 
     def still_exist(self, scale_use: ScaleUse, grads: list[Tensor]) -> Tensor:

@@ -30,6 +30,7 @@ from ampatch.native import kernels
 from ampatch.native.host_copy import for_fused_step, on_device, stacked
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import overflows, step_observers
+from ampatch.scaling.kept_buffers import BuffersBefore, KeptBuffers
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.overflows import Overflow, OverflowHandler
@@ -130,6 +131,7 @@ class AdoptedOptimizer:
             step, while the gradients are there.
         checks_by: scaler to name in messages if no block made the gradients that are inf or NaN; None: steps do not
             look for inf and NaN.
+        kept_buffers: the buffers of models, which a skipped step restores; None: steps are never skipped.
         prepare_masters: called before each step with the masters, at levels that have them.
 
     Attributes:
@@ -155,6 +157,7 @@ class AdoptedOptimizer:
         announce: bool = True,
         on_overflow: OverflowHandler | None = None,
         checks_by: LossScaler | None = None,
+        kept_buffers: KeptBuffers | None = None,
         prepare_masters: Callable[[MasterWeights], object] = lambda _: None,
     ) -> None:
         self.gradients = gradients
@@ -169,6 +172,9 @@ class AdoptedOptimizer:
         self._announce = announce
         self._on_overflow = on_overflow
         self._checks_by = checks_by
+        self._kept_buffers = kept_buffers
+        self._own_models: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._buffers: BuffersBefore | None = None  # of the buffers before the step that runs
         self._prepare_masters = prepare_masters
         self._overflow: Overflow | None = None  # of a step that was just skipped
         self._evaluations = 0
@@ -184,7 +190,8 @@ class AdoptedOptimizer:
         self._warned_of_loss = False
         self._scaled_in_closure: list[TensorWeakRef] = []
         self._warns_of_scaled_result = True
-        self._unread: deque[list[ScaleUse]] = deque()  # steps whose verdict the host has not read yet
+        # Steps whose verdict the host has not read yet, and the buffers before them.
+        self._unread: deque[tuple[list[ScaleUse], BuffersBefore | None]] = deque()
         self._near_floor = False
 
     def install(self, ledger: PatchLedger) -> None:
@@ -319,6 +326,7 @@ class AdoptedOptimizer:
         pending, self.gradients.pending = self.gradients.pending, []
         self._uses = pending
         react(pending)
+        self._buffers = None if self._kept_buffers is None else self._kept_buffers.before_step(self._updates)
         check: StepCheck | None = None
         judged = [each for each in pending if each.found_inf is not None]
         self._skips_this_step, is_left_to_kernel = False, False
@@ -344,9 +352,11 @@ class AdoptedOptimizer:
             if overflowed:
                 self._skip(overflowed)
                 return None
+            self._warn_of_loss(judged, ran=True)
             return self._step(original, args, kwargs, bool(closures))
         finally:
             react(self._uses)
+            self.gradients.dropped.clear()
             if self.masters.wanted:
                 self.masters.gradients.clear()
             self._cache.end_iteration_of(self.gradients.model_parameters)
@@ -399,11 +409,19 @@ class AdoptedOptimizer:
             return [check]
         return overflowed
 
+    def _updates(self, model: nn.Module) -> bool:
+        """Returns True if the optimizer updates a parameter of a model."""
+        found = self._own_models.get(model)
+        if found is None:
+            ids = set(map(id, self.gradients.model_parameters()))
+            found = self._own_models[model] = any(id(parameter) in ids for parameter in model.parameters())
+        return found
+
     def _note_verdicts_read(self, pending: Sequence[ScaleUse]) -> None:
         """Updates the record of steps before one whose verdict the host has read."""
         self.read_verdicts(wait=bool(pending))
         if self._unread:
-            self._unread.append([])  # behind earlier steps, in their order
+            self._unread.append(([], None))  # behind earlier steps, in their order
         else:
             self._last_was_skipped = False
         if self._near_floor and pending:
@@ -555,7 +573,7 @@ class AdoptedOptimizer:
             if not is_capturing():  # replays do not run this code
                 for scale_use in pending:
                     scale_use.send()
-                self._unread.append(pending)
+                self._unread.append((pending, self._buffers))
 
     def _skips_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         optimizer = self.optimizer
@@ -589,13 +607,18 @@ class AdoptedOptimizer:
         """
         if not self._unread or is_capturing():  # a capturing stream must not be queried
             return
-        while self._unread and (wait or all(scale_use.has_arrived for scale_use in self._unread[0])):
-            overflowed = list(filter(_OVERFLOWED, self._unread.popleft()))
+        while self._unread and (wait or all(scale_use.has_arrived for scale_use in self._unread[0][0])):
+            uses, buffers = self._unread.popleft()
+            overflowed = list(filter(_OVERFLOWED, uses))
             self._last_was_skipped = bool(overflowed)
-            if overflowed:
+            if not overflowed:
+                self._warn_of_loss(uses, ran=True)
+            else:
                 if len(overflowed) > 1 and isinstance(overflowed[-1], StepCheck):
                     overflowed.pop()  # blocks have found it already
                 self.skips.skipped += 1
+                if buffers is not None:
+                    buffers.restore()
                 _count(overflowed)
                 # The next overflow has to raise and to name parameters, which needs their gradients.
                 self._near_floor = any(scale_use.ended_at_floor for scale_use in overflowed)
@@ -632,6 +655,8 @@ class AdoptedOptimizer:
     def _skip(self, overflowed: Sequence[ScaleUse]) -> None:
         react(self._uses)
         self.read_verdicts()
+        if self._kept_buffers is not None:  # of now, since a closure runs forward passes within the step
+            self._kept_buffers.before_step(self._updates).restore()
         self._last_was_skipped = self._skips_this_step = True
         self.skips.skipped += 1
         optimizer = self.optimizer
@@ -688,24 +713,42 @@ class AdoptedOptimizer:
             return overflows.OF_ANOTHER_OPTIMIZER
         return overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CHANGED_SINCE
 
-    def _warn_of_loss(self, overflowed: Sequence[ScaleUse]) -> None:
-        """Warns once if a loss is inf or NaN, so that no scale would avoid the overflow."""
+    def _warn_of_loss(self, uses: Sequence[ScaleUse], *, ran: bool = False) -> None:
+        """Warns once if a loss is inf or NaN, so that no scale would avoid the overflow.
+
+        Args:
+            uses: the uses of scales that led to a step.
+            ran: whether the step ran, as the gradients are finite.
+        """
         if self._warned_of_loss:
             return
-        losses = [(loss, each) for each in overflowed if (loss := each.loss_that_is_not_finite) is not None]
-        if losses:
-            self._warned_of_loss = True
-            loss, scale_use = losses[0]
-            if not scale_use.scaler.dynamic:
-                warn(
-                    f"the loss of a skipped step is {loss}. Look for inputs that are not finite, weights that are not "
-                    "(a learning rate that is too high), or values in the forward that leave the range of its types."
-                )
-                return
+        losses = [(loss, each) for each in uses if (loss := each.loss_that_is_not_finite) is not None]
+        if not losses:
+            return
+        self._warned_of_loss = True
+        loss, scale_use = losses[0]
+        dynamic = scale_use.scaler.dynamic
+        before = " before it is scaled, so that no loss scale can help" if dynamic else ""
+        range_ = (
+            "float16's range: half_dtype=torch.bfloat16 has that of float32" if dynamic else "the range of its types"
+        )
+        if ran:
             warn(
-                f"the loss of a skipped step is {loss} before it is scaled, so that no loss scale can help. Look "
-                "for inputs that are not finite, weights that are not (a learning rate that is too high), or values in "
-                "the forward that leave float16's range: half_dtype=torch.bfloat16 has that of float32."
+                f"the loss of a step is {loss}, and the step has run, since its gradients are finite. Look at how the "
+                f"loss is computed, for values that leave {range_}. amp.float_function makes a function compute in "
+                "float32."
+            )
+        elif any(use.overflowed for use in self.gradients.dropped):
+            warn(
+                f"the loss of a skipped step is {loss}{before}. An earlier block before the same step has overflowed, "
+                "and its gradients were used or cleared without a step. If an optimizer writes to the weights in two "
+                "halves, as SAM does, the first half has written inf or NaN: ask amp.gradients_are_finite(optimizer) "
+                "before it."
+            )
+        else:
+            warn(
+                f"the loss of a skipped step is {loss}{before}. Look for inputs that are not finite, weights that are "
+                f"not (a learning rate that is too high), or values in the forward that leave {range_}."
             )
 
     def _announce_skip(self, overflowed: Sequence[ScaleUse]) -> None:

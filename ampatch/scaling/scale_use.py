@@ -189,7 +189,7 @@ class ScaleUse:
     def overflowed(self) -> bool:
         """True after an overflow; syncs with the device."""
         if self._overflowed is None:
-            if self._sent is not None:
+            if self._sent is not None or not self.is_at_hand:
                 self._overflowed = self._values[0] != 0
             else:
                 self._overflowed = self.found_inf is not None and bool(self.found_inf)
@@ -211,6 +211,8 @@ class ScaleUse:
 
         Syncs with the device.
         """
+        if self._sent is None and self.is_at_hand:
+            return overflows.non_finite(map(float, self._losses))
         return overflows.non_finite(self._values[3:])
 
     @property
@@ -259,6 +261,7 @@ def react(uses: Iterable[ScaleUse]) -> None:
     for scaler, of_scaler in grouped((use.scaler, use) for use in new).items():
         for use in of_scaler:
             use._noted.append("reacted")
+            use._sent = None
         found = [use.found_inf for use in of_scaler if use.found_inf is not None]
         if scaler.dynamic and found:
             scaler.update_by(found[0] if len(found) == 1 else stacked(found).amax())

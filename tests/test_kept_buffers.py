@@ -1,0 +1,138 @@
+"""A skipped step leaves the buffers of models as they were before its forward passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from torch import Tensor, nn
+
+from ampatch import amp
+
+pytestmark = pytest.mark.filterwarnings("ignore:the loss of a:ampatch.errors.AmpWarning")
+
+EACH_LEVEL = pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+
+
+class Averaging(nn.Module):
+    """Keeps an average of what it sees, in place or as another tensor each time."""
+
+    average: Tensor
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("table", torch.arange(6.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().float().mean(0)
+        if self.in_place:
+            self.average.mul_(0.9).add_(now, alpha=0.1)
+        else:
+            self.average = self.average * 0.9 + now * 0.1
+        return x
+
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "batch norm": lambda: nn.BatchNorm1d(4),
+    "in place": lambda: Averaging(in_place=True),
+    "replaced": lambda: Averaging(in_place=False),
+}
+
+
+def started(level: str, part: nn.Module, **options: object) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), part, nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    chosen = {"loss_scale": "dynamic", "init_scale": 16.0, **options}
+    amp.initialize(model, optimizer, opt_level=level, half_dtype="float16", verbosity=0, **chosen)
+    return model, optimizer
+
+
+def run(model: nn.Module, optimizer: torch.optim.Optimizer, *factors: float) -> None:
+    """One step, with a forward pass for each factor of the inputs."""
+    for factor in factors:
+        with amp.scale_loss(model(torch.randn(8, 4) * factor).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def are_same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(some, others, strict=True))
+
+
+@EACH_LEVEL
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("factors", [(math.inf,), (1.0, math.inf, 1.0)], ids=["one", "accumulated"])
+def test_are_as_before_a_skipped_step_and_go_on_from_there(level: str, part: str, factors: tuple[float, ...]) -> None:
+    model, optimizer = started(level, PARTS[part]())
+    for _ in range(2):
+        before = values(model)
+        run(model, optimizer, *factors)  # the first step of a run, too
+        assert amp.step_was_skipped(optimizer)
+        assert are_same(values(model), before)
+        run(model, optimizer, 1.0)
+        assert not amp.step_was_skipped(optimizer)
+        assert not are_same(values(model), before)
+
+
+@pytest.mark.parametrize("scale", [{"loss_scale": 1.0, "check_finite": True}, {"min_loss_scale": 16.0}])
+def test_where_the_check_of_the_step_skips_it_or_raises(scale: dict[str, object]) -> None:
+    model, optimizer = started("O1", nn.BatchNorm1d(4), **scale)
+    run(model, optimizer, 1.0)
+    before = values(model)
+    if "min_loss_scale" in scale:
+        with pytest.raises(amp.LossScaleError):
+            run(model, optimizer, math.inf)
+    else:
+        run(model, optimizer, math.inf)
+    for one, other in zip(values(model), before, strict=True):
+        assert_same_bits(one, other)
+
+
+def test_within_a_closure() -> None:
+    model, _ = started("O1", nn.BatchNorm1d(4))
+    amp.deinitialize()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    amp.initialize(model, optimizer, opt_level="O1", half_dtype="float16", verbosity=0, loss_scale="dynamic")
+    before = values(model)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.full((8, 4), math.inf)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert amp.step_was_skipped(optimizer)
+    assert are_same(values(model), before)
+
+
+def test_of_a_critic_in_the_skipped_step_of_its_generator_are_finite() -> None:
+    torch.manual_seed(0)
+    generator = nn.Linear(4, 4)
+    critic = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    of_generator, of_critic = (torch.optim.SGD(each.parameters(), 0.01) for each in (generator, critic))
+    amp.initialize([generator, critic], [of_generator, of_critic], half_dtype="float16", init_scale=16.0, verbosity=0)
+    for factor in (1.0, math.inf):
+        of_critic.zero_grad()
+        with amp.scale_loss(critic(torch.randn(8, 4)).float().mean(), of_critic) as scaled_loss:
+            scaled_loss.backward()
+        of_critic.step()
+        before = values(critic)
+        of_generator.zero_grad()
+        with amp.scale_loss(critic(generator(torch.randn(8, 4) * factor)).float().mean(), of_generator) as scaled_loss:
+            scaled_loss.backward()
+        of_generator.step()
+        assert amp.step_was_skipped(of_generator) == (factor == math.inf)
+    assert are_same([each for each in values(critic) if each.is_floating_point()], before[:2])
