@@ -1091,7 +1091,7 @@ def gradients_are_finite(optimizer: Any) -> Tensor:
     checked = check_optimizer(optimizer)
     if runtime.disabled:
         flags = [each.isfinite().all() for each in gradients_of(parameters_of(checked))]
-        return stacked(flags).all() if flags else torch.ones((), dtype=torch.bool)
+        return stacked(flags).all() if flags else torch.ones((), dtype=torch.bool, device="cpu")
     return _session_of(checked, "amp.gradients_are_finite").gradients_are_finite(checked)
 
 

@@ -551,6 +551,7 @@ class TestForeignScales:
         assert not caplog.messages
         amp.deinitialize()
         initialize(loss_scale=128.0, verbosity=1)
+        caplog.clear()
         with caplog.at_level("INFO", logger="ampatch"):
             amp.load_state_dict(scalers((128.0, 3)))
             assert not caplog.messages
@@ -560,6 +561,7 @@ class TestForeignScales:
     @pytest.mark.parametrize("verbosity", [0, 1])
     def test_that_were_static_leave_a_dynamic_one_as_it_is(self, initialize, caplog, verbosity):
         initialize(init_scale=SCALE, verbosity=verbosity)
+        caplog.clear()
         with caplog.at_level("INFO", logger="ampatch"):
             amp.load_state_dict({"loss_scaler0": {"loss_scale": 128.0, "unskipped": 7, "dynamic": False}})
         assert amp.state_dict() == scalers((SCALE, 0))

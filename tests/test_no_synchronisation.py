@@ -27,6 +27,7 @@ import ampatch
 from ampatch import amp
 from ampatch.errors import LossScaleError
 from ampatch.native import host_copy
+from ampatch.scaling.scale_use import ScaleUse
 
 pytestmark = pytest.mark.usefixtures("far_away")
 
@@ -179,7 +180,7 @@ class _Methods(TorchFunctionMode):
 class Reads:
     """Counts what is read back from the device, and says where.
 
-    Not counted are the numbers of a `host_copy.HostCopy`, which are on the host already; on the CPU that takes no copy.
+    The numbers of a `host_copy.HostCopy` count where they are read at once; later they are on the host already.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +192,15 @@ class Reads:
             original(copied, on_device)
             self._on_host.append(copied._numbers.untyped_storage())
 
+        values: Any = ScaleUse._values
+
+        def read(use: ScaleUse) -> Any:
+            if use._sent is None:  # it is sent now, and waited for
+                self._note("wait")
+            return values.fget(use)
+
         monkeypatch.setattr(host_copy.HostCopy, "__init__", remember)
+        monkeypatch.setattr(ScaleUse, "_values", property(read))
         self._operators = _Operators(self._note)
         self._methods = _Methods(self._note, self._is_on_host)
 

@@ -19,7 +19,7 @@ from ampatch.scaling.scale_use import ScaleUse
 from ampatch.tracing import is_capturing
 from ampatch.weights.optimizer_state import gradients_of
 
-_Moments = dict[int, tuple[int, int]]  # id and version of each gradient, by id of the parameter
+_Moments = dict[int, tuple[Tensor, int]]  # each gradient and its version, by id of the parameter
 
 
 def reached(others: Iterable[OptimizerGradients], losses: Sequence[Tensor]) -> list[OptimizerGradients]:
@@ -50,13 +50,14 @@ class Bystanders:
         self._handed = handed
         self._before: list[tuple[OptimizerGradients, int, _Moments]] = []
         for each in others:
+            each.settle_left_scaled()  # as the backward pass will
             if each.scaled_by is None and each.masters.wanted:
                 each.synchronise()  # so that new half gradients at the end are this block's
             self._before.append((each, each.blocks, self._moments(each)))
 
     def _moments(self, gradients: OptimizerGradients) -> _Moments:
         return {
-            id(parameter): (id(grad), grad._version)
+            id(parameter): (grad, grad._version)
             for parameter in gradients.model_parameters()
             if (grad := parameter.grad) is not None and id(parameter) not in self._handed
         }
@@ -69,7 +70,8 @@ class Bystanders:
             has_failed: whether the block ends by an error.
         """
         for each, blocks, before in self._before:
-            written = {key: moment for key, moment in self._moments(each).items() if before.get(key) != moment}
+            now = self._moments(each)
+            written = {key for key, (grad, version) in now.items() if not _is(before.get(key), grad, version)}
             if not written or each.blocks != blocks:  # what a block within this one has written, it has unscaled
                 continue
             parameters = list(each.model_parameters())
@@ -95,3 +97,7 @@ class Bystanders:
         if use.scaler.dynamic:
             use.found_inf, use.is_captured = found_inf, is_capturing()
         gradients.add_verdict(use)
+
+
+def _is(before: tuple[Tensor, int] | None, grad: Tensor, version: int) -> bool:
+    return before is not None and before[0] is grad and before[1] == version

@@ -44,7 +44,8 @@ class ModelBuffers:
 
     def _search(self) -> bool:
         """Finds the model's buffers; returns True if they are the tensors that they were."""
-        before, self._found = self._found, [buffers.get(name) for buffers, name in self._places]
+        found = [buffers.get(name) for buffers, name in self._places]
+        before, self._found = self._found, [each if type(each) is Tensor else None for each in found]
         return len(before) == len(self._found) and all(map(operator.is_, before, self._found))
 
     def _changed(self) -> list[int]:
