@@ -70,6 +70,7 @@ from ampatch.scaling.optimizer_step import (
 )
 from ampatch.scaling.overflows import OverflowHandler, Tracer
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
+from ampatch.scaling.scaled_leaves import ScaledLeaves
 from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
 from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import Switch, is_in_half
@@ -149,6 +150,7 @@ class Session:
         adapters: functions that cast the arguments of decorated functions, by kind.
         lists_of_parts: the lists of the parts of models that have rules of their own, by token.
         ranks: the ranks that may share gradients.
+        leaves: leaves that see scaled gradients.
         kept_buffers: the buffers of models before a step; None if no step can be skipped.
     """
 
@@ -176,12 +178,14 @@ class Session:
         may_skip = settings.scale_policy.dynamic or settings.check_finite
         self.kept_buffers = KeptBuffers() if may_skip else None
         self.conversion = Conversion(self._is_of_model, watches_writes=self.has_masters)
+        self.leaves = ScaledLeaves()
         self._unadopted = UnadoptedOptimizers(
             self._optimizers,
             self.switch,
             self.cache,
             lambda: None if settings.adopts_on_use else self.parameter_ids(),
             self.conversion.without_master.forget,
+            self.leaves.have,
             is_scaled=is_scaled,
             has_masters=self.has_masters,
         )
@@ -191,7 +195,13 @@ class Session:
         )
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules among them that compute in float32
         self._blocks = Blocks(
-            self.ranks, self.cache, self.switch, self._prepare_block, self._optimizers, settings.check_finite
+            self.ranks,
+            self.cache,
+            self.switch,
+            self._prepare_block,
+            self._optimizers,
+            self.leaves,
+            settings.check_finite,
         )
         self._moving: list[tuple[MasterGradients, list[Pair]]] = []  # in the forward pass that runs, see there
         self.overflows = OverflowHandler(settings.on_overflow)

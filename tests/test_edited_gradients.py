@@ -330,6 +330,7 @@ class TestMoreMeans:
 
         alike(opt_level, half_dtype, script, optimizer=Own)
 
+    @pytest.mark.filterwarnings("ignore:a hook of a leaf:ampatch.errors.AmpWarning")
     def test_a_hook_after_accumulation_that_edits_counts(self, opt_level, half_dtype):
         def double(parameter: Tensor) -> None:
             parameter.grad.data.mul_(2)

@@ -215,6 +215,8 @@ class TrainerSession:
             new = [each for each in optimizers if session is None or not session.has_adopted(each)]
             self._initialize(self.models, new, joins=bool(others))
             self._session = runtime.live
+            if self._session is not None:
+                self._session.leaves.are_unscaled = True
             _shared.users.append(self)
             try:
                 self._after_initialize(precise, updated, state, is_first=not others)

@@ -730,27 +730,26 @@ class AdoptedOptimizer:
         self._warned_of_loss = True
         loss, scale_use = losses[0]
         dynamic = scale_use.scaler.dynamic
-        before = " before it is scaled, so that no loss scale can help" if dynamic else ""
-        range_ = (
-            "float16's range: half_dtype=torch.bfloat16 has that of float32" if dynamic else "the range of its types"
-        )
-        if ran:
+        told = f"the loss of a {'step' if ran else 'skipped step'} is {loss}"
+        range_ = "the range of its types"
+        if scale_use.scaler.dynamic:
+            told += "" if ran else " before it is scaled, so that no loss scale can help"
+            range_ = "float16's range: half_dtype=torch.bfloat16 has that of float32"
+        if any(use.overflowed for use in self.gradients.dropped):
             warn(
-                f"the loss of a step is {loss}, and the step has run, since its gradients are finite. Look at how the "
-                f"loss is computed, for values that leave {range_}. amp.float_function makes a function compute in "
-                "float32."
+                f"{told}. An earlier block before the same step has overflowed, and its gradients were used or cleared "
+                "without a step. If an optimizer writes to the weights in two halves, as SAM does, the first half has "
+                "written inf or NaN: ask amp.gradients_are_finite(optimizer) before it."
             )
-        elif any(use.overflowed for use in self.gradients.dropped):
+        elif ran:
             warn(
-                f"the loss of a skipped step is {loss}{before}. An earlier block before the same step has overflowed, "
-                "and its gradients were used or cleared without a step. If an optimizer writes to the weights in two "
-                "halves, as SAM does, the first half has written inf or NaN: ask amp.gradients_are_finite(optimizer) "
-                "before it."
+                f"{told}, and the step has run, since its gradients are finite. Look at how the loss is computed, for "
+                f"values that leave {range_}. amp.float_function makes a function compute in float32."
             )
         else:
             warn(
-                f"the loss of a skipped step is {loss}{before}. Look for inputs that are not finite, weights that are "
-                f"not (a learning rate that is too high), or values in the forward that leave {range_}."
+                f"{told}. Look for inputs that are not finite, weights that are not (a learning rate that is too high), "
+                f"or values in the forward that leave {range_}."
             )
 
     def _announce_skip(self, overflowed: Sequence[ScaleUse]) -> None:

@@ -24,6 +24,7 @@ from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike
 from ampatch.scaling.scale_use import ScaleUse, is_scaled
+from ampatch.scaling.scaled_leaves import ScaledLeaves
 from ampatch.scaling.unscaling import Unscaling, without_masters
 from ampatch.switch import Switch
 from ampatch.weights.master_gradients import MasterGradients
@@ -46,6 +47,7 @@ class Blocks:
         adopted: all optimizers of the session, by id.
         checks_finite: whether steps look for inf and NaN whatever the scale.
         watched: open blocks that warn of backward passes from other losses.
+        leaves: leaves that see scaled gradients.
         warned: numbers of the losses for which the user has been warned.
     """
 
@@ -54,6 +56,7 @@ class Blocks:
     switch: Switch
     prepare: Callable[[Any, Sequence[OptimizerLike], int], tuple[LossScaler, list[AdoptedOptimizer]]]
     adopted: Mapping[int, AdoptedOptimizer]
+    leaves: ScaledLeaves
     checks_finite: bool = False
     watched: list[ScaledBlock[Any]] = field(default_factory=list)
     warned: set[int] = field(default_factory=set)
@@ -65,6 +68,12 @@ class Blocks:
             for each in list(self.adopted.values())
             if (scaled_by := each.gradients.scaled_by) is not None and not scaled_by.is_open
         ]
+
+    def updated(self) -> set[int]:
+        """Returns the ids of the parameters that adopted optimizers update."""
+        return {
+            id(parameter) for each in list(self.adopted.values()) for parameter in each.gradients.model_parameters()
+        }
 
     @property
     def is_any_open(self) -> bool:
@@ -175,6 +184,7 @@ class ScaledBlock(Generic[_L]):
                 self._begin(losses)
             if not scale_use.is_one:
                 self._watch(losses)
+                blocks.leaves.look(self._loss_id, losses, blocks.updated)
                 if self._others:
                     handed = set(map(id, self._unscaling.model_parameters()))
                     self._bystanders = Bystanders(self._others, handed)

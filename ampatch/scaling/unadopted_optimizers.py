@@ -30,6 +30,7 @@ class UnadoptedOptimizers:
         switch: whether casts are on.
         cache: the casts of weights.
         ids_of_models: returns the ids of the models' parameters and of masters; None: those of all models count.
+        is_left_scaled: returns True for a leaf whose gradient a block leaves scaled.
         leave: called with each half weight that such an optimizer updates, and that therefore stays as it is.
         is_scaled: whether losses are scaled.
         has_masters: whether half weights have masters.
@@ -42,6 +43,7 @@ class UnadoptedOptimizers:
         cache: WeightCache,
         ids_of_models: Callable[[], Collection[int] | None],
         leave: Callable[[Tensor], None],
+        is_left_scaled: Callable[[Tensor], bool],
         *,
         is_scaled: bool,
         has_masters: bool,
@@ -49,6 +51,7 @@ class UnadoptedOptimizers:
         self._adopted = adopted
         self._switch, self._cache = switch, cache
         self._ids_of_models, self._leave = ids_of_models, leave
+        self._is_left_scaled = is_left_scaled
         self._is_scaled, self._has_masters = is_scaled, has_masters
         self._uses_by_hand = LossScaler.uses_by_hand
         self._passed: dict[int, weakref.ref[Any]] = {}  # optimizers that need no further check, by id
@@ -88,10 +91,20 @@ class UnadoptedOptimizers:
         updated = [
             each for each in parameters_of(optimizer) if each.grad is not None and (ids is None or id(each) in ids)
         ]
+        name = type(optimizer).__name__
+        is_judged = getattr(optimizer, "found_inf", None) is not None or LossScaler.uses_by_hand > self._uses_by_hand
         if not updated:
+            left = next(filter(self._is_left_scaled, parameters_of(optimizer)), None)
+            if left is not None and not is_judged:
+                self.exempt(optimizer)
+                warn(
+                    f"this {name} was never handed to amp.initialize, and steps on a tensor of shape "
+                    f"{tuple(left.shape)} whose gradient amp.scale_loss has left multiplied by the loss scale. Type: "
+                    "model, optimizer = amp.initialize(model, optimizer, ...) with every optimizer in it, and hand "
+                    "each to amp.scale_loss; or divide the gradient by amp.get_loss_scale() before the step."
+                )
             return
         self.exempt(optimizer)
-        name = type(optimizer).__name__
         if self._has_masters and any(each.dtype in HALVES for each in updated):
             for each in parameters_of(optimizer):
                 self._leave(each)
@@ -100,7 +113,6 @@ class UnadoptedOptimizers:
                 "there are no float32 masters, and small updates are lost. Type: model, optimizer = "
                 "amp.initialize(model, optimizer, ...) with every optimizer in it."
             )
-        is_judged = getattr(optimizer, "found_inf", None) is not None or LossScaler.uses_by_hand > self._uses_by_hand
         if self._is_scaled and not is_judged:
             step = f"this {name} was never handed to amp.initialize, and steps with gradients"
             warn(NO_SCALE.format(step, SCALED_BACKWARD))

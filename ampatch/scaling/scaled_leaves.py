@@ -1,0 +1,73 @@
+"""Leaves of losses that see scaled gradients: their hooks, inside of a block, and optimizers that amp has not adopted.
+
+`torch.amp.GradScaler` leaves both to its users; here each is told once. Must not change gradients, nor keep a graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from ampatch.errors import warn
+from ampatch.graph_nodes import leaves_among, nodes_of
+
+_OF_TORCH_OR_AMP = ("torch", "ampatch")
+
+
+class ScaledLeaves:
+    """The leaves that the first block of each loss has reached, and that no adopted optimizer updates.
+
+    Attributes:
+        are_unscaled: True if an adapter unscales their gradients, too.
+    """
+
+    def __init__(self) -> None:
+        self.are_unscaled = False
+        self._looked: set[int] = set()
+        self._found: dict[int, TensorWeakRef] = {}
+
+    def look(self, loss_id: int, losses: Iterable[Tensor], updated: Callable[[], Collection[int]]) -> None:
+        """Looks at the leaves of a loss, for its first block only: that takes a microsecond for each node of the graph.
+
+        Args:
+            loss_id: number of the loss.
+            losses: the scaled losses.
+            updated: returns the ids of the parameters that adopted optimizers update.
+
+        Warns:
+            AmpWarning: user code has hooked one of the leaves.
+        """
+        if loss_id in self._looked or self.are_unscaled:
+            return
+        self._looked.add(loss_id)
+        leaves = leaves_among(nodes_of(loss.grad_fn for loss in losses if loss.grad_fn is not None))
+        adopted = updated()
+        self._found |= {key: TensorWeakRef(leaf) for key, leaf in leaves.items() if key not in adopted}
+        hooked = next((leaf for leaf in leaves.values() if _has_hooks(leaf)), None)
+        if hooked is not None:
+            warn(
+                f"a hook of a leaf of shape {tuple(hooked.shape)} runs inside of amp.scale_loss, where gradients are "
+                "multiplied by the loss scale: a hook that clamps, compares or logs them sees scaled values. Change "
+                "gradients after the block; or divide by amp.get_loss_scale() in the hook."
+            )
+
+    def have(self, tensor: Tensor) -> bool:
+        """Returns True if a block leaves the gradient of a tensor scaled."""
+        found = self._found.get(id(tensor))
+        return found is not None and found() is tensor and tensor.grad is not None
+
+
+def _has_hooks(leaf: Tensor) -> bool:
+    """Returns True if user code has hooked a leaf."""
+    tables: list[Any] = [leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)]
+    return any(_is_of_user(hook) for table in tables if table for hook in table.values())
+
+
+def _is_of_user(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).partition(".")[0] not in _OF_TORCH_OR_AMP
