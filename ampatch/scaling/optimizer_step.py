@@ -729,7 +729,6 @@ class AdoptedOptimizer:
             return
         self._warned_of_loss = True
         loss, scale_use = losses[0]
-        dynamic = scale_use.scaler.dynamic
         told = f"the loss of a {'step' if ran else 'skipped step'} is {loss}"
         range_ = "the range of its types"
         if scale_use.scaler.dynamic:
@@ -748,8 +747,8 @@ class AdoptedOptimizer:
             )
         else:
             warn(
-                f"{told}. Look for inputs that are not finite, weights that are not (a learning rate that is too high), "
-                f"or values in the forward that leave {range_}."
+                f"{told}. Look for inputs that are not finite, weights that are not (a learning rate that is too "
+                f"high), or values in the forward that leave {range_}."
             )
 
     def _announce_skip(self, overflowed: Sequence[ScaleUse]) -> None:
