@@ -34,9 +34,9 @@ from ampatch.scaling import overflows, scale_use, step_observers
 from ampatch.scaling.loss_scaler import NO_FLOOR, LossScaler, ScaleState, make_policy, next_state, read_states
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
+from ampatch.scaling.step_gate import ClosureGate, note_skipped, skipping_by_itself
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
-from ampatch.weights.optimizer_state import Snapshot
 
 logger = logging.getLogger("ampatch")
 
@@ -403,17 +403,17 @@ class GradScaler(torch.amp.GradScaler):
         divisor = preset = getattr(optimizer, "grad_scale", None)
         if not is_unscaled:
             divisor = scaler.snapshot() if preset is None else scaler.snapshot() * preset
-        optimizer.grad_scale = for_fused_step(divisor, optimizer_state.parameters_of(optimizer))
-        optimizer.found_inf = found_inf = for_fused_step(found_inf, optimizer_state.parameters_of(optimizer))
-        try:
-            with step_observers.scaler_step(scaler.snapshot(), optimizer, [found_inf], divisor):
-                if self._host_must_read(optimizer, found_inf) and bool(found_inf):
-                    self._skip(optimizer)
-                    if _is_torchs(optimizer):
-                        return None
-                return optimizer.step(*args, **kwargs)
-        finally:
-            del optimizer.grad_scale, optimizer.found_inf
+        parameters = list(optimizer_state.parameters_of(optimizer))
+        found_inf = for_fused_step(found_inf, parameters)
+        with (
+            skipping_by_itself(optimizer, parameters, divisor, found_inf),
+            step_observers.scaler_step(scaler.snapshot(), optimizer, [found_inf], divisor),
+        ):
+            if self._host_must_read(optimizer, found_inf) and bool(found_inf):
+                self._skip(optimizer)
+                if _is_torchs(optimizer):
+                    return None
+            return optimizer.step(*args, **kwargs)
 
     def _host_must_read(self, optimizer: Any, found_inf: Tensor) -> bool:
         """Returns True if the host must read the overflow flag before a step that could skip by itself."""
@@ -434,12 +434,10 @@ class GradScaler(torch.amp.GradScaler):
                 "unscale_() was called before a step with a closure, but the closure's backward makes new gradients. "
                 "Call scaler.unscale_(optimizer) at the end of the closure; or leave it out."
             )
-        evaluations = 0
-        overflow: _ClosureOverflowedError | None = None
+        gate = ClosureGate(optimizer, may_go_back=True)
 
         def evaluate(*closure_args: Any, **closure_kwargs: Any) -> Any:
-            nonlocal evaluations, overflow
-            evaluations += 1
+            gate.evaluations += 1
             state.update(_ready())
             result = closure(*closure_args, **closure_kwargs)
             if self._state_of(optimizer) is not state:
@@ -451,25 +449,17 @@ class GradScaler(torch.amp.GradScaler):
                 self.unscale_(optimizer)
             _check_found(optimizer, state)
             if _overflowed(state):
-                overflow = _ClosureOverflowedError(result)
-                raise overflow
+                gate.leave(state, result)
             return result
 
-        # When a later evaluation overflows, the optimizer has already changed parameters.
-        before = None if optimizer_state.evaluates_first(optimizer) else Snapshot(optimizer)
         if args:
             args = (evaluate, *args[1:])
         else:
             kwargs = {**kwargs, "closure": evaluate}
-        result = None
-        with contextlib.suppress(_ClosureOverflowedError):
-            result = optimizer.step(*args, **kwargs)
-        if overflow is not None:  # even if the optimizer has caught the exception and continued
-            if before is not None:
-                before.restore()
+        result = gate.run(lambda: optimizer.step(*args, **kwargs))
+        if gate.overflowed is not None:
             self._skip(optimizer)
-            return overflow.result
-        if not evaluations:
+        elif not gate.evaluations:
             raise ScalerUsageError(
                 f"the step of this {type(optimizer).__name__} did not call its closure, so it has updated parameters "
                 "with gradients that are still scaled, if there were any. Run backward before scaler.step(optimizer), "
@@ -479,9 +469,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _skip(self, optimizer: Any) -> None:
         """Handles a skipped step while its gradients are there; raises or warns if no smaller scale can help."""
-        if isinstance(optimizer, torch.optim.Optimizer):
-            # Without this flag, an LR scheduler would warn that it steps before the optimizer's first step.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+        note_skipped(optimizer)
         scaler = self._scaler_or_raise("step()")
         (state,) = read_states([scaler])
         scale = state.loss_scale
@@ -712,18 +700,6 @@ def _overflow_of(optimizer: OptimizerLike, change: ScaleChange) -> Overflow:
         tracer.end_step(parameters)
     remark = overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CLEARED
     return Overflow(type(optimizer).__name__, (change,), found, remark="" if found else remark, trace=trace)
-
-
-class _ClosureOverflowedError(BaseException):
-    """Leaves an optimizer's step when its closure overflowed; a BaseException, so that ``except Exception`` misses it.
-
-    Attributes:
-        result: result of the closure.
-    """
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result = result
 
 
 def _checked_device(device: object) -> Any:

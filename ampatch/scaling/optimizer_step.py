@@ -27,7 +27,7 @@ from ampatch.casting.nested import tensors_in
 from ampatch.errors import LossScaleError, OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
-from ampatch.native.host_copy import for_fused_step, on_device, stacked
+from ampatch.native.host_copy import on_device, stacked
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling import overflows, step_observers
 from ampatch.scaling.kept_buffers import BuffersBefore, KeptBuffers
@@ -35,11 +35,11 @@ from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.overflows import Overflow, OverflowHandler
 from ampatch.scaling.scale_use import ScaleUse, StepCheck, react
+from ampatch.scaling.step_gate import ClosureGate, note_skipped, skipping_by_itself
 from ampatch.switch import Switch
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 from ampatch.weights.master_weights import MasterWeights
-from ampatch.weights.optimizer_state import Snapshot
 
 #: The warning about gradients that no scaler has checked; the placeholders name the step, and what to type.
 NO_SCALE = (
@@ -177,7 +177,7 @@ class AdoptedOptimizer:
         self._buffers: BuffersBefore | None = None  # of the buffers before the step that runs
         self._prepare_masters = prepare_masters
         self._overflow: Overflow | None = None  # of a step that was just skipped
-        self._evaluations = 0
+        self._gate: ClosureGate  # of the step with a closure that runs
         self._warns_of_no_scale = dynamic  # once: a loop without amp.scale_loss lacks it in every step
         self._has_other_scale = False
         self._uses_by_hand = LossScaler.uses_by_hand
@@ -448,28 +448,25 @@ class AdoptedOptimizer:
     def _step(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
     ) -> Any:
-        # If a later evaluation of the closure overflows, the parameters have moved already and have to be restored.
-        may_go_back = has_closure and self._may_go_back and not optimizer_state.evaluates_first(self.optimizer)
-        before = None
-        if may_go_back:
-            with self.masters.for_methods():
-                before = Snapshot(self.optimizer)
-        unless_evaluated = None
-        if before is not None and self._checks_by is not None:
-            # An optimizer may leave its closure alone, and use the gradients that are there.
-            self._evaluations, unless_evaluated = 0, self._check((), self._checks_by)
-        try:
+        if not has_closure:
+            with self._masters_in_place() if self.masters else _NOTHING:
+                return original(*args, **kwargs)
+        self._gate = gate = ClosureGate(self.optimizer, self._may_go_back, self.masters.for_methods)
+        # An optimizer may leave its closure alone, and use the gradients that are there.
+        is_checked = gate.can_restore and self._checks_by is not None
+        unless_evaluated = self._check((), self._checks_by) if is_checked and self._checks_by is not None else None
+
+        def step() -> Any:
             with self._masters_in_place() if self.masters else _NOTHING:
                 result = original(*args, **kwargs)
-            if unless_evaluated is not None and not self._evaluations and unless_evaluated.overflowed:
-                raise _ClosureOverflowedError([unless_evaluated], None)
+            if unless_evaluated is not None and not gate.evaluations and unless_evaluated.overflowed:
+                gate.leave([unless_evaluated], None)
             return result
-        except _ClosureOverflowedError as error:
-            if before is not None:
-                with self.masters.for_methods():
-                    before.restore()
-            self._skip(error.overflowed)
-            return error.result
+
+        result = gate.run(step)
+        if gate.overflowed is not None:
+            self._skip(gate.overflowed)
+        return result
 
     @contextlib.contextmanager
     def _masters_in_place(self) -> Iterator[None]:
@@ -525,7 +522,7 @@ class AdoptedOptimizer:
         """Calls the closure of a step with casts on and half weights up to date.
 
         Raises:
-            _ClosureOverflowedError: its gradients overflowed.
+            BaseException: its gradients overflowed; see `ClosureGate.leave`.
         """
         with self.masters.set_aside():
             with self._switch.resumed():
@@ -539,13 +536,13 @@ class AdoptedOptimizer:
         pending, self.gradients.pending = self.gradients.pending, []
         self._uses = [*self._uses, *pending]
         overflowed = list(filter(_OVERFLOWED, pending))
+        self._gate.evaluations += 1
         if self._checks_by is not None:
-            self._evaluations += 1
             check = None if overflowed else self._check(pending, self._checks_by)
             if check is not None and check.overflowed:
                 overflowed = [check]
         if overflowed:
-            raise _ClosureOverflowedError(overflowed, result)
+            self._gate.leave(overflowed, result)
         return result
 
     def _step_or_skip(self, original: Callable[..., Any], pending: list[ScaleUse]) -> Any:
@@ -553,13 +550,13 @@ class AdoptedOptimizer:
         optimizer: Any = self.optimizer
         deferred = self.gradients.deferred
         verdicts = [scale_use.found_inf for scale_use in pending if scale_use.found_inf is not None]
-        # torch's protocol between GradScaler and its optimizers. The gradients are unscaled already, or deferred.
         divisor = None if deferred is None else deferred.divisor
         found_inf = stacked(verdicts).amax() if verdicts else None
-        optimizer.grad_scale = for_fused_step(divisor, self.gradients.parameters())
-        optimizer.found_inf = for_fused_step(found_inf, self.gradients.parameters())
         try:
-            with self._masters_in_place() if self.masters else _NOTHING:
+            with (
+                skipping_by_itself(optimizer, self.gradients.parameters(), divisor, found_inf),
+                self._masters_in_place() if self.masters else _NOTHING,
+            ):
                 result = original()
             if self.gradients.deferred is not None:
                 self.gradients.note_unscaled()
@@ -569,7 +566,6 @@ class AdoptedOptimizer:
                 self.gradients.drop()  # unknown whether the kernel has divided them
             raise
         finally:
-            del optimizer.grad_scale, optimizer.found_inf
             if not is_capturing():  # replays do not run this code
                 for scale_use in pending:
                     scale_use.send()
@@ -659,10 +655,7 @@ class AdoptedOptimizer:
             self._kept_buffers.before_step(self._updates).restore()
         self._last_was_skipped = self._skips_this_step = True
         self.skips.skipped += 1
-        optimizer = self.optimizer
-        if isinstance(optimizer, torch.optim.Optimizer):
-            # Otherwise an LR scheduler warns that it was stepped before the optimizer.
-            optimizer._opt_called = True  # type: ignore[attr-defined]
+        note_skipped(self.optimizer)
         _count(overflowed)
         self._warn_of_loss(overflowed)
         for scale_use in overflowed:
@@ -755,15 +748,6 @@ class AdoptedOptimizer:
         if self._announce:
             for last in _last_of_each_loss(overflowed):
                 last.announce()
-
-
-class _ClosureOverflowedError(BaseException):
-    """Leaves an optimizer's step after an overflow in its closure; a BaseException, since steps may catch Exception."""
-
-    def __init__(self, overflowed: Sequence[ScaleUse], result: Any) -> None:
-        super().__init__()
-        self.overflowed = overflowed
-        self.result = result
 
 
 def _last_of_each_loss(overflowed: Iterable[ScaleUse]) -> Iterable[ScaleUse]:

@@ -1,0 +1,110 @@
+"""What all steps that may be skipped have in common, whoever scales the loss: amp's block or a `GradScaler`.
+
+Owns how a step is left when a closure overflows, how it is undone, and torch's protocol for steps that skip by
+themselves. Must know neither scales nor where a verdict comes from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ampatch.native.host_copy import for_fused_step
+from ampatch.weights import optimizer_state
+from ampatch.weights.optimizer_state import Snapshot
+
+
+class _ClosureOverflowedError(BaseException):
+    """Leaves an optimizer's step after an overflow in its closure; a BaseException, since steps may catch Exception."""
+
+
+class ClosureGate:
+    """One step with a closure: if an evaluation overflows, parameters and state are what they were before the step.
+
+    Args:
+        optimizer: the optimizer.
+        may_go_back: whether an evaluation may overflow, so that the optimizer is copied before the step. Optimizers that
+            evaluate once, before they change anything, need no copy.
+        exclusively: returns a context in which the optimizer's parameters are what its step updates.
+
+    Attributes:
+        evaluations: number of evaluations of the closure.
+        overflowed: what `leave` got; None as long as no evaluation has overflowed.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        may_go_back: bool,
+        exclusively: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self.evaluations = 0
+        self.overflowed: Any = None
+        self._result: Any = None
+        self._exclusively = exclusively
+        self._before: Snapshot | None = None
+        if may_go_back and not optimizer_state.evaluates_first(optimizer):
+            with exclusively():
+                self._before = Snapshot(optimizer)
+
+    @property
+    def can_restore(self) -> bool:
+        """True if the optimizer has been copied."""
+        return self._before is not None
+
+    def leave(self, overflowed: Any, result: Any) -> NoReturn:
+        """Leaves the step, within an evaluation of the closure or after it.
+
+        Args:
+            overflowed: what the caller of `run` needs to know.
+            result: the closure's result, which `run` returns.
+        """
+        self.overflowed, self._result = overflowed, result
+        raise _ClosureOverflowedError
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """Calls a step; undoes it if an evaluation has overflowed, even if the optimizer has gone on after that.
+
+        Returns:
+            The step's result; after an overflow that of the closure.
+        """
+        result = None
+        with contextlib.suppress(_ClosureOverflowedError):
+            result = step()
+        if self.overflowed is None:
+            return result
+        if self._before is not None:
+            with self._exclusively():
+                self._before.restore()
+        return self._result
+
+
+@contextlib.contextmanager
+def skipping_by_itself(
+    optimizer: Any, parameters: Iterable[Tensor], divisor: Tensor | None, found_inf: Tensor | None
+) -> Iterator[None]:
+    """Context for a step that unscales and skips in its own kernel, by torch's protocol between it and ``GradScaler``.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: the parameters that it updates.
+        divisor: what the gradients are still to be divided by; None if they are unscaled.
+        found_inf: 0-dimensional float32, not 0 if the step is to be skipped; None if it is not.
+    """
+    parameters = list(parameters)
+    optimizer.grad_scale = for_fused_step(divisor, parameters)
+    optimizer.found_inf = for_fused_step(found_inf, parameters)
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
+def note_skipped(optimizer: Any) -> None:
+    """Has LR schedulers take a skipped step for a step: they warn if they come before the first one."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
