@@ -1077,8 +1077,7 @@ def gradients_are_finite(optimizer: Any) -> Tensor:
             optimizer.zero_grad()
             continue
 
-    For code that reads gradients between the block and the step. Gradients of blocks with a dynamic scale have been
-    checked already: then no gradient is read.
+    For code that uses gradients between the block and the step. It reads the gradients once.
 
     Returns:
         0-dimensional bool tensor, on the device of the gradients. True if there are no gradients. It is the same on all

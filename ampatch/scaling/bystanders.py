@@ -19,8 +19,6 @@ from ampatch.scaling.scale_use import ScaleUse
 from ampatch.tracing import is_capturing
 from ampatch.weights.optimizer_state import gradients_of
 
-_Moments = dict[int, tuple[Tensor, int]]  # each gradient and its version, by id of the parameter
-
 
 def reached(others: Iterable[OptimizerGradients], losses: Sequence[Tensor]) -> list[OptimizerGradients]:
     """Returns those among other optimizers that losses lead to, and that have gradients which no step has used.
@@ -38,65 +36,84 @@ def reached(others: Iterable[OptimizerGradients], losses: Sequence[Tensor]) -> l
     return [each for each in with_gradients if any(id(parameter) in leaves for parameter in each.model_parameters())]
 
 
-class Bystanders:
-    """The gradients of other optimizers, from the beginning of a block to its end.
+class Bystander:
+    """The gradients of one other optimizer, from the beginning of a block to its end.
 
     Args:
-        others: gradients of the optimizers that the block was not handed.
+        gradients: gradients of an optimizer that the block was not handed.
         handed: ids of the parameters of those that it was.
+
+    Attributes:
+        gradients: as given.
     """
 
-    def __init__(self, others: Iterable[OptimizerGradients], handed: Collection[int]) -> None:
+    def __init__(self, gradients: OptimizerGradients, handed: Collection[int]) -> None:
+        self.gradients = gradients
         self._handed = handed
-        self._before: list[tuple[OptimizerGradients, int, _Moments]] = []
-        for each in others:
-            each.settle_left_scaled()  # as the backward pass will
-            if each.scaled_by is None and each.masters.wanted:
-                each.synchronise()  # so that new half gradients at the end are this block's
-            self._before.append((each, each.blocks, self._moments(each)))
+        self.begin()
 
-    def _moments(self, gradients: OptimizerGradients) -> _Moments:
+    def begin(self) -> None:
+        """Notes what gradients there are."""
+        gradients = self.gradients
+        gradients.settle_left_scaled()  # as the backward pass will
+        if gradients.pending and gradients.scaled_by is None:
+            gradients.forget_cleared_verdict()
+        elif gradients.scaled_by is None and gradients.masters.wanted:
+            gradients.synchronise()  # so that new half gradients at the end are this block's
+        self._before = self._moments()
+        # Whether they are other than zero, on the device: sums with zeros are no mixture.
+        self._were_there: Tensor | None = None
+        if self._before and gradients.scaled_by is None:
+            grads = [grad for grad, _ in self._before.values()]
+            _, squares = kernels.flag_and_squares(grads, grads[0].device, factor=2.0**64)
+            self._were_there = squares != 0
+
+    def _moments(self) -> dict[int, tuple[Tensor, int]]:
+        """Returns each gradient and its version, by id of the parameter."""
         return {
             id(parameter): (grad, grad._version)
-            for parameter in gradients.model_parameters()
+            for parameter in self.gradients.model_parameters()
             if (grad := parameter.grad) is not None and id(parameter) not in self._handed
         }
 
     def end(self, scale_use: ScaleUse, *, has_failed: bool = False) -> None:
-        """Unscales the gradients that the block has made, and notes those that it has added to.
+        """Unscales the gradients that the block has written, and marks those that it has added to others.
 
         Args:
             scale_use: the block's use of a scale.
             has_failed: whether the block ends by an error.
         """
-        for each, blocks, before in self._before:
-            now = self._moments(each)
-            written = {key for key, (grad, version) in now.items() if not _is(before.get(key), grad, version)}
-            if not written or each.blocks != blocks:  # what a block within this one has written, it has unscaled
-                continue
-            parameters = list(each.model_parameters())
-            is_shared = distributed.has_other_ranks() and (
-                each.ranks.are_replicated(parameters) or each.ranks.are_sharded(parameters)
-            )
-            earlier, use = each.scaled_by, scale_use.apart()
-            if earlier is not None and not earlier.is_mixed and earlier.is_same_scale(use):
-                continue
-            if has_failed or is_shared or earlier is not None or not before.keys().isdisjoint(written):
-                each.scaled_by, use.is_mixed = use, True
-                each.note_scaled()
-            else:
-                self._unscale(each, use, [parameter for parameter in parameters if id(parameter) in written])
+        gradients, before = self.gradients, self._before
+        now = self._moments()
+        written = {key for key, (grad, version) in now.items() if not _is(before.get(key), grad, version)}
+        earlier = gradients.scaled_by
+        if not written or (earlier is not None and not earlier.is_mixed and earlier.is_same_scale(scale_use)):
+            return
+        use = scale_use.apart()
+        # Which ranks reach them may depend on their data, and a reduction of the verdict could wait for ever.
+        is_anyones = distributed.has_other_ranks() and gradients.ranks.has_wrappers
+        if has_failed or earlier is not None or is_anyones:
+            gradients.mark_mixed(use)
+            return
+        self._unscale(use, written)
+        if not before.keys().isdisjoint(written):
+            gradients.mark_mixed(use, where=self._were_there)
 
-    @staticmethod
-    def _unscale(gradients: OptimizerGradients, use: ScaleUse, parameters: list[Tensor]) -> None:
-        masters = gradients.masters.ids()
-        own = gradients_of(parameter for parameter in parameters if id(parameter) not in masters)
-        found_inf = kernels.unscale_by_(own, use.scale)
-        if gradients.masters.wanted:
-            gradients.masters.gradients.unscale_to_masters(use.scale.reciprocal(), found_inf)
+    def _unscale(self, use: ScaleUse, written: Collection[int]) -> None:
+        masters = self.gradients.masters
+        found_inf = kernels.unscale_by_(
+            gradients_of(
+                parameter
+                for parameter in self.gradients.model_parameters()
+                if id(parameter) in written and id(parameter) not in masters.ids()
+            ),
+            use.scale,
+        )
+        if masters.wanted:
+            masters.gradients.unscale_to_masters(use.scale.reciprocal(), found_inf)
         if use.scaler.dynamic:
             use.found_inf, use.is_captured = found_inf, is_capturing()
-        gradients.add_verdict(use)
+        self.gradients.add_verdict(use)
 
 
 def _is(before: tuple[Tensor, int] | None, grad: Tensor, version: int) -> bool:

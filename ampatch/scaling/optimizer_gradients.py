@@ -17,13 +17,12 @@ from torch import Tensor
 from ampatch.distributed import Ranks
 from ampatch.errors import UsageError, warn
 from ampatch.native import kernels
-from ampatch.native.host_copy import stacked
+from ampatch.native.host_copy import on_device, stacked
 from ampatch.opt_levels import HALVES
 from ampatch.scaling import overflows
 from ampatch.scaling.deferred_unscaling import DeferredUnscaling
-from ampatch.scaling.loss_scaler import back_off
 from ampatch.scaling.overflows import NonFiniteGradient
-from ampatch.scaling.scale_use import ScaleUse, drop
+from ampatch.scaling.scale_use import ScaleUse, drop, drop_where
 from ampatch.weights import optimizer_state
 from ampatch.weights.master_weights import MasterWeights
 
@@ -67,7 +66,6 @@ class OptimizerGradients:
         pending: the uses of scales by blocks since the last step, with their verdicts, oldest first.
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
         dropped: uses since the last step whose gradients were cleared, so that no step has them.
-        blocks: number of blocks that were handed the optimizer and have ended.
         deferred: the unscaling that is left to the optimizer's own kernel; None if there is none.
     """
 
@@ -84,7 +82,6 @@ class OptimizerGradients:
         self.pending: list[ScaleUse] = []
         self.scaled_by: ScaleUse | None = None
         self.dropped: deque[ScaleUse] = deque(maxlen=_MOST_DROPPED)
-        self.blocks = 0
         self._optimizer = weakref.ref(optimizer)
         self._adopted = adopted
         self._counts_non_finite = counts_non_finite
@@ -92,6 +89,7 @@ class OptimizerGradients:
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
         self._left_scaled: Sequence[Mapping[str, Any]] = ()  # the optimizer's groups, which outlive it here
         self._warned_of_clipping: ScaleUse | None = None
+        self._mixed_where: Tensor | None = None  # see `mark_mixed`
 
     @property
     def optimizer(self) -> Any:
@@ -229,13 +227,27 @@ class OptimizerGradients:
         """True if a block for this optimizer is open."""
         return self.scaled_by is not None and self.scaled_by.is_open
 
+    def mark_mixed(self, use: ScaleUse, where: Tensor | None = None) -> None:
+        """Notes that scaled gradients were added to these, so that nothing may use the sums.
+
+        Args:
+            use: the use of a scale that they are multiplied by.
+            where: 0-dimensional bool tensor: false if the gradients were zero before, and are unscaled now; None: true.
+        """
+        use.is_mixed = True
+        self.scaled_by, self._mixed_where = use, where
+        self.note_scaled()
+
     def check_not_mixed(self) -> None:
         """Raises `UsageError` if a block for other optimizers has added scaled gradients to these unscaled ones."""
         if self.scaled_by is None or not self.scaled_by.is_mixed:
             return
-        if not (self.exist() and any(bool(kernels.values_of(each).any()) for each in self.of_model())):
-            self.note_unscaled()  # they were cleared since
+        is_cleared = not (self.exist() and any(bool(kernels.values_of(each).any()) for each in self.of_model()))
+        where, self._mixed_where = self._mixed_where, None
+        if is_cleared or (where is not None and not bool(where)):
+            self.note_unscaled()
             return
+        self._mixed_where = where
         raise UsageError(
             f"the gradients of this {type(self.optimizer).__name__} are sums of unscaled ones and scaled ones: a block "
             "of amp.scale_loss for other optimizers has added to them, as its backward pass reaches parameters of this "
@@ -363,18 +375,19 @@ class OptimizerGradients:
     # Verdicts
 
     def are_finite(self) -> Tensor:
-        """Returns whether all gradients are finite, by the verdicts of blocks since the last step if there are any.
+        """Returns whether all gradients are finite, and no block since the last step has overflowed.
 
         Returns:
             0-dimensional bool tensor on the device of the gradients, the same on all ranks that share them.
         """
         self.synchronise()
         self.forget_if_cleared()
-        found = [each.found_inf for each in self.pending if each.found_inf is not None]
-        if found:
-            return stacked(found).amax() == 0
         grads = self.tensors() if self.scaled_by is None else self.of_model()
-        flag, _ = kernels.flag_and_squares(grads, grads[0].device if grads else torch.device("cpu"))
+        device = grads[0].device if grads else torch.device("cpu")
+        flag, squares = kernels.flag_and_squares(grads, device, factor=2.0**64)
+        found = [each.found_inf for each in self.pending if each.found_inf is not None]
+        if found:  # of gradients that were not set to zero since
+            flag = torch.maximum(flag, on_device(stacked(found).amax(), device) * (squares != 0))
         self.ranks.reduce_overflow_(flag, self.model_parameters())
         return flag == 0
 
@@ -395,12 +408,15 @@ class OptimizerGradients:
         self.synchronise()
         self.forget_if_cleared()
         last = self.pending[-1] if self.pending else None
-        if last is None or last.found_inf is None or last.is_judged_elsewhere or last.is_confirmed:
+        if last is None or last.found_inf is None or last.is_judged_elsewhere:
             return
         grads = self.tensors()
         still = self.still_exist(last, grads)
-        back_off(last.scaler, last.found_inf * (1 - still))
-        self.pending[-1] = last = last.only_where(still)
+        # All of them, since nothing is left of any block if the gradients are zero.
+        judged = [each for each in self.pending if each.found_inf is not None and not each.is_judged_elsewhere]
+        drop_where(1 - still, judged)
+        self.pending = [each.only_where(still) if each in judged else each for each in self.pending]
+        last = self.pending[-1]
         assert last.found_inf is not None
         if self._counts_non_finite and last.overflowed:
             last.non_finite = self.non_finite()

@@ -62,7 +62,7 @@ class ScaleUse:
     Attributes:
         is_open: True inside its block.
         is_mixed: True if its gradients are sums of scaled and unscaled ones, so that nothing may use them.
-        is_bystanders: True if its gradients are of an optimizer that the block was not handed.
+        main: the use by the block itself, if these gradients are of an optimizer that it was not handed; else None.
         is_postponed: True if DDP is going to reduce its gradients together with those of a later backward pass.
         is_judged_elsewhere: True if user code judges the gradients by itself.
         is_confirmed: True if an overflow counts even after the gradients were cleared.
@@ -77,7 +77,7 @@ class ScaleUse:
 
     is_open = False
     is_mixed = False
-    is_bystanders = False
+    main: ScaleUse | None = None
     is_postponed = False
     is_judged_elsewhere = False
     is_confirmed = False
@@ -149,8 +149,13 @@ class ScaleUse:
     def apart(self) -> ScaleUse:
         """Returns a copy for the gradients of an optimizer that the block was not handed, with a verdict of its own."""
         copied = ScaleUse(self.scaler, self.scaler_id, self.is_checked)
-        copied.scale, copied._age, copied._losses, copied.is_bystanders = self.scale, self._age, self._losses, True
+        copied.scale, copied._age, copied._losses, copied.main = self.scale, self._age, self._losses, self
         return copied
+
+    @property
+    def is_droppable(self) -> bool:
+        """True if a scale reacts to an overflow of this use even if its gradients are cleared."""
+        return self.main is None and self.found_inf is not None and "reacted" not in self._noted
 
     @property
     def original(self) -> ScaleUse:
@@ -258,6 +263,14 @@ def react(uses: Iterable[ScaleUse]) -> None:
         uses: the uses by blocks since the last step.
     """
     new = [use for use in uses if "reacted" not in use._noted]
+    for use in new:
+        if use.main is not None:  # the scale has reacted, or will, to the block itself
+            use._noted.append("reacted")
+            use._sent = None
+            if use.found_inf is not None:
+                main = use.main.found_inf
+                back_off(use.scaler, use.found_inf if main is None else use.found_inf * (main == 0))
+    new = [use for use in new if use.main is None]
     for scaler, of_scaler in grouped((use.scaler, use) for use in new).items():
         for use in of_scaler:
             use._noted.append("reacted")
@@ -278,11 +291,21 @@ def drop(uses: Iterable[ScaleUse], kept: Collection[ScaleUse]) -> None:
     """
     originals = {use.original for use in kept}
     for use in uses:
-        if use.is_bystanders or use.found_inf is None or use.original in originals:
-            continue
-        if "reacted" not in use._noted:
+        if use.is_droppable and use.original not in originals:
             use._noted.append("reacted")
-            back_off(use.scaler, use.found_inf)
+            back_off(use.scaler, use.found_inf)  # type: ignore[arg-type]
+
+
+def drop_where(condition: Tensor, uses: Iterable[ScaleUse]) -> None:
+    """Does what `drop` does where a condition is 1, and nothing where it is 0.
+
+    Args:
+        condition: 0-dimensional float32, on the device.
+        uses: the uses of scales by gradients that may have been cleared.
+    """
+    for scaler, of_scaler in grouped((use.scaler, use) for use in uses if use.is_droppable).items():
+        found = stacked(use.found_inf for use in of_scaler if use.found_inf is not None).amax()
+        back_off(scaler, found * on_device(condition, found.device))
 
 
 class StepCheck(ScaleUse):

@@ -19,7 +19,7 @@ from ampatch.distributed import Ranks, ReplicasInBlock
 from ampatch.errors import UsageError, warn
 from ampatch.native import kernels
 from ampatch.patching.weight_cache import WeightCache
-from ampatch.scaling.bystanders import Bystanders, reached
+from ampatch.scaling.bystanders import Bystander, reached
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike
@@ -48,6 +48,7 @@ class Blocks:
         checks_finite: whether steps look for inf and NaN whatever the scale.
         watched: open blocks that warn of backward passes from other losses.
         leaves: leaves that see scaled gradients.
+        open: open blocks that scale, outer ones first.
         warned: numbers of the losses for which the user has been warned.
     """
 
@@ -60,6 +61,7 @@ class Blocks:
     checks_finite: bool = False
     watched: list[ScaledBlock[Any]] = field(default_factory=list)
     warned: set[int] = field(default_factory=set)
+    open: list[ScaledBlock[Any]] = field(default_factory=list)
 
     def left_scaled(self) -> list[OptimizerGradients]:
         """Returns the gradients that blocks which have ended left scaled, for a later block or a step to unscale."""
@@ -98,6 +100,7 @@ class ScaledBlock(Generic[_L]):
     Attributes:
         scale_use: this use of the scale; set on entry.
         watched: nodes of the scaled losses in the graph; empty if the block does not warn of other losses.
+        beside: optimizers that the block was not handed.
         is_used: True once a backward pass went through one of them, or if none is watched.
         has_warned: True once it has.
     """
@@ -108,11 +111,11 @@ class ScaledBlock(Generic[_L]):
     _optimizers: list[AdoptedOptimizer]
     _gradients: list[OptimizerGradients]
     watched: tuple[Node, ...] = ()
+    beside: Sequence[Bystander] = ()
     is_used = True
     has_warned = False
     _is_open = False
     _others: list[OptimizerGradients]
-    _bystanders: Bystanders | None = None
     _replicas: ReplicasInBlock | None = None  # None: no model is in a wrapper
 
     def __init__(
@@ -185,9 +188,7 @@ class ScaledBlock(Generic[_L]):
             if not scale_use.is_one:
                 self._watch(losses)
                 blocks.leaves.look(self._loss_id, losses, blocks.updated)
-                if self._others:
-                    handed = set(map(id, self._unscaling.model_parameters()))
-                    self._bystanders = Bystanders(self._others, handed)
+                self._begin_beside()
         blocks.cache.end_iteration()
         self._arguments = None  # the user may delete the loss to free its graph
         self._is_open = True
@@ -211,10 +212,7 @@ class ScaledBlock(Generic[_L]):
                     self._end()
                 else:  # amp.deinitialize was called inside the block, and nothing would unscale later
                     self._unscaling.run()
-                for each in self._gradients:
-                    each.blocks += 1
-                if self._bystanders is not None:
-                    self._bystanders.end(self.scale_use, has_failed=kind is not None)
+                self._end_beside(has_failed=kind is not None)
         finally:
             if self.has_warned:  # a loop that uses another loss does so in every step
                 blocks.warned.add(self._loss_id)
@@ -225,12 +223,37 @@ class ScaledBlock(Generic[_L]):
     def _take_in_bystanders(self, loss: Any) -> None:
         """Finds the optimizers that the block was not handed; takes in those to whose gradients it has to add."""
         self._others = []
+        self._tell_outer(ends=True)
         if len(self._blocks.adopted) > len(self._optimizers) and not self._scaler.is_one:
             adopted = [each.gradients for each in list(self._blocks.adopted.values())]
+            # What an outer block for other optimizers does with their gradients is its own.
             others = [each for each in adopted if each not in self._gradients and not each.is_in_block]
             taken = reached(others, list(tensors_in(loss)))
             self._gradients += taken
             self._others = [each for each in others if each not in taken]
+
+    def _begin_beside(self) -> None:
+        """Notes the gradients of optimizers that the block was not handed."""
+        if self._others:
+            handed = set(map(id, self._unscaling.model_parameters()))
+            self.beside = [Bystander(each, handed) for each in self._others]
+        self._blocks.open.append(self)
+
+    def _end_beside(self, has_failed: bool) -> None:
+        if self in self._blocks.open:
+            self._blocks.open.remove(self)
+        for each in self.beside:
+            each.end(self.scale_use, has_failed=has_failed)
+        self._tell_outer(ends=False)
+
+    def _tell_outer(self, *, ends: bool) -> None:
+        """Has the blocks around this one unscale what they have added to its gradients, and begin anew with these."""
+        for block in self._blocks.open:
+            for each in block.beside:
+                if each.gradients in self._gradients:
+                    if ends:
+                        each.end(block.scale_use)
+                    each.begin()
 
     def begin_if_clear(self) -> bool:
         """Begins the block if there are no gradients to scale and no earlier verdicts, as in most steps.

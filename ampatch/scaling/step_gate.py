@@ -27,8 +27,8 @@ class ClosureGate:
 
     Args:
         optimizer: the optimizer.
-        may_go_back: whether an evaluation may overflow, so that the optimizer is copied before the step. Optimizers that
-            evaluate once, before they change anything, need no copy.
+        may_go_back: whether an evaluation may overflow, so that the optimizer is copied before the step. It is not
+            copied if its class evaluates once, before it changes anything.
         exclusively: returns a context in which the optimizer's parameters are what its step updates.
 
     Attributes:
