@@ -176,7 +176,7 @@ class Session:
         self._masters = weakref.WeakKeyDictionary()  # the masters found in each model so far
         self.ranks = Ranks()
         may_skip = settings.scale_policy.dynamic or settings.check_finite
-        self.kept_buffers = KeptBuffers() if may_skip else None
+        self.kept_buffers = KeptBuffers(self.ledger) if may_skip else None
         self.conversion = Conversion(self._is_of_model, watches_writes=self.has_masters)
         self.leaves = ScaledLeaves()
         self._unadopted = UnadoptedOptimizers(
@@ -516,6 +516,8 @@ class Session:
         if is_new and self.has_half_weights:
             self._check_is_no_part(model)
         self._models.add(model)
+        if self.kept_buffers is not None:
+            self.kept_buffers.add(model)
         self._convert_weights(model)  # of a known model: modules that were added to it since
         if self.patches_any:
             self._functions.rebind_model(model)

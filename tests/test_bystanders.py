@@ -194,3 +194,60 @@ def test_after_a_block_that_failed_they_are_used_by_nobody(level: str) -> None:
         failing()
     with pytest.raises(UsageError, match="sums of"):
         run.of_encoder.step()
+
+
+def in_both_blocks(run: Two) -> None:
+    """An inner block for the encoder, of which the outer one has reached gradients."""
+    if run.level is None:
+        run.by_head()
+        run.by_encoder()
+    else:
+        loss = (run.head(run.encoder(X)) - Y).float().square().mean()
+        with amp.scale_loss(loss, run.of_head) as scaled_loss:
+            scaled_loss.backward()
+            run.by_encoder()
+    run.of_head.step()
+    run.of_encoder.step()
+
+
+def zeros_each_time(run: Two) -> None:
+    for _ in range(3):
+        run.of_encoder.zero_grad(set_to_none=False)
+        run.of_head.zero_grad(set_to_none=False)
+        run.by_head()
+        run.of_head.step()
+        run.of_encoder.step()
+
+
+@EACH_LEVEL
+@pytest.mark.parametrize("script", [in_both_blocks, zeros_each_time])
+def test_steps_are_those_without_amp_also_here(script: Callable[[Two], None], level: str) -> None:
+    test_steps_are_those_without_amp(script, level)
+
+
+@EACH_LEVEL
+def test_one_block_is_one_clean_step_whichever_optimizers_step(level: str) -> None:
+    run = Two(level)
+    for _ in range(3):
+        run.by_head()
+        run.of_head.step()
+        run.of_encoder.step()
+        run.of_head.zero_grad()
+        run.of_encoder.zero_grad()
+    assert amp.stats()["clean_steps"] == 3
+
+
+@EACH_LEVEL
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_overflow_is_forgotten_with_its_gradients(level: str, set_to_none: bool) -> None:
+    run = Two(level)
+    run.by_head(factor=1e38)
+    run.of_head.step()
+    run.of_head.zero_grad(set_to_none)
+    run.of_encoder.zero_grad(set_to_none)
+    run.by_head()
+    assert amp.gradients_are_finite(run.of_encoder)
+    run.of_head.step()
+    run.of_encoder.step()
+    assert not amp.step_was_skipped(run.of_encoder)
+    assert amp.get_loss_scale() == 512

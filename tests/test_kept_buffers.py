@@ -136,3 +136,96 @@ def test_of_a_critic_in_the_skipped_step_of_its_generator_are_finite() -> None:
         of_generator.step()
         assert amp.step_was_skipped(of_generator) == (factor == math.inf)
     assert are_same([each for each in values(critic) if each.is_floating_point()], before[:2])
+
+
+class Holding(nn.Module):
+    """Holds as a buffer what its user holds as well."""
+
+    held: Tensor
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.layer, self.of = nn.Linear(4, 4), of
+        self.register_buffer("held", torch.zeros(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.held = {"input": x, "output": y.detach(), "weight": self.layer.weight.detach()}[self.of]
+        return y
+
+
+@EACH_LEVEL
+@pytest.mark.parametrize("of", ["input", "output", "weight"])
+def test_what_buffers_share_with_the_user_is_left_alone(level: str, of: str) -> None:
+    model, optimizer = started(level, Holding(of))
+    part = model[1]
+    assert isinstance(part, Holding)
+    weight = part.layer.weight.detach().clone()
+    x = torch.full((4, 4), 2.0)
+    for factor in (1.0, math.inf):
+        output = part(x)
+        shown = output.detach().clone()
+        with amp.scale_loss(model(torch.ones(4, 4)).float().square().mean() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        if factor == math.inf:
+            weight = part.layer.weight.detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(output.detach(), shown)
+    assert torch.equal(part.layer.weight.detach(), weight)
+    assert torch.equal(x, torch.full((4, 4), 2.0))
+
+
+def test_what_the_user_writes_between_forward_passes_stays() -> None:
+    model, optimizer = started("O1", nn.BatchNorm1d(4))
+    run(model, optimizer, 1.0)
+    best = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run(model, optimizer, 1.0)
+    model.eval()
+    model(torch.randn(8, 4))
+    model.train()
+    model.load_state_dict(best)
+    run(model, optimizer, math.inf)
+    assert amp.step_was_skipped(optimizer)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, best[name])
+
+
+def test_of_parts_that_were_added_later() -> None:
+    model, optimizer = started("O1", nn.BatchNorm1d(4))
+    run(model, optimizer, 1.0)
+    assert isinstance(model, nn.Sequential)
+    model.insert(0, nn.BatchNorm1d(4))
+    run(model, optimizer, 1.0)
+    before = values(model)
+    run(model, optimizer, math.inf)
+    assert are_same(values(model), before)
+
+
+def test_of_a_part_that_is_called_alone_are_not_set_to_old_values() -> None:
+    model, optimizer = started("O1", nn.BatchNorm1d(4))
+    run(model, optimizer, 1.0)
+    assert isinstance(model, nn.Sequential)
+    for factor in (1.0, 1.0, math.inf):
+        before = values(model)
+        hidden = model[1](model[0](torch.randn(8, 4)))
+        with amp.scale_loss(model[2](hidden).float().square().mean() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert amp.step_was_skipped(optimizer)
+    assert values(model)[2] == before[2] + 1
+
+
+def test_of_a_teacher_are_those_of_the_step_before() -> None:
+    model, optimizer = started("O1", nn.Identity())
+    amp.deinitialize()
+    teacher = nn.BatchNorm1d(4)
+    amp.initialize([model, teacher], optimizer, half_dtype="float16", init_scale=16.0, verbosity=0)
+    for factor in (1.0, 1.0, math.inf):
+        before = values(teacher)
+        with amp.scale_loss(model(teacher(torch.randn(8, 4) * factor)).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert are_same(values(teacher), before)

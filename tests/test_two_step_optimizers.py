@@ -164,3 +164,38 @@ def test_a_loss_that_is_inf_with_finite_gradients_is_told_of_once() -> None:
             optimizer.step()
         assert not amp.step_was_skipped(optimizer)
         optimizer.zero_grad()
+
+
+@EACH_LEVEL
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_steps_that_a_script_leaves_out_come_to_an_end(level: str, set_to_none: bool, blocks: int) -> None:
+    model, optimizer = started(level, init_scale=2.0**20)
+    left_out = 0
+    for _ in range(20):
+        for _ in range(blocks):
+            run(model, optimizer, 4.0)
+        if not amp.gradients_are_finite(optimizer):
+            optimizer.zero_grad(set_to_none)
+            left_out += 1
+            continue
+        optimizer.step()
+        assert not amp.step_was_skipped(optimizer)
+        optimizer.zero_grad(set_to_none)
+    assert 0 < left_out < 10
+
+
+class TestGradientsThatChanged:
+    def test_after_a_delayed_block(self) -> None:
+        model, optimizer = started()
+        run(model, optimizer)
+        run(model, optimizer, math.inf, delay_unscale=True)
+        assert not amp.gradients_are_finite(optimizer)
+        optimizer.zero_grad()
+
+    def test_by_the_user(self) -> None:
+        model, optimizer = started()
+        run(model, optimizer)
+        assert model.weight.grad is not None
+        model.weight.grad.fill_(math.nan)
+        assert not amp.gradients_are_finite(optimizer)

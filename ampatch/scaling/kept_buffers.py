@@ -6,143 +6,218 @@ the copies of buffers. Must not know why a step is skipped.
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+)
 
 from ampatch.grouping import grouped
-from ampatch.weights.untracked_writes import has_memory
+from ampatch.ledger import PatchLedger
+from ampatch.weights.untracked_writes import has_memory, is_shared
 
 # Larger buffers, mostly tables and masks, are kept only once a forward pass has written to them.
 _LARGE = 2**20
+
+_Buffers = dict[str, Tensor | None]
+
+
+class _Kept:
+    """One buffer, and a copy of it.
+
+    Args:
+        buffers: the buffers of its module.
+        name: its name there.
+        is_counted: False if kernels write to it without counting, as those of norms do.
+    """
+
+    __slots__ = ("_after_forward", "_buffers", "_name", "_when_copied", "copied", "is_counted", "original")
+
+    def __init__(self, buffers: _Buffers, name: str, is_counted: bool) -> None:
+        self._buffers, self._name, self.is_counted = buffers, name, is_counted
+        self.original: Tensor | None = None  # what was copied
+        self.copied: Tensor | None = None
+        # The tensor and its version counter when it was copied, and after the last forward pass.
+        self._when_copied = self._after_forward = _moment(None)
+
+    def now(self) -> Tensor | None:
+        """Returns the buffer; None if it is none, or of a kind that is not kept."""
+        found = self._buffers.get(self._name)
+        return found if found is not None and has_memory(found) and not found.is_inference() else None
+
+    def is_to_copy(self, now: Tensor | None, of_user: bool) -> bool:
+        """Returns True if the copy may be out of date; for what user code has written only, if ``of_user`` is true."""
+        if of_user:
+            return not _is(self._after_forward, now)
+        return not self.is_counted or not _is(self._when_copied, now)
+
+    def note_copied(self, now: Tensor | None) -> None:
+        """Records what is copied now."""
+        self.original, self._when_copied = now, _moment(now)
+
+    def note_forward(self) -> None:
+        """Records the buffer after a forward pass."""
+        self._after_forward = _moment(self.now())
+
+    def put_back(self, copied: Tensor) -> None:
+        """Has the module hold the values of a copy in another tensor: user code may have what is there for itself."""
+        self._buffers[self._name] = copied.clone()
+
+
+_Copy = tuple[_Kept, Tensor, Tensor]  # a buffer, the tensor that it was, and a copy of that
 
 
 class ModelBuffers:
     """The buffers of one model, and copies of them.
 
     Args:
-        model: the model; its modules are searched once.
+        model: the model; held weakly.
 
     Attributes:
-        is_old: True if a step has ended since the copies were made.
-        copies: of each buffer; None if it is not kept.
+        is_old: True if the copies are not of the time before the next step's forward passes.
+        is_incomplete: True if the model may have other modules or buffers since.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [(module._buffers, name) for module in model.modules() for name in module._buffers]
-        # Kernels of these write to statistics without counting.
-        norms = {id(module._buffers) for module in model.modules() if isinstance(module, _NormBase)}
-        self._is_of_norm = [id(buffers) in norms for buffers, _ in self._places]
-        self._found: list[Tensor | None] = []
-        self._versions: list[int] = []
-        self.copies: list[Tensor | None] = []
-        self.is_old = True
-
-    def _search(self) -> bool:
-        """Finds the model's buffers; returns True if they are the tensors that they were."""
-        found = [buffers.get(name) for buffers, name in self._places]
-        before, self._found = self._found, [each if type(each) is Tensor else None for each in found]
-        return len(before) == len(self._found) and all(map(operator.is_, before, self._found))
-
-    def _changed(self) -> list[int]:
-        """Returns the places of the buffers that may have changed since the copies were made."""
-        return [
-            place
-            for place, (version, is_of_norm) in enumerate(zip(self._now(), self._is_of_norm, strict=True))
-            if is_of_norm or version != self._versions[place]
-        ]
-
-    def _now(self) -> list[int]:
-        return [-1 if each is None or each.is_inference() else each._version for each in self._found]
+        self._model = weakref.ref(model)
+        self._kept: list[_Kept] = []
+        self.is_old = self.is_incomplete = True
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Copies the buffers that have changed since the last copies."""
-        self.is_old = False
-        if self._search():
-            places, self.copies = self._changed(), list(self.copies)  # a step before may have the earlier list
-        else:
-            self.copies = [None] * len(self._found)
-            places = [place for place, each in enumerate(self._found) if each is not None and each.numel() <= _LARGE]
-        pairs = []
-        for place in places:
-            buffer, copied = self._found[place], self.copies[place]
-            if buffer is None or not has_memory(buffer):
-                continue
-            # On other devices a step before may still need the copy: the host has not read yet whether it ran.
-            if copied is None or not copied.is_cpu or copied.shape != buffer.shape:
-                copied = self.copies[place] = torch.empty_like(buffer)
-            pairs.append((copied, buffer))
-        _copy(pairs)
-        self._versions = self._now()
-
-    @torch.no_grad()
-    def restore(self, copies: list[Tensor | None], *, only_non_finite: bool = False) -> None:
-        """Gives the buffers their earlier values.
+    def keep(self, *, of_user: bool = False) -> None:
+        """Copies the buffers that have changed since the last copies.
 
         Args:
-            copies: the ``copies`` of that time.
-            only_non_finite: leaves out buffers without inf and NaN; syncs with the device.
+            of_user: True leaves out what forward passes have written since: only what user code has written counts.
         """
-        is_same = self._search() and copies is self.copies
-        places = self._changed() if is_same else range(min(len(copies), len(self._found)))
-        there = [(self._found[place], copies[place]) for place in places]
-        pairs = [
-            (buffer, copied)
-            for buffer, copied in there
-            if buffer is not None and copied is not None and has_memory(buffer) and buffer.shape == copied.shape
-        ]
-        if only_non_finite:
-            pairs = [(buffer, copied) for buffer, copied in pairs if not bool(buffer.isfinite().all())]
+        model = self._model()
+        if self.is_incomplete and model is not None and not of_user:
+            self._kept = [
+                _Kept(module._buffers, name, not isinstance(module, _NormBase))
+                for module in model.modules()
+                for name in module._buffers
+            ]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for each in self._kept:
+            now = each.now()
+            if not each.is_to_copy(now, of_user):
+                continue
+            is_known = each.original is not None
+            each.note_copied(now)
+            if now is None or not (is_known or now.numel() <= _LARGE):
+                each.copied = None
+                continue
+            # On other devices a step before may still need the copy: the host has not read yet whether it ran.
+            if each.copied is None or not now.is_cpu or each.copied.shape != now.shape:
+                each.copied = torch.empty_like(now)
+            pairs.append((each.copied, now))
         _copy(pairs)
-        if not only_non_finite:
-            self.copies, self._versions = copies, self._now()
+        self.is_old, self.is_incomplete = self.is_old and of_user, self.is_incomplete and of_user
+
+    def note_forward(self) -> None:
+        """Notes the buffers after a forward pass, so that what user code writes until the next one can be told."""
+        for each in self._kept:
+            each.note_forward()
+
+    def copies(self) -> list[_Copy]:
+        """Returns the buffers that are kept."""
+        return [
+            (each, each.original, each.copied)
+            for each in self._kept
+            if each.original is not None and each.copied is not None
+        ]
 
 
 class KeptBuffers:
-    """The buffers of all models of a session."""
+    """The buffers of all models of a session.
 
-    def __init__(self) -> None:
+    Args:
+        ledger: records the hooks by which modules tell of new parts and buffers.
+    """
+
+    def __init__(self, ledger: PatchLedger) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, ModelBuffers] = weakref.WeakKeyDictionary()
 
-    def before_forward(self, model: nn.Module) -> None:
-        """Keeps the buffers of a model before its first forward pass since a step."""
-        buffers = self._of.get(model)
-        if buffers is None:
-            buffers = self._of[model] = ModelBuffers(model)
-        if buffers.is_old:
-            buffers.keep()
+        def note(*_: object) -> None:
+            for buffers in list(self._of.values()):
+                buffers.is_incomplete = True
 
-    def before_step(self, is_own: Callable[[nn.Module], bool]) -> BuffersBefore:
+        ledger.on_undo(register_module_module_registration_hook(note).remove)
+        ledger.on_undo(register_module_buffer_registration_hook(note).remove)
+
+    def add(self, model: nn.Module) -> None:
+        """Keeps the buffers of a model from now on."""
+        self._of.setdefault(model, ModelBuffers(model)).keep()
+
+    def before_forward(self, model: nn.Module) -> None:
+        """Keeps the buffers of a model before its first forward pass since a step, and what user code has written."""
+        buffers = self._of.get(model)
+        if buffers is not None and torch.is_grad_enabled():
+            buffers.keep(of_user=not buffers.is_old)
+
+    def after_forward(self, model: nn.Module) -> None:
+        """Notes the end of a forward pass of a model."""
+        buffers = self._of.get(model)
+        if buffers is not None and not buffers.is_old:
+            buffers.note_forward()
+
+    def before_step(
+        self, is_own: Callable[[nn.Module], bool], is_anothers: Callable[[nn.Module], bool]
+    ) -> BuffersBefore:
         """Returns the buffers as they were before the forward passes of a step, and notes that it has begun.
 
         Args:
-            is_own: returns True for the models that the optimizer updates.
+            is_own: returns True for a model that the optimizer updates.
+            is_anothers: returns True for a model with gradients that another optimizer is about to step with.
         """
-        kept = [(buffers, buffers.copies, is_own(model)) for model, buffers in list(self._of.items())]
-        for buffers, _, own in kept:
-            buffers.is_old = buffers.is_old or own
-        return BuffersBefore(kept)
+        before = BuffersBefore([(each, is_own(model)) for model, each in list(self._of.items()) if not each.is_old])
+        for model, each in list(self._of.items()):
+            each.is_old = each.is_old or is_own(model) or not is_anothers(model)
+        return before
 
 
 class BuffersBefore:
     """The buffers of all models as they were before one step.
 
     Args:
-        kept: the buffers of each model, their copies, and whether the step's optimizer updates the model.
+        models: the buffers of each model, and whether the step's optimizer updates the model.
     """
 
-    def __init__(self, kept: list[tuple[ModelBuffers, list[Tensor | None], bool]]) -> None:
-        self._kept = kept
+    def __init__(self, models: list[tuple[ModelBuffers, bool]]) -> None:
+        self._models = [(buffers.copies(), is_own) for buffers, is_own in models]
 
+    @torch.no_grad()
     def restore(self) -> None:
-        """Gives the buffers their earlier values; those of models that other optimizers update only if not finite."""
-        for buffers, copies, own in self._kept:
-            buffers.restore(copies, only_non_finite=not own)
+        """Gives the buffers their earlier values; of models that other optimizers update, only if one is not finite."""
+        for copies, is_own in self._models:
+            if is_own or any(_is_broken(each.now()) for each, *_ in copies):
+                self._restore(copies)
+
+    def _restore(self, copies: list[_Copy]) -> None:
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for each, original, copied in copies:
+            if each.now() is not original or original.shape != copied.shape or is_shared(original):
+                each.put_back(copied)
+            else:
+                pairs.append((original, copied))
+        _copy(pairs)
+
+
+def _moment(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+    return tensor, -1 if tensor is None else tensor._version
+
+
+def _is(moment: tuple[Tensor | None, int], now: Tensor | None) -> bool:
+    return moment[0] is now and (now is None or moment[1] == now._version)
+
+
+def _is_broken(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.is_floating_point() and not bool(buffer.isfinite().all())
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

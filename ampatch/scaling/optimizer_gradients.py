@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampatch.distributed import Ranks
 from ampatch.errors import UsageError, warn
@@ -89,6 +89,7 @@ class OptimizerGradients:
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
         self._left_scaled: Sequence[Mapping[str, Any]] = ()  # the optimizer's groups, which outlive it here
         self._warned_of_clipping: ScaleUse | None = None
+        self._own_models: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._mixed_where: Tensor | None = None  # see `mark_mixed`
 
     @property
@@ -118,6 +119,14 @@ class OptimizerGradients:
     def of_model(self) -> list[Tensor]:
         """Returns the gradients of the model's parameters, each once."""
         return optimizer_state.gradients_of(self.model_parameters())
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Returns True if the optimizer updates a parameter of a model."""
+        found = self._own_models.get(model)
+        if found is None:
+            ids = set(map(id, self.model_parameters()))
+            found = self._own_models[model] = any(id(parameter) in ids for parameter in model.parameters())
+        return found
 
     def exist(self) -> bool:
         """Returns True if a model's parameter has a gradient, or FSDP2 keeps one that it has not reduced."""

@@ -173,7 +173,6 @@ class AdoptedOptimizer:
         self._on_overflow = on_overflow
         self._checks_by = checks_by
         self._kept_buffers = kept_buffers
-        self._own_models: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._buffers: BuffersBefore | None = None  # of the buffers before the step that runs
         self._prepare_masters = prepare_masters
         self._overflow: Overflow | None = None  # of a step that was just skipped
@@ -326,7 +325,7 @@ class AdoptedOptimizer:
         pending, self.gradients.pending = self.gradients.pending, []
         self._uses = pending
         react(pending)
-        self._buffers = None if self._kept_buffers is None else self._kept_buffers.before_step(self._updates)
+        self._buffers = self._buffers_before()
         check: StepCheck | None = None
         judged = [each for each in pending if each.found_inf is not None]
         self._skips_this_step, is_left_to_kernel = False, False
@@ -409,13 +408,13 @@ class AdoptedOptimizer:
             return [check]
         return overflowed
 
-    def _updates(self, model: nn.Module) -> bool:
-        """Returns True if the optimizer updates a parameter of a model."""
-        found = self._own_models.get(model)
-        if found is None:
-            ids = set(map(id, self.gradients.model_parameters()))
-            found = self._own_models[model] = any(id(parameter) in ids for parameter in model.parameters())
-        return found
+    def _buffers_before(self) -> BuffersBefore | None:
+        if self._kept_buffers is None:
+            return None
+        waiting = [each for each in self.gradients.others() if each is not self.gradients and each.pending]
+        return self._kept_buffers.before_step(
+            self.gradients.are_of, lambda model: any(each.are_of(model) for each in waiting)
+        )
 
     def _note_verdicts_read(self, pending: Sequence[ScaleUse]) -> None:
         """Updates the record of steps before one whose verdict the host has read."""
@@ -651,8 +650,9 @@ class AdoptedOptimizer:
     def _skip(self, overflowed: Sequence[ScaleUse]) -> None:
         react(self._uses)
         self.read_verdicts()
-        if self._kept_buffers is not None:  # of now, since a closure runs forward passes within the step
-            self._kept_buffers.before_step(self._updates).restore()
+        for buffers in (self._buffers_before(), self._buffers):  # first those of forward passes within the step
+            if buffers is not None:
+                buffers.restore()
         self._last_was_skipped = self._skips_this_step = True
         self.skips.skipped += 1
         note_skipped(self.optimizer)

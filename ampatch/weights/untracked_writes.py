@@ -31,6 +31,8 @@ _DATA: Any = torch._C.TensorBase.__dict__["data"]
 # For `map` over a list of tensors: a line of Python for each tensor takes several times as long.
 _VERSION = operator.attrgetter("_version")
 
+_ALONE = 2  # uses of a storage by one tensor, and by its Python object
+
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 
 # Collectives that write to one of their arguments, with that argument's name.
@@ -92,6 +94,12 @@ def has_memory(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Returns True if another tensor has the memory of this one."""
+    storage = tensor.untyped_storage()  # counts as one itself
+    return int(torch._C._storage_Use_Count(storage._cdata)) > _ALONE
 
 
 def moments_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:

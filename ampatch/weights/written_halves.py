@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from ampatch.errors import UsageError
 from ampatch.opt_levels import HALVES
-from ampatch.weights.untracked_writes import GivenData, has_memory, moments_of
+from ampatch.weights.untracked_writes import GivenData, has_memory, is_shared, moments_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_ALONE = 2  # uses of a storage by one tensor, and by its Python object
 _MOST_FRAMES = 8  # between `data` and a module that is being moved
 
 
@@ -164,7 +163,7 @@ class WrittenHalves:
 
     def check_left(self) -> None:
         """Raises `UsageError` if user code has written to the half memory that a weight had before."""
-        self._left = [left for left in self._left if _is_shared(left[0])]
+        self._left = [left for left in self._left if is_shared(left[0])]
         for half, version in self._left:
             if half._version != version:
                 raise UsageError(
@@ -210,12 +209,6 @@ class WrittenHalves:
             self._widen(tensor, copy if is_same else torch.where(copy != given.values.float(), copy, values.float()))
 
 
-def _is_shared(tensor: Tensor) -> bool:
-    """Returns True if another tensor has the memory of this one."""
-    storage = tensor.untyped_storage()  # counts as one itself
-    return int(torch._C._storage_Use_Count(storage._cdata)) > _ALONE
-
-
 def _is_moved() -> bool:
     """Returns True if a module is being moved, or converted, as a whole: its weights keep their values."""
     frame: Any = sys._getframe(1)
@@ -254,7 +247,7 @@ class _Float32Copy:
 
     def is_held(self) -> bool:
         """Returns True if user code has a tensor of the copy's memory."""
-        return _is_shared(self.copy)
+        return is_shared(self.copy)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Returns True if the copy is of this tensor and up to date."""
