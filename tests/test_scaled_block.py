@@ -233,8 +233,8 @@ SCENARIOS: list[tuple[Callable[[Training], None], dict[str, Any], list[bool], li
     # A half parameter without a master: it may be one that is to get one.
     (unfrozen, {"frozen": True}, [True, True], [False, False]),
     (grew, {}, [True, True], [True, False]),
-    (one_left_scaled_and_cleared, {"several": True}, [True, False, False], [True, False, True]),
-    (one_after_the_other, {"several": True}, [True, False], [True, True]),
+    (one_left_scaled_and_cleared, {"several": True}, [True, False, False], [True, False, False]),
+    (one_after_the_other, {"several": True}, [True, False], [True, False]),
 ]
 
 

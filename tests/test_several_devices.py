@@ -146,7 +146,8 @@ def test_a_fused_step_starts_one_copy_to_the_host_and_waits_for_none(far, make, 
         optimizer.step()
         assert (devices.sent(0) - before, devices.waits) == (1, [])
         # The log line of a skipped step comes with the next step.
-        assert ["skipping" in each.message.lower() for each in caplog.records] == [True] * (index == 2)
+        told = [each.message for each in caplog.records if each.levelname == "WARNING"]
+        assert ["skipping" in each.lower() for each in told] == [True] * (index == 2)
     assert amp.skipped_steps(optimizer) == 1
     assert devices.waits == ["event"]  # for the last step, as the number was asked for
 

@@ -7,6 +7,7 @@ Must not touch the gradients of the optimizers that the block was handed.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
@@ -84,6 +85,8 @@ class Bystander:
             has_failed: whether the block ends by an error.
         """
         gradients, before = self.gradients, self._before
+        if gradients.thread not in (None, threading.get_ident()):  # another thread has begun to train with it
+            return
         now = self._moments()
         written = {key for key, (grad, version) in now.items() if not _is(before.get(key), grad, version)}
         earlier = gradients.scaled_by

@@ -100,6 +100,7 @@ class ModelBuffers:
             self._kept = [
                 _Kept(module._buffers, name, not isinstance(module, _NormBase))
                 for module in model.modules()
+                if isinstance(module._buffers, dict)  # TorchScript's are none
                 for name in module._buffers
             ]
         pairs: list[tuple[Tensor, Tensor]] = []

@@ -66,6 +66,7 @@ class OptimizerGradients:
         pending: the uses of scales by blocks since the last step, with their verdicts, oldest first.
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
         dropped: uses since the last step whose gradients were cleared, so that no step has them.
+        thread: the thread of the last block that was handed the optimizer; None before the first.
         deferred: the unscaling that is left to the optimizer's own kernel; None if there is none.
     """
 
@@ -82,6 +83,7 @@ class OptimizerGradients:
         self.pending: list[ScaleUse] = []
         self.scaled_by: ScaleUse | None = None
         self.dropped: deque[ScaleUse] = deque(maxlen=_MOST_DROPPED)
+        self.thread: int | None = None
         self._optimizer = weakref.ref(optimizer)
         self._adopted = adopted
         self._counts_non_finite = counts_non_finite

@@ -6,6 +6,7 @@ while the block itself computes, so that no cast list reaches its arithmetic.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -116,6 +117,7 @@ class ScaledBlock(Generic[_L]):
     has_warned = False
     _is_open = False
     _others: list[OptimizerGradients]
+    _thread: int
     _replicas: ReplicasInBlock | None = None  # None: no model is in a wrapper
 
     def __init__(
@@ -223,11 +225,15 @@ class ScaledBlock(Generic[_L]):
     def _take_in_bystanders(self, loss: Any) -> None:
         """Finds the optimizers that the block was not handed; takes in those to whose gradients it has to add."""
         self._others = []
+        self._thread = threading.get_ident()
+        for each in self._gradients:
+            each.thread = self._thread
         self._tell_outer(ends=True)
         if len(self._blocks.adopted) > len(self._optimizers) and not self._scaler.is_one:
             adopted = [each.gradients for each in list(self._blocks.adopted.values())]
-            # What an outer block for other optimizers does with their gradients is its own.
+            # What other threads, and blocks around this one, do with their gradients is their own.
             others = [each for each in adopted if each not in self._gradients and not each.is_in_block]
+            others = [each for each in others if each.thread in (None, self._thread)]
             taken = reached(others, list(tensors_in(loss)))
             self._gradients += taken
             self._others = [each for each in others if each not in taken]
@@ -248,7 +254,7 @@ class ScaledBlock(Generic[_L]):
 
     def _tell_outer(self, *, ends: bool) -> None:
         """Has the blocks around this one unscale what they have added to its gradients, and begin anew with these."""
-        for block in self._blocks.open:
+        for block in [each for each in self._blocks.open if each._thread == self._thread]:
             for each in block.beside:
                 if each.gradients in self._gradients:
                     if ends:

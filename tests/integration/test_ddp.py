@@ -529,6 +529,7 @@ def with_a_scale_that_moves(level: str, half: torch.dtype) -> Any:
     with one.no_sync():
         backward(loss_of(one, batches[0]), optimizers[0])
     backward(loss_of(other, batches[0]) * float("inf"), optimizers[1])
+    optimizers[1].step()
     assert amp.get_loss_scale() == 2.0**9
     for batch, postponing in zip(batches[1:], (one.no_sync, contextlib.nullcontext), strict=True):
         with postponing():
