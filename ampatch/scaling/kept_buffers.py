@@ -88,6 +88,11 @@ class ModelBuffers:
         self._kept: list[_Kept] = []
         self.is_old = self.is_incomplete = True
 
+    @property
+    def is_needed(self) -> bool:
+        """True if the model has buffers, or may have some."""
+        return self.is_incomplete or bool(self._kept)
+
     @torch.no_grad()
     def keep(self, *, of_user: bool = False) -> None:
         """Copies the buffers that have changed since the last copies.
@@ -151,6 +156,10 @@ class KeptBuffers:
         ledger.on_undo(register_module_module_registration_hook(note).remove)
         ledger.on_undo(register_module_buffer_registration_hook(note).remove)
 
+    def are_there(self) -> bool:
+        """Returns True if any model has buffers."""
+        return any(each.is_needed for each in self._of.values())
+
     def add(self, model: nn.Module) -> None:
         """Keeps the buffers of a model from now on."""
         self._of.setdefault(model, ModelBuffers(model)).keep()
@@ -158,7 +167,7 @@ class KeptBuffers:
     def before_forward(self, model: nn.Module) -> None:
         """Keeps the buffers of a model before its first forward pass since a step, and what user code has written."""
         buffers = self._of.get(model)
-        if buffers is not None and torch.is_grad_enabled():
+        if buffers is not None and buffers.is_needed and torch.is_grad_enabled():
             buffers.keep(of_user=not buffers.is_old)
 
     def after_forward(self, model: nn.Module) -> None:

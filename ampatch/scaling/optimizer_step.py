@@ -354,7 +354,7 @@ class AdoptedOptimizer:
             self._warn_of_loss(judged, ran=True)
             return self._step(original, args, kwargs, bool(closures))
         finally:
-            react(self._uses)
+            react(self._uses[len(pending) :])  # those of a closure
             self.gradients.dropped.clear()
             if self.masters.wanted:
                 self.masters.gradients.clear()
@@ -409,7 +409,7 @@ class AdoptedOptimizer:
         return overflowed
 
     def _buffers_before(self) -> BuffersBefore | None:
-        if self._kept_buffers is None:
+        if self._kept_buffers is None or not self._kept_buffers.are_there():
             return None
         waiting = [each for each in self.gradients.others() if each is not self.gradients and each.pending]
         return self._kept_buffers.before_step(

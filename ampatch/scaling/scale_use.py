@@ -256,30 +256,33 @@ class ScaleUse:
         return self._sent.values
 
 
-def react(uses: Iterable[ScaleUse]) -> None:
+def react(uses: Sequence[ScaleUse]) -> None:
     """Lets each scale react to its uses that led to a step: once for all of them, and once if several steps have them.
 
     Args:
         uses: the uses by blocks since the last step.
     """
-    new = [use for use in uses if "reacted" not in use._noted]
+    new = [use for use in uses if "reacted" not in use._noted] if uses else []
     for use in new:
-        if use.main is not None:  # the scale has reacted, or will, to the block itself
-            use._noted.append("reacted")
-            use._sent = None
-            if use.found_inf is not None:
-                main = use.main.found_inf
-                back_off(use.scaler, use.found_inf if main is None else use.found_inf * (main == 0))
-    new = [use for use in new if use.main is None]
-    for scaler, of_scaler in grouped((use.scaler, use) for use in new).items():
-        for use in of_scaler:
-            use._noted.append("reacted")
-            use._sent = None
-        found = [use.found_inf for use in of_scaler if use.found_inf is not None]
-        if scaler.dynamic and found:
-            scaler.update_by(found[0] if len(found) == 1 else stacked(found).amax())
-        elif not scaler.dynamic:
-            scaler.update()
+        use._noted.append("reacted")
+        use._sent = None
+    if len(new) == 1 and new[0].main is None:  # as in most steps
+        _react(new[0].scaler, new)
+        return
+    for use in new:
+        if use.main is not None and use.found_inf is not None:  # the scale has reacted, or will, to the block itself
+            main = use.main.found_inf
+            back_off(use.scaler, use.found_inf if main is None else use.found_inf * (main == 0))
+    for scaler, of_scaler in grouped((use.scaler, use) for use in new if use.main is None).items():
+        _react(scaler, of_scaler)
+
+
+def _react(scaler: LossScaler, uses: Sequence[ScaleUse]) -> None:
+    found = [use.found_inf for use in uses if use.found_inf is not None]
+    if scaler.dynamic and found:
+        scaler.update_by(found[0] if len(found) == 1 else stacked(found).amax())
+    elif not scaler.dynamic:
+        scaler.update()
 
 
 def drop(uses: Iterable[ScaleUse], kept: Collection[ScaleUse]) -> None:

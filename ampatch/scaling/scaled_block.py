@@ -254,8 +254,8 @@ class ScaledBlock(Generic[_L]):
 
     def _tell_outer(self, *, ends: bool) -> None:
         """Has the blocks around this one unscale what they have added to its gradients, and begin anew with these."""
-        for block in [each for each in self._blocks.open if each._thread == self._thread]:
-            for each in block.beside:
+        for block in list(self._blocks.open) if self._blocks.open else ():
+            for each in block.beside if block._thread == self._thread else ():
                 if each.gradients in self._gradients:
                     if ends:
                         each.end(block.scale_use)
