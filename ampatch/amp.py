@@ -1204,9 +1204,9 @@ def stats() -> dict[str, int | float]:
 
         - "loss_scale": the present scale. With ``num_losses`` above 1 "loss_scale/0", "loss_scale/1" and so on; so with
           the next two.
-        - "clean_steps": updates of the scale without overflow since it last changed. Each block that unscales updates
-          it once. For a static scale: all updates.
-        - "overflows": overflows for which a step was skipped. A block counts once, also with several optimizers.
+          Of optimizers that were adopted later than others, as for `state_dict`: those of the last.
+        - "clean_steps": steps without overflow since the scale last changed; for a static scale: all steps.
+        - "overflows": overflows for which a step was skipped: one for each step, also with several optimizers.
         - "skipped_steps": skipped steps of all optimizers. With several optimizers also "skipped_steps/0" and so on, in
           the order in which amp got them; a deleted one keeps its number.
         - "casts", "cache_hits": as in `cast_counts`.

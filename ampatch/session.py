@@ -175,7 +175,7 @@ class Session:
         self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
         self._masters = weakref.WeakKeyDictionary()  # the masters found in each model so far
         self.ranks = Ranks()
-        may_skip = settings.scale_policy.dynamic or settings.check_finite
+        may_skip = (settings.scale_policy.dynamic or settings.check_finite) and not settings.adopts_on_use
         self.kept_buffers = KeptBuffers(self.ledger) if may_skip else None
         self.conversion = Conversion(self._is_of_model, watches_writes=self.has_masters)
         self.leaves = ScaledLeaves()
@@ -440,7 +440,6 @@ class Session:
 
     # Models and optimizers
 
-    @_with_casts_off
     def _new_scalers(self) -> tuple[LossScaler, ...]:
         return tuple(LossScaler.from_policy(self.settings.scale_policy) for _ in range(self.settings.num_losses))
 
@@ -459,6 +458,7 @@ class Session:
             if not (self.settings.adopts_on_use and self._optimizers):
                 self.scalers = self._new_scalers()
 
+    @_with_casts_off
     def adopt(self, models: Collection[nn.Module], optimizers: Collection[OptimizerLike]) -> None:
         """Adopts models and optimizers; after an error none of them is adopted."""
         self._settle_replaced(optimizers)  # which may have parameters that replaced others

@@ -222,19 +222,19 @@ SCENARIOS: list[tuple[Callable[[Training], None], dict[str, Any], list[bool], li
     (gradients_of_masters_by_hand, {}, [False], [False]),
     (a_gradient_of_the_model_by_hand, {}, [True, False], [True, False]),
     # What was found of them is to decide on the step.
-    (cleared_by_hand, {}, [True, False], [True, False]),
+    (cleared_by_hand, {}, [True, True], [True, False]),
     (one_cleared_by_hand, {}, [True, False], [True, False]),
     (overflowed, {}, [True] * 3, [True] * 3),
     (overflowed_and_went_on, {}, [True, False], [True, False]),
-    (overflow_left_to_the_next_block, {}, [True, False], [True, False]),
+    (overflow_left_to_the_next_block, {}, [True, True], [True, True]),
     (left_scaled, {}, [True, False], [True, False]),
     (left_scaled_and_cleared, {}, [True, False], [True, False]),
     (raised, {}, [True, True], [True, True]),
     # A half parameter without a master: it may be one that is to get one.
     (unfrozen, {"frozen": True}, [True, True], [False, False]),
     (grew, {}, [True, True], [True, False]),
-    (one_left_scaled_and_cleared, {"several": True}, [True, False, False], [True, False, False]),
-    (one_after_the_other, {"several": True}, [True, False], [True, False]),
+    (one_left_scaled_and_cleared, {"several": True}, [True, False, True], [True, False, True]),
+    (one_after_the_other, {"several": True}, [True, True], [True, True]),
 ]
 
 

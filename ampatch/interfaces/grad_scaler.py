@@ -28,7 +28,7 @@ from ampatch.errors import LossScaleError, OptionError, ScalerOptionError, Scale
 from ampatch.grouping import grouped
 from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import kernels
-from ampatch.native.host_copy import for_fused_step, on_device
+from ampatch.native.host_copy import on_device
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows, scale_use, step_observers
 from ampatch.scaling.loss_scaler import NO_FLOOR, LossScaler, ScaleState, make_policy, next_state, read_states
@@ -404,9 +404,8 @@ class GradScaler(torch.amp.GradScaler):
         if not is_unscaled:
             divisor = scaler.snapshot() if preset is None else scaler.snapshot() * preset
         parameters = list(optimizer_state.parameters_of(optimizer))
-        found_inf = for_fused_step(found_inf, parameters)
         with (
-            skipping_by_itself(optimizer, parameters, divisor, found_inf),
+            skipping_by_itself(optimizer, parameters, divisor, found_inf) as found_inf,
             step_observers.scaler_step(scaler.snapshot(), optimizer, [found_inf], divisor),
         ):
             if self._host_must_read(optimizer, found_inf) and bool(found_inf):

@@ -7,7 +7,6 @@ Must not touch the gradients of the optimizers that the block was handed.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterable, Sequence
 
 from torch import Tensor
@@ -31,8 +30,8 @@ def reached(others: Iterable[OptimizerGradients], losses: Sequence[Tensor]) -> l
         losses: the losses.
     """
     with_gradients = [each for each in others if each.pending and each.scaled_by is None and each.exist()]
-    if not with_gradients:
-        return []
+    if not with_gradients or (distributed.has_other_ranks() and with_gradients[0].ranks.has_wrappers):
+        return []  # other ranks, whose losses may lead elsewhere, have to take in the same
     leaves = leaves_among(nodes_of(loss.grad_fn for loss in losses if loss.grad_fn is not None))
     return [each for each in with_gradients if any(id(parameter) in leaves for parameter in each.model_parameters())]
 
@@ -85,7 +84,7 @@ class Bystander:
             has_failed: whether the block ends by an error.
         """
         gradients, before = self.gradients, self._before
-        if gradients.thread not in (None, threading.get_ident()):  # another thread has begun to train with it
+        if not gradients.is_of_this_thread:  # another thread has begun to train with it
             return
         now = self._moments()
         written = {key for key, (grad, version) in now.items() if not _is(before.get(key), grad, version)}

@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 
 from ampatch.grouping import grouped
 from ampatch.ledger import PatchLedger
+from ampatch.native.host_copy import stacked
 from ampatch.weights.untracked_writes import has_memory, is_shared
 
 # Larger buffers, mostly tables and masks, are kept only once a forward pass has written to them.
@@ -44,6 +45,11 @@ class _Kept:
         self.copied: Tensor | None = None
         # The tensor and its version counter when it was copied, and after the last forward pass.
         self._when_copied = self._after_forward = _moment(None)
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """Its module's buffers, and its name there."""
+        return id(self._buffers), self._name
 
     def now(self) -> Tensor | None:
         """Returns the buffer; None if it is none, or of a kind that is not kept."""
@@ -94,20 +100,24 @@ class ModelBuffers:
         return self.is_incomplete or bool(self._kept)
 
     @torch.no_grad()
-    def keep(self, *, of_user: bool = False) -> None:
+    def keep(self, *, overwrites: bool = True, of_user: bool = False) -> None:
         """Copies the buffers that have changed since the last copies.
 
         Args:
+            overwrites: False leaves the last copies as they are, for a step of which the host does not know yet whether
+                it ran.
             of_user: True leaves out what forward passes have written since: only what user code has written counts.
         """
         model = self._model()
         if self.is_incomplete and model is not None and not of_user:
-            self._kept = [
+            known = {each.key: each for each in self._kept}
+            new = [
                 _Kept(module._buffers, name, not isinstance(module, _NormBase))
                 for module in model.modules()
                 if isinstance(module._buffers, dict)  # TorchScript's are none
                 for name in module._buffers
             ]
+            self._kept = [known.get(each.key, each) for each in new]
         pairs: list[tuple[Tensor, Tensor]] = []
         for each in self._kept:
             now = each.now()
@@ -118,8 +128,7 @@ class ModelBuffers:
             if now is None or not (is_known or now.numel() <= _LARGE):
                 each.copied = None
                 continue
-            # On other devices a step before may still need the copy: the host has not read yet whether it ran.
-            if each.copied is None or not now.is_cpu or each.copied.shape != now.shape:
+            if each.copied is None or not overwrites or each.copied.shape != now.shape:
                 each.copied = torch.empty_like(now)
             pairs.append((each.copied, now))
         _copy(pairs)
@@ -148,6 +157,7 @@ class KeptBuffers:
 
     def __init__(self, ledger: PatchLedger) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, ModelBuffers] = weakref.WeakKeyDictionary()
+        self._needed: weakref.WeakSet[BuffersBefore] = weakref.WeakSet()  # copies that a step may still need
 
         def note(*_: object) -> None:
             for buffers in list(self._of.values()):
@@ -168,7 +178,7 @@ class KeptBuffers:
         """Keeps the buffers of a model before its first forward pass since a step, and what user code has written."""
         buffers = self._of.get(model)
         if buffers is not None and buffers.is_needed and torch.is_grad_enabled():
-            buffers.keep(of_user=not buffers.is_old)
+            buffers.keep(overwrites=not self._needed, of_user=not buffers.is_old)
 
     def after_forward(self, model: nn.Module) -> None:
         """Notes the end of a forward pass of a model."""
@@ -186,6 +196,7 @@ class KeptBuffers:
             is_anothers: returns True for a model with gradients that another optimizer is about to step with.
         """
         before = BuffersBefore([(each, is_own(model)) for model, each in list(self._of.items()) if not each.is_old])
+        self._needed.add(before)
         for model, each in list(self._of.items()):
             each.is_old = each.is_old or is_own(model) or not is_anothers(model)
         return before
@@ -205,8 +216,16 @@ class BuffersBefore:
     def restore(self) -> None:
         """Gives the buffers their earlier values; of models that other optimizers update, only if one is not finite."""
         for copies, is_own in self._models:
-            if is_own or any(_is_broken(each.now()) for each, *_ in copies):
+            if is_own or not _are_finite(each.now() for each, *_ in copies):
                 self._restore(copies)
+
+    def replace_by(self, earlier: BuffersBefore) -> None:
+        """Takes the copies of an earlier time, if the step before it was skipped after all."""
+        known = {each: copied for copies, _ in earlier._models for each, _, copied in copies}
+        self._models = [
+            ([(each, original, known.get(each, copied)) for each, original, copied in copies], is_own)
+            for copies, is_own in self._models
+        ]
 
     def _restore(self, copies: list[_Copy]) -> None:
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -215,6 +234,7 @@ class BuffersBefore:
                 each.put_back(copied)
             else:
                 pairs.append((original, copied))
+            each.copied = copied
         _copy(pairs)
 
 
@@ -226,8 +246,10 @@ def _is(moment: tuple[Tensor | None, int], now: Tensor | None) -> bool:
     return moment[0] is now and (now is None or moment[1] == now._version)
 
 
-def _is_broken(buffer: Tensor | None) -> bool:
-    return buffer is not None and buffer.is_floating_point() and not bool(buffer.isfinite().all())
+def _are_finite(buffers: Iterable[Tensor | None]) -> bool:
+    """Returns True if no buffer has inf or NaN; syncs with the device."""
+    flags = [each.isfinite().all() for each in buffers if each is not None and each.is_floating_point()]
+    return not flags or bool(stacked(flags).all())
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

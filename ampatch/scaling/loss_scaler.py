@@ -352,6 +352,7 @@ class LossScaler:
     def update_by(self, found_inf: Tensor) -> None:
         """Calls `note` and `update`, in one kernel if it can; backs off at most once with the `back_off` before it."""
         dropped, self._dropped = self._dropped, None
+        self._has_reacted = True
         if self._has_noted or self._is_replayed or not self.dynamic:
             self.note(found_inf)
             self.update()
@@ -378,7 +379,6 @@ class LossScaler:
             policy.max_loss_scale,
         )
         self.age += 1
-        self._has_reacted = True
 
     def set_scale(self, scale: float | Tensor) -> None:
         """Sets the scale of a dynamic scaler; its number of clean updates stays.
@@ -543,7 +543,7 @@ class LossScaler:
         self._unskipped.fill_(state.unskipped)
         self._hysteresis_left.fill_(state.hysteresis_left)
         self.forget()
-        self._counted, self._kept = 0, None
+        self._counted, self._kept, self._dropped = 0, None, None
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
         self.age += 1
 

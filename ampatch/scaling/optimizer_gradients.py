@@ -6,6 +6,7 @@ Must never call the optimizer's step, nor decide whether it is skipped.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -66,7 +67,6 @@ class OptimizerGradients:
         pending: the uses of scales by blocks since the last step, with their verdicts, oldest first.
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
         dropped: uses since the last step whose gradients were cleared, so that no step has them.
-        thread: the thread of the last block that was handed the optimizer; None before the first.
         deferred: the unscaling that is left to the optimizer's own kernel; None if there is none.
     """
 
@@ -83,7 +83,7 @@ class OptimizerGradients:
         self.pending: list[ScaleUse] = []
         self.scaled_by: ScaleUse | None = None
         self.dropped: deque[ScaleUse] = deque(maxlen=_MOST_DROPPED)
-        self.thread: int | None = None
+        self._thread: weakref.ref[threading.Thread] | None = None  # of the last block that was handed the optimizer
         self._optimizer = weakref.ref(optimizer)
         self._adopted = adopted
         self._counts_non_finite = counts_non_finite
@@ -91,6 +91,7 @@ class OptimizerGradients:
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
         self._left_scaled: Sequence[Mapping[str, Any]] = ()  # the optimizer's groups, which outlive it here
         self._warned_of_clipping: ScaleUse | None = None
+        self._own_count = 0
         self._own_models: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
         self._mixed_where: Tensor | None = None  # see `mark_mixed`
 
@@ -124,6 +125,9 @@ class OptimizerGradients:
 
     def are_of(self, model: nn.Module) -> bool:
         """Returns True if the optimizer updates a parameter of a model."""
+        count = sum(1 for _ in self.model_parameters())
+        if count != self._own_count:
+            self._own_models, self._own_count = weakref.WeakKeyDictionary(), count
         found = self._own_models.get(model)
         if found is None:
             ids = set(map(id, self.model_parameters()))
@@ -232,6 +236,16 @@ class OptimizerGradients:
             raise UsageError(f"{what} still scaled: {why}")
         if not self.scaled_by.is_open:
             self.note_unscaled()
+
+    def note_thread(self) -> None:
+        """Notes that this thread trains with the optimizer."""
+        self._thread = weakref.ref(threading.current_thread())
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        """True if no other thread that still runs trains with the optimizer."""
+        thread = None if self._thread is None else self._thread()
+        return thread is None or thread is threading.current_thread() or not thread.is_alive()
 
     @property
     def is_in_block(self) -> bool:
@@ -391,6 +405,7 @@ class OptimizerGradients:
         Returns:
             0-dimensional bool tensor on the device of the gradients, the same on all ranks that share them.
         """
+        self.check_not_mixed()
         self.synchronise()
         self.forget_if_cleared()
         grads = self.tensors() if self.scaled_by is None else self.of_model()
@@ -407,8 +422,8 @@ class OptimizerGradients:
         # An optimizer without gradients can only skip for another's, and cannot see whether those are cleared.
         self.pending.append(scale_use if self.exist() else scale_use.confirmed(of_others=True))
         if len(self.pending) >= _MANY_PENDING:
-            last = {earlier.scaler_id: earlier for earlier in self.pending}
-            overflowed = {earlier.scaler_id: earlier for earlier in self.pending if earlier.overflowed}
+            last = {(each.scaler, each.main is None): each for each in self.pending}
+            overflowed = {(each.scaler, each.main is None): each for each in self.pending if each.overflowed}
             self.pending = list((last | overflowed).values())
 
     def forget_cleared_verdict(self) -> None:
@@ -416,6 +431,11 @@ class OptimizerGradients:
 
         The next block is judged by its own gradients.
         """
+        if not self.is_in_block:
+            self.check_not_mixed()
+            self.settle_left_scaled()
+        if self.scaled_by is not None:
+            return
         self.synchronise()
         self.forget_if_cleared()
         last = self.pending[-1] if self.pending else None
@@ -448,7 +468,7 @@ class OptimizerGradients:
             kept: those that still count.
         """
         gone, self.pending = [each for each in self.pending if each not in kept], kept
-        self.dropped += gone[-1:]
+        self.dropped += [each for each in gone if each.main is None][-1:]
         drop(gone, [use for each in list(self._adopted.values()) for use in each.gradients.pending])
 
     def still_exist(self, scale_use: ScaleUse, grads: list[Tensor]) -> Tensor:

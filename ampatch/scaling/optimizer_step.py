@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -324,12 +324,12 @@ class AdoptedOptimizer:
             self._look_for_scale(before_closure=bool(closures))
         pending, self.gradients.pending = self.gradients.pending, []
         self._uses = pending
-        react(pending)
-        self._buffers = self._buffers_before()
         check: StepCheck | None = None
         judged = [each for each in pending if each.found_inf is not None]
         self._skips_this_step, is_left_to_kernel = False, False
         try:
+            react(pending)
+            self._buffers = self._buffers_before()
             if self._checks_by is not None:
                 check = None if closures else self._check(pending, self._checks_by)
                 judged += [check] if check is not None else []
@@ -355,6 +355,7 @@ class AdoptedOptimizer:
             return self._step(original, args, kwargs, bool(closures))
         finally:
             react(self._uses[len(pending) :])  # those of a closure
+            self._uses, self._buffers = [], None
             self.gradients.dropped.clear()
             if self.masters.wanted:
                 self.masters.gradients.clear()
@@ -408,6 +409,13 @@ class AdoptedOptimizer:
             return [check]
         return overflowed
 
+    def _restore_late(self, buffers: BuffersBefore) -> None:
+        """Restores the buffers of an earlier step, also for the steps since then, whose copies have its values."""
+        buffers.restore()
+        for later in (*(each for _, each in self._unread), self._buffers):
+            if later is not None:
+                later.replace_by(buffers)
+
     def _buffers_before(self) -> BuffersBefore | None:
         if self._kept_buffers is None or not self._kept_buffers.are_there():
             return None
@@ -452,8 +460,8 @@ class AdoptedOptimizer:
                 return original(*args, **kwargs)
         self._gate = gate = ClosureGate(self.optimizer, self._may_go_back, self.masters.for_methods)
         # An optimizer may leave its closure alone, and use the gradients that are there.
-        is_checked = gate.can_restore and self._checks_by is not None
-        unless_evaluated = self._check((), self._checks_by) if is_checked and self._checks_by is not None else None
+        checks_by = self._checks_by if gate.can_restore else None
+        unless_evaluated = None if checks_by is None else self._check((), checks_by)
 
         def step() -> Any:
             with self._masters_in_place() if self.masters else _NOTHING:
@@ -462,10 +470,14 @@ class AdoptedOptimizer:
                 gate.leave([unless_evaluated], None)
             return result
 
-        result = gate.run(step)
-        if gate.overflowed is not None:
-            self._skip(gate.overflowed)
-        return result
+        try:
+            result = gate.run(step)
+            if gate.overflowed is not None:
+                self._skip(gate.overflowed)
+            return result
+        finally:
+            del self._gate  # it has a copy of all parameters
+            self._buffers_before()  # the forward passes of the closure were this step's
 
     @contextlib.contextmanager
     def _masters_in_place(self) -> Iterator[None]:
@@ -591,7 +603,7 @@ class AdoptedOptimizer:
             self._skips_by_itself(args, kwargs)
             and getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
             and not optimizer._optimizer_step_pre_hooks
-            and not _has_hooks(_global_optimizer_pre_hooks)
+            and all(hasattr(hook, OWN_HOOK) for hook in _global_optimizer_pre_hooks.values())
         )
 
     def read_verdicts(self, wait: bool = True) -> None:
@@ -606,14 +618,14 @@ class AdoptedOptimizer:
             uses, buffers = self._unread.popleft()
             overflowed = list(filter(_OVERFLOWED, uses))
             self._last_was_skipped = bool(overflowed)
+            if overflowed and buffers is not None:
+                self._restore_late(buffers)
             if not overflowed:
                 self._warn_of_loss(uses, ran=True)
             else:
                 if len(overflowed) > 1 and isinstance(overflowed[-1], StepCheck):
                     overflowed.pop()  # blocks have found it already
                 self.skips.skipped += 1
-                if buffers is not None:
-                    buffers.restore()
                 _count(overflowed)
                 # The next overflow has to raise and to name parameters, which needs their gradients.
                 self._near_floor = any(scale_use.ended_at_floor for scale_use in overflowed)
@@ -768,8 +780,3 @@ def _check_not_captured(judged: Sequence[ScaleUse]) -> None:
             "skip after the first replay only, as replays tell Python nothing of overflows. Capture optimizer.step() "
             "as well; or capture the model alone (torch.cuda.make_graphed_callables); or use a static loss_scale."
         )
-
-
-def _has_hooks(*hooks: Mapping[int, Callable[..., Any]]) -> bool:
-    """Returns True if there are hooks other than amp's own."""
-    return any(not hasattr(hook, OWN_HOOK) for table in hooks for hook in table.values())

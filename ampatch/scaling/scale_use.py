@@ -61,6 +61,7 @@ class ScaleUse:
 
     Attributes:
         is_open: True inside its block.
+        is_shared: True if several optimizers have gradients of it.
         is_mixed: True if its gradients are sums of scaled and unscaled ones, so that nothing may use them.
         main: the use by the block itself, if these gradients are of an optimizer that it was not handed; else None.
         is_postponed: True if DDP is going to reduce its gradients together with those of a later backward pass.
@@ -77,6 +78,8 @@ class ScaleUse:
 
     is_open = False
     is_mixed = False
+    is_shared = False
+    _dropped: Tensor | None = None
     main: ScaleUse | None = None
     is_postponed = False
     is_judged_elsewhere = False
@@ -151,6 +154,17 @@ class ScaleUse:
         copied = ScaleUse(self.scaler, self.scaler_id, self.is_checked)
         copied.scale, copied._age, copied._losses, copied.main = self.scale, self._age, self._losses, self
         return copied
+
+    def _newly_dropped(self, condition: Tensor) -> Tensor:
+        """Returns 1 where the use has overflowed, a condition is 1, and no other optimizer of the block has said so."""
+        assert self.found_inf is not None
+        dropped = self.found_inf * on_device(condition, self.found_inf.device)
+        original = self.original
+        if not original.is_shared:
+            return dropped
+        earlier = original._dropped
+        original._dropped = dropped if earlier is None else earlier + dropped
+        return dropped if earlier is None else dropped * (earlier == 0)
 
     @property
     def is_droppable(self) -> bool:
@@ -307,8 +321,8 @@ def drop_where(condition: Tensor, uses: Iterable[ScaleUse]) -> None:
         uses: the uses of scales by gradients that may have been cleared.
     """
     for scaler, of_scaler in grouped((use.scaler, use) for use in uses if use.is_droppable).items():
-        found = stacked(use.found_inf for use in of_scaler if use.found_inf is not None).amax()
-        back_off(scaler, found * on_device(condition, found.device))
+        dropped = [use._newly_dropped(condition) for use in of_scaler]
+        back_off(scaler, dropped[0] if len(dropped) == 1 else stacked(dropped).amax())
 
 
 class StepCheck(ScaleUse):

@@ -6,7 +6,6 @@ while the block itself computes, so that no cast list reaches its arithmetic.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -69,7 +68,7 @@ class Blocks:
         return [
             each.gradients
             for each in list(self.adopted.values())
-            if (scaled_by := each.gradients.scaled_by) is not None and not scaled_by.is_open
+            if (scaled_by := each.gradients.scaled_by) is not None and not (scaled_by.is_open or scaled_by.is_mixed)
         ]
 
     def updated(self) -> set[int]:
@@ -116,8 +115,6 @@ class ScaledBlock(Generic[_L]):
     is_used = True
     has_warned = False
     _is_open = False
-    _others: list[OptimizerGradients]
-    _thread: int
     _replicas: ReplicasInBlock | None = None  # None: no model is in a wrapper
 
     def __init__(
@@ -175,7 +172,10 @@ class ScaledBlock(Generic[_L]):
                     "scales. Give the loss itself, and all optimizers that it trains: amp.scale_loss(loss, "
                     "[optimizer, other])."
                 )
-            self._take_in_bystanders(loss)
+            others = self._take_in_bystanders(loss)
+            for each in self._gradients:
+                if each.pending:  # first, since the scale may back off
+                    each.forget_cleared_verdict()
             self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id, blocks.checks_finite)
             scale_use.is_judged_elsewhere = self._is_judged_elsewhere
             self._unscaling = Unscaling(scale_use, self._gradients, blocks.ranks)
@@ -188,9 +188,7 @@ class ScaledBlock(Generic[_L]):
                     scaled, losses = scale_use.apply(loss)
                 self._begin(losses)
             if not scale_use.is_one:
-                self._watch(losses)
-                blocks.leaves.look(self._loss_id, losses, blocks.updated)
-                self._begin_beside()
+                self._begin_to_watch(losses, others)
         blocks.cache.end_iteration()
         self._arguments = None  # the user may delete the loss to free its graph
         self._is_open = True
@@ -202,10 +200,9 @@ class ScaledBlock(Generic[_L]):
         Warns:
             AmpWarning: there are new gradients, and no backward pass began with the scaled loss.
         """
-        blocks = self._blocks
+        blocks, has_ended = self._blocks, False
         self._is_open = False
-        if self in blocks.watched:
-            blocks.watched.remove(self)
+        self._leave()
         try:
             with blocks.switch.suspended():
                 if kind is not None:
@@ -214,49 +211,66 @@ class ScaledBlock(Generic[_L]):
                     self._end()
                 else:  # amp.deinitialize was called inside the block, and nothing would unscale later
                     self._unscaling.run()
-                self._end_beside(has_failed=kind is not None)
+                has_ended = kind is None
         finally:
+            with blocks.switch.suspended():
+                self._end_beside(has_failed=not has_ended)
             if self.has_warned:  # a loop that uses another loss does so in every step
                 blocks.warned.add(self._loss_id)
             blocks.cache.end_iteration()
 
     # Entry
 
-    def _take_in_bystanders(self, loss: Any) -> None:
-        """Finds the optimizers that the block was not handed; takes in those to whose gradients it has to add."""
-        self._others = []
-        self._thread = threading.get_ident()
-        for each in self._gradients:
-            each.thread = self._thread
-        self._tell_outer(ends=True)
-        if len(self._blocks.adopted) > len(self._optimizers) and not self._scaler.is_one:
-            adopted = [each.gradients for each in list(self._blocks.adopted.values())]
-            # What other threads, and blocks around this one, do with their gradients is their own.
-            others = [each for each in adopted if each not in self._gradients and not each.is_in_block]
-            others = [each for each in others if each.thread in (None, self._thread)]
-            taken = reached(others, list(tensors_in(loss)))
-            self._gradients += taken
-            self._others = [each for each in others if each not in taken]
+    def _take_in_bystanders(self, loss: Any) -> list[OptimizerGradients]:
+        """Takes in the optimizers that the block was not handed, and to whose gradients it has to add.
 
-    def _begin_beside(self) -> None:
-        """Notes the gradients of optimizers that the block was not handed."""
-        if self._others:
-            handed = set(map(id, self._unscaling.model_parameters()))
-            self.beside = [Bystander(each, handed) for each in self._others]
-        self._blocks.open.append(self)
+        Returns:
+            The gradients of those that it has not taken in.
+        """
+        for each in self._gradients:
+            each.note_thread()
+        self._tell_outer(ends=True)
+        if len(self._blocks.adopted) <= len(self._optimizers) or self._scaler.is_one:
+            return []
+        adopted = [each.gradients for each in list(self._blocks.adopted.values())]
+        # What other threads, and blocks around this one, do with their gradients is their own.
+        others = [
+            each for each in adopted if each not in self._gradients and not each.is_in_block and each.is_of_this_thread
+        ]
+        taken = reached(others, list(tensors_in(loss)))
+        self._gradients += taken
+        return [each for each in others if each not in taken]
+
+    def _begin_to_watch(self, losses: Sequence[Tensor], others: Sequence[OptimizerGradients]) -> None:
+        """Prepares warnings, and notes the gradients of other optimizers."""
+        try:
+            self._watch(losses)
+            self._blocks.leaves.look(self._loss_id, losses, self._blocks.updated)
+            if others:
+                handed = set(map(id, self._unscaling.model_parameters()))
+                self.beside = [Bystander(each, handed) for each in others]
+            self._blocks.open.append(self)
+        except BaseException:
+            self._leave()
+            self._abandon()
+            raise
+
+    def _leave(self) -> None:
+        for blocks in (self._blocks.watched, self._blocks.open):
+            if self in blocks:
+                blocks.remove(self)
 
     def _end_beside(self, has_failed: bool) -> None:
-        if self in self._blocks.open:
-            self._blocks.open.remove(self)
-        for each in self.beside:
+        beside, self.beside = self.beside, ()
+        for each in beside:
             each.end(self.scale_use, has_failed=has_failed)
         self._tell_outer(ends=False)
 
     def _tell_outer(self, *, ends: bool) -> None:
         """Has the blocks around this one unscale what they have added to its gradients, and begin anew with these."""
         for block in list(self._blocks.open) if self._blocks.open else ():
-            for each in block.beside if block._thread == self._thread else ():
-                if each.gradients in self._gradients:
+            for each in block.beside:
+                if each.gradients in self._gradients and each.gradients.is_of_this_thread:
                     if ends:
                         each.end(block.scale_use)
                     each.begin()
@@ -314,8 +328,6 @@ class ScaledBlock(Generic[_L]):
         try:
             for each in unscaled:
                 each.masters.make_missing()
-                if each.pending:
-                    each.forget_cleared_verdict()
             found = [] if self.scale_use.is_one else [each for each in unscaled if has_gradients(each.parameters())]
             for each in found:
                 each.widen(but=scaled)

@@ -86,7 +86,7 @@ class ClosureGate:
 @contextlib.contextmanager
 def skipping_by_itself(
     optimizer: Any, parameters: Iterable[Tensor], divisor: Tensor | None, found_inf: Tensor | None
-) -> Iterator[None]:
+) -> Iterator[Any]:
     """Context for a step that unscales and skips in its own kernel, by torch's protocol between it and ``GradScaler``.
 
     Args:
@@ -94,12 +94,15 @@ def skipping_by_itself(
         parameters: the parameters that it updates.
         divisor: what the gradients are still to be divided by; None if they are unscaled.
         found_inf: 0-dimensional float32, not 0 if the step is to be skipped; None if it is not.
+
+    Yields:
+        ``found_inf``, on the CPU if a parameter is there.
     """
     parameters = list(parameters)
     optimizer.grad_scale = for_fused_step(divisor, parameters)
     optimizer.found_inf = for_fused_step(found_inf, parameters)
     try:
-        yield
+        yield optimizer.found_inf
     finally:
         del optimizer.grad_scale, optimizer.found_inf
 

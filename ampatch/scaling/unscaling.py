@@ -54,6 +54,7 @@ class Unscaling:
         if self.scale_use.scaler.dynamic and found_inf is not None:
             self.scale_use.found_inf = found_inf
             self.scale_use.is_captured = is_capturing()
+        self.scale_use.is_shared = len(self.gradients) > 1
         for each in self.gradients:
             each.note_unscaled()
             each.add_verdict(self.scale_use)
