@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.errors import UsageError
+from ampatch.errors import AmpWarning, UsageError
+from ampatch.runtime import runtime
+from ampatch.scaling.unscaling import Unscaling
 
 torch.manual_seed(0)
 X, Y = torch.randn(8, 4).mul(8).round() / 8, torch.randn(8, 1).mul(8).round() / 8
@@ -251,3 +253,32 @@ def test_an_overflow_is_forgotten_with_its_gradients(level: str, set_to_none: bo
     run.of_encoder.step()
     assert not amp.step_was_skipped(run.of_encoder)
     assert amp.get_loss_scale() == 512
+
+
+@EACH_LEVEL
+def test_a_block_whose_end_fails_is_not_asked_again(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, plain = Two(level), Two(None)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Unscaling, "settle", fail)
+        with pytest.raises(MemoryError):
+            run.by_head()
+    assert runtime.live is not None
+    assert runtime.live._blocks.open == []
+    for each in (run, plain):
+        each.of_encoder.zero_grad()
+        each.of_head.zero_grad()
+        shared(each)
+    assert (run.weights() - plain.weights()).abs().max() < 5e-4
+
+
+def test_a_block_whose_warning_is_an_error_is_not_open() -> None:
+    run = Two("O1")
+    run.head.weight.register_hook(lambda grad: grad)
+    with pytest.raises(AmpWarning, match="a hook of a leaf"):
+        run.by_head()
+    run.by_head()
+    run.of_head.step()

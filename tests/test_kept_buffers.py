@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +13,8 @@ from helpers import assert_same_bits
 from torch import Tensor, nn
 
 from ampatch import amp
+from ampatch.ledger import PatchLedger
+from ampatch.scaling.kept_buffers import BuffersBefore, KeptBuffers
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loss of a:ampatch.errors.AmpWarning")
 
@@ -229,3 +233,65 @@ def test_of_a_teacher_are_those_of_the_step_before() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert are_same(values(teacher), before)
+
+
+class TestStepsThatTheHostJudgesLate:
+    """As with a fused optimizer on a GPU: the buffers are restored once the host knows that a step was skipped."""
+
+    @staticmethod
+    def kept(model: nn.Module) -> tuple[KeptBuffers, Callable[[], BuffersBefore]]:
+        buffers = KeptBuffers(PatchLedger())
+        buffers.add(model)
+        return buffers, lambda: buffers.before_step(lambda _: True, lambda _: False)
+
+    @staticmethod
+    def forward(buffers: KeptBuffers, model: nn.Module, factor: float) -> None:
+        buffers.before_forward(model)
+        model(torch.randn(8, 4) * factor)
+        buffers.after_forward(model)
+
+    def test_two_that_were_skipped_one_after_the_other(self) -> None:
+        model = nn.BatchNorm1d(4)
+        buffers, before_step = self.kept(model)
+        self.forward(buffers, model, 1.0)
+        before_step()
+        wanted = values(model)
+        self.forward(buffers, model, math.inf)
+        first = before_step()
+        self.forward(buffers, model, math.inf)
+        second = before_step()
+        first.restore()
+        second.replace_by(first)
+        second.restore()
+        assert are_same(values(model), wanted)
+
+    def test_copies_that_a_step_may_need_are_not_written_to(self) -> None:
+        model = nn.BatchNorm1d(4)
+        buffers, before_step = self.kept(model)
+        wanted = values(model)
+        self.forward(buffers, model, math.inf)
+        first = before_step()
+        self.forward(buffers, model, 1.0)
+        first.restore()
+        assert are_same(values(model), wanted)
+
+
+def test_nothing_keeps_an_optimizer_alive_after_a_step_with_a_closure() -> None:
+    def trained() -> weakref.ref[torch.optim.Optimizer]:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        amp.initialize(model, optimizer, half_dtype="float16", verbosity=0, loss_scale="dynamic")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(8, 4)).float().square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return weakref.ref(optimizer)
+
+    reference = trained()
+    gc.collect()
+    assert reference() is None
