@@ -438,16 +438,16 @@ class OptimizerGradients:
             return
         self.synchronise()
         self.forget_if_cleared()
-        last = self.pending[-1] if self.pending else None
-        if last is None or last.found_inf is None or last.is_judged_elsewhere:
+        # All of them, since nothing is left of any block if the gradients are zero.
+        judged = [each for each in self.pending if each.is_of_gradients]
+        if not judged:
             return
         grads = self.tensors()
-        still = self.still_exist(last, grads)
-        # All of them, since nothing is left of any block if the gradients are zero.
-        judged = [each for each in self.pending if each.found_inf is not None and not each.is_judged_elsewhere]
+        still = self.still_exist(judged[-1], grads)
         drop_where(1 - still, judged)
-        self.pending = [each.only_where(still) if each in judged else each for each in self.pending]
-        last = self.pending[-1]
+        revised = {each: each.only_where(still) for each in judged}
+        self.pending = [revised.get(each, each) for each in self.pending]
+        last = revised[judged[-1]]
         assert last.found_inf is not None
         if self._counts_non_finite and last.overflowed:
             last.non_finite = self.non_finite()
