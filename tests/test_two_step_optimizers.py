@@ -199,3 +199,25 @@ class TestGradientsThatChanged:
         assert model.weight.grad is not None
         model.weight.grad.fill_(math.nan)
         assert not amp.gradients_are_finite(optimizer)
+
+
+def test_a_closure_that_an_optimizer_keeps_is_the_users_after_the_step() -> None:
+    class Keeping(torch.optim.SGD):
+        kept: Any = None
+
+        def step(self, closure: Any) -> Any:  # type: ignore[override]
+            self.kept = closure
+            return closure()
+
+    model = nn.Linear(4, 1)
+    optimizer = Keeping(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, half_dtype="float16", init_scale=1024.0, verbosity=0)
+
+    def closure() -> int:
+        run(model, optimizer, math.inf)
+        return 7
+
+    assert optimizer.step(closure) == 7
+    assert amp.step_was_skipped(optimizer)
+    assert optimizer.kept() == 7
+    assert not amp.gradients_are_finite(optimizer)

@@ -16,8 +16,9 @@ from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.native import kernels
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.scale_use import ScaleUse
-from ampatch.tracing import is_capturing
+from ampatch.scaling.unscaling import Unscaling
 from ampatch.weights.optimizer_state import gradients_of
+from ampatch.weights.untracked_writes import is_since, moment_of
 
 
 def reached(others: Iterable[OptimizerGradients], losses: Sequence[Tensor]) -> list[OptimizerGradients]:
@@ -60,20 +61,20 @@ class Bystander:
             gradients.forget_cleared_verdict()
         elif gradients.scaled_by is None and gradients.masters.wanted:
             gradients.synchronise()  # so that new half gradients at the end are this block's
-        self._before = self._moments()
+        there = self._there()
+        self._before = {key: moment_of(grad) for key, grad in there.items()}
         # Whether they are other than zero, on the device: sums with zeros are no mixture.
         self._were_there: Tensor | None = None
-        if self._before and gradients.scaled_by is None:
-            grads = [grad for grad, _ in self._before.values()]
-            _, squares = kernels.flag_and_squares(grads, grads[0].device, factor=2.0**64)
+        if there and gradients.scaled_by is None:
+            _, squares = kernels.flag_and_squares(there.values(), next(iter(there.values())).device, factor=2.0**64)
             self._were_there = squares != 0
 
-    def _moments(self) -> dict[int, tuple[Tensor, int]]:
-        """Returns each gradient and its version, by id of the parameter."""
+    def _there(self) -> dict[int, Tensor]:
+        """Returns the gradients, by id of the parameter."""
         return {
-            id(parameter): (grad, grad._version)
+            id(parameter): parameter.grad
             for parameter in self.gradients.model_parameters()
-            if (grad := parameter.grad) is not None and id(parameter) not in self._handed
+            if parameter.grad is not None and id(parameter) not in self._handed
         }
 
     def end(self, scale_use: ScaleUse, *, has_failed: bool = False) -> None:
@@ -86,8 +87,7 @@ class Bystander:
         gradients, before = self.gradients, self._before
         if not gradients.is_of_this_thread:  # another thread has begun to train with it
             return
-        now = self._moments()
-        written = {key for key, (grad, version) in now.items() if not _is(before.get(key), grad, version)}
+        written = {key for key, grad in self._there().items() if key not in before or not is_since(before[key], grad)}
         earlier = gradients.scaled_by
         if not written or (earlier is not None and not earlier.is_mixed and earlier.is_same_scale(scale_use)):
             return
@@ -113,10 +113,4 @@ class Bystander:
         )
         if masters.wanted:
             masters.gradients.unscale_to_masters(use.scale.reciprocal(), found_inf)
-        if use.scaler.dynamic:
-            use.found_inf, use.is_captured = found_inf, is_capturing()
-        self.gradients.add_verdict(use)
-
-
-def _is(before: tuple[Tensor, int] | None, grad: Tensor, version: int) -> bool:
-    return before is not None and before[0] is grad and before[1] == version
+        Unscaling(use, [self.gradients], self.gradients.ranks).settle(found_inf)

@@ -19,8 +19,8 @@ from torch.nn.modules.module import (
 
 from ampatch.grouping import grouped
 from ampatch.ledger import PatchLedger
-from ampatch.native.host_copy import stacked
-from ampatch.weights.untracked_writes import has_memory, is_shared
+from ampatch.native import kernels
+from ampatch.weights.untracked_writes import has_memory, is_shared, is_since, moment_of
 
 # Larger buffers, mostly tables and masks, are kept only once a forward pass has written to them.
 _LARGE = 2**20
@@ -44,7 +44,7 @@ class _Kept:
         self.original: Tensor | None = None  # what was copied
         self.copied: Tensor | None = None
         # The tensor and its version counter when it was copied, and after the last forward pass.
-        self._when_copied = self._after_forward = _moment(None)
+        self._when_copied = self._after_forward = moment_of(None)
 
     @property
     def key(self) -> tuple[int, str]:
@@ -59,23 +59,23 @@ class _Kept:
     def is_to_copy(self, now: Tensor | None, of_user: bool) -> bool:
         """Returns True if the copy may be out of date; for what user code has written only, if ``of_user`` is true."""
         if of_user:
-            return not _is(self._after_forward, now)
-        return not self.is_counted or not _is(self._when_copied, now)
+            return not is_since(self._after_forward, now)
+        return not self.is_counted or not is_since(self._when_copied, now)
 
     def note_copied(self, now: Tensor | None) -> None:
         """Records what is copied now."""
-        self.original, self._when_copied = now, _moment(now)
+        self.original, self._when_copied = now, moment_of(now)
 
     def note_forward(self) -> None:
         """Records the buffer after a forward pass."""
-        self._after_forward = _moment(self.now())
+        self._after_forward = moment_of(self.now())
 
     def put_back(self, copied: Tensor) -> None:
-        """Has the module hold the values of a copy in another tensor: user code may have what is there for itself."""
+        """Puts a clone of a copy into the module, since user code may use the tensor that is there."""
         self._buffers[self._name] = copied.clone()
 
 
-_Copy = tuple[_Kept, Tensor, Tensor]  # a buffer, the tensor that it was, and a copy of that
+_Saved = tuple[_Kept, Tensor, Tensor]  # a buffer, the tensor that it was, and a copy of that
 
 
 class ModelBuffers:
@@ -104,8 +104,8 @@ class ModelBuffers:
         """Copies the buffers that have changed since the last copies.
 
         Args:
-            overwrites: False leaves the last copies as they are, for a step of which the host does not know yet whether
-                it ran.
+            overwrites: whether the last copies may be written to. A step needs them until the host knows whether it
+                ran.
             of_user: True leaves out what forward passes have written since: only what user code has written counts.
         """
         model = self._model()
@@ -139,7 +139,7 @@ class ModelBuffers:
         for each in self._kept:
             each.note_forward()
 
-    def copies(self) -> list[_Copy]:
+    def copies(self) -> list[_Saved]:
         """Returns the buffers that are kept."""
         return [
             (each, each.original, each.copied)
@@ -195,10 +195,11 @@ class KeptBuffers:
             is_own: returns True for a model that the optimizer updates.
             is_anothers: returns True for a model with gradients that another optimizer is about to step with.
         """
-        before = BuffersBefore([(each, is_own(model)) for model, each in list(self._of.items()) if not each.is_old])
+        models = [(model, buffers, is_own(model)) for model, buffers in list(self._of.items())]
+        before = BuffersBefore([(buffers, own) for _, buffers, own in models if not buffers.is_old])
         self._needed.add(before)
-        for model, each in list(self._of.items()):
-            each.is_old = each.is_old or is_own(model) or not is_anothers(model)
+        for model, buffers, own in models:
+            buffers.is_old = buffers.is_old or own or not is_anothers(model)
         return before
 
 
@@ -227,7 +228,7 @@ class BuffersBefore:
             for copies, is_own in self._models
         ]
 
-    def _restore(self, copies: list[_Copy]) -> None:
+    def _restore(self, copies: list[_Saved]) -> None:
         pairs: list[tuple[Tensor, Tensor]] = []
         for each, original, copied in copies:
             if each.now() is not original or original.shape != copied.shape or is_shared(original):
@@ -238,18 +239,10 @@ class BuffersBefore:
         _copy(pairs)
 
 
-def _moment(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    return tensor, -1 if tensor is None else tensor._version
-
-
-def _is(moment: tuple[Tensor | None, int], now: Tensor | None) -> bool:
-    return moment[0] is now and (now is None or moment[1] == now._version)
-
-
 def _are_finite(buffers: Iterable[Tensor | None]) -> bool:
     """Returns True if no buffer has inf or NaN; syncs with the device."""
-    flags = [each.isfinite().all() for each in buffers if each is not None and each.is_floating_point()]
-    return not flags or bool(stacked(flags).all())
+    there = [each for each in buffers if each is not None and each.is_floating_point()]
+    return not there or not bool(kernels.flag_and_squares(there, there[0].device)[0])
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -176,7 +176,7 @@ class AdoptedOptimizer:
         self._buffers: BuffersBefore | None = None  # of the buffers before the step that runs
         self._prepare_masters = prepare_masters
         self._overflow: Overflow | None = None  # of a step that was just skipped
-        self._gate: ClosureGate  # of the step with a closure that runs
+        self._gate: ClosureGate | None = None  # of the step with a closure that runs
         self._warns_of_no_scale = dynamic  # once: a loop without amp.scale_loss lacks it in every step
         self._has_other_scale = False
         self._uses_by_hand = LossScaler.uses_by_hand
@@ -455,17 +455,19 @@ class AdoptedOptimizer:
     def _step(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
     ) -> Any:
-        if not has_closure:
+        def updated() -> Any:
             with self._masters_in_place() if self.masters else _NOTHING:
                 return original(*args, **kwargs)
+
+        if not has_closure:
+            return updated()
         self._gate = gate = ClosureGate(self.optimizer, self._may_go_back, self.masters.for_methods)
         # An optimizer may leave its closure alone, and use the gradients that are there.
         checks_by = self._checks_by if gate.can_restore else None
         unless_evaluated = None if checks_by is None else self._check((), checks_by)
 
         def step() -> Any:
-            with self._masters_in_place() if self.masters else _NOTHING:
-                result = original(*args, **kwargs)
+            result = updated()
             if unless_evaluated is not None and not gate.evaluations and unless_evaluated.overflowed:
                 gate.leave([unless_evaluated], None)
             return result
@@ -476,7 +478,7 @@ class AdoptedOptimizer:
                 self._skip(gate.overflowed)
             return result
         finally:
-            del self._gate  # it has a copy of all parameters
+            self._gate = None  # it has a copy of all parameters
             self._buffers_before()  # the forward passes of the closure were this step's
 
     @contextlib.contextmanager
@@ -535,6 +537,9 @@ class AdoptedOptimizer:
         Raises:
             BaseException: its gradients overflowed; see `ClosureGate.leave`.
         """
+        gate = self._gate
+        if gate is None:  # the optimizer has kept it, and the step is over
+            return closure(*args, **kwargs)
         with self.masters.set_aside():
             with self._switch.resumed():
                 result = closure(*args, **kwargs)
@@ -547,13 +552,13 @@ class AdoptedOptimizer:
         pending, self.gradients.pending = self.gradients.pending, []
         self._uses = [*self._uses, *pending]
         overflowed = list(filter(_OVERFLOWED, pending))
-        self._gate.evaluations += 1
+        gate.evaluations += 1
         if self._checks_by is not None:
             check = None if overflowed else self._check(pending, self._checks_by)
             if check is not None and check.overflowed:
                 overflowed = [check]
         if overflowed:
-            self._gate.leave(overflowed, result)
+            gate.leave(overflowed, result)
         return result
 
     def _step_or_skip(self, original: Callable[..., Any], pending: list[ScaleUse]) -> Any:

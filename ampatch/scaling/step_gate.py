@@ -1,4 +1,4 @@
-"""What all steps that may be skipped have in common, whoever scales the loss: amp's block or a `GradScaler`.
+"""Leaves, undoes and skips steps, whether amp's block or a `GradScaler` has scaled the loss.
 
 Owns how a step is left when a closure overflows, how it is undone, and torch's protocol for steps that skip by
 themselves. Must know neither scales nor where a verdict comes from.

@@ -31,6 +31,9 @@ _DATA: Any = torch._C.TensorBase.__dict__["data"]
 # For `map` over a list of tensors: a line of Python for each tensor takes several times as long.
 _VERSION = operator.attrgetter("_version")
 
+#: A tensor at one moment: itself, and its version counter.
+Moment = tuple[Tensor | None, int]
+
 _ALONE = 2  # uses of a storage by one tensor, and by its Python object
 
 _ORDINARY = frozenset({Tensor, nn.Parameter})
@@ -100,6 +103,16 @@ def is_shared(tensor: Tensor) -> bool:
     """Returns True if another tensor has the memory of this one."""
     storage = tensor.untyped_storage()  # counts as one itself
     return int(torch._C._storage_Use_Count(storage._cdata)) > _ALONE
+
+
+def moment_of(tensor: Tensor | None) -> Moment:
+    """Returns a tensor and its version counter, for `is_since`."""
+    return tensor, -1 if tensor is None else tensor._version
+
+
+def is_since(moment: Moment, tensor: Tensor | None) -> bool:
+    """Returns True if a tensor is the one of an earlier moment, and torch has counted no write to it since."""
+    return moment[0] is tensor and (tensor is None or moment[1] == tensor._version)
 
 
 def moments_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
