@@ -719,6 +719,26 @@ class TestScaleLoss:
         assert amp.get_loss_scale() == 2.0**15
         assert amp.step_was_skipped(optimizer)
 
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_with_torchs_scaler_the_scale_is_that_of_grad_scaler_in_every_step(self, set_to_none):
+        models = [nn.Linear(4, 1) for _ in range(2)]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in models]
+        initialize(models[0], optimizers[0], opt_level="O0", loss_scale="dynamic", scale_window=3, scaler="torch")
+        theirs = torch.amp.GradScaler("cpu", growth_interval=3)
+        for step in range(14):
+            for number in range(8):
+                overflows = (step, number) in {(3, 2), (3, 5), (4, 0), (11, 7)}
+                factor = math.inf if overflows else 1.0
+                backward(models[0](torch.ones(2, 4)).sum() * factor, optimizers[0])
+                theirs.scale(models[1](torch.ones(2, 4)).sum() * factor).backward()
+            optimizers[0].step()
+            theirs.step(optimizers[1])
+            theirs.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none)
+            assert amp.get_loss_scale() == theirs.get_scale()
+            assert amp.stats()["clean_steps"] == theirs.state_dict()["_growth_tracker"]
+
     def test_casts_of_weights_are_forgotten_when_the_block_ends(self, model, optimizer):
         initialize(model, optimizer)
         loss = loss_of(model)
