@@ -669,7 +669,7 @@ class Session:
                 dynamic=settings.scale_policy.dynamic,
                 exact_hooks=settings.exact_hooks,
                 announce=self.verbose,
-                on_overflow=self.overflows if self.overflows.reports else None,
+                on_overflow=self.overflows,
                 kept_buffers=self.kept_buffers,
                 checks_by=self.scalers[0] if settings.check_finite else None,
                 prepare_masters=self._while_active(Session._prepare_masters),

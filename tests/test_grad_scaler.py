@@ -896,19 +896,19 @@ class TestFloor:
         used = scaler(init_scale=4.0, min_loss_scale=1.0)
         self.overflow(used, optimizer, 2)
         assert used.get_scale() == 1.0
-        culprit = r"param_groups\[0\]\['params'\]\[0\] of shape \(3,\) \(1 inf, 1 nan of 3\)"
-        with pytest.raises(LossScaleError, match=f"floor of 1 and the gradients still overflow.*{culprit}"):
+        culprit = r"param_groups\[0\]\['params'\]\[0\], shape \(3,\), float32: 1 inf, 1 nan"
+        with pytest.raises(LossScaleError, match=f"(?s)floor of 1 and the gradients still overflow.*{culprit}"):
             self.overflow(used, optimizer, 1)
 
     def test_by_the_names_that_the_optimizer_has(self):
         optimizer = torch.optim.SGD([("layer.weight", nn.Parameter(torch.ones(3)))], lr=1.0)
-        with pytest.raises(LossScaleError, match=r"layer.weight \(1 inf, 1 nan of 3\)"):
+        with pytest.raises(LossScaleError, match=r"layer.weight, .*: 1 inf, 1 nan"):
             self.overflow(scaler(init_scale=1.0, min_loss_scale=1.0), optimizer, 1)
 
     def test_where_there_is_none_it_warns_once_and_never_becomes_zero(self):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
         used = scaler(backoff_factor=2.0**-10)
-        with pytest.warns(AmpWarning, match=r"has come down to .*\(1 inf, 1 nan of 3\)") as warned:
+        with pytest.warns(AmpWarning, match=r"(?s)has come down to .*1 inf, 1 nan") as warned:
             self.overflow(used, optimizer, 50)
         assert len(warned) == 1
         assert used.get_scale() == 2.0**-126

@@ -815,7 +815,8 @@ class TestFloor:
             self.overflow(model, optimizer)
 
         assert "loss scaler 0 is at its floor of 1" in str(caught.value)
-        assert "not finite: 0.weight (2 inf, 0 nan of 24), 2.bias (0 inf, 1 nan of 3)." in str(caught.value)
+        assert "0.weight, shape (6, 4), " in str(caught.value)
+        assert str(caught.value).endswith("0 inf, 1 nan")
         assert_same_state(everything(model, optimizer), before)
         assert amp.skipped_steps(optimizer) == 3
         assert len(log()) == 2

@@ -1067,7 +1067,8 @@ class TestFloor:
             step()
         message = str(caught.value)
         assert "loss scaler 0 is at its floor of 1" in message
-        assert "0.weight (2 inf, 0 nan of 16), 2.bias (0 inf, 1 nan of 4)." in message
+        assert "0.weight, shape (4, 4), float32: 2 inf, 0 nan\n" in message
+        assert "2.bias, shape (4,), float32: 0 inf, 1 nan" in message
         assert "1.weight" not in message
         assert_same_state(model.state_dict(), before)
         assert amp.skipped_steps(optimizer) == 2
@@ -1085,7 +1086,7 @@ class TestFloor:
         optimizer = SGD(model.parameters())
         self.initialize(model, optimizer, init_scale=1.0)
         backward(sum(layer.weight.sum() for layer in model) * math.inf, optimizer)
-        with pytest.raises(LossScaleError, match=r"9\.weight \(1 inf, 0 nan of 1\) and 3 more\."):
+        with pytest.raises(LossScaleError, match=r"13 gradients (?s:.*)7\.weight, .*\n    and 5 more"):
             optimizer.step()
 
     def test_gradients_cleared_before_the_step_are_no_reason_to_stop(self):
@@ -1102,7 +1103,7 @@ class TestFloor:
         optimizer = SGD([*model.parameters(), *other.parameters()])
         self.initialize(model, optimizer, init_scale=1.0)
         backward(other(torch.tensor([1, 1])).sum() * math.inf, optimizer)
-        with pytest.raises(LossScaleError, match=r"a parameter of shape \(3, 1\) \(1 inf, 0 nan of 1\)"):
+        with pytest.raises(LossScaleError, match=r"a parameter of shape \(3, 1\), .*: 1 inf, 0 nan"):
             optimizer.step()
 
     def test_training_can_go_on_after_it(self):

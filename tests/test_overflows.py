@@ -556,7 +556,7 @@ class TestTheFloor:
         choice = seen.append if on_overflow == "function" else on_overflow
         model, optimizer = begun(choice, init_scale=1.0, min_loss_scale=1.0)
         backward(model, optimizer, bad=model[0])
-        with pytest.raises(amp.LossScaleError, match=r"0\.weight \(1 inf, 0 nan of 16\)") as caught:
+        with pytest.raises(amp.LossScaleError, match=r"0\.weight, shape \(4, 4\), float32: 1 inf, 0 nan") as caught:
             optimizer.step()
         assert caught.value.overflow.gradients == (NonFiniteGradient("0.weight", (4, 4), "float32", 1, 0),)
         assert caught.value.overflow.scales == (ScaleChange(0, 1.0, 1.0),)
@@ -596,9 +596,7 @@ class TestGradScaler:
         assert_same_state(then, before)
         assert overflow.scales == (ScaleChange(0, SCALE, SCALE / 2),)
         assert scaler.get_scale() == SCALE / 2
-        assert overflow.gradients[0] == NonFiniteGradient(
-            "param_groups[0]['params'][0] of shape (4, 4)", (4, 4), "float32", 0, 16
-        )
+        assert overflow.gradients[0] == NonFiniteGradient("param_groups[0]['params'][0]", (4, 4), "float32", 0, 16)
         self.iterate(model, optimizer, scaler)
         assert len(seen) == 1
         assert not torch.equal(model[0].weight, before[0][0])

@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import OptState
 from ampatch import distributed
 from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
-from ampatch.errors import LossScaleError, OptionError, ScalerOptionError, ScalerUsageError, warn
+from ampatch.errors import OptionError, ScalerOptionError, ScalerUsageError, warn
 from ampatch.grouping import grouped
 from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import kernels
@@ -34,7 +34,7 @@ from ampatch.scaling import overflows, scale_use, step_observers
 from ampatch.scaling.loss_scaler import NO_FLOOR, LossScaler, ScaleState, make_policy, next_state, read_states
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
-from ampatch.scaling.step_gate import ClosureGate, note_skipped, skipping_by_itself
+from ampatch.scaling.step_gate import ClosureGate, end_skipped, skipping_by_itself
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
 
@@ -468,36 +468,23 @@ class GradScaler(torch.amp.GradScaler):
 
     def _skip(self, optimizer: Any) -> None:
         """Handles a skipped step while its gradients are there; raises or warns if no smaller scale can help."""
-        note_skipped(optimizer)
-        scaler = self._scaler_or_raise("step()")
-        (state,) = read_states([scaler])
+        (state,) = read_states([self._scaler_or_raise("step()")])
         scale = state.loss_scale
-        at_floor = self._has_floor and scale <= self._policy.min_loss_scale
         change = ScaleChange(0, scale, next_state(state, True, self._policy).loss_scale)
-        if self._overflows.logs_line and not at_floor:
-            logger.warning(overflows.LINE, change.loss_id, change.verb, change.after)
-        if self._overflows.reports and not at_floor:
-            self._state_of(optimizer)["overflow"] = _overflow_of(optimizer, change)
-        if not at_floor and (scale > _SMALLEST_USEFUL_SCALE or self._has_warned):
-            return
-        culprits = optimizer_state.not_finite_gradients(
-            optimizer_state.parameters_of(optimizer), optimizer_state.names_in(optimizer)
+        self._state_of(optimizer)["overflow"] = end_skipped(
+            optimizer,
+            [(change, self._policy.min_loss_scale if self._has_floor else 0)],
+            lambda: _overflow_of(optimizer, change),
+            self._overflows,
+            lambda: logger.warning("%s", change),
         )
-        advice = (
-            "Look for inputs or a loss that are not finite, a learning rate that is too high, or values in the forward "
-            "that exceed float16's range: bfloat16 has the range of float32."
-        )
-        if at_floor:
-            raise LossScaleError(
-                f"the loss scale is at its floor of {self._policy.min_loss_scale:g} and the gradients still overflow, "
-                f"so no scale can help: {culprits}. {advice}",
-                _overflow_of(optimizer, change),
+        if scale <= _SMALLEST_USEFUL_SCALE and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"the loss scale has come down to {scale:g} and the gradients still overflow, so no scale can help. "
+                f"{overflows.ADVICE} To get an error instead, type GradScaler(..., min_loss_scale=1).\n"
+                f"{overflows.findings(_overflow_of(optimizer, change))}"
             )
-        self._has_warned = True
-        warn(
-            f"the loss scale has come down to {scale:g} and the gradients still overflow, so no scale can help: "
-            f"{culprits}. {advice} To get an error instead, type GradScaler(..., min_loss_scale=1)."
-        )
 
     @WithoutCasts()
     def update(self, new_scale: float | Tensor | None = None) -> None:

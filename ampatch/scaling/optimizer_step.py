@@ -24,7 +24,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ampatch import distributed
 from ampatch.casting.nested import tensors_in
-from ampatch.errors import LossScaleError, OptionError, UsageError, warn
+from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device, stacked
@@ -35,7 +35,7 @@ from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.overflows import Overflow, OverflowHandler
 from ampatch.scaling.scale_use import ScaleUse, StepCheck, react
-from ampatch.scaling.step_gate import ClosureGate, note_skipped, skipping_by_itself
+from ampatch.scaling.step_gate import ClosureGate, end_skipped, skipping_by_itself
 from ampatch.switch import Switch
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
@@ -127,8 +127,8 @@ class AdoptedOptimizer:
         dynamic: whether a scale is dynamic, so that a step may have to be undone.
         exact_hooks: whether to read the verdict before every step, so that a skipped step fires no hooks.
         announce: whether to log skipped steps.
-        on_overflow: what else happens after a skipped step; None: nothing. Otherwise every verdict is read before the
-            step, while the gradients are there.
+        on_overflow: what else happens after a skipped step. If it reports, every verdict is read before the step, while
+            the gradients are there.
         checks_by: scaler to name in messages if no block made the gradients that are inf or NaN; None: steps do not
             look for inf and NaN.
         kept_buffers: the buffers of models, which a skipped step restores; None: steps are never skipped.
@@ -155,7 +155,7 @@ class AdoptedOptimizer:
         dynamic: bool = True,
         exact_hooks: bool = False,
         announce: bool = True,
-        on_overflow: OverflowHandler | None = None,
+        on_overflow: OverflowHandler,
         checks_by: LossScaler | None = None,
         kept_buffers: KeptBuffers | None = None,
         prepare_masters: Callable[[MasterWeights], object] = lambda _: None,
@@ -168,7 +168,7 @@ class AdoptedOptimizer:
         self._switch = switch
         self._cache = cache
         self._may_go_back = dynamic or checks_by is not None
-        self._exact_hooks = exact_hooks or on_overflow is not None
+        self._exact_hooks = exact_hooks or on_overflow.reports
         self._announce = announce
         self._on_overflow = on_overflow
         self._checks_by = checks_by
@@ -220,7 +220,7 @@ class AdoptedOptimizer:
             finally:
                 self.is_at_work = was_at_work
 
-        installed: Any = step if self._on_overflow is None else self._reporting(step, self._on_overflow)
+        installed: Any = self._reporting(step, self._on_overflow) if self._on_overflow.reports else step
         # A bound method: an LR scheduler reads its __func__, and it pickles as the optimizer and this name.
         installed.__name__ = "step"
         ledger.set(optimizer, "step", types.MethodType(installed, optimizer))
@@ -672,27 +672,15 @@ class AdoptedOptimizer:
                 buffers.restore()
         self._last_was_skipped = self._skips_this_step = True
         self.skips.skipped += 1
-        note_skipped(self.optimizer)
         _count(overflowed)
         self._warn_of_loss(overflowed)
-        for scale_use in overflowed:
-            if scale_use.began_at_floor:
-                culprits = optimizer_state.not_finite_gradients(
-                    self.gradients.parameters(), lambda each: self.masters.name_of(self.masters.parameter_of(each))
-                )
-                overflow = self._overflow_of(overflowed)
-                trace = "" if overflow.trace is None else f"\n{overflow.trace}"
-                raise LossScaleError(
-                    f"loss scaler {scale_use.scaler_id} is at its floor of {scale_use.scaler.policy.min_loss_scale:g} "
-                    f"and the gradients still overflow, so no scale can help: {culprits}. Look for inputs "
-                    "or a loss that are not finite, or a learning rate that is too high; with "
-                    f"half_dtype=torch.bfloat16 no loss scale is needed.{trace}",
-                    overflow,
-                )
-        if self._on_overflow is not None:
-            self._overflow = self._overflow_of(overflowed)
-        if self._on_overflow is None or self._on_overflow.logs_line:
-            self._announce_skip(overflowed)
+        self._overflow = end_skipped(
+            self.optimizer,
+            [(scale_use.change, scale_use.floor) for scale_use in overflowed],
+            lambda: self._overflow_of(overflowed),
+            self._on_overflow,
+            lambda: self._announce_skip(overflowed),
+        )
 
     def _overflow_of(self, overflowed: Sequence[ScaleUse]) -> Overflow:
         """Returns the skipped step as a value, while its gradients are there; syncs with the device."""
@@ -703,10 +691,8 @@ class AdoptedOptimizer:
         if found:
             for use in overflowed:
                 use.note_named()
-        trace = None
-        if self._on_overflow is not None:
-            scales = [float(block.scale) for use in overflowed for block in use.blocks]
-            trace = self._on_overflow.trace_of(self.gradients.model_parameters(), max(scales, default=1.0))
+        scales = (float(block.scale) for use in overflowed for block in use.blocks)
+        trace = self._on_overflow.trace_of(self.gradients.model_parameters(), max(scales, default=1.0))
         return Overflow(
             type(self.optimizer).__name__,
             tuple(last.change for last in _last_of_each_loss(overflowed)),

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ampatch.errors import GradientOverflowError, OptionError, did_you_mean
-from ampatch.weights import optimizer_state
+from ampatch.grouping import grouped
+from ampatch.native import kernels
 
 logger = logging.getLogger("ampatch")
 
@@ -34,6 +35,12 @@ CHANGED_SINCE = (
 )
 
 CLEARED = "no gradient of this optimizer is inf or NaN now: they were cleared or changed since"
+
+#: What to do if no scale helps.
+ADVICE = (
+    "Look for inputs or a loss that are not finite, a learning rate that is too high, or values in the forward that "
+    "exceed float16's range: bfloat16 has the range of float32."
+)
 
 #: The environment variable that has every session trace overflows, if it is neither empty nor 0.
 TRACE_VARIABLE = "AMPATCH_TRACE_OVERFLOW"
@@ -146,20 +153,7 @@ class Overflow:
         return self.non_finite_loss is None
 
     def __str__(self) -> str:
-        lines = [str(change) for change in self.scales]
-        if self.non_finite_loss is not None:
-            lines.append(f"  the loss itself is {self.non_finite_loss}: no loss scale could help")
-        if self.gradients:
-            count = len(self.gradients)
-            lines.append(f"  {count} gradient{'s' * (count > 1)} of this {self.optimizer} with inf or NaN:")
-            lines += [f"    {gradient}" for gradient in self.gradients[:_MOST_NAMED]]
-            if count > _MOST_NAMED:
-                lines.append(f"    and {count - _MOST_NAMED} more")
-        else:
-            lines.append(f"  {self.optimizer}: {self.remark}")
-        if self.trace is not None:
-            lines.append(str(self.trace))
-        return "\n".join(lines)
+        return "\n".join([*map(str, self.scales), findings(self)])
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the attributes as plain data for JSON; a loss that is inf or NaN as text, which JSON lacks."""
@@ -171,6 +165,24 @@ class Overflow:
             "remark": self.remark,
             "trace": None if self.trace is None else self.trace.to_dict(),
         }
+
+
+def findings(overflow: Overflow) -> str:
+    """Returns the text of a skipped step without its log lines: losses, gradients and trace."""
+    lines = []
+    if overflow.non_finite_loss is not None:
+        lines.append(f"  the loss itself is {overflow.non_finite_loss}: no loss scale could help")
+    if overflow.gradients:
+        count = len(overflow.gradients)
+        lines.append(f"  {count} gradient{'s' * (count > 1)} of this {overflow.optimizer} with inf or NaN:")
+        lines += [f"    {gradient}" for gradient in overflow.gradients[:_MOST_NAMED]]
+        if count > _MOST_NAMED:
+            lines.append(f"    and {count - _MOST_NAMED} more")
+    else:
+        lines.append(f"  {overflow.optimizer}: {overflow.remark}")
+    if overflow.trace is not None:
+        lines.append(str(overflow.trace))
+    return "\n".join(lines)
 
 
 #: What ``on_overflow`` may be: one choice, or "trace" with another one.
@@ -314,18 +326,16 @@ def non_finite_gradients(
         parameters: with gradients of any shape, layout, dtype and device, or with none.
         name_of: returns the name of one of them.
     """
-    with torch.no_grad():
-        found = optimizer_state.count_non_finite(parameters)
-    return tuple(
-        NonFiniteGradient(
-            name_of(each.parameter),
-            tuple(each.gradient.shape),
-            str(each.gradient.dtype).removeprefix("torch."),
-            each.infs,
-            each.nans,
-        )
-        for each in found
-    )
+    pairs = [(parameter, grad) for parameter in parameters if (grad := parameter.grad) is not None]
+    rows = [(parameter, grad, kernels.values_of(grad.detach())) for parameter, grad in pairs]
+    found = []
+    for on_one in grouped((values.device, (parameter, grad, values)) for parameter, grad, values in rows).values():
+        counts = [torch.stack([values.isinf().sum(), values.isnan().sum()]) for _, _, values in on_one]
+        for (parameter, grad, _), (infs, nans) in zip(on_one, torch.stack(counts).tolist(), strict=True):
+            if infs or nans:
+                dtype = str(grad.dtype).removeprefix("torch.")
+                found.append(NonFiniteGradient(name_of(parameter), tuple(grad.shape), dtype, infs, nans))
+    return tuple(found)
 
 
 def non_finite(values: Iterable[float]) -> float | None:

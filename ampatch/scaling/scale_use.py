@@ -71,6 +71,7 @@ class ScaleUse:
         is_captured: True if a CUDA graph captured the verdict, so that each replay finds another one.
         is_one: True if the scale is static and 1, so that scaling changes nothing.
         is_checked: True if a step may be skipped because of these gradients.
+        floor: the least scale.
         scale: snapshot of the scale: 0-dimensional float32, on the device.
         non_finite: the gradients that overflowed, if they were zeroed for a later backward pass and counted before.
         found_inf: 0-dimensional float32, not 0 after an overflow; None before unscaling, and under a static scale.
@@ -95,6 +96,7 @@ class ScaleUse:
     def __init__(self, scaler: LossScaler, scaler_id: int, is_checked: bool = False) -> None:
         self.scaler = scaler
         self.scaler_id = scaler_id
+        self.floor = scaler.policy.min_loss_scale
         self.is_one = scaler.is_one
         self.is_checked = is_checked or scaler.dynamic
         self.scale = scaler.snapshot()
@@ -220,14 +222,9 @@ class ScaleUse:
         return self._overflowed
 
     @property
-    def began_at_floor(self) -> bool:
-        """True if the scale was at its floor in this use; syncs with the device."""
-        return self._values[1] <= self.scaler.policy.min_loss_scale
-
-    @property
     def ended_at_floor(self) -> bool:
         """True if the scale was at its floor when its value was sent; syncs with the device."""
-        return self._values[2] <= self.scaler.policy.min_loss_scale
+        return self._values[2] <= self.floor
 
     @property
     def loss_that_is_not_finite(self) -> float | None:
@@ -347,6 +344,7 @@ class StepCheck(ScaleUse):
         self.found_inf = found_inf
         self._blocks = tuple(block.original for block in blocks)
         self._losses = [loss for block in blocks for loss in block._losses]
+        self.floor = 0.0  # a smaller scale is no question here
 
     @property
     def blocks(self) -> Sequence[ScaleUse]:
@@ -359,13 +357,3 @@ class StepCheck(ScaleUse):
             super().count()
             for block in self._blocks:
                 block._noted.append("counted")
-
-    @property
-    def began_at_floor(self) -> bool:
-        """False: a smaller scale is no question here."""
-        return False
-
-    @property
-    def ended_at_floor(self) -> bool:
-        """False: a smaller scale is no question here."""
-        return False

@@ -1,19 +1,21 @@
-"""Leaves, undoes and skips steps, whether amp's block or a `GradScaler` has scaled the loss.
+"""The gate before a step that may be skipped, whoever has scaled the loss: amp's block, a `GradScaler`, Apex's classes.
 
-Owns how a step is left when a closure overflows, how it is undone, and torch's protocol for steps that skip by
-themselves. Must know neither scales nor where a verdict comes from.
+Owns how a step is left when a closure overflows, how it is undone, torch's protocol for steps that skip by themselves,
+and what follows a skipped step. Must not know where a verdict comes from.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ampatch.errors import LossScaleError
 from ampatch.native.host_copy import for_fused_step
+from ampatch.scaling.overflows import ADVICE, Overflow, OverflowHandler, ScaleChange, findings
 from ampatch.weights import optimizer_state
 from ampatch.weights.optimizer_state import Snapshot
 
@@ -107,7 +109,43 @@ def skipping_by_itself(
         del optimizer.grad_scale, optimizer.found_inf
 
 
-def note_skipped(optimizer: Any) -> None:
-    """Has LR schedulers take a skipped step for a step: they warn if they come before the first one."""
+def end_skipped(
+    optimizer: Any,
+    changes: Sequence[tuple[ScaleChange, float]],
+    describe: Callable[[], Overflow],
+    handler: OverflowHandler,
+    log: Callable[[], object],
+) -> Overflow | None:
+    """Ends a step that is skipped, while its gradients are there.
+
+    Args:
+        optimizer: the optimizer.
+        changes: the reactions of the scales, each with the least scale; with 0 if there is none.
+        describe: returns the skipped step as a value.
+        handler: what happens after it.
+        log: writes the log line.
+
+    Returns:
+        What the handler is to get once everything is in order again; None if it reports nothing.
+
+    Raises:
+        LossScaleError: a scale was at its floor.
+    """
     if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        optimizer._opt_called = True  # type: ignore[attr-defined] # LR schedulers warn if they come before a first step
+    check_floor(changes, describe)
+    if handler.logs_line:
+        log()
+    return describe() if handler.reports else None
+
+
+def check_floor(changes: Sequence[tuple[ScaleChange, float]], describe: Callable[[], Overflow]) -> None:
+    """Raises `LossScaleError` if gradients overflowed at the least scale; see `end_skipped`."""
+    for change, floor in changes:
+        if change.before <= floor:
+            overflow = describe()
+            raise LossScaleError(
+                f"loss scaler {change.loss_id} is at its floor of {floor:g} and the gradients still overflow, so no "
+                f"scale can help. {ADVICE}\n{findings(overflow)}",
+                overflow,
+            )

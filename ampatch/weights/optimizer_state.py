@@ -11,15 +11,13 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ampatch.casting.nested import CASTABLE, cast_tensors
-from ampatch.grouping import grouped
-from ampatch.native import calls, kernels
+from ampatch.native import calls
 from ampatch.opt_levels import HALVES
 
 _PARAMETERS = operator.itemgetter("params")
@@ -96,58 +94,13 @@ def lack_gradients(parameters: Iterable[Tensor]) -> bool:
     return any(map(_IS_NONE, map(_GRAD, parameters)))
 
 
-@dataclass(frozen=True, slots=True)
-class NonFinite:
-    """A gradient with elements that are inf or NaN.
-
-    Attributes:
-        parameter: parameter that has the gradient.
-        gradient: the gradient.
-        infs: number of its elements that are inf.
-        nans: number of its elements that are NaN.
-        elements: number of its elements. Of a sharded gradient only this rank's count, of a sparse one the stored ones.
-    """
-
-    parameter: Tensor
-    gradient: Tensor
-    infs: int
-    nans: int
-    elements: int
-
-
-def count_non_finite(parameters: Iterable[Tensor]) -> list[NonFinite]:
-    """Counts inf and NaN in gradients, and returns those that have any; syncs with each device once."""
-    pairs = [(parameter, grad) for parameter in parameters if (grad := parameter.grad) is not None]
-    rows = [(parameter, grad, kernels.values_of(grad.detach())) for parameter, grad in pairs]
-    found = []
-    for on_one in grouped((values.device, (parameter, grad, values)) for parameter, grad, values in rows).values():
-        counts = [torch.stack([values.isinf().sum(), values.isnan().sum()]) for _, _, values in on_one]
-        for (parameter, grad, values), (infs, nans) in zip(on_one, torch.stack(counts).tolist(), strict=True):
-            if infs or nans:
-                found.append(NonFinite(parameter, grad, infs, nans, values.numel()))
-    return found
-
-
-def not_finite_gradients(parameters: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> str:
-    """Returns a text with the names of overflowed gradients and their counts of inf and NaN; syncs with the device."""
-    lines = [
-        f"{name_of(each.parameter)} ({each.infs} inf, {each.nans} nan of {each.elements})"
-        for each in count_non_finite(parameters)
-    ]
-    if not lines:
-        return "the gradients were cleared since, so none can be named"
-    more = f" and {len(lines) - 10} more" if len(lines) > 10 else ""
-    return f"gradients that are not finite: {', '.join(lines[:10])}{more}"
-
-
 def names_in(optimizer: Any) -> Callable[[Tensor], str]:
     """Returns a function that names a parameter for messages, by its name in the optimizer or its place in groups."""
     names: dict[int, str] = {}
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names", ())
         for place, parameter in enumerate(group["params"]):
-            where = f"param_groups[{number}]['params'][{place}] of shape {tuple(parameter.shape)}"
-            names[id(parameter)] = given[place] if place < len(given) else where
+            names[id(parameter)] = given[place] if place < len(given) else f"param_groups[{number}]['params'][{place}]"
     return lambda parameter: names[id(parameter)]
 
 

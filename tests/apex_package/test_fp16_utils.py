@@ -199,7 +199,7 @@ class TestSteps:
                 assert_same_state(model.state_dict(), hand.model.state_dict())
         assert made[0] is False
         assert made[-1] is True
-        assert f"Skipping step, reducing loss scale to {2.0**23}" in caplog.text
+        assert f"Skipping step, loss scaler 0 reducing loss scale to {2.0**23}" in caplog.text
 
     @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
     def test_are_reported_to_a_function_after_a_clean_skip(self, half):
@@ -295,12 +295,31 @@ class TestGradients:
         self.check_sum(optimizer, 128.0, 3)
 
     def test_follow_a_scale_that_moves_in_between(self):
-        args = {"init_scale": 64.0, "scale_window": 1}
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args)
-        for batch in inputs(2):
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+        for scale, batch in zip((64.0, 128.0), inputs(2), strict=True):
+            optimizer.loss_scale = scale
             optimizer.backward(loss_of(model, batch))
-        assert optimizer.loss_scale == 256.0
         self.check_sum(optimizer, 128.0, 2)
+
+    @pytest.mark.parametrize("bad", [None, 0, 3], ids=["finite", "the first overflows", "the last overflows"])
+    def test_move_the_scale_once_for_all_of_a_step(self, bad):
+        args = {"init_scale": 64.0, "scale_window": 2}
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False)
+        for step in range(2):
+            optimizer.zero_grad()
+            for number, batch in enumerate(inputs(4)):
+                optimizer.backward(loss_of(model, batch) * (math.inf if bad == number and not step else 1.0))
+            assert optimizer.loss_scale == (64.0 if bad is None or not step else 32.0)
+            optimizer.step()
+        assert optimizer.loss_scale == (128.0 if bad is None else 32.0)
+
+    def test_that_no_step_skips_lower_the_scale_too(self):
+        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+        optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
+        assert optimizer.overflow
+        optimizer.zero_grad()  # by a loop that leaves out the step
+        optimizer.zero_grad()
+        assert optimizer.loss_scale == 2.0**15
 
     @pytest.mark.parametrize("clears", ["after a step", "without a step"])
     def test_may_be_scaled_by_the_user(self, clears):

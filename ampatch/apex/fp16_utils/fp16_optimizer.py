@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from ampatch.apex.fp16_utils.fp16util import clip_grad_norm
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from ampatch.errors import LossScaleError, OptionError, did_you_mean
+from ampatch.errors import OptionError, did_you_mean
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import make_policy
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
+from ampatch.scaling.step_gate import check_floor, end_skipped
 from ampatch.weights import optimizer_state
 from ampatch.weights.exchange import exchanged
 
@@ -107,9 +108,9 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.optimizer = init_optimizer
         self.overflow = False
         self.first_closure_call_this_step = True
-        self._overflowed_at_floor = False
-        self._scale_before = self.loss_scale  # of the gradients that were last unscaled
+        self._change: ScaleChange | None = self._no_change()  # None: the scale has not reacted to `overflow` yet
         # Scale of the gradients that were not cleared yet; None if there are none, or if they have the current scale.
+        self._unscaled_by = self.loss_scale
         self._half_scale: float | None = None
         self._full_scale: float | None = None
         self._make_masters()
@@ -176,6 +177,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         Args:
             set_grads_to_None: True to set gradients to None; False to set them to 0.
         """
+        if self.overflow:  # no step skips these gradients; a loop that leaves out bad steps has to end
+            self._react()
         for parameter in itertools.chain(self._updated(), *self.fp16_groups):
             if set_grads_to_None:
                 parameter.grad = None
@@ -236,9 +239,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         kernels.unscale_(full_grads, _number(1 / full_scale, found_inf), found_inf)
         self._half_scale, self._full_scale = half_scale, 1.0
         self.overflow = self.dynamic_loss_scale and bool(found_inf)
-        self._scale_before = half_scale
-        self._overflowed_at_floor = self.overflow and self.loss_scale <= self._floor
-        self.loss_scaler.update_scale(self.overflow)
+        self._unscaled_by, self._change = half_scale, None
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
         """Clips the gradients of all parameters that the optimizer updates, by their common norm.
@@ -282,13 +283,19 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         """
         skipped = None
         if self.overflow:
-            if self._overflows.reports:
-                skipped = self._overflow_event()
-            self._react_to_overflow("Skipping step", logs=self._overflows.logs_line)
+            change = self._react()
+            skipped = end_skipped(
+                self.optimizer,
+                [(change, self._floor)],
+                self._overflow_event,
+                self._overflows,
+                lambda: self._log(str(change)),
+            )
             result = None
         else:
             with exchanged(self._pairs()):
                 result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
+            self._react()
             self._write_masters()
         self._half_scale = self._full_scale = None
         if skipped is not None:
@@ -296,12 +303,11 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         return result
 
     def _overflow_event(self) -> Overflow:
-        optimizer, now = self.optimizer, self.loss_scale
+        optimizer = self.optimizer
         names = optimizer_state.names_in(optimizer)
         of_masters = {id(master): names(parameter) for parameter, master in self._pairs()}
         found = overflows.non_finite_gradients(self._updated(), lambda each: of_masters.get(id(each)) or names(each))
-        change = ScaleChange(0, self._scale_before, now)
-        return Overflow(type(optimizer).__name__, (change,), found, remark="" if found else overflows.CLEARED)
+        return Overflow(type(optimizer).__name__, (self._react(),), found, remark="" if found else overflows.CLEARED)
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
@@ -311,7 +317,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 self.first_closure_call_this_step = False
                 loss = closure()
                 while self.overflow:
-                    self._react_to_overflow("Evaluating the closure again")
+                    check_floor([(self._react(), self._floor)], self._overflow_event)
+                    self._log(f"Gradient overflow. Evaluating the closure again, at loss scale {self.loss_scale}")
                     loss = closure()
                 return loss
 
@@ -320,14 +327,19 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         finally:
             self.first_closure_call_this_step = True
 
-    def _react_to_overflow(self, what: str, *, logs: bool = True) -> None:
-        if self._overflowed_at_floor:
-            raise LossScaleError(
-                f"the loss scale is at its floor of {self._floor:g} and the gradients still overflow, so no scale can "
-                "help. Look for a loss that is not finite, or a learning rate that is too high."
-            )
-        if self.verbose and logs:
-            logger.warning("Gradient overflow. %s, reducing loss scale to %s", what, self.loss_scale)
+    def _react(self) -> ScaleChange:
+        """Lets the scale react to `overflow`, once for each step, and each evaluation of a closure that overflowed."""
+        if self._change is None:
+            self.loss_scaler.update_scale(self.overflow)
+            self._change = ScaleChange(0, self._unscaled_by, self.loss_scale)
+        return self._change
+
+    def _no_change(self) -> ScaleChange:
+        return ScaleChange(0, self.loss_scale, self.loss_scale)
+
+    def _log(self, line: str) -> None:
+        if self.verbose:
+            logger.warning("%s", line)
 
     @property
     def _floor(self) -> float:
@@ -392,7 +404,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.loss_scaler, self.dynamic_loss_scale = loss_scaler, dynamic
         self.overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
-        self._overflowed_at_floor = False
+        self._change = self._no_change()
         self._half_scale = self._full_scale = None
         with torch.no_grad():
             for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
