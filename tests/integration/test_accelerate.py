@@ -309,6 +309,16 @@ class TestAccumulation:
         run.step(X, Y)
         assert run.skipped == [True, False]
 
+    @EACH_LEVEL
+    def test_the_scale_reacts_once_for_all_batches_of_a_step(self, level: str) -> None:
+        run = Run(level, gradient_accumulation_steps=4, scale_window=2, **FLOAT16)
+        first, scales = amp.get_loss_scale(), []
+        for factor in (torch.inf, torch.inf, 1.0, torch.inf, *(1.0,) * 8):  # three steps
+            run.step(X * factor, Y)
+            scales.append(amp.get_loss_scale() / first)
+        assert run.skipped == [True, False, False]
+        assert scales == [*(1.0,) * 3, *(0.5,) * 8, 1.0]
+
 
 class TestSkippedSteps:
     @EACH_LEVEL

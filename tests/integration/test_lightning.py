@@ -217,6 +217,20 @@ class TestTraining:
         assert module.norms == pytest.approx(plain.norms, rel=2e-2)
 
     @EACH_LEVEL
+    def test_the_scale_reacts_once_for_all_batches_of_a_step(self, level: str) -> None:
+        class Overflowing(Lit):
+            def training_step(self, batch: Any, index: int) -> Any:
+                return self.loss(batch) * (torch.inf if index in (0, 1, 3) else 1.0)
+
+            def on_train_batch_end(self, *_: Any) -> None:
+                scales.append(amp.get_loss_scale())
+
+        scales: list[float] = []
+        options = {"init_scale": 64.0, "scale_window": 2}
+        trainer(level, amp_options=options, accumulate_grad_batches=4, max_epochs=1).fit(Overflowing(), loader(20))
+        assert scales == [*(64.0,) * 3, *(32.0,) * 8, *(64.0,) * 2]  # 13 batches: three steps, and a last one
+
+    @EACH_LEVEL
     def test_with_lbfgs_which_evaluates_its_closure_several_times(self, level: str) -> None:
         lbfgs = functools.partial(torch.optim.LBFGS, max_iter=4, history_size=5)
         module, plain = Lit(lbfgs, lr=0.05), Lit(lbfgs, lr=0.05)

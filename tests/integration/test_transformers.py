@@ -228,6 +228,22 @@ class TestTraining:
         assert logged(trainer, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=0.02)
 
     @EACH_LEVEL
+    def test_the_scale_reacts_once_for_all_batches_of_a_step(self, level: str, tmp_path: Path) -> None:
+        class Overflowing(AmpatchTrainer):
+            batches = 0
+
+            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+                self.batches += 1
+                return super().compute_loss(*args, **kwargs) * (torch.inf if self.batches in (1, 2, 4) else 1.0)
+
+        scales: list[float] = []
+        callback = calling(on_step_end=lambda **_: scales.append(amp.get_loss_scale()))
+        options = {"opt_level": level, "half_dtype": "float16", "init_scale": 64.0, "scale_window": 2}
+        batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 3}
+        make(tmp_path, options, Overflowing, callbacks=[callback], **batches).train()
+        assert scales == [32.0, 32.0, 64.0]
+
+    @EACH_LEVEL
     def test_clips_the_gradients_that_the_optimizer_steps_with(self, level: str, tmp_path: Path) -> None:
         norms = []
 
