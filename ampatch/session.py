@@ -51,7 +51,7 @@ from ampatch.patching import (
     thread_rules,
 )
 from ampatch.patching.adapters import Adapters
-from ampatch.patching.adopted_forward import Regions
+from ampatch.patching.adopted_forward import Recorder, Regions
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.fused_linear import LinearCalls
@@ -89,7 +89,7 @@ logger = logging.getLogger("ampatch")
 _MOST_WRAPPERS = 8  # of nested optimizers; a limit, since they could form a ring
 
 
-class SessionTracer(Tracer, Protocol):
+class SessionTracer(Tracer, Recorder, Protocol):
     """A tracer of a session's steps."""
 
     def install(self, ledger: PatchLedger) -> None:
@@ -760,7 +760,7 @@ class Session:
 
     def trace_with(self, tracer: SessionTracer) -> None:
         """Has a tracer watch the steps until the session is taken down."""
-        self.overflows.tracer = tracer
+        self.overflows.tracer = self._regions.recorder = tracer
         tracer.install(self.ledger)
 
     def named_modules(self) -> dict[int, str]:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import GradScaler, amp
+from ampatch.diagnostics.overflow_tracer import OverflowTracer
 from ampatch.runtime import runtime
 
 FLOAT16 = torch.float16
@@ -103,6 +104,28 @@ def trace_of(model: nn.Module, **options: Any) -> Any:
     """Returns the trace of the only overflow of one step."""
     (event,) = events_of(model, **options)
     return event.trace
+
+
+def second_trace_of(model: nn.Module, **options: Any) -> Any:
+    """Returns the trace of the second of two overflows: after the first, the steps are watched."""
+    first, second = events_of(model, steps=2, loss_scale=65536.0, check_finite=True, **options)
+    if len(first.trace.notes) > 1:
+        assert "the next steps are watched" in first.trace.notes[-1]
+    return second.trace
+
+
+@pytest.fixture(params=["second run", "watched"], autouse=True)
+def way(request, monkeypatch):
+    """How an overflow is found: by a second run, or by watching the steps as they run."""
+    if request.param == "watched":
+        install = OverflowTracer.install
+
+        def watching(tracer, ledger):
+            install(tracer, ledger)
+            tracer.watch(math.inf)
+
+        monkeypatch.setattr(OverflowTracer, "install", watching)
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +229,7 @@ class TestForward:
         assert trace.cast_lists == {"blacklist": {"*": [name]}}
 
     def test_of_a_loss_outside_of_the_model(self):
-        trace = trace_of(nn.Linear(8, 8), loss_fn=lambda y: (y.half() * 60000).square().mean())
+        trace = second_trace_of(nn.Linear(8, 8), loss_fn=lambda y: (y.half() * 60000).square().mean())
         assert trace.direction == "forward"
         assert trace.module is None
         assert "square" in trace.source
@@ -270,11 +293,9 @@ class TestBackward:
         assert f"loss_scale={trace.max_loss_scale:g}" in trace.remedies[0]
 
     def test_of_a_gradient_that_is_cast_is_named_by_the_function_behind_it(self):
-        trace = trace_of(nn.Linear(8, 8), loss_fn=lambda y: y.half().mean(), init_scale=2.0**16)
+        trace = second_trace_of(nn.Linear(8, 8), loss_fn=lambda y: y.half().mean())
         assert trace.operator == "cast"
-        assert (
-            trace.source == "trace = trace_of(nn.Linear(8, 8), loss_fn=lambda y: y.half().mean(), init_scale=2.0**16)"
-        )
+        assert trace.source == "trace = second_trace_of(nn.Linear(8, 8), loss_fn=lambda y: y.half().mean())"
         assert "the cast to float16 of a gradient for the backward of torch.Tensor.mean" in str(trace)
 
 
@@ -302,7 +323,7 @@ class TestInputs:
                 target = teacher(batch())
             return in_float32(output * target)
 
-        trace = trace_of(model, loss_fn=distilled)
+        trace = second_trace_of(model, loss_fn=distilled)
         assert trace.direction == "input"
         assert "the forward pass without gradients" in trace.remedies[0]
 
@@ -339,22 +360,24 @@ class TestOtherLoops:
         traces = [event.trace for event in events]
         assert [(trace.direction, trace.function) for trace in traces] == [("forward", "torch.log")] * 2
 
-    def test_gradients_that_accumulate(self):
+    def test_gradients_that_accumulate(self, way):
         events: list[Any] = []
-        factors = [1.0, 1e9]  # the second backward pass is sound
-        model = Applied(lambda x: Amplified.apply(x, factors.pop()))
+        model = Applied(lambda x: Amplified.apply(x, 1e9 if x.dim() == 3 else 1.0))  # the second one is sound
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = amp.initialize(
             model, optimizer, half_dtype=FLOAT16, verbosity=0, init_scale=1.0, on_overflow=("trace", events.append)
         )
         for is_last in (False, True):
-            with amp.scale_loss(in_float32(model(batch())), optimizer, delay_unscale=not is_last) as scaled:
+            x = batch()[0] if is_last else batch()
+            with amp.scale_loss(in_float32(model(x)), optimizer, delay_unscale=not is_last) as scaled:
                 scaled.backward()
         optimizer.step()
         amp.deinitialize()
         assert [event.trace.function for event in events] == ["Amplified"]
+        if way == "second run":
+            assert events[0].trace.notes == ("in forward pass 1 of the 2 before this step",)
 
-    def test_each_optimizer_gets_the_cause_of_its_own_gradients(self):
+    def test_each_optimizer_gets_the_cause_of_its_own_gradients(self, way):
         events: list[Any] = []
         sound, faulty = nn.Linear(8, 8), Applied(lambda x: Amplified.apply(x, 1e9))
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sound, faulty)]
@@ -373,7 +396,8 @@ class TestOtherLoops:
         for optimizer in optimizers:
             optimizer.step()
         amp.deinitialize()
-        assert [event.trace.function for event in events] == ["torch.log", "Amplified"]
+        outside = "torch.log" if way == "watched" else ""  # outside of the model
+        assert [event.trace.function for event in events] == [outside, "Amplified"]
 
     def test_a_backward_pass_after_the_step_of_another(self):
         events: list[Any] = []
@@ -389,7 +413,7 @@ class TestOtherLoops:
         amp.deinitialize()
         assert [(event.trace.direction, event.trace.function) for event in events] == [("forward", "torch.log")]
 
-    def test_a_forward_pass_that_is_no_longer_watched_is_no_input(self):
+    def test_a_forward_pass_that_is_no_longer_watched_is_no_input(self, way):
         events: list[Any] = []
         sound, faulty = nn.Linear(8, 8), Applied(lambda x: torch.log(x * 0))
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (sound, faulty)]
@@ -403,13 +427,49 @@ class TestOtherLoops:
             scaled.backward()
         optimizers[1].step()
         amp.deinitialize()
-        assert [event.trace.direction for event in events] == ["unknown"]
+        assert [event.trace.direction for event in events] == ["forward" if way == "second run" else "unknown"]
 
     def test_an_older_cause_is_not_reported_for_a_later_step(self):
-        is_faulty = [True]
-        model = Applied(lambda x: Amplified.apply(x, 1e9) if is_faulty.pop() else torch.log(x * 0))
-        is_faulty[:] = [False, True]
-        assert [event.trace.function for event in events_of(model, steps=2)] == ["Amplified", "torch.log"]
+        events: list[Any] = []
+        model = Applied(lambda x: Amplified.apply(x, 1e9) if x.dim() == 3 else torch.log(x * 0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(
+            model, optimizer, half_dtype=FLOAT16, verbosity=0, init_scale=1.0, on_overflow=("trace", events.append)
+        )
+        for x in (batch(), batch()[0]):
+            with amp.scale_loss(in_float32(model(x)), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        amp.deinitialize()
+        assert [event.trace.function for event in events] == ["Amplified", "torch.log"]
+
+    def test_a_step_left_out_by_the_user_is_not_blamed_for_a_later_one(self):
+        events: list[Any] = []
+        model = Applied(lambda x: Amplified.apply(x, 1e9) if x.dim() == 3 else torch.log(x * 0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(
+            model, optimizer, half_dtype=FLOAT16, verbosity=0, init_scale=1.0, on_overflow=("trace", events.append)
+        )
+        for x in (batch(), batch()[0]):
+            optimizer.zero_grad()
+            with amp.scale_loss(in_float32(model(x)), optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        amp.deinitialize()
+        assert [event.trace.function for event in events] == ["torch.log"]
+
+    def test_an_overflow_in_a_model_through_which_gradients_came(self):
+        events: list[Any] = []
+        generator, critic = nn.Linear(8, 8), Applied(lambda x: Amplified.apply(x, 1e9))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (generator, critic)]
+        options: dict[str, Any] = {"half_dtype": FLOAT16, "verbosity": 0, "init_scale": 1.0}
+        amp.initialize([generator, critic], optimizers, on_overflow=("trace", events.append), **options)
+        with amp.scale_loss(in_float32(critic(generator(batch()))), optimizers[0]) as scaled:
+            scaled.backward()
+        optimizers[0].step()
+        amp.deinitialize()
+        assert [event.trace.function for event in events] == ["Amplified"]
 
     def test_a_checkpointed_region(self):
         class Recomputed(nn.Module):
@@ -459,10 +519,10 @@ class TestOtherLoops:
 
     def test_a_compiled_model_is_traced_uncompiled(self):
         model = torch.compile(nn.Sequential(nn.Linear(8, 8), Attention(1000.0)), backend="eager")
-        assert "matmul" in trace_of(model).function
+        assert "matmul" in second_trace_of(model).function
         assert torch._dynamo.eval_frame._stance.stance == "default"
 
-    def test_a_forward_in_another_thread_is_told_of(self):
+    def test_a_forward_in_another_thread_is_told_of(self, way):
         def function(x):
             thread = threading.Thread(target=lambda: nn.Linear(8, 8)(batch()))
             thread.start()
@@ -470,8 +530,10 @@ class TestOtherLoops:
             return torch.log(x * 0)
 
         trace = trace_of(Applied(function))
-        assert trace.notes == ("forward passes in other threads were not watched",)
-        assert trace.notes[0] in str(trace)
+        assert trace.function == "torch.log"
+        if way == "watched":
+            assert trace.notes == ("forward passes in other threads were not watched",)
+            assert trace.notes[0] in str(trace)
 
 
 class TestResult:
@@ -524,7 +586,7 @@ class TestResult:
 
 
 class TestMemory:
-    def test_evaluation_with_gradients_keeps_a_few_forward_passes(self):
+    def test_evaluation_with_gradients_keeps_a_few_forward_passes(self, way):
         model = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, half_dtype=FLOAT16, verbosity=0, on_overflow="trace")
@@ -532,7 +594,7 @@ class TestMemory:
         counts = []
         for _ in range(20):
             model(batch())
-            counts.append(len(tracer._watch.ops))
+            counts.append(len(tracer._noted if way == "second run" else tracer._watched._watch.ops))
         amp.deinitialize()
         assert counts[-1] == counts[12] < 12 * counts[0]
 
@@ -540,14 +602,16 @@ class TestMemory:
         model = nn.Linear(8, 8)
         model = amp.initialize(model, half_dtype=FLOAT16, verbosity=0, on_overflow="trace")
         tracer: Any = runtime.live.overflows.tracer  # type: ignore[union-attr]
+        tracer.watch(1)
+        watch = tracer._watched._watch
         model(batch())
-        before = len(tracer._watch.ops)
+        before = len(watch.ops)
         context = multiprocessing.get_context("fork")
         queue = context.SimpleQueue()
 
         def work() -> None:
             torch.ones(3, requires_grad=True) * 2
-            queue.put(len(tracer._watch.ops))
+            queue.put(len(watch.ops))
 
         process = context.Process(target=work)
         process.start()

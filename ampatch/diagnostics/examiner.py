@@ -195,6 +195,11 @@ def _first(ops: Iterable[WatchedOp | None]) -> WatchedOp | None:
     return min(filter(None, ops), key=lambda op: op.number, default=None)
 
 
+def enters(op: WatchedOp) -> bool:
+    """Returns True if inf or NaN came into a backward pass from outside, and this operator was the first to read it."""
+    return op.is_backward and bool(_unwritten(op))
+
+
 def _unwritten(op: WatchedOp) -> list[Values]:
     """Returns the inputs that are not finite, and that no watched operator wrote."""
     return [values for values in op.inputs if not values.is_finite and not values.results]

@@ -1,38 +1,56 @@
-"""Watches every step of a session, and says where the inf or NaN of a skipped one came from.
+"""Says where the inf or NaN of a skipped step came from, by running its forward passes again.
 
-Owns when a session watches, and which gradients have arrived since each optimizer's last step. Must never change a
-result.
+Ordinary steps are only noted. What a second run cannot tell, such as an overflow in the loss, is found by watching the
+next steps as they run. Owns which forward passes are noted, and when steps are watched. Must never change a result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ampatch.diagnostics.examiner import Examiner, origins_of_gradients
+from ampatch import distributed
+from ampatch.diagnostics.examiner import Examiner, enters, origins_of_gradients
+from ampatch.diagnostics.noted_forwards import NotedForward
 from ampatch.diagnostics.overflow_trace import OverflowTrace
 from ampatch.diagnostics.watch import Watch
 from ampatch.diagnostics.watched import WatchedOp, has_half
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
+from ampatch.tracing import is_capturing, is_recording
 
 #: Why no operator is named for gradients that other ranks, or other code, made inf or NaN.
 FINITE_HERE = (
     "the gradients that this process computed are finite: another rank's are not, or other code changed them afterwards"
 )
 _NOT_WATCHED = "no backward pass of these parameters was watched, such as one in another thread, or without modules"
+_NOT_NOTED = "no forward pass of an adopted model led to these gradients, or it was compiled"
+_FROM_OUTSIDE = "the gradients that came into the model were not finite: look at the loss, and at code around the model"
+_FINITE_AGAIN = (
+    "the forward passes ran again, and all gradients were finite: the overflow depends on what has changed since"
+)
+_IS_ARMED = "the next steps are watched as they run, which takes several times as long, to find it there"
 
 #: Forward passes that are kept if no backward pass follows any of them.
 _FORWARDS_KEPT = 8
 
+#: Forward passes of one step that are kept; of accumulated gradients, the last ones.
+_MOST_NOTED = 64
+
+#: Steps that are watched as they run, if a second run cannot tell.
+_STEPS_WATCHED = 3
+
 
 class OverflowTracer:
-    """Watches the steps of a session, and says why one was skipped.
-
-    It watches the thread that runs the first forward pass, from there until the session ends.
+    """Notes the forward passes of a session, and says why a step was skipped.
 
     Args:
         properties: the values of the opt level.
@@ -43,23 +61,41 @@ class OverflowTracer:
     def __init__(
         self, properties: Properties, policy: ScalePolicy, named_modules: Callable[[], Mapping[int, str]]
     ) -> None:
-        self._watch = Watch(keep=has_half)
         self._examiner = Examiner(properties, policy, named_modules)
-        self._origins: dict[int, WatchedOp | None] = {}  # by the id of the parameter, since its optimizer's last step
-        self._arrived: set[int] = set()  # ids of the parameters with a gradient since then
-        self._has_gone_backward = False  # since the first of these forward passes
-        self._forwards: list[int] = []  # the number of the first operator of each
+        self._noted: list[NotedForward] = []
+        self._parameters: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()  # ids
+        self._thread = threading.local()
+        self._watched: _WatchedSteps | None = None
+        self._left = 0.0  # number of steps to watch
 
     def install(self, ledger: PatchLedger) -> None:
-        """Hooks all modules, so that the first forward pass begins to watch.
+        """Has the ledger end what was begun."""
+        ledger.on_undo(self._stop_watching)
+        ledger.on_undo(self._noted.clear)
 
-        From then on compiled code runs uncompiled, because torch.compile compiles nothing while a mode is active.
-        """
-        handle = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
-        ledger.on_undo(handle.remove)
-        self._watch.hook_modules()  # behind that one, which asks whether a module is running
-        ledger.on_undo(self._watch.forget)
-        ledger.on_undo(self._watch.stop)
+    def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
+        is_noted = not getattr(self._thread, "is_inside", False) and self._watched is None
+        if not is_noted or not torch.is_grad_enabled() or is_capturing() or is_recording():
+            return call(*args, **kwargs)
+        if torch._C._current_graph_task_id() != -1:  # recomputed by a checkpoint
+            return call(*args, **kwargs)
+        noted = NotedForward(module, call, args, kwargs)
+        self._thread.is_inside = True
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._thread.is_inside = False
+        noted.follow(result)
+        self._noted.append(noted)
+        self._drop_old()
+        return result
+
+    def _drop_old(self) -> None:
+        idle = [each for each in self._noted if not each.arrived]
+        dropped = idle[: -_FORWARDS_KEPT or None] + self._noted[: -_MOST_NOTED or None]
+        if dropped:
+            self._noted[:] = [each for each in self._noted if each not in dropped]
 
     def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> OverflowTrace:
         """Returns where the first inf or NaN in the gradients of parameters came from; syncs with the device.
@@ -68,8 +104,131 @@ class OverflowTracer:
             parameters: parameters of a model, as an optimizer has them.
             loss_scale: scale of the loss in the backward passes.
         """
-        self._note_origins()
         ids = set(map(id, parameters))
+        seen = None if self._watched is None else self._watched.trace_of(ids, loss_scale)
+        if seen is not None and seen.direction != "unknown":
+            self._left = self._left if self._left == math.inf else 1
+            return seen
+        trace = self._by_second_run(ids, loss_scale)
+        if trace.direction != "unknown":
+            return trace
+        if seen is not None:
+            return seen
+        self.watch(_STEPS_WATCHED + 1)  # this one is about to end
+        return replace(trace, notes=(*trace.notes, _IS_ARMED))
+
+    def end_step(self, parameters: Iterable[Tensor]) -> None:
+        """Forgets the forward passes of parameters, after a step that used their gradients or was skipped."""
+        ids = set(map(id, parameters))
+        self._noted[:] = [each for each in self._noted if self._ids_of(each.module).isdisjoint(ids)]
+        if self._watched is not None:
+            self._watched.end_step(ids)
+            self._left -= 1
+            if self._left <= 0:
+                self._stop_watching()
+
+    def watch(self, steps: float) -> None:
+        """Watches the next steps as they run, until one of them is skipped."""
+        if self._watched is None:
+            self._watched = _WatchedSteps(self._examiner)
+        self._left = steps
+
+    def _ids_of(self, module: nn.Module) -> frozenset[int]:
+        found = self._parameters.get(module)
+        if found is None:
+            found = self._parameters[module] = frozenset(map(id, module.parameters()))
+        return found
+
+    def _stop_watching(self) -> None:
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            watched.stop()
+
+    # The second run
+
+    def _by_second_run(self, ids: Collection[int], loss_scale: float) -> OverflowTrace:
+        """Runs the noted forward passes again, the last one first, until one shows an origin.
+
+        Those of models through which the gradients came follow, such as a discriminator's. Other ranks run as many
+        passes, since one may wait for theirs; then all run, each of them twice.
+
+        Args:
+            ids: those of the parameters.
+            loss_scale: scale of the loss in the backward passes.
+        """
+        noted = [each for each in self._noted if each.arrived]
+        own = [each for each in noted if not self._ids_of(each.module).isdisjoint(ids)]
+        backward = {number for each in own for number in each.arrived}
+        through = [each for each in noted if each not in own and not backward.isdisjoint(each.arrived)]
+        has_others = distributed.has_other_ranks()
+        told, notes = None, dict.fromkeys([] if own else [_NOT_NOTED])
+        for each in (*reversed(own), *reversed(through)):
+            if told is not None and not has_others:
+                break
+            try:
+                trace, why = self._examined(each, ids if each in own else None, loss_scale, runs_twice=has_others)
+            except Exception as error:  # noqa: BLE001 - a model may raise anything
+                trace, why = None, f"a forward pass could not run again: {type(error).__name__}: {error}"
+            if trace is not None and told is None:
+                which = f"in forward pass {noted.index(each) + 1} of the {len(noted)} before this step"
+                told = replace(trace, notes=(*trace.notes, which)) if noted[1:] else trace
+            notes |= dict.fromkeys([why] if why else [])
+        return told or OverflowTrace("unknown", notes=tuple(notes) or (_FINITE_AGAIN,))
+
+    def _examined(
+        self, noted: NotedForward, ids: Collection[int] | None, loss_scale: float, *, runs_twice: bool
+    ) -> tuple[OverflowTrace | None, str]:
+        """Returns what a second run shows, and why it shows nothing; both are empty if all gradients are finite."""
+        if noted.obstacle:
+            return None, f"a forward pass could not run again: {noted.obstacle}"
+        first = self._origins(noted, ids, None)
+        found = [op for op in first if op is not None and not enters(op)]
+        # Arguments are kept in another run, for the operator to be tried in float32: they take memory.
+        origin = min((op.number for op in found), default=-1)
+        again = self._origins(noted, ids, origin) if found or runs_twice else []
+        if found:
+            return self._examiner.describe([op for op in again if op and not enters(op)], loss_scale=loss_scale), ""
+        return None, _FROM_OUTSIDE if first else ""
+
+    @staticmethod
+    def _origins(noted: NotedForward, ids: Collection[int] | None, kept: int | None) -> list[WatchedOp | None]:
+        """Runs a forward pass again; returns the origins of gradients of some parameters, or None: of all leaves."""
+        watch = Watch(None if kept is None else lambda _: watch.count - 1 == kept)
+        noted.run_again(watch)
+        return [origin for key, origin in origins_of_gradients(watch).items() if ids is None or key in ids]
+
+
+class _WatchedSteps:
+    """Watches steps as they run, and says why one was skipped.
+
+    It watches the thread that runs the first forward pass, from there until it is stopped. Compiled code runs
+    uncompiled meanwhile, because torch.compile compiles nothing while a mode is active.
+
+    Args:
+        examiner: says in the user's terms where inf or NaN arose.
+    """
+
+    def __init__(self, examiner: Examiner) -> None:
+        self._watch = Watch(keep=has_half)
+        self._examiner = examiner
+        self._origins: dict[int, WatchedOp | None] = {}  # by the id of the parameter, since its optimizer's last step
+        self._arrived: set[int] = set()  # ids of the parameters with a gradient since then
+        self._has_gone_backward = False  # since the first of these forward passes
+        self._forwards: list[int] = []  # the number of the first operator of each
+
+        # The first forward pass begins to watch. This hook comes first: it asks whether a module is running.
+        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
+        self._watch.hook_modules()
+
+    def stop(self) -> None:
+        """Stops watching."""
+        self._hook.remove()
+        self._watch.stop()
+        self._watch.forget()
+
+    def trace_of(self, ids: set[int], loss_scale: float) -> OverflowTrace:
+        """Returns what `OverflowTracer.trace_of` does, by the ids of the parameters."""
+        self._note_origins()
         is_watched = bool(ids & self._arrived)  # sharded parameters get their gradients from other tensors
         origins = [origin for key, origin in self._origins.items() if key in ids or not is_watched]
         if not origins:
@@ -77,10 +236,9 @@ class OverflowTracer:
             return OverflowTrace("unknown", notes=(note,))
         return self._examiner.describe(origins, self._watch.missed_threads, loss_scale)
 
-    def end_step(self, parameters: Iterable[Tensor]) -> None:
-        """Forgets the gradients of parameters, after a step that used them or was skipped."""
+    def end_step(self, ids: set[int]) -> None:
+        """Forgets the gradients of parameters, given by id, after a step that used them or was skipped."""
         self._note_origins()
-        ids = set(map(id, parameters))
         if not ids & self._arrived:  # those of sharded parameters
             ids = {*self._origins, *self._arrived}
         self._origins = {key: origin for key, origin in self._origins.items() if key not in ids}

@@ -162,6 +162,15 @@ class Watch:
 
     # Modules
 
+    @contextlib.contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """Context for a forward that is not called by its module, so that no hook tells that it runs."""
+        self._enter_module(module, None)
+        try:
+            yield
+        finally:
+            self._leave_module(module)
+
     def _enter_module(self, module: nn.Module, _: object) -> None:
         """Notes that a module's forward pass begins."""
         is_recomputed = torch._C._current_graph_task_id() != -1
@@ -325,6 +334,10 @@ class Watch:
         if incoming and arrival != self._last_arrival:  # several operators may take a gradient in
             self._last_arrival = arrival
             self.gradients.append(ArrivedGradient(node.variable, self._values_of(incoming[-1]), self._loss))
+
+    def note_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Notes a gradient that a backward pass has returned, and not added to ``.grad``."""
+        self.gradients.append(ArrivedGradient(parameter, self._values_of(gradient), None))
 
     def _values_of(self, tensor: Tensor) -> Values:
         return self._written.read(

@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Callable, Set
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import nn
@@ -47,6 +47,13 @@ from ampatch.switch import (
 _CALL = "_compiled_call_impl"
 
 
+class Recorder(Protocol):
+    """Notes forward passes."""
+
+    def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns ``call(*args, **kwargs)``, the forward of a module."""
+
+
 class Regions:
     """The regions that a session begins: around the forwards of its models, and around calls of their parts alone.
 
@@ -59,7 +66,10 @@ class Regions:
     Attributes:
         kinds: the argument.
         in_half: the argument.
+        recorder: notes the outermost forward passes; None if none does.
     """
+
+    recorder: Recorder | None = None
 
     def __init__(self, switch: Switch, dtype: torch.dtype, kinds: Set[str], in_half: bool = False) -> None:
         self._switch, self._dtype, self.kinds, self.in_half = switch, dtype, kinds, in_half
@@ -220,6 +230,9 @@ class _ForwardInRegion(ReplacedForward):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward; under Dynamo in plain blocks, within which its graphs may break."""
         if not is_dynamo_compiling() or is_exporting() or self._regions.is_decided():
+            recorder = None if is_dynamo_compiling() else self._regions.recorder
+            if recorder is not None:
+                return recorder.run(self.module, self.in_block, args, kwargs)
             return self.in_block(*args, **kwargs)
         first, second, third, fourth = blocks_of(self._regions.state())
         with first, second, third, fourth:
