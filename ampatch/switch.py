@@ -58,6 +58,10 @@ _AS_THEY_ARE = (None,) * len(_PLACES)
 OFF: State = (True, (*(False for _ in KINDS), None), None, None)
 
 
+#: The state of a thread without regions and without autocast.
+PLAIN: State = (False, (False,) * len(_PLACES), None, None)
+
+
 #: The state in the forward of a model with half weights, where amp casts what meets them. Autocast does nothing there:
 #: it is on for a device that no tensor here uses, so that every thread has its own state and torch.compile guards it.
 IN_HALF: State = (None, (*(None for _ in KINDS), True), (*(None for _ in KINDS), torch.float16), None)

@@ -21,7 +21,7 @@ from ampatch.diagnostics.operands import versions_of
 from ampatch.diagnostics.watch import Watch
 from ampatch.distributed import is_sharded
 from ampatch.graph_nodes import leaves_among, nodes_of
-from ampatch.switch import Region, state
+from ampatch.switch import PLAIN, Region, is_in_region, state
 
 _Random = list[tuple[torch.device | None, Tensor]]
 
@@ -40,6 +40,8 @@ class NotedForward:
         arrived: the gradients that came into its outputs, by the number of the backward pass and the output's place.
     """
 
+    __slots__ = ("_call", "_given", "_random", "_state", "_thread", "_versions", "arrived", "module")
+
     def __init__(
         self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
@@ -47,8 +49,9 @@ class NotedForward:
         self.arrived: dict[int, dict[int, Tensor]] = {}
         self._call, self._given = call, (args, kwargs)
         self._versions = versions_of(self._given)
-        self._state = state()
-        self._random = _random_states({each.device for each in tensors_in(self._given) if each.is_cuda})
+        self._state = state() if is_in_region() or torch._C._is_any_autocast_enabled() else PLAIN
+        on_gpus = tensors_in(self._given) if torch.cuda.is_initialized() else ()
+        self._random = _random_states({each.device for each in on_gpus if each.is_cuda})
         self._thread = threading.get_ident()
 
     def follow(self, result: object) -> None:

@@ -64,7 +64,7 @@ class OverflowTracer:
         self._examiner = Examiner(properties, policy, named_modules)
         self._noted: list[NotedForward] = []
         self._parameters: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()  # ids
-        self._thread = threading.local()
+        self._thread = _Thread()
         self._watched: _WatchedSteps | None = None
         self._left = 0.0  # number of steps to watch
 
@@ -75,10 +75,7 @@ class OverflowTracer:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
-        is_noted = not getattr(self._thread, "is_inside", False) and self._watched is None
-        if not is_noted or not torch.is_grad_enabled() or is_capturing() or is_recording():
-            return call(*args, **kwargs)
-        if torch._C._current_graph_task_id() != -1:  # recomputed by a checkpoint
+        if self._watched is not None or not torch.is_grad_enabled() or self._thread.is_inside or not _is_usual():
             return call(*args, **kwargs)
         noted = NotedForward(module, call, args, kwargs)
         self._thread.is_inside = True
@@ -88,7 +85,8 @@ class OverflowTracer:
             self._thread.is_inside = False
         noted.follow(result)
         self._noted.append(noted)
-        self._drop_old()
+        if len(self._noted) > _FORWARDS_KEPT:
+            self._drop_old()
         return result
 
     def _drop_old(self) -> None:
@@ -196,6 +194,15 @@ class OverflowTracer:
         watch = Watch(None if kept is None else lambda _: watch.count - 1 == kept)
         noted.run_again(watch)
         return [origin for key, origin in origins_of_gradients(watch).items() if ids is None or key in ids]
+
+
+class _Thread(threading.local):
+    is_inside = False  # a forward pass that is noted
+
+
+def _is_usual() -> bool:
+    """Returns True unless a graph is captured or traced, or a checkpoint recomputes a forward pass."""
+    return torch._C._current_graph_task_id() == -1 and not (is_capturing() or is_recording())
 
 
 class _WatchedSteps:
