@@ -7,7 +7,7 @@ the copies of buffers. Must not know why a step is skipped.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,63 +19,47 @@ from torch.nn.modules.module import (
 
 from ampatch.grouping import grouped
 from ampatch.ledger import PatchLedger
-from ampatch.native import kernels
-from ampatch.weights.untracked_writes import has_memory, is_shared, is_since, moment_of
+from ampatch.weights.untracked_writes import Moment, has_memory, is_shared, is_since, moment_of
 
-# Larger buffers, mostly tables and masks, are kept only once a forward pass has written to them.
+# Larger buffers are mostly tables and masks, which no forward pass writes to.
 _LARGE = 2**20
-
-_Buffers = dict[str, Tensor | None]
 
 
 class _Kept:
     """One buffer, and a copy of it.
 
-    Args:
+    Attributes:
         buffers: the buffers of its module.
         name: its name there.
-        is_counted: False if kernels write to it without counting, as those of norms do.
+        is_statistic: True for those of torch's norms. The kernels of norms write to them without counting, so that a
+            write that torch has counted is the user's.
+        moment: when it was copied: the buffer, or the mean of the same norm, and its version counter.
+        copied: the copy; None if there is none.
     """
 
-    __slots__ = ("_after_forward", "_buffers", "_name", "_when_copied", "copied", "is_counted", "original")
+    __slots__ = ("buffers", "copied", "is_statistic", "moment", "name")
 
-    def __init__(self, buffers: _Buffers, name: str, is_counted: bool) -> None:
-        self._buffers, self._name, self.is_counted = buffers, name, is_counted
-        self.original: Tensor | None = None  # what was copied
+    def __init__(self, buffers: dict[str, Tensor | None], name: str, is_statistic: bool) -> None:
+        self.buffers, self.name, self.is_statistic = buffers, name, is_statistic
         self.copied: Tensor | None = None
-        # The tensor and its version counter when it was copied, and after the last forward pass.
-        self._when_copied = self._after_forward = moment_of(None)
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """Its module's buffers, and its name there."""
-        return id(self._buffers), self._name
+        self.moment = moment_of(None)
 
     def now(self) -> Tensor | None:
         """Returns the buffer; None if it is none, or of a kind that is not kept."""
-        found = self._buffers.get(self._name)
-        return found if found is not None and has_memory(found) and not found.is_inference() else None
+        found = self.buffers.get(self.name)
+        is_kept = found is not None and has_memory(found) and not found.is_inference() and found.numel() <= _LARGE
+        return found if is_kept and found is not None and (self.is_statistic or found.is_floating_point()) else None
 
-    def is_to_copy(self, now: Tensor | None, of_user: bool) -> bool:
-        """Returns True if the copy may be out of date; for what user code has written only, if ``of_user`` is true."""
-        if of_user:
-            return not is_since(self._after_forward, now)
-        return not self.is_counted or not is_since(self._when_copied, now)
+    def guard(self) -> Tensor | None:
+        """Returns the tensor whose version tells of writes by the user."""
+        return self.buffers.get("running_mean" if self.is_statistic else self.name)
 
-    def note_copied(self, now: Tensor | None) -> None:
-        """Records what is copied now."""
-        self.original, self._when_copied = now, moment_of(now)
-
-    def note_forward(self) -> None:
-        """Records the buffer after a forward pass."""
-        self._after_forward = moment_of(self.now())
-
-    def put_back(self, copied: Tensor) -> None:
-        """Puts a clone of a copy into the module, since user code may use the tensor that is there."""
-        self._buffers[self._name] = copied.clone()
+    def is_untouched(self, since: Moment) -> bool:
+        """Returns True if no user code can have written to it since."""
+        return self.is_statistic and is_since(since, self.guard())
 
 
-_Saved = tuple[_Kept, Tensor, Tensor]  # a buffer, the tensor that it was, and a copy of that
+_Saved = tuple[_Kept, Moment, Tensor]  # a buffer, when it was copied, and the copy
 
 
 class ModelBuffers:
@@ -100,52 +84,40 @@ class ModelBuffers:
         return self.is_incomplete or bool(self._kept)
 
     @torch.no_grad()
-    def keep(self, *, overwrites: bool = True, of_user: bool = False) -> None:
-        """Copies the buffers that have changed since the last copies.
+    def keep(self, *, overwrites: bool = True) -> None:
+        """Copies the buffers; within a step only the statistics that user code has written since.
 
         Args:
             overwrites: whether the last copies may be written to. A step needs them until the host knows whether it
                 ran.
-            of_user: True leaves out what forward passes have written since: only what user code has written counts.
         """
         model = self._model()
-        if self.is_incomplete and model is not None and not of_user:
-            known = {each.key: each for each in self._kept}
-            new = [
-                _Kept(module._buffers, name, not isinstance(module, _NormBase))
+        if self.is_incomplete and model is not None:
+            known = {(id(each.buffers), each.name): each for each in self._kept}
+            self._kept = [
+                known.get((id(module._buffers), name)) or _Kept(module._buffers, name, isinstance(module, _NormBase))
                 for module in model.modules()
                 if isinstance(module._buffers, dict)  # TorchScript's are none
                 for name in module._buffers
             ]
-            self._kept = [known.get(each.key, each) for each in new]
         pairs: list[tuple[Tensor, Tensor]] = []
         for each in self._kept:
             now = each.now()
-            if not each.is_to_copy(now, of_user):
-                continue
-            is_known = each.original is not None
-            each.note_copied(now)
-            if now is None or not (is_known or now.numel() <= _LARGE):
+            if now is None:
                 each.copied = None
-                continue
-            if each.copied is None or not overwrites or each.copied.shape != now.shape:
-                each.copied = torch.empty_like(now)
-            pairs.append((each.copied, now))
-        _copy(pairs)
-        self.is_old, self.is_incomplete = self.is_old and of_user, self.is_incomplete and of_user
-
-    def note_forward(self) -> None:
-        """Notes the buffers after a forward pass, so that what user code writes until the next one can be told."""
-        for each in self._kept:
-            each.note_forward()
+            elif self.is_old or each.copied is None or (each.is_statistic and not each.is_untouched(each.moment)):
+                if each.copied is None or not overwrites or each.copied.shape != now.shape:
+                    each.copied = torch.empty_like(now)
+                each.moment = moment_of(each.guard())
+                pairs.append((each.copied, now))
+        for some in grouped(((copied.dtype, copied.device), (copied, now)) for copied, now in pairs).values():
+            targets, sources = zip(*some, strict=True)
+            torch._foreach_copy_(targets, sources)
+        self.is_old = self.is_incomplete = False
 
     def copies(self) -> list[_Saved]:
         """Returns the buffers that are kept."""
-        return [
-            (each, each.original, each.copied)
-            for each in self._kept
-            if each.original is not None and each.copied is not None
-        ]
+        return [(each, each.moment, each.copied) for each in self._kept if each.copied is not None]
 
 
 class KeptBuffers:
@@ -178,13 +150,7 @@ class KeptBuffers:
         """Keeps the buffers of a model before its first forward pass since a step, and what user code has written."""
         buffers = self._of.get(model)
         if buffers is not None and buffers.is_needed and torch.is_grad_enabled():
-            buffers.keep(overwrites=not self._needed, of_user=not buffers.is_old)
-
-    def after_forward(self, model: nn.Module) -> None:
-        """Notes the end of a forward pass of a model."""
-        buffers = self._of.get(model)
-        if buffers is not None and not buffers.is_old:
-            buffers.note_forward()
+            buffers.keep(overwrites=not self._needed)
 
     def before_step(
         self, is_own: Callable[[nn.Module], bool], is_anothers: Callable[[nn.Module], bool]
@@ -195,11 +161,11 @@ class KeptBuffers:
             is_own: returns True for a model that the optimizer updates.
             is_anothers: returns True for a model with gradients that another optimizer is about to step with.
         """
-        models = [(model, buffers, is_own(model)) for model, buffers in list(self._of.items())]
-        before = BuffersBefore([(buffers, own) for _, buffers, own in models if not buffers.is_old])
+        models = [(model, buffers, is_anothers(model)) for model, buffers in list(self._of.items())]
+        before = BuffersBefore([(buffers, not (buffers.is_old or anothers)) for _, buffers, anothers in models])
         self._needed.add(before)
-        for model, buffers, own in models:
-            buffers.is_old = buffers.is_old or own or not is_anothers(model)
+        for model, buffers, anothers in models:
+            buffers.is_old = buffers.is_old or not anothers or is_own(model)
         return before
 
 
@@ -207,46 +173,51 @@ class BuffersBefore:
     """The buffers of all models as they were before one step.
 
     Args:
-        models: the buffers of each model, and whether the step's optimizer updates the model.
+        models: the buffers of each model, and whether all of its forward passes since the copies were for this step.
     """
 
-    def __init__(self, models: list[tuple[ModelBuffers, bool]]) -> None:
-        self._models = [(buffers.copies(), is_own) for buffers, is_own in models]
+    def __init__(self, models: Sequence[tuple[ModelBuffers, bool]]) -> None:
+        self._saved = {
+            each: (since, copied, exactly) for buffers, exactly in models for each, since, copied in buffers.copies()
+        }
+
+    def complete(self, within: BuffersBefore) -> None:
+        """Takes what a closure's forward passes were noted to begin with, for models that had none before the step."""
+        self._saved |= {
+            each: saved for each, saved in within._saved.items() if saved[2] and not self._saved.get(each, saved)[2]
+        }
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Gives the buffers their earlier values; of models that other optimizers update, only if one is not finite."""
-        for copies, is_own in self._models:
-            if is_own or not _are_finite(each.now() for each, *_ in copies):
-                self._restore(copies)
+        """Gives norms their earlier statistics, and other buffers their earlier values if they are not finite now.
 
-    def replace_by(self, earlier: BuffersBefore) -> None:
-        """Takes the copies of an earlier time, if the step before it was skipped after all."""
-        known = {each: copied for copies, _ in earlier._models for each, _, copied in copies}
-        self._models = [
-            ([(each, original, known.get(each, copied)) for each, original, copied in copies], is_own)
-            for copies, is_own in self._models
+        What user code has written or replaced since stays, unless it is not finite. So do statistics of forward passes
+        whose gradients another optimizer is about to use.
+        """
+        found = [
+            (each, copied, now, exactly and each.is_untouched(since))
+            for each, (since, copied, exactly) in self._saved.items()
+            if (now := each.now()) is not None and now.shape == copied.shape and now.device == copied.device
         ]
-
-    def _restore(self, copies: list[_Saved]) -> None:
-        pairs: list[tuple[Tensor, Tensor]] = []
-        for each, original, copied in copies:
-            if each.now() is not original or original.shape != copied.shape or is_shared(original):
-                each.put_back(copied)
-            else:
-                pairs.append((original, copied))
-            each.copied = copied
-        _copy(pairs)
-
-
-def _are_finite(buffers: Iterable[Tensor | None]) -> bool:
-    """Returns True if no buffer has inf or NaN; syncs with the device."""
-    there = [each for each in buffers if each is not None and each.is_floating_point()]
-    return not there or not bool(kernels.flag_and_squares(there, there[0].device)[0])
+        flags = [
+            torch.stack([_is_finite(copied), _is_finite(now), now.ne(copied).any()]) for _, copied, now, _ in found
+        ]
+        by_device = grouped((flag.device, (place, flag)) for place, flag in enumerate(flags))
+        for rows in by_device.values():
+            read = torch.stack([flag for _, flag in rows]).tolist()
+            for (place, _), (can_restore, is_finite, differs) in zip(rows, read, strict=True):
+                each, copied, now, exactly = found[place]
+                if can_restore and differs and (exactly or not is_finite):
+                    _put_back(each, copied, now)
 
 
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copies the second tensor of each pair to the first."""
-    for some in grouped(((target.dtype, target.device), (target, source)) for target, source in pairs).values():
-        targets, sources = zip(*some, strict=True)
-        torch._foreach_copy_(targets, sources)
+def _is_finite(tensor: Tensor) -> Tensor:
+    return tensor.isfinite().all()
+
+
+def _put_back(each: _Kept, copied: Tensor, now: Tensor) -> None:
+    if is_shared(now) and not each.is_statistic:  # user code may use the tensor
+        each.buffers[each.name] = copied.clone()
+    else:
+        now.copy_(copied)
+    each.moment, each.copied = moment_of(each.guard()), copied

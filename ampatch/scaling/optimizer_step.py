@@ -409,13 +409,6 @@ class AdoptedOptimizer:
             return [check]
         return overflowed
 
-    def _restore_late(self, buffers: BuffersBefore) -> None:
-        """Restores the buffers of an earlier step, also for the steps since then, whose copies have its values."""
-        buffers.restore()
-        for later in (*(each for _, each in self._unread), self._buffers):
-            if later is not None:
-                later.replace_by(buffers)
-
     def _buffers_before(self) -> BuffersBefore | None:
         if self._kept_buffers is None or not self._kept_buffers.are_there():
             return None
@@ -624,7 +617,7 @@ class AdoptedOptimizer:
             overflowed = list(filter(_OVERFLOWED, uses))
             self._last_was_skipped = bool(overflowed)
             if overflowed and buffers is not None:
-                self._restore_late(buffers)
+                buffers.restore()
             if not overflowed:
                 self._warn_of_loss(uses, ran=True)
             else:
@@ -667,9 +660,10 @@ class AdoptedOptimizer:
     def _skip(self, overflowed: Sequence[ScaleUse]) -> None:
         react(self._uses)
         self.read_verdicts()
-        for buffers in (self._buffers_before(), self._buffers):  # first those of forward passes within the step
-            if buffers is not None:
-                buffers.restore()
+        within = self._buffers_before()
+        if self._buffers is not None and within is not None:
+            self._buffers.complete(within)
+            self._buffers.restore()
         self._last_was_skipped = self._skips_this_step = True
         self.skips.skipped += 1
         _count(overflowed)
