@@ -6,6 +6,7 @@ import copy
 import io
 import math
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ampatch import amp
 from ampatch.errors import OptionError
 from ampatch.scaling import loss_scaler
 from ampatch.scaling.loss_scaler import LossScaler, ScalePolicy, ScaleState, first_state, make_policy, next_state
@@ -441,3 +443,58 @@ class TestStateDict:
         with pytest.raises(OptionError, match=message):
             scaler.load_state_dict(saved)
         assert scaler.state == ScaleState(4.0, 1, 1)
+
+
+class TestReactionsToDroppedGradients:
+    """Of an overflow in gradients that were cleared before a step."""
+
+    @staticmethod
+    def started(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        chosen = {"half_dtype": "float16", "init_scale": 1024.0, "verbosity": 0, **options}
+        amp.initialize(model, optimizer, opt_level="O1", **chosen)
+        return model, optimizer
+
+    @staticmethod
+    def backward(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        with amp.scale_loss(model(torch.ones(4, 2)).float().mean() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    @pytest.mark.filterwarnings("ignore:the loss of a skipped step is inf")
+    def test_with_a_window_of_one_step(self):
+        model, optimizer = self.started(scale_window=1)
+        for _ in range(2):
+            self.backward(model, optimizer, math.inf)
+            optimizer.zero_grad(set_to_none=_ == 0)
+        self.backward(model, optimizer, math.inf)
+        optimizer.step()
+        assert amp.stats()["clean_steps"] == 0
+        amp.load_state_dict(amp.state_dict())
+
+    def test_do_not_move_a_scale_that_was_loaded_since(self):
+        model, optimizer = self.started()
+        self.backward(model, optimizer, math.inf)
+        optimizer.zero_grad()
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 7}})
+        self.backward(model, optimizer, 1.0)
+        optimizer.step()
+        assert amp.get_loss_scale() == 4096.0
+        assert amp.stats()["clean_steps"] == 8
+
+    def test_make_it_the_scale_of_a_run_that_the_next_does_not_inherit(self):
+        model, optimizer = self.started()
+        for _ in range(3):
+            self.backward(model, optimizer, math.inf)
+            optimizer.zero_grad()
+        self.backward(model, optimizer, math.inf)
+        assert amp.get_loss_scale() == 128.0
+        self.started()
+        assert amp.get_loss_scale() == 1024.0
+
+    def test_a_finite_loss_that_the_scale_makes_inf_is_not_told_of(self, recwarn):
+        model, optimizer = self.started(init_scale=65536.0)
+        self.backward(model, optimizer, 1e35)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert not [each for each in recwarn if "the loss of" in str(each.message)]

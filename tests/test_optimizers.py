@@ -230,6 +230,7 @@ class TestSkippedStep:
         overflow(model, optimizer)
         assert log() == []
         optimizer.step()
+        optimizer.zero_grad()
         optimizer.step()
         assert log() == ["Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0"]
 

@@ -458,7 +458,8 @@ class TestTrace:
             "  1 gradient of this SGD with inf or NaN:",
             "    2.weight, shape (2, 4), float32: 1 inf, 0 nan",
             "No watched operator produced the inf or NaN of these gradients.",
-            f"  note      {overflow_tracer.FINITE_HERE}",
+            f"  note      {overflow_tracer.FINITE_AGAIN}",
+            f"  note      {overflow_tracer.IS_ARMED}",
         ]
 
     @pytest.mark.parametrize("on_overflow", ["trace", "raise", "function"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_same_state
 from torch import Tensor, nn
 
 import ampatch
@@ -108,6 +109,31 @@ class TestTheFourWays:
         assert evaluations == 3
         assert all(torch.equal(layer.state_dict()[name], value) for name, value in before.items())
         assert not optimizer.state_dict()["state"]
+
+
+def test_fp16_optimizer_undoes_a_step_whose_closure_overflows_at_the_floor():
+    layer = nn.Linear(2, 1).half()
+    inner = torch.optim.LBFGS(layer.parameters(), lr=0.1, max_iter=4)
+    args = {"init_scale": 1.0, "min_loss_scale": 1.0}
+    optimizer = FP16_Optimizer(inner, dynamic_loss_scale=True, dynamic_loss_args=args)
+    before = copy.deepcopy((layer.state_dict(), optimizer.state_dict()["fp32_from_fp16"]))
+    evaluations = 0
+
+    def closure() -> Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = layer(torch.ones(1, 2).half()).float().square().sum() * (math.inf if evaluations > 2 else 1.0)
+        optimizer.backward(loss)
+        return loss
+
+    with pytest.raises(LossScaleError, match="at its floor"):
+        optimizer.step(closure)
+    assert evaluations == 3
+    assert_same_state((layer.state_dict(), optimizer.state_dict()["fp32_from_fp16"]), before)
+    evaluations = -10
+    optimizer.step(closure)  # goes on
+    assert evaluations > -10
 
 
 class TestClosureGate:

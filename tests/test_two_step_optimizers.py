@@ -221,3 +221,45 @@ def test_a_closure_that_an_optimizer_keeps_is_the_users_after_the_step() -> None
     assert amp.step_was_skipped(optimizer)
     assert optimizer.kept() == 7
     assert not amp.gradients_are_finite(optimizer)
+
+
+class TestGradientsThatNoBlockJudges:
+    """Put together by the user from cleared ones, as for several tasks; or used for a second step."""
+
+    @staticmethod
+    def started(level: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize(model, optimizer, opt_level=level, half_dtype="float16", init_scale=1024.0, verbosity=0)
+        return model, optimizer
+
+    @staticmethod
+    def backward(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float) -> list[Tensor]:
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(4, 2)).float().mean() * factor, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        return [each.grad.clone() for each in model.parameters()]
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.parametrize("factors", [(1.0, math.inf), (math.inf, 1.0), (1.0, 1.0)], ids=str)
+    def test_of_several_tasks(self, level: str, factors: tuple[float, float]) -> None:
+        model, optimizer = self.started(level)
+        before = [each.detach().clone() for each in model.parameters()]
+        saved = [self.backward(model, optimizer, factor) for factor in factors]
+        for parameter, one, other in zip(model.parameters(), *saved, strict=True):
+            parameter.grad = (one + other) / 2
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) == (math.inf in factors)
+        assert all(map(torch.equal, model.parameters(), before)) == (math.inf in factors)
+        assert amp.get_loss_scale() == (512.0 if math.inf in factors else 1024.0)
+
+    @pytest.mark.filterwarnings("ignore:the loss of a skipped step is inf")
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_of_a_step_that_was_skipped(self, level: str) -> None:
+        model, optimizer = self.started(level)
+        before = [each.detach().clone() for each in model.parameters()]
+        self.backward(model, optimizer, math.inf)
+        optimizer.step()
+        optimizer.step()
+        assert all(map(torch.equal, model.parameters(), before))
+        assert amp.get_loss_scale() == 512.0

@@ -34,10 +34,11 @@ FINITE_HERE = (
 _NOT_WATCHED = "no backward pass of these parameters was watched, such as one in another thread, or without modules"
 _NOT_NOTED = "no forward pass of an adopted model led to these gradients, or it was compiled"
 _FROM_OUTSIDE = "the gradients that came into the model were not finite: look at the loss, and at code around the model"
-_FINITE_AGAIN = (
-    "the forward passes ran again, and all gradients were finite: the overflow depends on what has changed since"
+FINITE_AGAIN = (
+    "the forward passes ran again, and all gradients were finite: another rank's are not, other code changed them "
+    "afterwards, or the overflow depends on what has changed since"
 )
-_IS_ARMED = "the next steps are watched as they run, which takes several times as long, to find it there"
+IS_ARMED = "the next steps are watched as they run, which takes several times as long, to find it there"
 
 #: Forward passes that are kept if no backward pass follows any of them.
 _FORWARDS_KEPT = 8
@@ -113,7 +114,7 @@ class OverflowTracer:
         if seen is not None:
             return seen
         self.watch(_STEPS_WATCHED + 1)  # this one is about to end
-        return replace(trace, notes=(*trace.notes, _IS_ARMED))
+        return replace(trace, notes=(*trace.notes, IS_ARMED))
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Forgets the forward passes of parameters, after a step that used their gradients or was skipped."""
@@ -171,7 +172,7 @@ class OverflowTracer:
                 which = f"in forward pass {noted.index(each) + 1} of the {len(noted)} before this step"
                 told = replace(trace, notes=(*trace.notes, which)) if noted[1:] else trace
             notes |= dict.fromkeys([why] if why else [])
-        return told or OverflowTrace("unknown", notes=tuple(notes) or (_FINITE_AGAIN,))
+        return told or OverflowTrace("unknown", notes=tuple(notes) or (FINITE_AGAIN,))
 
     def _examined(
         self, noted: NotedForward, ids: Collection[int] | None, loss_scale: float, *, runs_twice: bool

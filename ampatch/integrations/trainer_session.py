@@ -507,20 +507,18 @@ class TrainerSession:
             closure = args[0] if args else kwargs.get("closure")
             inside, has_run = True, False
             try:
-                result = self._step_by_scaler(optimizer, original, closure)
+                return self._step_by_scaler(optimizer, original, closure)
             finally:
                 inside = False
-            self.step_was_skipped |= not has_run
-            return result
+                self.step_was_skipped |= not has_run
 
         return step
 
     def _step_by_scaler(self, optimizer: Any, original: Callable[..., Any], closure: Any) -> Any:
         scaler = self._scaler
         if closure is None:
-            result = scaler.step(optimizer) if has_gradients(parameters_of(optimizer)) else original()
             self._has_stepped = True
-            return result
+            return scaler.step(optimizer) if has_gradients(parameters_of(optimizer)) else original()
         if self._has_stepped or self._is_unscaled:  # another optimizer's step has run its closure
             self._end_iteration()
 

@@ -208,6 +208,7 @@ class LossScaler:
         dynamic: True if the scale reacts to overflows.
         is_one: True if the scale is static and 1, so that scaling changes nothing and costs nothing.
         age: number of times that the scale was set or may have changed; known without a sync with the device.
+        loads: number of times that a state was loaded; what blocks before have found no longer moves the scale.
         overflows: number of overflows for which amp has skipped steps; stays 0 for a scaler that is used by hand.
         uses_by_hand: class attribute: number of calls of `unscale_`, of all scalers.
 
@@ -220,6 +221,7 @@ class LossScaler:
     dynamic: bool
     is_one: bool
     age: int = 0
+    loads: int = 0
     overflows: int = 0
     _scale: Tensor
     _unskipped: Tensor
@@ -352,20 +354,20 @@ class LossScaler:
     def update_by(self, found_inf: Tensor) -> None:
         """Calls `note` and `update`, in one kernel if it can; backs off at most once with the `back_off` before it."""
         dropped, self._dropped = self._dropped, None
-        self._has_reacted = True
         if self._has_noted or self._is_replayed or not self.dynamic:
             self.note(found_inf)
             self.update()
         elif dropped is None:
             self._react(found_inf)
         else:
-            found_inf = on_device(found_inf, self._scale.device)
-            both = on_device(dropped, self._scale.device) * found_inf
-            self._react(found_inf - both)
-            self._unskipped -= both.int()
+            both = on_device(dropped * on_device(found_inf, dropped.device), self._scale.device) != 0
+            before = self._scale.clone(), self._hysteresis_left.clone()
+            self._react(found_inf)
+            for now, kept in zip((self._scale, self._hysteresis_left), before, strict=True):
+                now.copy_(torch.where(both, kept, now))
 
     def _react(self, found_inf: Tensor, scale_window: int | None = None) -> None:
-        policy = self.policy
+        policy, self._has_reacted = self.policy, True
         kernels.update_scale(
             self._scale,
             self._unskipped,
@@ -544,6 +546,7 @@ class LossScaler:
         self._hysteresis_left.fill_(state.hysteresis_left)
         self.forget()
         self._counted, self._kept, self._dropped = 0, None, None
+        self.loads += 1
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
         self.age += 1
 

@@ -330,8 +330,9 @@ class AdoptedOptimizer:
         try:
             react(pending)
             self._buffers = self._buffers_before()
-            if self._checks_by is not None:
-                check = None if closures else self._check(pending, self._checks_by)
+            checks_by = self._checks_by or self._scaler_of_unjudged(pending)
+            if checks_by is not None:
+                check = None if closures else self._check(pending, checks_by)
                 judged += [check] if check is not None else []
             _check_not_captured(judged)
             # An optimizer's kernel that skips by itself is slower: it serves only where reading the verdict would sync.
@@ -369,6 +370,14 @@ class AdoptedOptimizer:
             self.gradients.synchronise(weights_too=True)
         if self.gradients.pending:
             self.gradients.forget_if_cleared()
+
+    def _scaler_of_unjudged(self, pending: Sequence[ScaleUse]) -> LossScaler | None:
+        """Returns a scaler if the gradients may be those of blocks that no longer judge them; else None.
+
+        User code may have put them together from copies of gradients that it cleared, or step twice with the same.
+        """
+        steps_again = not pending and (self._last_was_skipped or bool(self._unread))
+        return self.scalers[0] if self._may_go_back and (steps_again or self.gradients.dropped) else None
 
     def _check(self, pending: Sequence[ScaleUse], first: LossScaler) -> StepCheck | None:
         """Looks for inf and NaN in the gradients that the optimizer is about to read, without a sync.

@@ -100,7 +100,7 @@ class ScaleUse:
         self.is_one = scaler.is_one
         self.is_checked = is_checked or scaler.dynamic
         self.scale = scaler.snapshot()
-        self._age = scaler.age
+        self._age, self._loads = scaler.age, scaler.loads
         self._noted: list[str] = []  # shared with its copies: what has been done for all optimizers that skip
         self._losses: list[Tensor] = []
 
@@ -120,8 +120,12 @@ class ScaleUse:
                 if each.grad_fn is not None:
                     each.grad_fn.metadata[_SCALED] = True  # type: ignore[index]  # stub: a method; it is a property
         if self.is_checked:
-            # Sums without graph: a loss may be a view of a large tensor.
-            self._losses = [each.sum() if each.dim() else each for each in map(Tensor.detach, losses)]
+            # Sums without graph: a loss may be a view of a large tensor. Not scaled, which may make them inf.
+            self._losses = [
+                (each.detach().float().sum() if each.dim() else each.detach())
+                for each in tensors_in(loss)
+                if not is_functorch_wrapped_tensor(each)
+            ]
         return result, losses
 
     def reuse_scale_of(self, earlier: ScaleUse) -> None:
@@ -176,7 +180,12 @@ class ScaleUse:
     @property
     def is_droppable(self) -> bool:
         """True if a scale reacts to an overflow of this use even if its gradients are cleared."""
-        return self.main is None and self.found_inf is not None and "reacted" not in self._noted
+        return self.main is None and self.found_inf is not None and self.is_unheard
+
+    @property
+    def is_unheard(self) -> bool:
+        """True if the scale has not reacted to this use, and no state was loaded into it since."""
+        return "reacted" not in self._noted and self._loads == self.scaler.loads
 
     @property
     def original(self) -> ScaleUse:
@@ -228,7 +237,7 @@ class ScaleUse:
 
     @property
     def loss_that_is_not_finite(self) -> float | None:
-        """Returns a scaled loss, or the sum of its elements, that is inf or NaN; None if all are finite.
+        """Returns a loss, or the sum of its elements, that is inf or NaN; None if all are finite.
 
         Syncs with the device.
         """
@@ -278,7 +287,7 @@ def react(uses: Sequence[ScaleUse]) -> None:
     Args:
         uses: the uses by blocks since the last step.
     """
-    new = [use for use in uses if "reacted" not in use._noted] if uses else []
+    new = [use for use in uses if use.is_unheard] if uses else []
     for use in new:
         use._noted.append("reacted")
         use._sent = None

@@ -313,13 +313,38 @@ class TestGradients:
             optimizer.step()
         assert optimizer.loss_scale == (128.0 if bad is None else 32.0)
 
-    def test_that_no_step_skips_lower_the_scale_too(self):
+    @pytest.mark.parametrize("clears", ["optimizer", "inner optimizer", "model", "model, zeros", "none"])
+    def test_that_no_step_skips_lower_the_scale_too(self, clears):
         model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
-        optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
-        assert optimizer.overflow
-        optimizer.zero_grad()  # by a loop that leaves out the step
-        optimizer.zero_grad()
-        assert optimizer.loss_scale == 2.0**15
+        for number in range(3):  # a loop that leaves out the steps
+            optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
+            assert optimizer.overflow
+            for _ in range(2):
+                if clears == "optimizer":
+                    optimizer.zero_grad()
+                elif clears == "inner optimizer":
+                    optimizer.optimizer.zero_grad()
+                elif clears != "none":
+                    model.zero_grad(set_to_none=clears == "model")
+            if clears == "optimizer":
+                assert optimizer.loss_scale == 2.0 ** (15 - number)
+        model.zero_grad()
+        optimizer.backward(loss_of(model, inputs(1)[0]))
+        assert not optimizer.overflow
+        assert optimizer.loss_scale == 2.0 ** (15 if clears == "none" else 13)
+
+    def test_wait_in_a_checkpoint_for_the_step_that_skips_them(self):
+        for is_stepped in (False, True):
+            model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, verbose=False)
+            optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
+            if is_stepped:
+                optimizer.step()
+            resumed = wrapped(torch.float16, dynamic_loss_scale=True, verbose=False)[1]
+            resumed.load_state_dict(optimizer.state_dict())
+            assert resumed.overflow is not is_stepped
+            resumed.zero_grad()
+            resumed.zero_grad()
+            assert resumed.loss_scale == 2.0**15
 
     @pytest.mark.parametrize("clears", ["after a step", "without a step"])
     def test_may_be_scaled_by_the_user(self, clears):

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from ampatch.apex.fp16_utils.fp16util import clip_grad_norm
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-from ampatch.errors import OptionError, did_you_mean
+from ampatch.errors import LossScaleError, OptionError, did_you_mean
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import make_policy
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
-from ampatch.scaling.step_gate import check_floor, end_skipped
+from ampatch.scaling.step_gate import ClosureGate, check_floor, end_skipped
 from ampatch.weights import optimizer_state
 from ampatch.weights.exchange import exchanged
 
@@ -195,11 +195,18 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 after the last backward pass.
             retain_graph: True to keep the graph, as for ``loss.backward``.
         """
+        if self.overflow and self._change is None and not self._still_overflows():
+            self._react()  # they were cleared, and no step skips them
         scale = self.loss_scale
         self._bring_to(scale)
         (loss.float() * scale).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
+
+    def _still_overflows(self) -> bool:
+        """Returns True if a gradient of the model is not finite."""
+        grads = optimizer_state.gradients_of(itertools.chain(*self.fp16_groups, *self.fp32_from_fp32_groups))
+        return bool(grads) and bool(kernels.flag_and_squares(grads, grads[0].device)[0])
 
     @torch.no_grad()
     def _bring_to(self, scale: float) -> None:
@@ -238,7 +245,10 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         kernels.unscale_(sparse, _number(1 / half_scale, found_inf), found_inf)
         kernels.unscale_(full_grads, _number(1 / full_scale, found_inf), found_inf)
         self._half_scale, self._full_scale = half_scale, 1.0
-        self.overflow = self.dynamic_loss_scale and bool(found_inf)
+        overflow = self.dynamic_loss_scale and bool(found_inf)
+        if self.overflow and not overflow:
+            self._react()
+        self.overflow = overflow
         self._unscaled_by, self._change = half_scale, None
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
@@ -282,7 +292,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             GradientOverflowError: the step was skipped, and ``on_overflow`` is "raise".
         """
         skipped = None
-        if self.overflow:
+        if self.overflow and closure is None:
             change = self._react()
             skipped = end_skipped(
                 self.optimizer,
@@ -293,10 +303,12 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             )
             result = None
         else:
-            with exchanged(self._pairs()):
-                result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
-            self._react()
-            self._write_masters()
+            try:
+                with exchanged(self._pairs()):
+                    result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
+                self._react()
+            finally:
+                self._write_masters()
         self._half_scale = self._full_scale = None
         if skipped is not None:
             self._overflows.handle(skipped)
@@ -310,22 +322,30 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         return Overflow(type(optimizer).__name__, (self._react(),), found, remark="" if found else overflows.CLEARED)
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        gate = ClosureGate(self.optimizer, may_go_back=self.dynamic_loss_scale)
+
         def evaluate() -> Any:
             with exchanged(self._pairs()):  # back: the closure has the half parameters
                 if not self.first_closure_call_this_step:
                     self._write_masters()
                 self.first_closure_call_this_step = False
                 loss = closure()
-                while self.overflow:
-                    check_floor([(self._react(), self._floor)], self._overflow_event)
-                    self._log(f"Gradient overflow. Evaluating the closure again, at loss scale {self.loss_scale}")
-                    loss = closure()
+                try:
+                    while self.overflow:
+                        check_floor([(self._react(), self._floor)], self._overflow_event)
+                        self._log(f"Gradient overflow. Evaluating the closure again, at loss scale {self.loss_scale}")
+                        loss = closure()
+                except LossScaleError as error:
+                    gate.leave(error, None)
                 return loss
 
         try:
-            return self.optimizer.step(evaluate)
+            result = gate.run(lambda: self.optimizer.step(evaluate))
         finally:
             self.first_closure_call_this_step = True
+        if gate.overflowed is not None:
+            raise gate.overflowed
+        return result
 
     def _react(self) -> ScaleChange:
         """Lets the scale react to `overflow`, once for each step, and each evaluation of a closure that overflowed."""
@@ -363,7 +383,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
             "dynamic_loss_scale": self.dynamic_loss_scale,
-            "overflow": self.overflow,
+            "overflow": self.overflow and self._change is None,  # False once a step was skipped for it
             "first_closure_call_this_step": self.first_closure_call_this_step,
             "optimizer_state_dict": self.optimizer.state_dict(),
             "fp32_from_fp16": [[master.detach() for master in group] for group in self.fp32_from_fp16_groups],
@@ -404,7 +424,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.loss_scaler, self.dynamic_loss_scale = loss_scaler, dynamic
         self.overflow = bool(state_dict["overflow"])
         self.first_closure_call_this_step = bool(state_dict["first_closure_call_this_step"])
-        self._change = self._no_change()
+        self._unscaled_by, self._change = self.loss_scale, None if self.overflow else self._no_change()
         self._half_scale = self._full_scale = None
         with torch.no_grad():
             for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
