@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import types
 import warnings
 import weakref
@@ -19,6 +20,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _current_autograd_node, _current_graph_task_id, _is_any_autocast_enabled
 from torch._ops import OpOverload
@@ -28,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import CASTABLE, tensors_in
-from ampatch.diagnostics import callers, mode_stacks, recording_cost, report_rows
+from ampatch.diagnostics import callers, mode_stacks, report_rows
 from ampatch.diagnostics.callers import Code
 from ampatch.diagnostics.function_names import Rulings, name_of, operator_called
 from ampatch.diagnostics.operands import bytes_of
@@ -40,7 +42,7 @@ from ampatch.function_wrapper import unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of, runtime
-from ampatch.switch import is_in_region
+from ampatch.switch import WithoutCasts, is_in_region
 from ampatch.tracing import ObservingMode, is_capturing, is_recording
 
 _Casts = TypeVar("_Casts", Tensor, list[Tensor])
@@ -57,6 +59,8 @@ _CASTS_OF_USERS = frozenset(
 _ALIGNED = 8
 #: Casts whose backward passes may be still to come, and widened tensors: the oldest are forgotten.
 _REMEMBERED = 100_000
+#: Work on which the cost of recording is measured: rounds, the fastest of which counts, and their steps.
+_ROUNDS, _STEPS = 5, 3
 
 
 class CallRecorder:
@@ -72,7 +76,7 @@ class CallRecorder:
         self._function_mode = mode_stacks.TellingFunctions(self.function)
         self._operator_mode = _Operators(self.operator)
         self._hooks: list[RemovableHandle] = []
-        self._info = cache(_Info.of)
+        self._info = cache(_Info)
         self._by_node: dict[int, Row] = {}  # where the backward passes of casts count, by the numbers of their nodes
         self._widened: dict[int, _Widened] = {}  # casts of half tensors, by the storage
         self._decorated: set[Any] = set()
@@ -190,8 +194,8 @@ class CallRecorder:
             given = _dtypes((args, kwargs)) if kwargs else _dtypes(args)
             # Not for a backward pass, whose results would all stay alive until its end.
             is_autocast = info.is_of_torch and not info.casts and _is_any_autocast_enabled() and not is_in_region()
-            autocast = _Autocast([*tensors_in(args), *tensors_in(kwargs)]) if is_autocast else None
-        around, thread.call = thread.call, _Call(row, info.is_of_torch, autocast)
+            known = {id(each): each for each in tensors_in((args, kwargs))} if is_autocast else None
+        around, thread.call = thread.call, _Call(row, info.is_of_torch, known)
         call = thread.call
         try:
             result = run(*args, **kwargs)
@@ -297,9 +301,7 @@ class CallRecorder:
             made: Any = self._rows.timed(row, is_on_gpu, make)
         with _unseen():
             for each in [made] if isinstance(made, Tensor) else made:
-                self._note_cast(row, each)
-                if each.grad_fn is not None:
-                    remember(self._by_node, each.grad_fn._sequence_nr(), row)
+                self._note_cast(row, each, None if each.grad_fn is None else each.grad_fn._sequence_nr())
                 self._modules.note_casts(bytes_of(each))
             if isinstance(made, Tensor):
                 self._note_undone(row, tensor, source, made)
@@ -316,13 +318,16 @@ class CallRecorder:
             row.numbers.cache_hits += len(kept)
             row.numbers.cache_hit_bytes += sum(map(bytes_of, kept))
 
-    def _note_cast(self, row: Row, made: Tensor) -> None:
+    def _note_cast(self, row: Row, made: Tensor, node: int | None) -> None:
+        """Counts a cast, and has its backward pass counted, which the node of this number runs."""
         row.numbers.casts += 1
         row.numbers.cast_bytes += bytes_of(made)
         self._thread.call.casts += 1
+        if node is not None:
+            remember(self._by_node, node, row)
 
-    def _note_undone(self, row: Row, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
-        """Notes a cast from half to a wider type, and counts one of its result back to half."""
+    def _note_undone(self, row: Row | None, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
+        """Notes a cast from half to a wider type, and counts one of its result back to half; none without a row."""
         if tensor.layout is not torch.strided or made.layout is not torch.strided:
             return
         widened = self._widened
@@ -331,7 +336,7 @@ class CallRecorder:
                 self._widened = widened = {key: each for key, each in widened.items() if not each.storage.expired()}
             storage = StorageWeakRef(made.untyped_storage())
             widened[storage.cdata] = _Widened(storage, _version_of(made))
-        elif made.dtype in HALVES and source not in HALVES and widened and type(tensor) is not Parameter:
+        elif made.dtype in HALVES and source not in HALVES and row is not None and type(tensor) is not Parameter:
             known = widened.get(tensor.untyped_storage()._cdata)
             if known is not None and known.is_of(tensor):
                 row.undone += 1
@@ -359,16 +364,25 @@ class CallRecorder:
         if op is _TO_COPY:
             result = self._copy(args, kwargs)
         else:
-            if call.autocast is not None and call.row is not None:
+            if call.known is not None and call.row is not None:
                 with _unseen():
-                    call.autocast.note_hits(call.row, args)
+                    self._note_hits(call.row, call.known, args)
             result = self._run_fused(op, args, kwargs) if op in _FUSED else op(*args, **kwargs)
         running = self._modules.running
         module = running[-1] if running and running[-1].task == _current_graph_task_id() else None
-        if call.autocast is not None or module is not None:
+        if call.known is not None or module is not None:
             with _unseen():
                 self._note_results(op, args, result, call, module)
         return result
+
+    def _note_hits(self, row: Row, known: dict[int, Tensor], args: tuple[Any, ...]) -> None:
+        """Counts half tensors among an operator's arguments that nothing in this call has made."""
+        for tensor in tensors_in(args):
+            if id(tensor) not in known:
+                known[id(tensor)] = tensor
+                if tensor.dtype in HALVES and tensor.grad_fn is not None and tensor.grad_fn.name() == _CASTS_BACK:
+                    row.numbers.cache_hits += 1
+                    row.numbers.cache_hit_bytes += tensor.nbytes
 
     def _run_fused(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a fused kernel, which has autocast cast for the operators that it calls itself.
@@ -383,8 +397,8 @@ class CallRecorder:
 
     def _note_results(self, op: Any, args: tuple[Any, ...], result: Any, call: _Call, module: Running | None) -> None:
         results = _tensors_of(result)
-        if call.autocast is not None:
-            call.autocast.note_results(results)
+        if call.known is not None:
+            call.known.update((id(each), each) for each in results)
         if module is None:
             return
         memory = _memory_of(op)
@@ -408,21 +422,18 @@ class CallRecorder:
             node: Any = _current_autograd_node() if _current_graph_task_id() != -1 else None
             if node is not None and node.name() == _CASTS_BACK:
                 row = self._by_node.get(node._sequence_nr())
-            elif thread.call.autocast is not None:
+            elif thread.call.known is not None:
                 row = thread.call.row
                 if torch.is_grad_enabled() and tensor.requires_grad:
                     number = torch._C._autograd._get_sequence_nr() - 1  # autograd has just made the node
         made = self._rows.timed(row, is_on_gpu, lambda: _TO_COPY(*args, **kwargs))
         with _unseen():
             if row is not None:
-                self._note_cast(row, made)
-            if row is not None and number is not None:
-                remember(self._by_node, number, row)
-            if row is not None and node is None:
+                self._note_cast(row, made, number)
+            if node is None:
+                if row is not None:
+                    self._modules.note_casts(bytes_of(made))
                 self._note_undone(row, tensor, source, made)
-                self._modules.note_casts(bytes_of(made))
-            elif node is None and source in HALVES:  # the user's
-                self._note_undone(_NO_ROW, tensor, source, made)
         return made
 
     # Modules
@@ -468,14 +479,15 @@ class _Call:
     Attributes:
         row: where it counts; None outside of all calls.
         is_of_torch: True if the function is torch's, and runs no code of the user's.
-        autocast: what autocast has cast for it; None if autocast is off.
+        known: tensors that it was given or made, by id; None if autocast is off. Others are casts that autocast kept,
+            which torch reports to no mode.
         ran: number of operators that it has run.
         casts: number of casts, and uses of kept ones, for it.
     """
 
     row: Row | None = None
     is_of_torch: bool = False
-    autocast: _Autocast | None = None
+    known: dict[int, Tensor] | None = None
     ran: int = 0
     casts: int = 0
 
@@ -508,27 +520,6 @@ class _Thread(threading.local):
             self.is_own = before
 
 
-class _Autocast:
-    """What autocast casts for one call: tells casts that it kept from other tensors, as it reports neither."""
-
-    def __init__(self, known: list[Tensor]) -> None:
-        self._known = {id(tensor): tensor for tensor in known}
-
-    def note_results(self, results: list[Tensor]) -> None:
-        """Notes what an operator returned."""
-        self._known.update((id(tensor), tensor) for tensor in results)
-
-    def note_hits(self, row: Row, args: tuple[Any, ...]) -> None:
-        """Counts half tensors among an operator's arguments that nothing in this call has made."""
-        for tensor in tensors_in(args):
-            if id(tensor) not in self._known:
-                self._known[id(tensor)] = tensor
-                if tensor.dtype in HALVES and tensor.grad_fn is not None and tensor.grad_fn.name() == _CASTS_BACK:
-                    row.numbers.cache_hits += 1
-                    row.numbers.cache_hit_bytes += tensor.nbytes
-
-
-@dataclass(frozen=True, slots=True)
 class _Info:
     """What is known of a function.
 
@@ -542,28 +533,16 @@ class _Info:
         is_operator_of_amp: True if it is one of amp's kernels.
     """
 
-    is_metadata: bool
-    is_getter: bool
-    casts: bool
-    is_backward: bool
-    is_of_torch: bool
-    may_be_operator: bool
-    is_operator_of_amp: bool
-
-    @classmethod
-    def of(cls, function: Any) -> _Info:
-        """Returns what is known of a function."""
+    def __init__(self, function: Any) -> None:
         name = getattr(function, "__name__", "")
         home = str(getattr(function, "__module__", None) or "torch")
-        return cls(
-            function in casting_mode.METADATA,
-            name in ("__get__", "__set__", "__delete__"),
-            name in _CASTS_OF_USERS,
-            function in _BACKWARDS,
-            home.partition(".")[0] == "torch" and function not in _BACKWARDS,
-            function in casting_mode.reported_functions().values(),
-            str(getattr(function, "_qualified_op_name", "")).startswith("ampatch::"),
-        )
+        self.is_metadata = function in casting_mode.METADATA
+        self.is_getter = name in ("__get__", "__set__", "__delete__")
+        self.casts = name in _CASTS_OF_USERS
+        self.is_backward = function in _BACKWARDS
+        self.is_of_torch = home.partition(".")[0] == "torch" and not self.is_backward
+        self.may_be_operator = function in casting_mode.reported_functions().values()
+        self.is_operator_of_amp = str(getattr(function, "_qualified_op_name", "")).startswith("ampatch::")
 
 
 class _Widened(NamedTuple):
@@ -598,16 +577,34 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _seconds_per_operator() -> float:
-    """Measures what recording costs for an operator on this machine, once in a process."""
+    """Measures what recording costs for an operator on this machine, once in a process; takes a few milliseconds.
 
-    @contextlib.contextmanager
-    def recording() -> Iterator[Callable[[], int]]:
-        recorder = CallRecorder()  # watches this thread only, and nothing of amp's
-        recorder._ident, recorder._is_on = threading.get_ident(), True
+    No mode of other code is on meanwhile, and no cast list applies.
+    """
+    recorder = CallRecorder()  # watches this thread only, and nothing of amp's
+    recorder._ident, recorder._is_on = threading.get_ident(), True
+    # Without a session there are no casts, and turning them off would import torch's compiler.
+    off = contextlib.nullcontext() if runtime.live is None else WithoutCasts()
+    with mode_stacks.without_modes(), off, torch.inference_mode(False), torch.enable_grad():
+        plain = _seconds_of_a_tiny_model()
         with recorder._operator_mode, recorder._function_mode:
-            yield lambda: recorder._operators
+            recorded = _seconds_of_a_tiny_model()
+    return max(0.0, recorded - plain) / (recorder._operators / _ROUNDS or 1)
 
-    return recording_cost.seconds_per_operator(recording)
+
+def _seconds_of_a_tiny_model() -> float:
+    """Returns the least time of some steps in `_ROUNDS` rounds; draws no random numbers."""
+    weights = [torch.ones(4, 4, device="cpu", requires_grad=True) for _ in range(4)]
+    x, times = torch.ones(2, 4, device="cpu"), []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(_STEPS):
+            hidden = x
+            for weight in weights:
+                hidden = F.gelu(F.linear(hidden, weight)) + hidden
+            hidden.sum().backward()
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def remember(found: dict[int, _V], number: int, value: _V) -> None:
@@ -628,7 +625,6 @@ _FUSED_CASTS = (
 _CAPTURED = "Calls that a CUDA graph captures were not recorded, nor what its replays run."
 
 _ASKS_MODES = torch.overrides.handle_torch_function.__code__
-_NO_ROW = Row("", None, 0)
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 #: Modules that have other kernels without gradients, and look for modes before they use them.
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)

@@ -201,7 +201,7 @@ class _Plot:
     def __init__(self, steps: Sequence[_Row], up: tuple[float, float]) -> None:
         self._overflows = [step for step in steps if step["overflow"]]
         first, last = steps[0]["step"], steps[-1]["step"]
-        self._across = (first, last) if last > first else (first - 0.5, last + 0.5)
+        self._across: tuple[float, float] = (first, last) if last > first else (first - 0.5, last + 0.5)
         self._up = up
 
     def x(self, step: float) -> float:

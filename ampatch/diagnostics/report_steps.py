@@ -12,7 +12,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
 import torch
@@ -64,20 +64,19 @@ class _Step:
     loss_id: int | None
     scale: Tensor | float
     sum_of_squares: Tensor | float
-    verdicts: list[Tensor] = field(default_factory=list)
+    verdicts: Sequence[Tensor] = ()
     skipped: bool | None = False
 
     def read(self, number: int) -> dict[str, Any]:
         """Returns the step as plain data; syncs with the device."""
-        overflow, norm = any(bool(each) for each in self.verdicts), float(self.sum_of_squares) ** 0.5
-        is_number = norm < float("inf")  # NaN is not
+        overflow, norm = any(map(bool, self.verdicts)), float(self.sum_of_squares) ** 0.5
         return {
             "step": number,
             "loss_id": self.loss_id,
             "scale": float(self.scale),
             "overflow": overflow,
             "skipped": overflow if self.skipped is None else self.skipped,
-            "gradient_norm": norm if is_number else None,
+            "gradient_norm": norm if norm < math.inf else None,  # NaN is not less
         }
 
 
@@ -139,7 +138,10 @@ class Steps:
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the steps as plain data; syncs with the device."""
-        self._read()
+        ended, self._ended = self._ended, []
+        if ended:  # turning casts off imports torch's compiler
+            with paused(), WithoutCasts():
+                self._rows += [step.read(number) for number, step in enumerate(ended, start=len(self._rows) + 1)]
         return self._rows
 
     def underflow(self) -> dict[str, Any] | None:
@@ -150,13 +152,9 @@ class Steps:
         if not self._exponents.seen:
             return None
         with paused(), WithoutCasts():
-            return self._lost()
-
-    def _lost(self) -> dict[str, Any]:
-        self._read()
-        overflowed_at = min((row["scale"] for row in self._rows if row["overflow"]), default=math.inf)
-        histograms, half = self._exponents.read(), self._half or torch.float16
-        return gradient_exponents.as_dict(histograms, float(self._scale), half, self._exponents.seen, overflowed_at)
+            overflowed_at = min((row["scale"] for row in self.rows() if row["overflow"]), default=math.inf)
+            histograms, half = self._exponents.read(), self._half or torch.float16
+            return gradient_exponents.as_dict(histograms, float(self._scale), half, self._exponents.seen, overflowed_at)
 
     # What is observed
 
@@ -196,11 +194,9 @@ class Steps:
         # Gradients that are there before a closure runs are those of the step before. args[0] is the optimizer.
         if (kwargs or {}).get("closure", args[1] if len(args) > 1 else None) is not None:
             return
-        divisor = getattr(optimizer, "grad_scale", None)  # of a GradScaler that leaves it to the kernel
-        verdict = getattr(optimizer, "found_inf", None)
-        step = self._counted(optimizer, 1.0 if divisor is None else divisor, divisor)
-        if verdict is not None:
-            step.verdicts, step.skipped = [verdict.clone()], None
+        # Both are of a GradScaler that leaves it to the kernel.
+        divisor, verdict = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        self._count(optimizer, 1.0 if divisor is None else divisor, divisor, () if verdict is None else [verdict])
 
     @_timed
     def _after_step(self, optimizer: Any, *_: object) -> None:
@@ -210,7 +206,7 @@ class Steps:
         if self._is_within_scaler_step(optimizer):
             return
         if id(optimizer) not in self._open:  # a closure's gradients are those that its last call has left
-            self._counted(optimizer, 1.0, None)
+            self._count(optimizer, 1.0, None)
         self._end(self._open.pop(id(optimizer)))
 
     @_timed
@@ -218,10 +214,7 @@ class Steps:
         """Begins a step of a GradScaler, which may skip it without calling the optimizer."""
         if is_capturing() or id(optimizer) in self._open:
             return
-        with paused(), WithoutCasts():  # update() changes the scale in place
-            scale, verdicts = scale.clone(), [each.clone() for each in verdicts]
-        step = self._counted(optimizer, scale, divisor)
-        step.verdicts, step.skipped = verdicts, None
+        self._count(optimizer, scale, divisor, verdicts)
         self._of_scaler = id(optimizer)
 
     @_timed
@@ -236,15 +229,18 @@ class Steps:
         """Returns True if an optimizer steps within another one that a GradScaler steps, such as a MixedPrecision."""
         return self._of_scaler not in (None, id(optimizer))
 
-    def _counted(self, optimizer: Any, scale: Tensor | float, divisor: Any) -> _Step:
+    def _count(self, optimizer: Any, scale: Tensor | float, divisor: Any, verdicts: Sequence[Tensor] = ()) -> None:
         """Begins a step, and counts its gradients as they are now.
 
         Args:
             optimizer: what steps.
             scale: the loss scale.
             divisor: what the gradients are divided by to unscale them; None if they are unscaled.
+            verdicts: those that say whether the step is skipped; empty if it is not.
         """
         with paused(), WithoutCasts(), torch.no_grad():
+            # A GradScaler's update() changes both in place.
+            scale, verdicts = scale.clone() if isinstance(scale, Tensor) else scale, [each.clone() for each in verdicts]
             self._scale, names = scale, self._names()
             factor = None if divisor is None else 1 / divisor
             number = self._optimizers.setdefault(optimizer, len(self._optimizers) + 1)
@@ -255,19 +251,13 @@ class Steps:
                 if each.grad is not None
             ]
             self._exponents.add(found)
-            step = self._open[id(optimizer)] = _Step(None, scale, _sum_of_squares(found))
-            return step
+            skipped = None if verdicts else False
+            self._open[id(optimizer)] = _Step(None, scale, _sum_of_squares(found), verdicts, skipped)
 
     def _end(self, step: _Step) -> None:
         self._ended.append(step)
         if len(self._ended) >= _WAITING:
-            self._read()
-
-    def _read(self) -> None:
-        ended, self._ended = self._ended, []
-        if ended:  # turning casts off imports torch's compiler
-            with paused(), WithoutCasts():
-                self._rows += [step.read(number) for number, step in enumerate(ended, start=len(self._rows) + 1)]
+            self.rows()
 
     def _names(self) -> Mapping[int, str]:
         """Returns the names of the session's parameters by their ids, and notes its half type."""
@@ -280,8 +270,8 @@ class Steps:
         """Warns once if the scale of the last block loses more than `WARNS_ABOVE`; looks after some blocks only."""
         if self._has_warned or self._half is None or self._exponents.seen not in _LOOKS_AFTER:
             return
-        found = self._lost()
-        if found["lost"] <= WARNS_ABOVE:
+        found = self.underflow()
+        if found is None or found["lost"] <= WARNS_ABOVE:
             return
         self._has_warned = True
         worst = max(found["parameters"], key=share_lost)
@@ -359,11 +349,8 @@ def _full(grad: Tensor, factor: Tensor | None) -> Tensor:
 
 def _sum_of_squares(found: Sequence[tuple[str, Tensor]]) -> Tensor | float:
     """Returns the sum of the squares of gradients in float64, on the device of the first; 0 if there are none."""
-    total: Tensor | float = 0.0
-    for _, gradient in found:
-        squares = _squares(gradient)
-        total = squares if isinstance(total, float) else total + on_device(squares, total.device)
-    return total
+    squares = [_squares(gradient) for _, gradient in found]
+    return sum(on_device(each, squares[0].device) for each in squares)
 
 
 def _squares(gradient: Tensor) -> Tensor:

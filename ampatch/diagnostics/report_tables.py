@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -197,17 +197,19 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Table]:
     calls = tuple(_of_call(row, "first" if row == first else "worst" if row == worst else "") for row in shown)
     heads = ("#", "Line", "Function", "Module", "Types", "Error", "Own error", "Noise", "")
     yield Table("compared-calls", "Calls above the noise", heads, calls, note)
-    for name, head, shown in (("functions", "Function", shown_function), ("modules", "Module", shown_module)):
+    spells: tuple[tuple[str, Callable[[str], str]], ...] = (("Function", shown_function), ("Module", shown_module))
+    for head, spell in spells:
+        name = f"{head.lower()}s"
         groups = tuple(
             (
-                Cell(shown(row["name"]) if row["name"] is not None else DASH, row["name"]),
+                Cell(DASH if row["name"] is None else spell(row["name"]), row["name"] or ""),
                 *(count_cell(row[key]) for key in ("calls", "unmatched", "above")),
                 *(_digits(row[key]) for key in ("error", "own_error")),
             )
             for row in found[name]
         )
-        heads = (head, "Calls", "In one step only", "Above the noise", "Error", "Own error")
-        yield Table(f"compared-{name}", f"By {head.lower()}", heads, groups)
+        columns = (head, "Calls", "In one step only", "Above the noise", "Error", "Own error")
+        yield Table(f"compared-{name}", f"By {head.lower()}", columns, groups)
     gradients = tuple(
         (Cell(row["parameter"]), _digits(row["error"]), Cell("no correct digit in a" if row["cancelled"] else ""))
         for row in found["gradients"]
