@@ -139,10 +139,8 @@ class Report:
             OptionError: the path has another ending, or cannot be written.
             UsageError: the report's block has not begun.
         """
-        file = report_file.checked_path(
-            path, (".json",), "Type report.save('report.json'); or report.to_html('report.html') for a page."
-        )
-        report_file.write(self.to_dict(), file)
+        otherwise = "Type report.save('report.json'); or report.to_html('report.html') for a page."
+        report_file.write(self.to_dict(), report_file.checked_path(path, (".json",), otherwise))
 
     def to_html(self, path: str | PathLike[str]) -> None:
         """Writes the report as a page that needs no other file.
@@ -154,11 +152,8 @@ class Report:
             OptionError: the path has another ending, or cannot be written.
             UsageError: the report's block has not begun.
         """
-        file = report_file.checked_path(
-            path,
-            (".html", ".htm"),
-            "Type report.to_html('report.html'); or report.save('report.json') for a JSON file.",
-        )
+        otherwise = "Type report.to_html('report.html'); or report.save('report.json') for a JSON file."
+        file = report_file.checked_path(path, (".html", ".htm"), otherwise)
         data = self.to_dict()
         from ampatch.diagnostics.report_page import page
 

@@ -32,7 +32,7 @@ from ampatch.casting import cast_observers
 from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.diagnostics import callers, mode_stacks, report_rows
 from ampatch.diagnostics.callers import Code
-from ampatch.diagnostics.function_names import Rulings, name_of, operator_called
+from ampatch.diagnostics.function_names import Rulings, operator_called
 from ampatch.diagnostics.operands import bytes_of
 from ampatch.diagnostics.report_modules import WRAPPERS, Modules, Running
 from ampatch.diagnostics.report_rows import Product, Row, Rows
@@ -47,6 +47,8 @@ from ampatch.tracing import ObservingMode, is_capturing, is_recording
 
 _Casts = TypeVar("_Casts", Tensor, list[Tensor])
 _V = TypeVar("_V")
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
 
 _aten = torch.ops.aten
 _TO_COPY = _aten._to_copy.default
@@ -139,16 +141,16 @@ class CallRecorder:
                 "operators": self._operators,
             },
             "totals": report_rows.totals(rows),
-            "functions": report_rows.functions(rows, name_of, rules),
-            "lines": report_rows.lines(rows, name_of),
-            "misaligned": report_rows.misaligned(self._rows.products, name_of, self._modules.name_of),
+            "functions": report_rows.functions(rows, rules),
+            "lines": report_rows.lines(rows),
+            "misaligned": report_rows.misaligned(self._rows.products, self._modules.name_of),
             "modules": self._modules.as_dicts(self._has_masters),
             "notes": list(self._missed),
         }
 
     # Functions
 
-    def function(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def function(self, run: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs a torch function that torch reports to the mode."""
         thread, function = self._thread, unwrapped(run)
         if thread.wrapped is function:  # `call` has noted it
@@ -167,15 +169,7 @@ class CallRecorder:
         called = operator_called(function, frame) if info.may_be_operator else function
         return self._run(called, info, run, args, kwargs, frame)
 
-    def _run(
-        self,
-        function: Any,
-        info: _Info,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        frame: types.FrameType,
-    ) -> Any:
+    def _run(self, function: Any, info: _Info, run: Any, args: _Args, kwargs: _Kwargs, frame: types.FrameType) -> Any:
         """Runs a function and counts the call.
 
         Args:
@@ -210,7 +204,7 @@ class CallRecorder:
                 row.types[given, _dtypes(result)] += 1
         return result
 
-    def _run_for_amp(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: types.FrameType) -> Any:
+    def _run_for_amp(self, function: Any, args: _Args, kwargs: _Kwargs, frame: types.FrameType) -> Any:
         """Runs a function that amp's own code calls: it is none of the user's calls, but may be a cast of a model's."""
         thread = self._thread
         if function is Tensor.to and _is_in_hook_of_model(frame):
@@ -260,7 +254,7 @@ class CallRecorder:
             return True
         return not (self._is_watching() and self._is_here()) or self._is_hidden()
 
-    def call(self, function: Any, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, function: Any, wrapper: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
         """Calls a wrapper, and counts the call with the arguments of the caller."""
         self._note_session()
         if decoration_of(wrapper) is not None:
@@ -269,9 +263,7 @@ class CallRecorder:
         run = partial(self._call_wrapper, function, info, wrapper)
         return self._run(function, info, run, args, kwargs, sys._getframe(2))
 
-    def _call_wrapper(
-        self, function: Any, info: _Info, wrapper: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call_wrapper(self, function: Any, info: _Info, wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
         thread, mode = self._thread, self._function_mode
         thread.expected = function
         if info.is_of_torch and mode_stacks.FUNCTIONS.modes()[-1:] == [mode]:
@@ -349,7 +341,7 @@ class CallRecorder:
 
     # Operators
 
-    def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operator(self, op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs an operator that torch reports to the mode."""
         if not self._is_on or pauses.paused:
             return op(*args, **kwargs)
@@ -375,7 +367,7 @@ class CallRecorder:
                 self._note_results(op, args, result, call, module)
         return result
 
-    def _note_hits(self, row: Row, known: dict[int, Tensor], args: tuple[Any, ...]) -> None:
+    def _note_hits(self, row: Row, known: dict[int, Tensor], args: _Args) -> None:
         """Counts half tensors among an operator's arguments that nothing in this call has made."""
         for tensor in tensors_in(args):
             if id(tensor) not in known:
@@ -384,7 +376,7 @@ class CallRecorder:
                     row.numbers.cache_hits += 1
                     row.numbers.cache_hit_bytes += tensor.nbytes
 
-    def _run_fused(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_fused(self, op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs a fused kernel, which has autocast cast for the operators that it calls itself.
 
         torch has turned autocast off for the mode, as autocast has usually cast before.
@@ -395,7 +387,7 @@ class CallRecorder:
                 guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
             return op(*args, **kwargs)
 
-    def _note_results(self, op: Any, args: tuple[Any, ...], result: Any, call: _Call, module: Running | None) -> None:
+    def _note_results(self, op: Any, args: _Args, result: Any, call: _Call, module: Running | None) -> None:
         results = _tensors_of(result)
         if call.known is not None:
             call.known.update((id(each), each) for each in results)
@@ -410,7 +402,7 @@ class CallRecorder:
             if product.size != product.pads:
                 self._rows.products[product] += 1
 
-    def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _copy(self, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs the operator below all casts, and counts one by autocast, or the backward pass of one that counted."""
         thread, dtype = self._thread, kwargs.get("dtype")
         with _unseen():
@@ -672,7 +664,7 @@ def _sizes_of_operands(a: Tensor, b: Tensor) -> _Sizes:
     return (m, k, n), (_padded(m), _padded(k), _padded(n))
 
 
-def _sizes_of_convolution(args: tuple[Any, ...], result: Tensor) -> _Sizes:
+def _sizes_of_convolution(args: _Args, result: Tensor) -> _Sizes:
     """Returns the sizes of a convolution as of a product; its m, the places of the result, need no alignment."""
     weight, is_transposed = args[1], args[6]
     inputs, outputs = weight.shape[1], weight.shape[0]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ampatch.diagnostics.function_names import name_of
 from ampatch.grouping import grouped
 from ampatch.opt_levels import dtype_name
 
@@ -150,12 +151,11 @@ def totals(rows: Iterable[Row]) -> dict[str, Any]:
     return {name: sum(getattr(each, name) for each in summands) for name in Numbers.__slots__}
 
 
-def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[Any, str]) -> list[dict[str, Any]]:
+def functions(rows: Iterable[Row], rules: dict[Any, str]) -> list[dict[str, Any]]:
     """Returns rows by function as plain data; first the functions whose casts write most.
 
     Args:
         rows: the rows.
-        name_of: returns a function's name.
         rules: the list that rules each function.
     """
     found = []
@@ -176,7 +176,7 @@ def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[An
     return sorted(found, key=_importance)
 
 
-def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, Any]]:
+def lines(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Returns rows by line as plain data; first the lines whose casts write most."""
     found = []
     with_code = [(row.code, row) for row in rows if row.code is not None]
@@ -195,9 +195,7 @@ def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, 
     return sorted(found, key=_importance)
 
 
-def misaligned(
-    products: Counter[Product], name_of: Callable[[Any], str], module_name: Callable[[int], str | None]
-) -> list[dict[str, Any]]:
+def misaligned(products: Counter[Product], module_name: Callable[[int], str | None]) -> list[dict[str, Any]]:
     """Returns products as plain data, first those that run most often."""
     return [
         {
