@@ -101,15 +101,10 @@ def undone_in_modules(
         half_dtypes: half dtypes to check.
         registered: registered functions; they take precedence over the lists.
     """
-    return _in_modules(lists, lambda each: undone(each, half_dtypes, registered).values())
+    return in_modules(lists, lambda each: undone(each, half_dtypes, registered).values())
 
 
-def left_out_in_modules(lists: CastLists) -> list[str]:
-    """Returns a sentence for each edit that an entry for parts makes, and that leaves other spellings unchanged."""
-    return _in_modules(lists, left_out)
-
-
-def _in_modules(lists: CastLists, told: Callable[[CastLists], Iterable[str]]) -> list[str]:
+def in_modules(lists: CastLists, told: Callable[[CastLists], Iterable[str]]) -> list[str]:
     """Returns the sentences about the lists of each entry that has rules, without those about the lists themselves."""
     known = set(told(replace(lists, modules=()))) if lists.modules else set()
     return [

@@ -193,7 +193,7 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
     count = len(after.modules)
     parts = f", and has {count} {'entry' if count == 1 else 'entries'} for parts of a model" if count else ""
     verdict = f"{file} {sound}: it changes how {_paths(len(changed))} {are} treated{note}{parts}."
-    lines = [*undone, *list_edits.left_out(after), *list_edits.left_out_in_modules(after), verdict]
+    lines = [*undone, *list_edits.left_out(after), *list_edits.in_modules(after, list_edits.left_out), verdict]
     return Checked(list(map(_one_line, lines)), bool(undone))
 
 

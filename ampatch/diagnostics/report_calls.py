@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -66,12 +66,16 @@ _ROUNDS, _STEPS = 5, 3
 
 
 class CallRecorder:
-    """Records what one thread calls, and the backward passes that it starts, until its block ends."""
+    """Records what one thread calls, and the backward passes that it starts, until its block ends.
+
+    Attributes:
+        operators: number of operators that it has seen.
+    """
 
     def __init__(self) -> None:
         self._rows = Rows()
         self._modules = Modules()
-        self._operators = 0
+        self.operators = 0
         self._thread = _Thread()
         self._ident = -1
         self._is_on = False
@@ -80,7 +84,8 @@ class CallRecorder:
         self._hooks: list[RemovableHandle] = []
         self._info = cache(_Info)
         self._by_node: dict[int, Row] = {}  # where the backward passes of casts count, by the numbers of their nodes
-        self._widened: dict[int, _Widened] = {}  # casts of half tensors, by the storage
+        # Casts of half tensors to wider types by their memory: its reference, and their version counters.
+        self._widened: dict[int, tuple[StorageWeakRef, int]] = {}
         self._decorated: set[Any] = set()
         self._session: weakref.ref[Any] | None = None
         self._rulings: Rulings | None = None
@@ -136,10 +141,6 @@ class CallRecorder:
         rules = {} if self._rulings is None else self._rulings.of(functions)
         rules |= dict.fromkeys(self._decorated & functions, "decorated")
         return {
-            "cost": {
-                "recording_seconds": self._operators * _seconds_per_operator(),
-                "operators": self._operators,
-            },
             "totals": report_rows.totals(rows),
             "functions": report_rows.functions(rows, rules),
             "lines": report_rows.lines(rows),
@@ -147,6 +148,11 @@ class CallRecorder:
             "modules": self._modules.as_dicts(self._has_masters),
             "notes": list(self._missed),
         }
+
+    @property
+    def seconds(self) -> float:
+        """An estimate of the time that the recording took so far."""
+        return self.operators * _seconds_per_operator()
 
     # Functions
 
@@ -325,12 +331,12 @@ class CallRecorder:
         widened = self._widened
         if source in HALVES and made.dtype not in HALVES:
             if len(widened) > _REMEMBERED:
-                self._widened = widened = {key: each for key, each in widened.items() if not each.storage.expired()}
+                self._widened = widened = {key: each for key, each in widened.items() if not each[0].expired()}
             storage = StorageWeakRef(made.untyped_storage())
-            widened[storage.cdata] = _Widened(storage, _version_of(made))
+            widened[storage.cdata] = storage, _version_of(made)
         elif made.dtype in HALVES and source not in HALVES and row is not None and type(tensor) is not Parameter:
             known = widened.get(tensor.untyped_storage()._cdata)
-            if known is not None and known.is_of(tensor):
+            if known is not None and not known[0].expired() and known[1] == _version_of(tensor):  # not written to since
                 row.undone += 1
 
     def _note_session(self) -> None:
@@ -348,7 +354,7 @@ class CallRecorder:
         thread = self._thread
         if op.namespace == "profiler":  # labels
             return op(*args, **kwargs)
-        self._operators += 1
+        self.operators += 1
         if thread.is_own:
             return op(*args, **kwargs)
         call = thread.call
@@ -537,22 +543,6 @@ class _Info:
         self.is_operator_of_amp = str(getattr(function, "_qualified_op_name", "")).startswith("ampatch::")
 
 
-class _Widened(NamedTuple):
-    """A half tensor's cast to a wider type.
-
-    Attributes:
-        storage: its memory.
-        version: its version counter after the cast.
-    """
-
-    storage: StorageWeakRef
-    version: int
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Returns True if a tensor is the cast or a view of it, and nothing has written to it since."""
-        return not self.storage.expired() and _version_of(tensor) == self.version
-
-
 class _Operators(mode_stacks.TellingOperators, ObservingMode):
     """Reports operators to a `CallRecorder`."""
 
@@ -581,7 +571,7 @@ def _seconds_per_operator() -> float:
         plain = _seconds_of_a_tiny_model()
         with recorder._operator_mode, recorder._function_mode:
             recorded = _seconds_of_a_tiny_model()
-    return max(0.0, recorded - plain) / (recorder._operators / _ROUNDS or 1)
+    return max(0.0, recorded - plain) / (recorder.operators / _ROUNDS or 1)
 
 
 def _seconds_of_a_tiny_model() -> float:
