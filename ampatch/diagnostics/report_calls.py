@@ -162,10 +162,8 @@ class CallRecorder:
         if thread.wrapped is function:  # `call` has noted it
             thread.wrapped = None
             return run(*args, **kwargs)
-        if not self._is_watching():
-            return run(*args, **kwargs)
         info = self._info(function)
-        if info.is_metadata or self._is_hidden():
+        if not self._is_watching() or info.is_metadata or self._is_hidden():
             return run(*args, **kwargs)
         frame: Any = sys._getframe(2)
         if frame.f_code is _ASKS_MODES:  # a function in Python has called the mode: the caller is behind it
@@ -212,24 +210,16 @@ class CallRecorder:
 
     def _run_for_amp(self, function: Any, args: _Args, kwargs: _Kwargs, frame: types.FrameType) -> Any:
         """Runs a function that amp's own code calls: it is none of the user's calls, but may be a cast of a model's."""
-        thread = self._thread
         if function is Tensor.to and _is_in_hook_of_model(frame):
             row = self._rows.row(f"forward of {self._modules.last}", callers.users_frame(frame))
             if row.forward != self._modules.forward:
                 row.forward = self._modules.forward
                 row.numbers.calls += 1
+            made = self._cast(row, args[0], lambda: function(*args, **kwargs))
             with _unseen():
-                source = args[0].dtype
-            call = thread.call
-            before, call.row = call.row, row
-            try:
-                made = self.cast(args[0], lambda: function(*args, **kwargs))
-            finally:
-                call.row = before
-            with _unseen():
-                row.types[(source,), (made.dtype,)] += 1
+                row.types[_dtypes(args[0]), _dtypes(made)] += 1
             return made
-        with thread.own():
+        with self._thread.own():
             return function(*args, **kwargs)
 
     def _is_watching(self) -> bool:
@@ -289,13 +279,15 @@ class CallRecorder:
         """Makes one or several casts, and counts them for the call that is running."""
         if not (self._is_watching() and self._is_here()) or self._is_hidden():
             return make()
-        thread = self._thread
-        row = thread.call.row
+        row = self._thread.call.row
         if row is None:
             row = self._rows.row(Tensor.to, callers.users_frame(sys._getframe(1)))
+        return self._cast(row, tensor, make)
+
+    def _cast(self, row: Row, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
         with _unseen():
             source, is_on_gpu = tensor.dtype, tensor.is_cuda
-        with thread.own():
+        with self._thread.own():
             made: Any = self._rows.timed(row, is_on_gpu, make)
         with _unseen():
             for each in [made] if isinstance(made, Tensor) else made:

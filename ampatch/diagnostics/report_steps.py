@@ -189,7 +189,7 @@ class Steps:
     @_timed
     def _before_step(self, optimizer: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts gradients that came from no block."""
-        if is_capturing() or id(optimizer) in self._open or self._is_within_scaler_step(optimizer):
+        if id(optimizer) in self._open or self._is_hidden(optimizer):
             return
         # Gradients that are there before a closure runs are those of the step before. args[0] is the optimizer.
         if (kwargs or {}).get("closure", args[1] if len(args) > 1 else None) is not None:
@@ -201,9 +201,7 @@ class Steps:
     @_timed
     def _after_step(self, optimizer: Any, *_: object) -> None:
         """Ends a step of an optimizer that amp has not adopted."""
-        if is_capturing() or (runtime.live is not None and runtime.live.has_adopted(optimizer)):
-            return
-        if self._is_within_scaler_step(optimizer):
+        if self._is_hidden(optimizer) or (runtime.live is not None and runtime.live.has_adopted(optimizer)):
             return
         if id(optimizer) not in self._open:  # a closure's gradients are those that its last call has left
             self._count(optimizer, 1.0, None)
@@ -225,9 +223,12 @@ class Steps:
         if step is not None:
             self._end(step)
 
-    def _is_within_scaler_step(self, optimizer: Any) -> bool:
-        """Returns True if an optimizer steps within another one that a GradScaler steps, such as a MixedPrecision."""
-        return self._of_scaler not in (None, id(optimizer))
+    def _is_hidden(self, optimizer: Any) -> bool:
+        """Returns True in a capture, and if an optimizer steps within another one that a GradScaler steps.
+
+        Such another one is a `MixedPrecision`.
+        """
+        return is_capturing() or self._of_scaler not in (None, id(optimizer))
 
     def _count(self, optimizer: Any, scale: Tensor | float, divisor: Any, verdicts: Sequence[Tensor] = ()) -> None:
         """Begins a step, and counts its gradients as they are now.
