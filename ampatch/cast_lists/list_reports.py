@@ -5,6 +5,7 @@ Owns the wording of `ampatch lists`. Must never print, read a file, or change a 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -106,10 +107,8 @@ def _selected(names: Sequence[str], listed: Sequence[Path]) -> tuple[set[Path], 
     for given in names:
         # "*" is an operator too, but the pattern that fits everything is what a reader of lists asks for.
         operator = None if given == "*" else method_of_operator(given)
-        if operator is not None:
-            name = str(operator)
-        else:
-            name = f"torch.nn.functional.{given[2:]}" if given.startswith("F.") else given  # as most scripts import it
+        # Most scripts import it as F.
+        name = str(operator or re.sub(r"^F\.", "torch.nn.functional.", given))
         matching = {path for path in listed if _goes_by(path, name)} or _same_function(name, listed)
         selected |= matching
         if not matching:

@@ -49,7 +49,7 @@ def run(wanted: argparse.Namespace) -> NoReturn:
             "python finds ampatch only in the current folder, and would not find it from the script's. Install it into "
             "this environment: pip install . in its folder."
         )
-    variables = {} if wanted.report is None else script_report.variables(script_report.checked_file(wanted.report))
+    variables = {} if wanted.report is None else script_report.variables(wanted.report)
     if wanted.cpu and _CPU not in os.environ and os.environ.get("RANK", "0") == "0":
         print("ampatch: --cpu: whatever the script sends to a GPU stays on the CPU.", file=sys.stderr, flush=True)
     program = [*(["-m"] if wanted.is_module else []), wanted.target, *wanted.arguments]

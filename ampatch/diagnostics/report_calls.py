@@ -26,7 +26,6 @@ from torch._C import _current_autograd_node, _current_graph_task_id, _is_any_aut
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import CASTABLE, tensors_in
@@ -35,7 +34,7 @@ from ampatch.diagnostics.callers import Code
 from ampatch.diagnostics.function_names import Rulings, operator_called
 from ampatch.diagnostics.operands import bytes_of
 from ampatch.diagnostics.report_modules import WRAPPERS, Modules, Running
-from ampatch.diagnostics.report_rows import Product, Row, Rows
+from ampatch.diagnostics.report_rows import Row, Rows
 from ampatch.diagnostics.watch import is_view, pauses
 from ampatch.errors import UsageError
 from ampatch.function_wrapper import unwrapped
@@ -81,7 +80,7 @@ class CallRecorder:
         self._is_on = False
         self._function_mode = mode_stacks.TellingFunctions(self.function)
         self._operator_mode = _Operators(self.operator)
-        self._hooks: list[RemovableHandle] = []
+        self._undo = contextlib.ExitStack()
         self._info = cache(_Info)
         self._by_node: dict[int, Row] = {}  # where the backward passes of casts count, by the numbers of their nodes
         # Casts of half tensors to wider types by their memory: its reference, and their version counters.
@@ -91,7 +90,6 @@ class CallRecorder:
         self._rulings: Rulings | None = None
         self._has_masters = False
         self._missed: dict[str, None] = {}  # what was not recorded, each sentence once
-        self._filter: Any = None
 
     def __enter__(self) -> CallRecorder:
         """Begins to record.
@@ -107,30 +105,27 @@ class CallRecorder:
         casting_mode.reported_functions()  # its calls must not be recorded
         _seconds_per_operator()
         self._ident = threading.get_ident()
+        undo, module = self._undo, torch.nn.modules.module
         cast_observers.observer = self
-        module = torch.nn.modules.module
-        self._hooks = [
+        undo.callback(setattr, cast_observers, "observer", None)
+        for hook in (
             module.register_module_forward_pre_hook(self._enter_module),
             module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
-        ]
-        mode_stacks.FUNCTIONS.insert(self._function_mode)
-        mode_stacks.OPERATORS.insert(self._operator_mode)
+        ):
+            undo.callback(hook.remove)
+            undo.callback(module._global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch forgets it
+        for stack, mode in ((mode_stacks.FUNCTIONS, self._function_mode), (mode_stacks.OPERATORS, self._operator_mode)):
+            stack.insert(mode)
+            undo.callback(stack.remove, mode)
         # torch warns of hooks of all modules at each call of a compiled one; these look through the compiled one.
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
-        self._filter = warnings.filters[0]
+        undo.callback(_remove_filter, warnings.filters[0])
         self._is_on = True
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_on = False
-        for hook in self._hooks:
-            hook.remove()
-            torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)  # torch forgets it
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        cast_observers.observer = None
-        mode_stacks.FUNCTIONS.remove(self._function_mode)
-        mode_stacks.OPERATORS.remove(self._operator_mode)
+        self._undo.close()
         self._by_node.clear()
         self._widened.clear()
 
@@ -396,9 +391,9 @@ class CallRecorder:
             module.note_results(results, memory)
         sizes = _PRODUCTS.get(op)
         if sizes is not None and results and results[0].dtype in HALVES:
-            product = Product(call.row, module.key, results[0].dtype, *sizes(args, results[0]))
-            if product.size != product.pads:
-                self._rows.products[product] += 1
+            size, pads = sizes(args, results[0])
+            if size != pads:
+                self._rows.products[call.row, module.module, results[0].dtype, size, pads] += 1
 
     def _copy(self, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs the operator below all casts, and counts one by autocast, or the backward pass of one that counted."""
@@ -537,6 +532,11 @@ class _Info:
 
 class _Operators(mode_stacks.TellingOperators, ObservingMode):
     """Reports operators to a `CallRecorder`."""
+
+
+def _remove_filter(ours: Any) -> None:
+    if ours in warnings.filters:
+        warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 def _stop_in_child() -> None:

@@ -156,23 +156,25 @@ def module_map(roots: Sequence[Module]) -> str:
     whole = sum(_weight(root, weighs) for root in roots)
     if not whole:
         return ""
-    cells, deepest = [], 0
-    waiting = _side_by_side(roots, 0, 0, weighs)
-    while waiting:
-        module, start, level = waiting.pop()
-        outer = module
-        while len(module.children) == 1 and not sum(module.row[weighs].values()):  # it only holds another one
-            module = module.children[0]
-        wide = _weight(module, weighs) / whole
-        if wide < _NARROWEST:
-            continue
-        deepest = max(deepest, level)
-        cells.append(_cell(module, outer, start / whole, wide, level, weighs))
-        if level + 1 < _LEVELS:
-            waiting += _side_by_side(module.children, start, level + 1, weighs)
+
+    def cells(modules: Iterable[Module], start: int, level: int) -> Iterator[tuple[int, str]]:
+        """Yields the cells of modules side by side and of their submodules, each with its level."""
+        for outer in modules:
+            module = outer
+            while len(module.children) == 1 and not sum(module.row[weighs].values()):  # it only holds another one
+                module = module.children[0]
+            weight = _weight(module, weighs)
+            if weight >= _NARROWEST * whole:
+                yield level, _cell(module, outer, start / whole, weight / whole, level, weighs)
+                if level + 1 < _LEVELS:
+                    yield from cells(module.children, start, level + 1)
+            start += weight
+
+    drawn = list(cells(roots, 0, 0))
+    deepest = max((level for level, _ in drawn), default=0)
     measure = "the bytes of its activations" if weighs == "activation_bytes" else "the number of its operators"
     told = f"Each module is as wide as {measure}; submodules are below it. The list below has all modules."
-    return _drawing("map", "Modules by type", told, (deepest + 1) * _ROW, cells, kind="map")
+    return _drawing("map", "Modules by type", told, (deepest + 1) * _ROW, (cell for _, cell in drawn), "map")
 
 
 def thinned(line: Sequence[_Point], limit: int = _POINTS) -> list[_Point]:
@@ -303,14 +305,6 @@ def _range(underflow: Mapping[str, Any]) -> Range:
 
 def _weight(module: Module, weighs: str) -> int:
     return sum(getattr(module, weighs).values())
-
-
-def _side_by_side(modules: Iterable[Module], start: int, level: int, weighs: str) -> list[tuple[Module, int, int]]:
-    found = []
-    for module in modules:
-        found.append((module, start, level))
-        start += _weight(module, weighs)
-    return found
 
 
 def _cell(module: Module, outer: Module, start: float, wide: float, level: int, weighs: str) -> str:

@@ -63,7 +63,6 @@ class Running:
 
     Attributes:
         module: what is known of the module.
-        key: its id.
         root: the outermost module that runs.
         task: the backward pass that recomputes it; -1 in a forward pass.
         number: of the forward pass.
@@ -71,7 +70,6 @@ class Running:
     """
 
     module: _Module
-    key: int
     root: _Root
     task: int
     number: int
@@ -131,7 +129,7 @@ class Modules:
             known.root, known.name = root, _name_in(root, module)
         known.given.update(each.dtype for each in given)
         self._count += 1
-        running.append(Running(known, key, root, task, self._count, on_leave))
+        running.append(Running(known, root, task, self._count, on_leave))
         self.last, self.forward = known.class_name, self._count
 
     def leave(self, module: nn.Module, given: list[Tensor], returned: list[Tensor]) -> None:
@@ -143,7 +141,7 @@ class Modules:
             returned: tensors in its result.
         """
         running = self.running
-        if not any(each.key == id(module) for each in running):
+        if not any(each.module.reference() is module for each in running):
             return
         while running:
             ended = running.pop()
@@ -155,7 +153,7 @@ class Modules:
             half_bytes = _in_half(ended.bytes)
             if half_bytes - ended.cast_bytes > known.half_bytes - known.cast_bytes or not known.half_bytes:
                 known.half_bytes, known.cast_bytes = half_bytes, ended.cast_bytes
-            if ended.key == id(module):
+            if known.reference() is module:
                 break
         if not known.weight_bytes:  # lazy modules had none before
             known.weight_bytes = _own_bytes(module)
@@ -168,10 +166,9 @@ class Modules:
         if self.running:
             self.running[-1].cast_bytes += size
 
-    def name_of(self, key: int) -> str | None:
-        """Returns the name of a module that was seen, by its id; None if there is none."""
-        known = self._modules.get(key)
-        return None if known is None else self._named(known, self._prefixes())
+    def name_of(self, known: _Module) -> str:
+        """Returns the name of a module that was seen."""
+        return self._named(known, self._prefixes())
 
     def as_dicts(self, has_masters: bool) -> list[dict[str, Any]]:
         """Returns the modules as plain data, first those with the most bytes.

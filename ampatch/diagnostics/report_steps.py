@@ -12,13 +12,13 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ampatch.diagnostics import gradient_exponents
 from ampatch.diagnostics.gradient_exponents import GradientExponents
@@ -110,31 +110,27 @@ class Steps:
         self._scale: Tensor | float = 1.0
         self._half: torch.dtype | None = None
         self._has_warned = False
-        self._hooks: list[RemovableHandle] = []
+        self._undo = ExitStack()
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # those without amp
         self._of_scaler: int | None = None  # id of the optimizer that a GradScaler steps now
-        self._step_of_scaler: Any = None  # what torch's GradScaler had before
 
     def __enter__(self) -> Steps:
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
         step_observers.observers.append(self)
-        step = self._step_of_scaler = torch.amp.GradScaler._maybe_opt_step
+        self._undo.callback(step_observers.observers.remove, self)
+        step: Any = torch.amp.GradScaler._maybe_opt_step
 
         def observed(scaler: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             with step_observers.scaler_step(scaler._scale, optimizer, list(state["found_inf_per_device"].values())):
                 return step(scaler, optimizer, state, *args, **kwargs)
 
         torch.amp.GradScaler._maybe_opt_step = observed  # type: ignore[method-assign, assignment]
+        self._undo.callback(setattr, torch.amp.GradScaler, "_maybe_opt_step", step)
         return self
 
     def __exit__(self, *_: object) -> None:
-        step_observers.observers.remove(self)
-        for hook in self._hooks:
-            hook.remove()
-        torch.amp.GradScaler._maybe_opt_step = self._step_of_scaler  # type: ignore[method-assign]
+        self._undo.close()
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the steps as plain data; syncs with the device."""

@@ -126,9 +126,8 @@ def steps(data: Mapping[str, Any]) -> Table:
         shown = [rows[0], *(row for before, row in pairs if _tells(row, before) or row is rows[-1])]
     note = ""
     if len(shown) < len(rows):
-        note = (
-            f"{count(len(shown))} of {count(len(rows))} steps: those with an overflow or another scale, and the ends."
-        )
+        kept = f"{count(len(shown))} of {count(len(rows))} steps"
+        note = f"{kept}: those with an overflow or another scale, and the ends."
     if len(shown) > _MOST_STEPS:
         shown = shown[:_MOST_STEPS]
         note = f"The first {count(_MOST_STEPS)} of the steps with an overflow or another scale. The drawing has all."
