@@ -66,8 +66,7 @@ def _run(arguments: list[str]) -> int:
     parsed, unknown = parser.parse_known_args(own, argparse.Namespace(arguments=of_script, refuse=parser.error))
     if unknown:
         parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
-    status: int = parsed.run(parsed)
-    return status
+    return int(parsed.run(parsed))
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -223,13 +223,10 @@ class CallRecorder:
 
     def _is_hidden(self) -> bool:
         """Returns True if this thread is traced, transformed or captured, so that operators run in other ways."""
-        if is_recording():
-            self._missed[_TRACED] = None
-        elif is_capturing():
-            self._missed[_CAPTURED] = None
-        else:
-            return False
-        return True
+        why = _TRACED if is_recording() else _CAPTURED if is_capturing() else None
+        if why is not None:
+            self._missed[why] = None
+        return why is not None
 
     def _is_here(self) -> bool:
         """Returns True in the thread that is recorded, and in its backward passes."""
@@ -336,11 +333,9 @@ class CallRecorder:
 
     def operator(self, op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs an operator that torch reports to the mode."""
-        if not self._is_on or pauses.paused:
+        if not self._is_on or pauses.paused or op.namespace == "profiler":  # the profiler's are labels
             return op(*args, **kwargs)
         thread = self._thread
-        if op.namespace == "profiler":  # labels
-            return op(*args, **kwargs)
         self.operators += 1
         if thread.is_own:
             return op(*args, **kwargs)
@@ -630,9 +625,8 @@ def _version_of(tensor: Tensor) -> int:
 @cache
 def _memory_of(op: Any) -> bool | None:
     """Returns whether an operator's results are new memory; None if they are views of its arguments."""
-    if not isinstance(op, OpOverload):  # such as torch.cond, which runs other operators
-        return None
-    if is_view(op):
+    # torch.cond and the like are no overloads; they run other operators.
+    if not isinstance(op, OpOverload) or is_view(op):
         return None
     return all(each.alias_info is None for each in op._schema.returns)
 

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -186,7 +187,7 @@ def thinned(line: Sequence[_Point], limit: int = _POINTS) -> list[_Point]:
         stretch = line[len(line) * index // limit : len(line) * (index + 1) // limit]
         there = [(at, value) for at, value in stretch if value is not None]
         if there:
-            kept += sorted({min(there, key=_value), max(there, key=_value)})
+            kept += sorted({min(there, key=itemgetter(1)), max(there, key=itemgetter(1))})
         elif kept and kept[-1][1] is not None:
             kept.append(stretch[0])
     return kept
@@ -284,10 +285,6 @@ def _log(value: Any, log: Callable[[float], float] = math.log2) -> float | None:
     """Returns the logarithm of a number of a report; None if it has none that can be drawn."""
     number = 0.0 if value is None else float(value)
     return log(number) if 0 < number < math.inf else None
-
-
-def _value(point: _Point) -> float:
-    return point[1] or 0.0
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -327,18 +327,17 @@ def _unscaled(gradients: OptimizerGradients, factor: Tensor, names: Mapping[int,
     """Yields the names of parameters, and the gradients that the block is about to leave them, unscaled in float32."""
     masters = gradients.masters
     for parameter, own in zip(gradients.model_parameters(), gradients.parameters(), strict=True):
-        grad, earlier = parameter.grad, None if own is parameter else own.grad
+        grad = parameter.grad
         if grad is None:
             continue
+        is_added = masters.gradients.shows(parameter)  # to the master's before
+        earlier = None if is_added or own is parameter else own.grad
+        full = _full(grad, None if is_added else factor)
         name = names.get(id(parameter)) or masters.name_of(parameter)
-        if masters.gradients.shows(parameter):  # added to the master's before
-            yield name, _full(grad, None)
-            continue
-        full = _full(grad, factor)
-        yield name, full if earlier is None else full + _full(earlier, None)
+        yield name, full if earlier is None else full + _full(earlier)
 
 
-def _full(grad: Tensor, factor: Tensor | None) -> Tensor:
+def _full(grad: Tensor, factor: Tensor | None = None) -> Tensor:
     """Returns a gradient's values in float32, multiplied by a number."""
     values = kernels.values_of(grad.detach()).to(torch.float32)
     return values if factor is None else values * on_device(factor, values.device)
