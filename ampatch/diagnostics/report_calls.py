@@ -157,8 +157,7 @@ class CallRecorder:
         if thread.wrapped is function:  # `call` has noted it
             thread.wrapped = None
             return run(*args, **kwargs)
-        info = self._info(function)
-        if not self._is_watching() or info.is_metadata or self._is_hidden():
+        if not self._is_watching() or (info := self._info(function)).is_metadata or self._is_hidden():
             return run(*args, **kwargs)
         frame: Any = sys._getframe(2)
         if frame.f_code is _ASKS_MODES:  # a function in Python has called the mode: the caller is behind it
