@@ -54,8 +54,8 @@ class Coverage:
     """
 
     torch_version: str
-    listed: Mapping[Treatment, tuple[Path, ...]]
-    reviewed: Mapping[Reason, tuple[Path, ...]]
+    listed: Mapping[Treatment, Sequence[Path]]
+    reviewed: Mapping[Reason, Sequence[Path]]
     undecided: tuple[Path, ...]
 
     def counts(self) -> dict[str, int]:
@@ -103,12 +103,7 @@ def coverage(lists: CastLists) -> Coverage:
         if not found:
             reason = reason_of(path)
             (reasons[reason] if reason else undecided).append(path)
-    return Coverage(
-        torch.__version__,
-        {treatment: tuple(paths) for treatment, paths in listed.items()},
-        {reason: tuple(paths) for reason, paths in reasons.items()},
-        tuple(undecided),
-    )
+    return Coverage(torch.__version__, listed, reasons, tuple(undecided))
 
 
 def reason_of(path: Path) -> Reason | None:

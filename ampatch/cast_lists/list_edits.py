@@ -21,6 +21,9 @@ from ampatch.opt_levels import HALF_DTYPES
 
 _MOST_TOLD = 3
 
+#: The rules of one path in two lists, each by half dtype.
+Sides = tuple[list[Rule | None], list[Rule | None]]
+
 
 @dataclass(frozen=True, slots=True)
 class Edit:
@@ -37,16 +40,35 @@ class Edit:
     rule: Rule | None
 
 
+def differing(
+    before: CastLists, after: CastLists, half_dtypes: Sequence[torch.dtype], matched: bool = False
+) -> dict[Path, Sides]:
+    """Returns the paths whose rules differ between two lists, sorted, each with both sides' rules by half dtype.
+
+    Args:
+        before: lists.
+        after: other lists.
+        half_dtypes: half dtypes to compare in.
+        matched: True adds the patterns that match a loaded function.
+    """
+    mine, theirs = before.told(matched), after.told(matched)
+    found = {}
+    for path in sorted({path for path, _ in {**mine, **theirs}}):
+        here, there = ([side.get((path, dtype)) for dtype in half_dtypes] for side in (mine, theirs))
+        if here != there:
+            found[path] = here, there
+    return found
+
+
 def difference(live: CastLists, asked: CastLists) -> list[str]:
     """Returns, for a message, how two lists differ: a few functions, then the number of the others."""
     told: dict[str, None] = {}
-    mine, theirs = live.told(), asked.told()
-    for path in sorted({path for path, _ in {**mine, **theirs}}):
-        pairs = {dtype: (mine.get((path, dtype)), theirs.get((path, dtype))) for dtype in HALF_DTYPES.values()}
-        differing = {dtype: _told(*pair) for dtype, pair in pairs.items() if pair[0] != pair[1]}
-        everywhere = len(differing) == len(pairs) and len(set(differing.values())) == 1
-        for dtype, how in differing.items():
-            told[f"{path} {how}" if everywhere else f"{path} {how} in {str(dtype).removeprefix('torch.')}"] = None
+    for path, sides in differing(live, asked, list(HALF_DTYPES.values()), matched=True).items():
+        pairs = zip(HALF_DTYPES, *sides, strict=True)
+        by_dtype = {name: _told(here, there) for name, here, there in pairs if here != there}
+        everywhere = len(by_dtype) == len(HALF_DTYPES) and len(set(by_dtype.values())) == 1
+        for name, how in by_dtype.items():
+            told[f"{path} {how}" if everywhere else f"{path} {how} in {name}"] = None
     told.update(dict.fromkeys(_differing_modules(live, asked)))
     return _first(list(told))
 
@@ -79,15 +101,10 @@ def undone_in_modules(
         half_dtypes: half dtypes to check.
         registered: registered functions; they take precedence over the lists.
     """
-    return _in_modules(lists, lambda each: undone(each, half_dtypes, registered).values())
+    return in_modules(lists, lambda each: undone(each, half_dtypes, registered).values())
 
 
-def left_out_in_modules(lists: CastLists) -> list[str]:
-    """Returns a sentence for each edit that an entry for parts makes, and that leaves other spellings unchanged."""
-    return _in_modules(lists, left_out)
-
-
-def _in_modules(lists: CastLists, told: Callable[[CastLists], Iterable[str]]) -> list[str]:
+def in_modules(lists: CastLists, told: Callable[[CastLists], Iterable[str]]) -> list[str]:
     """Returns the sentences about the lists of each entry that has rules, without those about the lists themselves."""
     known = set(told(replace(lists, modules=()))) if lists.modules else set()
     return [
@@ -179,7 +196,7 @@ def left_out(lists: CastLists) -> list[str]:
             others = [
                 path
                 for path in spelled(edit.path.name)
-                if id(identity(path)) not in touched and _treatment(rules.get(path)) is not _treatment(edit.rule)
+                if id(identity(path)) not in touched and _list(rules.get(path)) != _list(edit.rule)
             ]
             if others:
                 several = _enumerated(list(map(str, others)))
@@ -238,10 +255,6 @@ def _opening(edit: Edit) -> str:
     return f"{source}{edit.path} is {place(edit.rule)} now"
 
 
-def _treatment(rule: Rule | None) -> Treatment | None:
-    return None if rule is None else rule.treatment
-
-
 def _list(rule: Rule | None) -> str:
     return UNLISTED if rule is None else rule.treatment.value
 
@@ -256,6 +269,11 @@ def _enumerated(several: list[str]) -> str:
     return f"{', '.join(others)}{', ' if last.startswith('and ') else ' and '}{last}" if others else last
 
 
+def options_of(rule: Rule) -> list[str]:
+    """Returns all options of a rule as texts."""
+    return typed_options(rule.when, rule.via_dtype, rule.needs_float32)
+
+
 def _told(live: Rule | None, asked: Rule | None) -> str:
     there, here = _place_by(live), _place_by(asked)
     if live is not None and asked is not None and replace(live, instead=asked.instead) == asked:
@@ -265,7 +283,5 @@ def _told(live: Rule | None, asked: Rule | None) -> str:
 
 def _place_by(rule: Rule | None) -> str:
     """Returns the list that a rule puts its function in, with the rule's options, file and line."""
-    if rule is None:
-        return place(rule)
-    options = typed_options(rule.when, rule.via_dtype, rule.needs_float32)
-    return " ".join([place(rule), *options, f"by {rule.source}"])
+    options = [] if rule is None else [*options_of(rule), f"by {rule.source}"]
+    return " ".join([place(rule), *options])

@@ -5,6 +5,7 @@ Owns the wording of `ampatch lists`. Must never print, read a file, or change a 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,16 +17,10 @@ import torch
 
 from ampatch.cast_lists import list_edits, patterns
 from ampatch.cast_lists.coverage import Coverage, reason_of
+from ampatch.cast_lists.list_edits import Sides, options_of
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, find_or, function_key, identity, is_importable
-from ampatch.cast_lists.rules import (
-    FLOAT32,
-    UNLISTED,
-    ModuleRules,
-    Rule,
-    Treatment,
-    typed_options,
-)
+from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treatment, typed_options
 from ampatch.cast_lists.spellings import NAMESPACES, method_of_operator
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
 from ampatch.grouping import grouped
@@ -77,7 +72,7 @@ def _rows(
 ) -> Iterator[list[str]]:
     """Yields a row for each different rule. Equal ones from two lines of a file stay two: the user finds both lines."""
     for (rule, source), dtypes in _dtypes_of([(rule, rule.source) if rule else None for rule in rules], half_dtypes):
-        conditions = [*_only(dtypes, half_dtypes), *_options(rule), *also]
+        conditions = [*_only(dtypes, half_dtypes), *options_of(rule), *also]
         yield [*start, rule.treatment.value, source, "; ".join(conditions)]
 
 
@@ -87,7 +82,7 @@ def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], nam
     for entry in lists.modules:
         if entry.is_float32:
             rows.append([entry.name, "everything", FLOAT32, entry.source, ""])
-        for path, here, there in _changed_in(lists, entry, half_dtypes):
+        for path, (here, there) in _changed_in(lists, entry, half_dtypes).items():
             if names and not _selected(names, [path])[0]:
                 continue
             rows += _rows([entry.name, str(path)], there, half_dtypes)
@@ -100,17 +95,9 @@ def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], nam
     return ["In parts of a model:", *_aligned(rows)] if rows else []
 
 
-def _changed_in(
-    lists: CastLists, entry: ModuleRules, half_dtypes: Sequence[torch.dtype]
-) -> Iterator[tuple[Path, list[Rule | None], list[Rule | None]]]:
-    """Yields each path that an entry treats otherwise, with the rules for each half dtype without and with it."""
-    if entry.is_float32:
-        return
-    before, after = lists.told(matched=False), lists.of_module(entry).told(matched=False)
-    for path in sorted({path for path, _ in {**before, **after}}):
-        here, there = ([side.get((path, dtype)) for dtype in half_dtypes] for side in (before, after))
-        if here != there:
-            yield path, here, there
+def _changed_in(lists: CastLists, entry: ModuleRules, half_dtypes: Sequence[torch.dtype]) -> dict[Path, Sides]:
+    """Returns each path that an entry treats otherwise, with the rules for each half dtype without and with it."""
+    return {} if entry.is_float32 else list_edits.differing(lists, lists.of_module(entry), half_dtypes)
 
 
 def _selected(names: Sequence[str], listed: Sequence[Path]) -> tuple[set[Path], list[str]]:
@@ -120,10 +107,8 @@ def _selected(names: Sequence[str], listed: Sequence[Path]) -> tuple[set[Path], 
     for given in names:
         # "*" is an operator too, but the pattern that fits everything is what a reader of lists asks for.
         operator = None if given == "*" else method_of_operator(given)
-        if operator is not None:
-            name = str(operator)
-        else:
-            name = f"torch.nn.functional.{given[2:]}" if given.startswith("F.") else given  # as most scripts import it
+        # Most scripts import it as F.
+        name = str(operator or re.sub(r"^F\.", "torch.nn.functional.", given))
         matching = {path for path in listed if _goes_by(path, name)} or _same_function(name, listed)
         selected |= matching
         if not matching:
@@ -198,8 +183,7 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
         after: lists with the file.
     """
     undone = [*list_edits.undone(after).values(), *list_edits.undone_in_modules(after)]
-    old, new = before.told(matched=False), after.told(matched=False)
-    changed = {key[0] for key in {**old, **new} if old.get(key) != new.get(key)}
+    changed = list_edits.differing(before, after, BOTH)
     unseen = sum(find_or(path, _ABSENT) is None for path in changed)
     note = f" ({unseen} not looked up, being in modules that are not imported yet)" if unseen else ""
     how = "is undone by calls inside the function" if len(undone) == 1 else "are undone by calls inside the functions"
@@ -208,7 +192,7 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
     count = len(after.modules)
     parts = f", and has {count} {'entry' if count == 1 else 'entries'} for parts of a model" if count else ""
     verdict = f"{file} {sound}: it changes how {_paths(len(changed))} {are} treated{note}{parts}."
-    lines = [*undone, *list_edits.left_out(after), *list_edits.left_out_in_modules(after), verdict]
+    lines = [*undone, *list_edits.left_out(after), *list_edits.in_modules(after, list_edits.left_out), verdict]
     return Checked(list(map(_one_line, lines)), bool(undone))
 
 
@@ -262,11 +246,8 @@ def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequenc
         of each in parentheses. Then a line that counts them. Without a change, that line alone. Last, the changes in
         parts of a model, with a legend of their own.
     """
-    sides = [before.told(matched=False), after.told(matched=False)]
-    paths = sorted({path for side in sides for path, _ in side})
-    found = {
-        path: [[_full_decision(side.get((path, dtype))) for dtype in half_dtypes] for side in sides] for path in paths
-    }
+    differing = list_edits.differing(before, after, half_dtypes).items()
+    found = {path: [list(map(_full_decision, side)) for side in sides] for path, sides in differing}
     columns = ("in the shipped lists", f"with {file} laid over them")
     compared = _compared(found, half_dtypes, columns, ("moved or changed", "taken out", "new"))
     return [*compared, *_changes_of_modules(after, half_dtypes)]
@@ -278,8 +259,8 @@ def _changes_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype]) ->
     for entry in lists.modules:
         if entry.is_float32:
             rows.append([entry.name, "everything", "by the lists", FLOAT32, entry.source])
-        for path, here, there in _changed_in(lists, entry, half_dtypes):
-            cells = [_cell([_full_decision(rule) for rule in side], half_dtypes) for side in (here, there)]
+        for path, (here, there) in _changed_in(lists, entry, half_dtypes).items():
+            cells = [_cell(map(_full_decision, side), half_dtypes) for side in (here, there)]
             source = next((rule.source for rule in there if rule is not None), entry.source)
             rows.append([entry.name, str(path), *cells, source])
         if not entry.is_float32 and not entry.changes:
@@ -360,7 +341,7 @@ def _full_decision(rule: Rule | None) -> _Decision | None:
     """Returns all parts of a rule that matter to ampatch."""
     if rule is None:
         return None
-    return rule.treatment, (*_options(rule), *([f"instead: {rule.instead}"] if rule.instead else []))
+    return rule.treatment, (*options_of(rule), *([f"instead: {rule.instead}"] if rule.instead else []))
 
 
 def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
@@ -372,7 +353,7 @@ def _by_any_name(rules: dict[Path, Rule]) -> dict[object, Rule]:
     return found
 
 
-def _cell(decisions: Sequence[_Decision | None], half_dtypes: Sequence[torch.dtype]) -> str:
+def _cell(decisions: Iterable[_Decision | None], half_dtypes: Sequence[torch.dtype]) -> str:
     """Returns the lists of a function, each with its conditions; two if they differ by half dtype."""
     cells = []
     for (treatment, options), dtypes in _dtypes_of(decisions, half_dtypes):
@@ -392,10 +373,6 @@ def _dtypes_of(
 def _only(dtypes: Sequence[torch.dtype], asked: Sequence[torch.dtype]) -> list[str]:
     """Returns the half dtypes, unless they are all that were asked about."""
     return [] if len(dtypes) == len(asked) else [f"{dtype_name(dtype)} only" for dtype in dtypes]
-
-
-def _options(rule: Rule) -> list[str]:
-    return typed_options(rule.when, rule.via_dtype, rule.needs_float32)
 
 
 def _paths(count: int) -> str:

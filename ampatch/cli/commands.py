@@ -14,7 +14,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,17 +241,15 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from ampatch.runtime import runtime
 
     _import(arguments.modules)
-    if runtime.live is not None:  # one of the modules has set amp up
-        _print(doctor.report())
-        return 0
-    try:
-        handle = amp.init()
-    except Exception:  # print the report anyway: it helps to explain the failure
-        _print(doctor.report())
-        raise
-    with handle:
-        _print(doctor.report())
-    _print(["", "amp was set up for this report alone, with the defaults of amp.init()."])
+    is_set_up = runtime.live is not None  # by one of the modules
+    with ExitStack() as stack:
+        try:
+            if not is_set_up:
+                stack.enter_context(amp.init())
+        finally:  # also if that fails: the report helps to explain the failure
+            _print(doctor.report())
+    if not is_set_up:
+        _print(["", "amp was set up for this report alone, with the defaults of amp.init()."])
     return 0
 
 

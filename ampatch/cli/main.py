@@ -66,8 +66,7 @@ def _run(arguments: list[str]) -> int:
     parsed, unknown = parser.parse_known_args(own, argparse.Namespace(arguments=of_script, refuse=parser.error))
     if unknown:
         parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
-    status: int = parsed.run(parsed)
-    return status
+    return int(parsed.run(parsed))
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -137,7 +136,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     def refuse(message: str) -> None:
         parser.error(f"{message}. Python's own go in front: python -u -m ampatch run SCRIPT ...")
 
-    parser.set_defaults(run=_run_script, refuse=refuse)
+    parser.set_defaults(run=run, refuse=refuse)
 
 
 def _not_empty(text: str) -> str:
@@ -145,18 +144,6 @@ def _not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the name is empty")
     return text
-
-
-def _run_script(arguments: argparse.Namespace) -> int:
-    run(
-        arguments.target,
-        arguments.arguments,
-        is_module=arguments.is_module,
-        force=arguments.force,
-        cpu=arguments.cpu,
-        trace_overflow=arguments.trace_overflow,
-        report=arguments.report,
-    )
 
 
 def _print_error(line: str) -> None:

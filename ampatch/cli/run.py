@@ -8,6 +8,7 @@ script.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -28,26 +29,11 @@ _CPU = "AMPATCH_RUN_CPU"
 _TRACE = "AMPATCH_TRACE_OVERFLOW"  # read by ampatch.scaling.overflows, which imports torch
 
 
-def run(
-    target: str,
-    arguments: Sequence[str],
-    *,
-    is_module: bool,
-    force: bool,
-    cpu: bool,
-    trace_overflow: bool,
-    report: str | None,
-) -> NoReturn:
+def run(wanted: argparse.Namespace) -> NoReturn:
     """Replaces this process with ``python target arguments...``, or ``python -m target arguments...``.
 
     Args:
-        target: path of a script, or name of a module.
-        arguments: arguments of the script.
-        is_module: True if ``target`` is a module.
-        force: True to replace Apex even if the installed Apex has amp.
-        cpu: True to keep on the CPU whatever the script sends to a GPU.
-        trace_overflow: True to trace overflows.
-        report: the file for a report of the script; None for no report.
+        wanted: the parsed command line: ``target``, a script or a module; its ``arguments``; and the options.
 
     Raises:
         OptionError: the report's file cannot be written; this Python was started with an option that ignores the
@@ -63,13 +49,14 @@ def run(
             "python finds ampatch only in the current folder, and would not find it from the script's. Install it into "
             "this environment: pip install . in its folder."
         )
-    reporting = {} if report is None else script_report.variables(script_report.checked_file(report))
-    if cpu and _CPU not in os.environ and os.environ.get("RANK", "0") == "0":
+    variables = {} if wanted.report is None else script_report.variables(wanted.report)
+    if wanted.cpu and _CPU not in os.environ and os.environ.get("RANK", "0") == "0":
         print("ampatch: --cpu: whatever the script sends to a GPU stays on the CPU.", file=sys.stderr, flush=True)
-    command = [sys.executable, *_options(sys.orig_argv, sys.argv), *(["-m"] if is_module else []), target, *arguments]
-    flags = {_FORCE: force, _CPU: cpu, _TRACE: trace_overflow}
-    wanted = {**dict.fromkeys((name for name in flags if flags[name]), "1"), **reporting}
-    os.execve(sys.executable, command, _environment(os.environ, wanted))
+    program = [*(["-m"] if wanted.is_module else []), wanted.target, *wanted.arguments]
+    flags = {_FORCE: wanted.force, _CPU: wanted.cpu, _TRACE: wanted.trace_overflow}
+    variables |= {name: "1" for name, is_set in flags.items() if is_set}
+    command = [sys.executable, *_options(sys.orig_argv, sys.argv), *program]
+    os.execve(sys.executable, command, _environment(os.environ, variables))
 
 
 def _is_installed() -> bool:

@@ -31,19 +31,14 @@ _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
 _SUFFIXES = (".html", ".htm", ".json")
 
 
-def checked_file(path: str) -> str:
-    """Returns the absolute path of the file that a script's report is to be written to.
+def variables(path: str) -> dict[str, str]:
+    """Returns the environment variables with which this process, once it runs the script, reports to a file.
 
     Raises:
-        OptionError: it has another ending, or cannot be written.
+        OptionError: the file's name has another ending, or it cannot be written.
     """
     file = report_file.checked_path(path, _SUFFIXES, "Name a page, such as report.html, or a JSON file.")
-    return str(file.absolute())
-
-
-def variables(path: str) -> dict[str, str]:
-    """Returns the environment variables with which this process, once it runs the script, reports to a file."""
-    return {FILE: path, REPORTER: _name_of(os.getpid(), rank(os.environ))}
+    return {FILE: str(file.absolute()), REPORTER: _name_of(os.getpid(), rank(os.environ))}
 
 
 def rank(environment: Mapping[str, str]) -> str | None:
@@ -101,9 +96,7 @@ class ScriptReport:
         # Torch has registered functions for the exit meanwhile, and the last to be registered runs first.
         atexit.unregister(self.write)
         atexit.register(self.write)
-        report = module.Report()
-        report.__enter__()
-        self._report = report
+        self._report = module.Report().__enter__()
 
     def write(self) -> None:
         """Ends the report, writes it, and tells its path on stderr; called at the end of the process."""

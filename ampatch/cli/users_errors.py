@@ -6,38 +6,17 @@ for exceptions of ampatch's own code: their tracebacks are needed to mend it.
 
 from __future__ import annotations
 
-import linecache
 import shlex
 import sysconfig
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
+from traceback import FrameSummary
 
 from ampatch.errors import OptionError
 
 #: Packages between the command and the user's code.
 _BETWEEN = ("ampatch", "importlib", "torch")
 _FOLDERS_OF_PACKAGES = frozenset({"site-packages", "dist-packages"})
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """A line of code that raised: its file, its number, and its text."""
-
-    file: Path
-    number: int
-    text: str
-
-    def __str__(self) -> str:
-        cwd = Path.cwd()
-        file = self.file.relative_to(cwd) if self.file.is_relative_to(cwd) else self.file
-        return f"{file}:{self.number}: {self.text}"
-
-    @property
-    def is_installed(self) -> bool:
-        """True in Python's own library and in installed packages."""
-        own_library = sysconfig.get_path("stdlib")
-        return bool(_FOLDERS_OF_PACKAGES & set(self.file.parts)) or self.file.is_relative_to(own_library)
 
 
 def in_one_error(told: str, error: BaseException, code: str, otherwise: str = "") -> OptionError:
@@ -52,19 +31,29 @@ def in_one_error(told: str, error: BaseException, code: str, otherwise: str = ""
     line, told = _users_line(error), told.removesuffix(".")
     if line is None and otherwise:
         return OptionError(f"{told}. {otherwise}")
-    place = "" if line is None else f", at {line}"
+    place = "" if line is None else f", at {_shown(line.filename)}:{line.lineno}: {line.line}"
     notes = [note.removeprefix("ampatch: ") for note in getattr(error, "__notes__", ()) if note.startswith("ampatch: ")]
     return OptionError(" ".join([f"{told}{place}.", *notes, f"For its traceback, type: python -c {shlex.quote(code)}"]))
 
 
-def _users_line(error: BaseException) -> _Line | None:
+def _users_line(error: BaseException) -> FrameSummary | None:
     """Returns the innermost line of the user's files, else of a package other than torch; None if there is none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return _Line(Path(error.filename), error.lineno, (error.text or "").strip())
+        return FrameSummary(error.filename, error.lineno, "", line=error.text or "")
     lines = [
-        _Line(Path(file := frame.f_code.co_filename), number, linecache.getline(file, number).strip())
+        FrameSummary(frame.f_code.co_filename, number, frame.f_code.co_name)
         for frame, number in traceback.walk_tb(error.__traceback__)
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _BETWEEN
     ]
-    own = [line for line in lines if not line.is_installed]
+    own = [line for line in lines if not _is_installed(Path(line.filename))]
     return next(reversed(own or lines), None)
+
+
+def _is_installed(file: Path) -> bool:
+    """Returns True in Python's own library and in installed packages."""
+    return bool(_FOLDERS_OF_PACKAGES & set(file.parts)) or file.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _shown(file: str) -> str:
+    path, cwd = Path(file), Path.cwd()
+    return str(path.relative_to(cwd) if path.is_relative_to(cwd) else path)

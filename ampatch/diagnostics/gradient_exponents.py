@@ -124,9 +124,10 @@ class Histogram:
 
         return 2.0 ** min(range(lowest, highest + 1), key=cost)
 
-    def rows(self) -> list[dict[str, int]]:
-        """Returns the exponents as plain data, in ascending order."""
-        return [{"exponent": key, "elements": self.by_exponent[key]} for key in sorted(self.by_exponent)]
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the counts as plain data, the exponents in ascending order."""
+        exponents = [{"exponent": key, "elements": self.by_exponent[key]} for key in sorted(self.by_exponent)]
+        return {"exponents": exponents, "zeros": self.zeros, "elements": self.elements}
 
 
 class GradientExponents:
@@ -223,9 +224,7 @@ def as_dict(
         "seen": seen,
         "lost": lost["zero"] + lost["subnormal"],
         "scales": [{"scale": each, **everything.lost(each, limits)} for each in scales],
-        "exponents": everything.rows(),
-        "zeros": everything.zeros,
-        "elements": everything.elements,
+        **everything.as_dict(),
         "parameters": [_parameter(name, each, each.lost(scale, limits)) for name, each in histograms.items()],
     }
 
@@ -233,12 +232,10 @@ def as_dict(
 def _parameter(name: str, histogram: Histogram, lost: Mapping[str, float]) -> dict[str, Any]:
     return {
         "name": name,
-        "elements": histogram.elements,
-        "zeros": histogram.zeros,
+        **histogram.as_dict(),
         "zero": histogram.zeros / (histogram.elements or 1),
         "rounded_to_zero": lost["zero"],
         "subnormal": lost["subnormal"],
-        "exponents": histogram.rows(),
     }
 
 

@@ -93,14 +93,15 @@ class Report:
         Raises:
             UsageError: its block has not begun.
         """
-        if self._calls is None or self._steps is None:
+        calls, steps = self._calls, self._steps
+        if calls is None or steps is None:
             raise UsageError(
                 "this report has watched nothing yet. Type `with amp.report() as report:` around the code to watch."
             )
         from ampatch.diagnostics.report_advice import advice
 
-        recorded = self._calls.as_dict()
-        cost, notes = recorded.pop("cost"), recorded.pop("notes")
+        recorded = calls.as_dict()
+        notes, recording = recorded.pop("notes"), calls.seconds + steps.seconds
         seconds = time.perf_counter() - self._start if self._seconds is None else self._seconds
         if self._seconds is None and runtime.live is not None:
             self._note_settings(runtime.live)
@@ -115,14 +116,10 @@ class Report:
                 "began": self._began,
             },
             "settings": self._settings,
-            "cost": {
-                "seconds": seconds,
-                "recording_seconds": cost["recording_seconds"] + self._steps.seconds,
-                "operators": cost["operators"],
-            },
+            "cost": {"seconds": seconds, "recording_seconds": recording, "operators": calls.operators},
             **recorded,
-            "steps": self._steps.rows(),
-            "underflow": self._steps.underflow(),
+            "steps": steps.rows(),
+            "underflow": steps.underflow(),
             "comparison": self._comparison,
             "notes": [*notes, *self._notes],
         }
@@ -139,9 +136,8 @@ class Report:
             OptionError: the path has another ending, or cannot be written.
             UsageError: the report's block has not begun.
         """
-        file = report_file.checked_path(
-            path, (".json",), "Type report.save('report.json'); or report.to_html('report.html') for a page."
-        )
+        otherwise = "Type report.save('report.json'); or report.to_html('report.html') for a page."
+        file = report_file.checked_path(path, (".json",), otherwise)
         report_file.write(self.to_dict(), file)
 
     def to_html(self, path: str | PathLike[str]) -> None:
@@ -154,11 +150,8 @@ class Report:
             OptionError: the path has another ending, or cannot be written.
             UsageError: the report's block has not begun.
         """
-        file = report_file.checked_path(
-            path,
-            (".html", ".htm"),
-            "Type report.to_html('report.html'); or report.save('report.json') for a JSON file.",
-        )
+        otherwise = "Type report.to_html('report.html'); or report.save('report.json') for a JSON file."
+        file = report_file.checked_path(path, (".html", ".htm"), otherwise)
         data = self.to_dict()
         from ampatch.diagnostics.report_page import page
 

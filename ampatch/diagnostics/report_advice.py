@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from ampatch.diagnostics.report_numbers import in_terminal, size
@@ -42,12 +43,11 @@ def advice(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [each for find in _FINDERS for each in itertools.islice(find(data), _MOST_OF_A_KIND)]
 
 
+_Row = Mapping[str, Any]
 _Advice = Iterator[dict[str, Any]]
 
 
-def _advised(
-    kind: str, text: str, line: Mapping[str, Any] | None = None, function: str | None = None
-) -> dict[str, Any]:
+def _advised(kind: str, text: str, line: _Row | None = None, function: str | None = None) -> dict[str, Any]:
     """Returns a finding, and what to do about it.
 
     Args:
@@ -63,7 +63,7 @@ def _advised(
 # Steps
 
 
-def _without_amp(data: Mapping[str, Any]) -> _Advice:
+def _without_amp(data: _Row) -> _Advice:
     if data["settings"] is None and data["cost"]["operators"] and not data["totals"]["casts"]:
         text = (
             "Set amp up, as it was not in this block, and nothing was cast: model, optimizer = amp.initialize(model, "
@@ -72,11 +72,10 @@ def _without_amp(data: Mapping[str, Any]) -> _Advice:
         yield _advised("no amp", text)
 
 
-def _not_finite(data: Mapping[str, Any]) -> _Advice:
-    taken = [
-        row for row in data["steps"] if row["gradient_norm"] is None and not row["skipped"] and not row["overflow"]
-    ]
-    if taken and data["settings"] is not None:
+def _not_finite(data: _Row) -> _Advice:
+    steps = data["steps"] if data["settings"] is not None else ()
+    taken = [row for row in steps if row["gradient_norm"] is None and not (row["skipped"] or row["overflow"])]
+    if taken:
         text = (
             f"Type amp.initialize(..., check_finite=True): {_steps(taken)} had inf or NaN in the gradients, and went "
             "into the weights; with it, such steps are skipped."
@@ -84,12 +83,11 @@ def _not_finite(data: Mapping[str, Any]) -> _Advice:
         yield _advised("not finite", text)
 
 
-def _skips(data: Mapping[str, Any]) -> _Advice:
+def _skips(data: _Row) -> _Advice:
     steps, settings = data["steps"], data["settings"] or {}
     trace = 'Type amp.initialize(..., on_overflow="trace"), which names the function that overflows'
-    for rows in _runs_of_skips(steps):
-        if len(rows) < _SKIPS_IN_A_ROW:
-            continue
+    runs = _runs_of_skips(steps)
+    for rows in runs:
         after = [row for row in steps if row["step"] > rows[-1]["step"] and row["loss_id"] == rows[0]["loss_id"]]
         if not after:
             scales = f"while the loss scale fell from {spelled(rows[0]['scale'])} to {spelled(rows[-1]['scale'])}"
@@ -103,30 +101,27 @@ def _skips(data: Mapping[str, Any]) -> _Advice:
             yield _advised("first skips", text)
         else:
             yield _advised("skips", f"{trace}: {_steps(rows)} were skipped in a row.")
-    skipped = [row for row in steps if row["skipped"]]
-    in_a_row = any(len(rows) >= _SKIPS_IN_A_ROW for rows in _runs_of_skips(steps))
-    if not in_a_row and len(steps) >= _STEPS_FOR_SHARE and len(skipped) > _SKIPPED_SHARE * len(steps):
-        yield _advised("skips", f"{trace}: {len(skipped)} of {len(steps)} steps were skipped.")
+    skipped = sum(row["skipped"] for row in steps)
+    if not runs and len(steps) >= _STEPS_FOR_SHARE and skipped > _SKIPPED_SHARE * len(steps):
+        yield _advised("skips", f"{trace}: {skipped} of {len(steps)} steps were skipped.")
 
 
-def _runs_of_skips(steps: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Returns the steps that were skipped in a row, by loss."""
+def _runs_of_skips(steps: Sequence[_Row]) -> list[list[_Row]]:
+    """Returns the steps that were skipped in a row, by loss; no runs of a few."""
     runs = []
     for rows in grouped((row["loss_id"], row) for row in steps).values():
-        runs += [list(run) for skipped, run in itertools.groupby(rows, lambda row: row["skipped"]) if skipped]
-    return runs
+        runs += [list(run) for skipped, run in itertools.groupby(rows, itemgetter("skipped")) if skipped]
+    return [run for run in runs if len(run) >= _SKIPS_IN_A_ROW]
 
 
-def _steps(rows: Sequence[Mapping[str, Any]]) -> str:
+def _steps(rows: Sequence[_Row]) -> str:
     first, last = rows[0]["step"], rows[-1]["step"]
-    if len(rows) == 1:
-        return f"step {first}"
-    return (
-        f"steps {first} to {last}" if last - first == len(rows) - 1 else f"{len(rows)} steps, the first being {first},"
-    )
+    if last - first == len(rows) - 1:
+        return f"step {first}" if len(rows) == 1 else f"steps {first} to {last}"
+    return f"{len(rows)} steps, the first being {first},"
 
 
-def _underflow(data: Mapping[str, Any]) -> _Advice:
+def _underflow(data: _Row) -> _Advice:
     found, settings = data["underflow"], data["settings"]
     if found is None or settings is None or settings["opt_level"] == "O0" or found["lost"] <= WARNS_ABOVE:
         return
@@ -134,19 +129,14 @@ def _underflow(data: Mapping[str, Any]) -> _Advice:
     at_best, told = lost_at_best(found), underflow_told(found)
     if best > scale and at_best < found["lost"] / 2:
         options = options_for(best, settings["loss_scale"] == "dynamic")
-        yield _advised(
-            "underflow",
-            f"Type amp.initialize(..., {options}): {told}. At a scale of {spelled(best)} it would be {at_best:.1%}.",
-        )
+        cure = f"{told}. At a scale of {spelled(best)} it would be {at_best:.1%}."
+        yield _advised("underflow", f"Type amp.initialize(..., {options}): {cure}")
     elif half == "float16":
-        yield _advised(
-            "underflow",
-            f"Type amp.initialize(..., half_dtype=torch.bfloat16), which has float32's range: {told}, and no scale "
-            "helps.",
-        )
+        cure = "Type amp.initialize(..., half_dtype=torch.bfloat16), which has float32's range"
+        yield _advised("underflow", f"{cure}: {told}, and no scale helps.")
 
 
-def _all_zero(data: Mapping[str, Any]) -> _Advice:
+def _all_zero(data: _Row) -> _Advice:
     """Finds gradients that the half type has flushed to zero before they were counted."""
     found, settings = data["underflow"], data["settings"]
     if found is None or settings is None or found["half"] != "float16" or found["exponents"] or not found["zeros"]:
@@ -163,7 +153,7 @@ def _all_zero(data: Mapping[str, Any]) -> _Advice:
 # Casts
 
 
-def _weights_cast_again(data: Mapping[str, Any]) -> _Advice:
+def _weights_cast_again(data: _Row) -> _Advice:
     """Finds weights that were cast at each of several forward passes, as happens without gradients."""
     if not _patches(data) or data["steps"] or data["totals"]["cache_hits"] or not data["totals"]["casts"]:
         return
@@ -183,11 +173,11 @@ def _weights_cast_again(data: Mapping[str, Any]) -> _Advice:
 _LAYERS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
 
 
-def _calls(row: Mapping[str, Any]) -> int:
+def _calls(row: _Row) -> int:
     return sum(row["in"].values())
 
 
-def _undone(data: Mapping[str, Any]) -> _Advice:
+def _undone(data: _Row) -> _Advice:
     """Finds tensors that were half, were cast to float32, and are cast back without a use in between."""
     for row in sorted(data["functions"], key=lambda row: -row["undone"]):
         if not row["undone"]:
@@ -204,7 +194,7 @@ def _undone(data: Mapping[str, Any]) -> _Advice:
         yield _advised("undone", f"{cure}: {what}.", line, row["name"])
 
 
-def _rounded(data: Mapping[str, Any]) -> _Advice:
+def _rounded(data: _Row) -> _Advice:
     """Finds results in float32's precision that an in-place function rounds to half."""
     for row in data["functions"]:
         in_place, better = _forms(row["name"].rpartition(".")[2])
@@ -233,7 +223,7 @@ def _forms(name: str) -> tuple[str, str]:
     return f"x.{name}(y)", f"x.{name.removesuffix('_')}(y)" if is_in_place else ""
 
 
-def _not_half(data: Mapping[str, Any]) -> _Advice:
+def _not_half(data: _Row) -> _Advice:
     """Finds whitelisted functions that ran in float32."""
     if not _patches(data):
         return
@@ -248,7 +238,7 @@ def _not_half(data: Mapping[str, Any]) -> _Advice:
             yield _advised("not half", text, line, row["name"])
 
 
-def _costly(data: Mapping[str, Any]) -> _Advice:
+def _costly(data: _Row) -> _Advice:
     """Finds the blacklisted function whose casts write most."""
     if not _patches(data):
         return
@@ -275,7 +265,7 @@ def _entry(path: str) -> dict[str, list[str]]:
 # Shapes
 
 
-def _misaligned(data: Mapping[str, Any]) -> _Advice:
+def _misaligned(data: _Row) -> _Advice:
     classes = {row["name"]: row["class"] for row in data["modules"]}
     done = set()
     for row in data["misaligned"]:
@@ -285,11 +275,9 @@ def _misaligned(data: Mapping[str, Any]) -> _Advice:
         told = [f"{name} from {size} to {pad}" for name, size, pad in sizes if size != pad]
         if not told or any(size == 1 for _, size, _ in sizes):
             continue
-        owner = (
-            f"{_module(row['module'])} ({classes[row['module']]})"
-            if row["module"] in classes
-            else row["function"] or "a product"
-        )
+        owner = row["function"] or "a product"
+        if row["module"] in classes:
+            owner = f"{_module(row['module'])} ({classes[row['module']]})"
         text = (
             f"Pad {' and '.join(told)} in {owner}{_at(row)}: tensor cores take {row['dtype']} in multiples of 8, and a "
             "GPU multiplies other sizes more slowly."
@@ -314,22 +302,22 @@ def _module(name: str) -> str:
     return f"module {name}" if name else shown_module(name)
 
 
-def _patches(data: Mapping[str, Any]) -> bool:
+def _patches(data: _Row) -> bool:
     settings = data["settings"]
     return settings is not None and bool(settings["patch_torch_functions"])
 
 
-def _line_of(data: Mapping[str, Any], function: str) -> Mapping[str, Any] | None:
+def _line_of(data: _Row, function: str) -> _Row | None:
     """Returns the line that calls a function; None if several do, as the report counts findings by function."""
     rows = [row for row in data["lines"] if function in row["functions"]]
     return rows[0] if len(rows) == 1 else None
 
 
-def _at(line: Mapping[str, Any] | None) -> str:
+def _at(line: _Row | None) -> str:
     return "" if line is None or line["file"] is None else f" at {shown_place(line['file'], line['line'])}"
 
 
-_FINDERS: tuple[Callable[[Mapping[str, Any]], _Advice], ...] = (
+_FINDERS: tuple[Callable[[_Row], _Advice], ...] = (
     _without_amp,
     _not_finite,
     _skips,

@@ -10,41 +10,44 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import _current_autograd_node, _current_graph_task_id, _is_any_autocast_enabled
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import CASTABLE, tensors_in
-from ampatch.diagnostics import callers, mode_stacks, recording_cost, report_rows
+from ampatch.diagnostics import callers, mode_stacks, report_rows
 from ampatch.diagnostics.callers import Code
-from ampatch.diagnostics.function_names import Rulings, name_of, operator_called
+from ampatch.diagnostics.function_names import Rulings, operator_called
 from ampatch.diagnostics.operands import bytes_of
 from ampatch.diagnostics.report_modules import WRAPPERS, Modules, Running
-from ampatch.diagnostics.report_rows import Product, Row, Rows
+from ampatch.diagnostics.report_rows import Row, Rows
 from ampatch.diagnostics.watch import is_view, pauses
 from ampatch.errors import UsageError
 from ampatch.function_wrapper import unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of, runtime
-from ampatch.switch import is_in_region
+from ampatch.switch import WithoutCasts, is_in_region
 from ampatch.tracing import ObservingMode, is_capturing, is_recording
 
 _Casts = TypeVar("_Casts", Tensor, list[Tensor])
 _V = TypeVar("_V")
+_Args = tuple[Any, ...]
+_Kwargs = dict[str, Any]
 
 _aten = torch.ops.aten
 _TO_COPY = _aten._to_copy.default
@@ -57,30 +60,36 @@ _CASTS_OF_USERS = frozenset(
 _ALIGNED = 8
 #: Casts whose backward passes may be still to come, and widened tensors: the oldest are forgotten.
 _REMEMBERED = 100_000
+#: Work on which the cost of recording is measured: rounds, the fastest of which counts, and their steps.
+_ROUNDS, _STEPS = 5, 3
 
 
 class CallRecorder:
-    """Records what one thread calls, and the backward passes that it starts, until its block ends."""
+    """Records what one thread calls, and the backward passes that it starts, until its block ends.
+
+    Attributes:
+        operators: number of operators that it has seen.
+    """
 
     def __init__(self) -> None:
         self._rows = Rows()
         self._modules = Modules()
-        self._operators = 0
+        self.operators = 0
         self._thread = _Thread()
         self._ident = -1
         self._is_on = False
         self._function_mode = mode_stacks.TellingFunctions(self.function)
         self._operator_mode = _Operators(self.operator)
-        self._hooks: list[RemovableHandle] = []
-        self._info = cache(_Info.of)
+        self._undo = contextlib.ExitStack()
+        self._info = cache(_Info)
         self._by_node: dict[int, Row] = {}  # where the backward passes of casts count, by the numbers of their nodes
-        self._widened: dict[int, _Widened] = {}  # casts of half tensors, by the storage
+        # Casts of half tensors to wider types by their memory: its reference, and their version counters.
+        self._widened: dict[int, tuple[StorageWeakRef, int]] = {}
         self._decorated: set[Any] = set()
         self._session: weakref.ref[Any] | None = None
         self._rulings: Rulings | None = None
         self._has_masters = False
         self._missed: dict[str, None] = {}  # what was not recorded, each sentence once
-        self._filter: Any = None
 
     def __enter__(self) -> CallRecorder:
         """Begins to record.
@@ -96,30 +105,27 @@ class CallRecorder:
         casting_mode.reported_functions()  # its calls must not be recorded
         _seconds_per_operator()
         self._ident = threading.get_ident()
+        undo, module = self._undo, torch.nn.modules.module
         cast_observers.observer = self
-        module = torch.nn.modules.module
-        self._hooks = [
+        undo.callback(setattr, cast_observers, "observer", None)
+        for hook in (
             module.register_module_forward_pre_hook(self._enter_module),
             module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
-        ]
-        mode_stacks.FUNCTIONS.insert(self._function_mode)
-        mode_stacks.OPERATORS.insert(self._operator_mode)
+        ):
+            undo.callback(hook.remove)
+            undo.callback(module._global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch forgets it
+        for stack, mode in ((mode_stacks.FUNCTIONS, self._function_mode), (mode_stacks.OPERATORS, self._operator_mode)):
+            stack.insert(mode)
+            undo.callback(stack.remove, mode)
         # torch warns of hooks of all modules at each call of a compiled one; these look through the compiled one.
         warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
-        self._filter = warnings.filters[0]
+        undo.callback(_remove_filter, warnings.filters[0])
         self._is_on = True
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_on = False
-        for hook in self._hooks:
-            hook.remove()
-            torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(hook.id, None)  # torch forgets it
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-        cast_observers.observer = None
-        mode_stacks.FUNCTIONS.remove(self._function_mode)
-        mode_stacks.OPERATORS.remove(self._operator_mode)
+        self._undo.close()
         self._by_node.clear()
         self._widened.clear()
 
@@ -130,30 +136,28 @@ class CallRecorder:
         rules = {} if self._rulings is None else self._rulings.of(functions)
         rules |= dict.fromkeys(self._decorated & functions, "decorated")
         return {
-            "cost": {
-                "recording_seconds": self._operators * _seconds_per_operator(),
-                "operators": self._operators,
-            },
             "totals": report_rows.totals(rows),
-            "functions": report_rows.functions(rows, name_of, rules),
-            "lines": report_rows.lines(rows, name_of),
-            "misaligned": report_rows.misaligned(self._rows.products, name_of, self._modules.name_of),
+            "functions": report_rows.functions(rows, rules),
+            "lines": report_rows.lines(rows),
+            "misaligned": report_rows.misaligned(self._rows.products, self._modules.name_of),
             "modules": self._modules.as_dicts(self._has_masters),
             "notes": list(self._missed),
         }
 
+    @property
+    def seconds(self) -> float:
+        """An estimate of the time that the recording took so far."""
+        return self.operators * _seconds_per_operator()
+
     # Functions
 
-    def function(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def function(self, run: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs a torch function that torch reports to the mode."""
         thread, function = self._thread, unwrapped(run)
         if thread.wrapped is function:  # `call` has noted it
             thread.wrapped = None
             return run(*args, **kwargs)
-        if not self._is_watching():
-            return run(*args, **kwargs)
-        info = self._info(function)
-        if info.is_metadata or self._is_hidden():
+        if not self._is_watching() or (info := self._info(function)).is_metadata or self._is_hidden():
             return run(*args, **kwargs)
         frame: Any = sys._getframe(2)
         if frame.f_code is _ASKS_MODES:  # a function in Python has called the mode: the caller is behind it
@@ -163,15 +167,7 @@ class CallRecorder:
         called = operator_called(function, frame) if info.may_be_operator else function
         return self._run(called, info, run, args, kwargs, frame)
 
-    def _run(
-        self,
-        function: Any,
-        info: _Info,
-        run: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        frame: types.FrameType,
-    ) -> Any:
+    def _run(self, function: Any, info: _Info, run: Any, args: _Args, kwargs: _Kwargs, frame: types.FrameType) -> Any:
         """Runs a function and counts the call.
 
         Args:
@@ -190,8 +186,8 @@ class CallRecorder:
             given = _dtypes((args, kwargs)) if kwargs else _dtypes(args)
             # Not for a backward pass, whose results would all stay alive until its end.
             is_autocast = info.is_of_torch and not info.casts and _is_any_autocast_enabled() and not is_in_region()
-            autocast = _Autocast([*tensors_in(args), *tensors_in(kwargs)]) if is_autocast else None
-        around, thread.call = thread.call, _Call(row, info.is_of_torch, autocast)
+            known = {id(each): each for each in tensors_in((args, kwargs))} if is_autocast else None
+        around, thread.call = thread.call, _Call(row, info.is_of_torch, known)
         call = thread.call
         try:
             result = run(*args, **kwargs)
@@ -206,26 +202,18 @@ class CallRecorder:
                 row.types[given, _dtypes(result)] += 1
         return result
 
-    def _run_for_amp(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: types.FrameType) -> Any:
+    def _run_for_amp(self, function: Any, args: _Args, kwargs: _Kwargs, frame: types.FrameType) -> Any:
         """Runs a function that amp's own code calls: it is none of the user's calls, but may be a cast of a model's."""
-        thread = self._thread
         if function is Tensor.to and _is_in_hook_of_model(frame):
             row = self._rows.row(f"forward of {self._modules.last}", callers.users_frame(frame))
             if row.forward != self._modules.forward:
                 row.forward = self._modules.forward
                 row.numbers.calls += 1
+            made = self._cast(row, args[0], lambda: function(*args, **kwargs))
             with _unseen():
-                source = args[0].dtype
-            call = thread.call
-            before, call.row = call.row, row
-            try:
-                made = self.cast(args[0], lambda: function(*args, **kwargs))
-            finally:
-                call.row = before
-            with _unseen():
-                row.types[(source,), (made.dtype,)] += 1
+                row.types[_dtypes(args[0]), _dtypes(made)] += 1
             return made
-        with thread.own():
+        with self._thread.own():
             return function(*args, **kwargs)
 
     def _is_watching(self) -> bool:
@@ -234,13 +222,10 @@ class CallRecorder:
 
     def _is_hidden(self) -> bool:
         """Returns True if this thread is traced, transformed or captured, so that operators run in other ways."""
-        if is_recording():
-            self._missed[_TRACED] = None
-        elif is_capturing():
-            self._missed[_CAPTURED] = None
-        else:
-            return False
-        return True
+        why = _TRACED if is_recording() else _CAPTURED if is_capturing() else None
+        if why is not None:
+            self._missed[why] = None
+        return why is not None
 
     def _is_here(self) -> bool:
         """Returns True in the thread that is recorded, and in its backward passes."""
@@ -256,7 +241,7 @@ class CallRecorder:
             return True
         return not (self._is_watching() and self._is_here()) or self._is_hidden()
 
-    def call(self, function: Any, wrapper: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, function: Any, wrapper: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
         """Calls a wrapper, and counts the call with the arguments of the caller."""
         self._note_session()
         if decoration_of(wrapper) is not None:
@@ -265,9 +250,7 @@ class CallRecorder:
         run = partial(self._call_wrapper, function, info, wrapper)
         return self._run(function, info, run, args, kwargs, sys._getframe(2))
 
-    def _call_wrapper(
-        self, function: Any, info: _Info, wrapper: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _call_wrapper(self, function: Any, info: _Info, wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
         thread, mode = self._thread, self._function_mode
         thread.expected = function
         if info.is_of_torch and mode_stacks.FUNCTIONS.modes()[-1:] == [mode]:
@@ -287,19 +270,19 @@ class CallRecorder:
         """Makes one or several casts, and counts them for the call that is running."""
         if not (self._is_watching() and self._is_here()) or self._is_hidden():
             return make()
-        thread = self._thread
-        row = thread.call.row
+        row = self._thread.call.row
         if row is None:
             row = self._rows.row(Tensor.to, callers.users_frame(sys._getframe(1)))
+        return self._cast(row, tensor, make)
+
+    def _cast(self, row: Row, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
         with _unseen():
             source, is_on_gpu = tensor.dtype, tensor.is_cuda
-        with thread.own():
+        with self._thread.own():
             made: Any = self._rows.timed(row, is_on_gpu, make)
         with _unseen():
             for each in [made] if isinstance(made, Tensor) else made:
-                self._note_cast(row, each)
-                if each.grad_fn is not None:
-                    remember(self._by_node, each.grad_fn._sequence_nr(), row)
+                self._note_cast(row, each, None if each.grad_fn is None else each.grad_fn._sequence_nr())
                 self._modules.note_casts(bytes_of(each))
             if isinstance(made, Tensor):
                 self._note_undone(row, tensor, source, made)
@@ -316,24 +299,27 @@ class CallRecorder:
             row.numbers.cache_hits += len(kept)
             row.numbers.cache_hit_bytes += sum(map(bytes_of, kept))
 
-    def _note_cast(self, row: Row, made: Tensor) -> None:
+    def _note_cast(self, row: Row, made: Tensor, node: int | None) -> None:
+        """Counts a cast, and has its backward pass counted, which the node of this number runs."""
         row.numbers.casts += 1
         row.numbers.cast_bytes += bytes_of(made)
         self._thread.call.casts += 1
+        if node is not None:
+            remember(self._by_node, node, row)
 
-    def _note_undone(self, row: Row, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
-        """Notes a cast from half to a wider type, and counts one of its result back to half."""
+    def _note_undone(self, row: Row | None, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
+        """Notes a cast from half to a wider type, and counts one of its result back to half; none without a row."""
         if tensor.layout is not torch.strided or made.layout is not torch.strided:
             return
         widened = self._widened
         if source in HALVES and made.dtype not in HALVES:
             if len(widened) > _REMEMBERED:
-                self._widened = widened = {key: each for key, each in widened.items() if not each.storage.expired()}
+                self._widened = widened = {key: each for key, each in widened.items() if not each[0].expired()}
             storage = StorageWeakRef(made.untyped_storage())
-            widened[storage.cdata] = _Widened(storage, _version_of(made))
-        elif made.dtype in HALVES and source not in HALVES and widened and type(tensor) is not Parameter:
+            widened[storage.cdata] = storage, _version_of(made)
+        elif made.dtype in HALVES and source not in HALVES and row is not None and type(tensor) is not Parameter:
             known = widened.get(tensor.untyped_storage()._cdata)
-            if known is not None and known.is_of(tensor):
+            if known is not None and not known[0].expired() and known[1] == _version_of(tensor):  # not written to since
                 row.undone += 1
 
     def _note_session(self) -> None:
@@ -344,14 +330,12 @@ class CallRecorder:
 
     # Operators
 
-    def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operator(self, op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs an operator that torch reports to the mode."""
-        if not self._is_on or pauses.paused:
+        if not self._is_on or pauses.paused or op.namespace == "profiler":  # the profiler's are labels
             return op(*args, **kwargs)
         thread = self._thread
-        if op.namespace == "profiler":  # labels
-            return op(*args, **kwargs)
-        self._operators += 1
+        self.operators += 1
         if thread.is_own:
             return op(*args, **kwargs)
         call = thread.call
@@ -359,18 +343,27 @@ class CallRecorder:
         if op is _TO_COPY:
             result = self._copy(args, kwargs)
         else:
-            if call.autocast is not None and call.row is not None:
+            if call.known is not None and call.row is not None:
                 with _unseen():
-                    call.autocast.note_hits(call.row, args)
+                    self._note_hits(call.row, call.known, args)
             result = self._run_fused(op, args, kwargs) if op in _FUSED else op(*args, **kwargs)
         running = self._modules.running
         module = running[-1] if running and running[-1].task == _current_graph_task_id() else None
-        if call.autocast is not None or module is not None:
+        if call.known is not None or module is not None:
             with _unseen():
                 self._note_results(op, args, result, call, module)
         return result
 
-    def _run_fused(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _note_hits(self, row: Row, known: dict[int, Tensor], args: _Args) -> None:
+        """Counts half tensors among an operator's arguments that nothing in this call has made."""
+        for tensor in tensors_in(args):
+            if id(tensor) not in known:
+                known[id(tensor)] = tensor
+                if tensor.dtype in HALVES and tensor.grad_fn is not None and tensor.grad_fn.name() == _CASTS_BACK:
+                    row.numbers.cache_hits += 1
+                    row.numbers.cache_hit_bytes += tensor.nbytes
+
+    def _run_fused(self, op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs a fused kernel, which has autocast cast for the operators that it calls itself.
 
         torch has turned autocast off for the mode, as autocast has usually cast before.
@@ -381,10 +374,10 @@ class CallRecorder:
                 guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
             return op(*args, **kwargs)
 
-    def _note_results(self, op: Any, args: tuple[Any, ...], result: Any, call: _Call, module: Running | None) -> None:
+    def _note_results(self, op: Any, args: _Args, result: Any, call: _Call, module: Running | None) -> None:
         results = _tensors_of(result)
-        if call.autocast is not None:
-            call.autocast.note_results(results)
+        if call.known is not None:
+            call.known.update((id(each), each) for each in results)
         if module is None:
             return
         memory = _memory_of(op)
@@ -392,11 +385,11 @@ class CallRecorder:
             module.note_results(results, memory)
         sizes = _PRODUCTS.get(op)
         if sizes is not None and results and results[0].dtype in HALVES:
-            product = Product(call.row, module.key, results[0].dtype, *sizes(args, results[0]))
-            if product.size != product.pads:
-                self._rows.products[product] += 1
+            size, pads = sizes(args, results[0])
+            if size != pads:
+                self._rows.products[call.row, module.module, results[0].dtype, size, pads] += 1
 
-    def _copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _copy(self, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs the operator below all casts, and counts one by autocast, or the backward pass of one that counted."""
         thread, dtype = self._thread, kwargs.get("dtype")
         with _unseen():
@@ -408,21 +401,18 @@ class CallRecorder:
             node: Any = _current_autograd_node() if _current_graph_task_id() != -1 else None
             if node is not None and node.name() == _CASTS_BACK:
                 row = self._by_node.get(node._sequence_nr())
-            elif thread.call.autocast is not None:
+            elif thread.call.known is not None:
                 row = thread.call.row
                 if torch.is_grad_enabled() and tensor.requires_grad:
                     number = torch._C._autograd._get_sequence_nr() - 1  # autograd has just made the node
         made = self._rows.timed(row, is_on_gpu, lambda: _TO_COPY(*args, **kwargs))
         with _unseen():
             if row is not None:
-                self._note_cast(row, made)
-            if row is not None and number is not None:
-                remember(self._by_node, number, row)
-            if row is not None and node is None:
+                self._note_cast(row, made, number)
+            if node is None:
+                if row is not None:
+                    self._modules.note_casts(bytes_of(made))
                 self._note_undone(row, tensor, source, made)
-                self._modules.note_casts(bytes_of(made))
-            elif node is None and source in HALVES:  # the user's
-                self._note_undone(_NO_ROW, tensor, source, made)
         return made
 
     # Modules
@@ -468,14 +458,15 @@ class _Call:
     Attributes:
         row: where it counts; None outside of all calls.
         is_of_torch: True if the function is torch's, and runs no code of the user's.
-        autocast: what autocast has cast for it; None if autocast is off.
+        known: tensors that it was given or made, by id; None if autocast is off. Others are casts that autocast kept,
+            which torch reports to no mode.
         ran: number of operators that it has run.
         casts: number of casts, and uses of kept ones, for it.
     """
 
     row: Row | None = None
     is_of_torch: bool = False
-    autocast: _Autocast | None = None
+    known: dict[int, Tensor] | None = None
     ran: int = 0
     casts: int = 0
 
@@ -508,27 +499,6 @@ class _Thread(threading.local):
             self.is_own = before
 
 
-class _Autocast:
-    """What autocast casts for one call: tells casts that it kept from other tensors, as it reports neither."""
-
-    def __init__(self, known: list[Tensor]) -> None:
-        self._known = {id(tensor): tensor for tensor in known}
-
-    def note_results(self, results: list[Tensor]) -> None:
-        """Notes what an operator returned."""
-        self._known.update((id(tensor), tensor) for tensor in results)
-
-    def note_hits(self, row: Row, args: tuple[Any, ...]) -> None:
-        """Counts half tensors among an operator's arguments that nothing in this call has made."""
-        for tensor in tensors_in(args):
-            if id(tensor) not in self._known:
-                self._known[id(tensor)] = tensor
-                if tensor.dtype in HALVES and tensor.grad_fn is not None and tensor.grad_fn.name() == _CASTS_BACK:
-                    row.numbers.cache_hits += 1
-                    row.numbers.cache_hit_bytes += tensor.nbytes
-
-
-@dataclass(frozen=True, slots=True)
 class _Info:
     """What is known of a function.
 
@@ -542,48 +512,25 @@ class _Info:
         is_operator_of_amp: True if it is one of amp's kernels.
     """
 
-    is_metadata: bool
-    is_getter: bool
-    casts: bool
-    is_backward: bool
-    is_of_torch: bool
-    may_be_operator: bool
-    is_operator_of_amp: bool
-
-    @classmethod
-    def of(cls, function: Any) -> _Info:
-        """Returns what is known of a function."""
+    def __init__(self, function: Any) -> None:
         name = getattr(function, "__name__", "")
         home = str(getattr(function, "__module__", None) or "torch")
-        return cls(
-            function in casting_mode.METADATA,
-            name in ("__get__", "__set__", "__delete__"),
-            name in _CASTS_OF_USERS,
-            function in _BACKWARDS,
-            home.partition(".")[0] == "torch" and function not in _BACKWARDS,
-            function in casting_mode.reported_functions().values(),
-            str(getattr(function, "_qualified_op_name", "")).startswith("ampatch::"),
-        )
-
-
-class _Widened(NamedTuple):
-    """A half tensor's cast to a wider type.
-
-    Attributes:
-        storage: its memory.
-        version: its version counter after the cast.
-    """
-
-    storage: StorageWeakRef
-    version: int
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Returns True if a tensor is the cast or a view of it, and nothing has written to it since."""
-        return not self.storage.expired() and _version_of(tensor) == self.version
+        self.is_metadata = function in casting_mode.METADATA
+        self.is_getter = name in ("__get__", "__set__", "__delete__")
+        self.casts = name in _CASTS_OF_USERS
+        self.is_backward = function in _BACKWARDS
+        self.is_of_torch = home.partition(".")[0] == "torch" and not self.is_backward
+        self.may_be_operator = function in casting_mode.reported_functions().values()
+        self.is_operator_of_amp = str(getattr(function, "_qualified_op_name", "")).startswith("ampatch::")
 
 
 class _Operators(mode_stacks.TellingOperators, ObservingMode):
     """Reports operators to a `CallRecorder`."""
+
+
+def _remove_filter(ours: Any) -> None:
+    if ours in warnings.filters:
+        warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 def _stop_in_child() -> None:
@@ -598,16 +545,34 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _seconds_per_operator() -> float:
-    """Measures what recording costs for an operator on this machine, once in a process."""
+    """Measures what recording costs for an operator on this machine, once in a process; takes a few milliseconds.
 
-    @contextlib.contextmanager
-    def recording() -> Iterator[Callable[[], int]]:
-        recorder = CallRecorder()  # watches this thread only, and nothing of amp's
-        recorder._ident, recorder._is_on = threading.get_ident(), True
+    No mode of other code is on meanwhile, and no cast list applies.
+    """
+    recorder = CallRecorder()  # watches this thread only, and nothing of amp's
+    recorder._ident, recorder._is_on = threading.get_ident(), True
+    # Without a session there are no casts, and turning them off would import torch's compiler.
+    off = contextlib.nullcontext() if runtime.live is None else WithoutCasts()
+    with mode_stacks.without_modes(), off, torch.inference_mode(False), torch.enable_grad():
+        plain = _seconds_of_a_tiny_model()
         with recorder._operator_mode, recorder._function_mode:
-            yield lambda: recorder._operators
+            recorded = _seconds_of_a_tiny_model()
+    return max(0.0, recorded - plain) / (recorder.operators / _ROUNDS or 1)
 
-    return recording_cost.seconds_per_operator(recording)
+
+def _seconds_of_a_tiny_model() -> float:
+    """Returns the least time of some steps in `_ROUNDS` rounds; draws no random numbers."""
+    weights = [torch.ones(4, 4, device="cpu", requires_grad=True) for _ in range(4)]
+    x, times = torch.ones(2, 4, device="cpu"), []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(_STEPS):
+            hidden = x
+            for weight in weights:
+                hidden = F.gelu(F.linear(hidden, weight)) + hidden
+            hidden.sum().backward()
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def remember(found: dict[int, _V], number: int, value: _V) -> None:
@@ -628,7 +593,6 @@ _FUSED_CASTS = (
 _CAPTURED = "Calls that a CUDA graph captures were not recorded, nor what its replays run."
 
 _ASKS_MODES = torch.overrides.handle_torch_function.__code__
-_NO_ROW = Row("", None, 0)
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 #: Modules that have other kernels without gradients, and look for modes before they use them.
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -660,9 +624,8 @@ def _version_of(tensor: Tensor) -> int:
 @cache
 def _memory_of(op: Any) -> bool | None:
     """Returns whether an operator's results are new memory; None if they are views of its arguments."""
-    if not isinstance(op, OpOverload):  # such as torch.cond, which runs other operators
-        return None
-    if is_view(op):
+    # torch.cond and the like are no overloads; they run other operators.
+    if not isinstance(op, OpOverload) or is_view(op):
         return None
     return all(each.alias_info is None for each in op._schema.returns)
 
@@ -676,7 +639,7 @@ def _sizes_of_operands(a: Tensor, b: Tensor) -> _Sizes:
     return (m, k, n), (_padded(m), _padded(k), _padded(n))
 
 
-def _sizes_of_convolution(args: tuple[Any, ...], result: Tensor) -> _Sizes:
+def _sizes_of_convolution(args: _Args, result: Tensor) -> _Sizes:
     """Returns the sizes of a convolution as of a product; its m, the places of the result, need no alignment."""
     weight, is_transposed = args[1], args[6]
     inputs, outputs = weight.shape[1], weight.shape[0]

@@ -6,16 +6,18 @@ Colours come from the page's style sheet, by class. Must never leave out an over
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from ampatch.diagnostics.gradient_exponents import Range
 from ampatch.diagnostics.module_tree import Module, shares, style_of
-from ampatch.diagnostics.report_numbers import count, digits, exact, percent, power_of_2, real, size
+from ampatch.diagnostics.report_numbers import count, digits, exact, percent, power_of_2, size
 from ampatch.grouping import grouped
 
 #: Points of a line; of more, the least and the greatest of each stretch are drawn.
@@ -23,6 +25,7 @@ _POINTS = 600
 #: Overflows that get a point of their own, with a text; of more only lines are drawn.
 _MARKS = 200
 _HEIGHT = 180  # of a plot, in pixels
+_HEIGHT_WITH_AXIS = _HEIGHT + 24
 _ROW = 30  # of the map, in pixels
 _LEVELS = 7  # of the map
 _NARROWEST = 0.001  # module on the map, as a share of its width
@@ -35,46 +38,40 @@ _APART = 0.006
 _NEAR = 14
 #: A point of a line; None where the line breaks.
 _Point = tuple[float, float | None]
+_Row = Mapping[str, Any]
 
 
-def loss_scale(steps: Sequence[Mapping[str, Any]]) -> str:
+def loss_scale(steps: Sequence[_Row]) -> str:
     """Returns the loss scale over the steps, with all overflows; one line for each loss."""
-    lines = grouped((step["loss_id"], (step["step"], _log(step["scale"], 2))) for step in steps)
+    lines = grouped((step["loss_id"], (step["step"], _log(step["scale"]))) for step in steps)
     values = [value for line in lines.values() for _, value in line if value is not None]
     if not values:
         return ""
     low, high = math.floor(min(values)) - 0.5, math.ceil(max(values)) + 0.5
-    plot = _Plot(_extent(steps), (low, high))
     ticks = range(math.ceil(low), math.floor(high) + 1, max(1, math.ceil((high - low) / 5)))
-    overflows = [step for step in steps if step["overflow"]]
+    overflows = sum(bool(step["overflow"]) for step in steps)
+    told = f"From step {steps[0]['step']} to {steps[-1]['step']}, {count(overflows)} of them with an overflow."
+    plot = _Plot(steps, (low, high))
     body = [
-        *(plot.tick(tick, power_of_2(tick)) for tick in ticks),
-        *plot.steps_axis(),
-        plot.uprights(step["step"] for step in overflows),
-        *(plot.path(_stairs(line), f"line line-{index % 3}") for index, line in enumerate(lines.values())),
-        *(plot.overflow(step) for step in overflows if len(overflows) <= _MARKS),
+        *plot.axes((tick, power_of_2(tick)) for tick in ticks),
+        *(plot.path(_stairs(line), index) for index, line in enumerate(lines.values())),
+        *(plot.points() if overflows <= _MARKS else ()),
     ]
-    told = f"From step {steps[0]['step']} to {steps[-1]['step']}, {count(len(overflows))} of them with an overflow."
-    return _drawing("scale", "Loss scale by step", told, plot.height, body)
+    return _drawing("scale", "Loss scale by step", told, _HEIGHT_WITH_AXIS, body)
 
 
-def gradient_norm(steps: Sequence[Mapping[str, Any]]) -> str:
+def gradient_norm(steps: Sequence[_Row]) -> str:
     """Returns the norm of the gradients over the steps; empty if none was seen."""
-    line: list[_Point] = [(step["step"], _log(step["gradient_norm"], 10)) for step in steps]
+    line: list[_Point] = [(step["step"], _log(step["gradient_norm"], math.log10)) for step in steps]
     values = [value for _, value in line if value is not None]
     if not values:
         return ""
     low, high = min(values), max(values)
     margin = max(0.1, 0.08 * (high - low))
-    plot = _Plot(_extent(steps), (low - margin, high + margin))
-    body = [
-        *(plot.tick(math.log10(tick), f"{tick:g}") for tick in _ticks(low, high)),
-        *plot.steps_axis(),
-        plot.uprights(step["step"] for step in steps if step["overflow"]),
-        plot.path(thinned(line), "line line-0"),
-    ]
+    plot = _Plot(steps, (low - margin, high + margin))
+    body = [*plot.axes((math.log10(tick), f"{tick:g}") for tick in _ticks(low, high)), plot.path(thinned(line))]
     told = f"Between {digits(10**low)} and {digits(10**high)}; steps without a finite norm are left out."
-    return _drawing("norm", "Norm of the unscaled gradients by step", told, plot.height, body)
+    return _drawing("norm", "Norm of the unscaled gradients by step", told, _HEIGHT_WITH_AXIS, body)
 
 
 def exponents(underflow: Mapping[str, Any]) -> str:
@@ -92,17 +89,12 @@ def exponents(underflow: Mapping[str, Any]) -> str:
     def across(exponent: float) -> float:
         return 100 * (min(max(exponent, low), high) - low) / (high - low)
 
-    zones = (
-        ("zero", low, half.zero),
-        ("subnormal", half.zero, half.normal),
-        ("normal", half.normal, half.greatest + 1),
-        ("overflow", half.greatest + 1, high),
-    )
-    body = []
-    for name, start, end in zones:
-        elements = sum(row["elements"] for row in rows if half.zone(row["exponent"] + shift) == name)
-        left, right = across(start), across(end)
-        if right <= left and not elements:
+    ends = {"zero": half.zero, "subnormal": half.normal, "normal": half.greatest + 1, "overflow": high}
+    by_zone = grouped((half.zone(row["exponent"] + shift), row["elements"]) for row in rows)
+    body, right = [], across(low)
+    for name, end in ends.items():
+        left, right = right, across(end)
+        if right <= left and name not in by_zone:
             continue
         at, anchor, inwards = {
             "overflow": (right, "end", -6),
@@ -112,33 +104,26 @@ def exponents(underflow: Mapping[str, Any]) -> str:
         body.append(
             f'<rect class="zone zone-{name}" x="{left:.2f}%" y="0" width="{right - left:.2f}%" height="{_HEIGHT}"/>'
             f'<text class="zone-name" {text} y="15">{name}</text>'
-            f'<text class="zone-share" {text} y="32">{percent(elements / whole)}</text>'
+            f'<text class="zone-share" {text} y="32">{percent(sum(by_zone.get(name, ())) / whole)}</text>'
         )
-    room = _HEIGHT - 44  # below the names of the zones
     for row in rows:
         scaled = row["exponent"] + shift
-        left = across(scaled)
-        tall = max(1.5, room * row["elements"] / highest)
+        tall = max(1.5, (_HEIGHT - 44) * row["elements"] / highest)  # below the names of the zones
         kind = half.zone(scaled)
-        share = percent(row["elements"] / whole)
         body.append(
-            f'<rect class="bar bar-{kind}" x="{left + 0.12:.2f}%" y="{_HEIGHT - tall:.1f}" '
+            f'<rect class="bar bar-{kind}" x="{across(scaled) + 0.12:.2f}%" y="{_HEIGHT - tall:.1f}" '
             f'width="{100 / (high - low) - 0.24:.2f}%" height="{tall:.1f}">'
             f"<title>{power_of_2(row['exponent'])}, scaled {power_of_2(scaled)} ({kind}): {row['elements']} elements, "
-            f"{share} (exponent {row['exponent']})</title></rect>"
+            f"{percent(row['elements'] / whole)} (exponent {row['exponent']})</title></rect>"
         )
     every = 8 if high - low > 30 else 4
     ticks = range(math.ceil(low / every) * every, math.floor(high) + 1, every)
-    body += [
-        f'<text class="tick" x="{across(tick):.2f}%" y="{_HEIGHT + 18}" text-anchor="middle">{power_of_2(tick)}</text>'
-        for tick in ticks
-        if 2 < across(tick) < 98
-    ]
+    body += [_tick(across(tick), power_of_2(tick)) for tick in ticks if 2 < across(tick) < 98]
     told = (
         f"Elements by the power of 2 that {underflow['half']} has to hold at a scale of {count(underflow['scale'])}: "
         f"{percent(underflow['lost'])} are lost, or held with fewer bits."
     )
-    return _drawing("exponents", "Exponents of the scaled gradients", told, _HEIGHT + 24, body)
+    return _drawing("exponents", "Exponents of the scaled gradients", told, _HEIGHT_WITH_AXIS, body)
 
 
 def exponent_strip(rows: Sequence[Mapping[str, int]], underflow: Mapping[str, Any]) -> str:
@@ -149,11 +134,13 @@ def exponent_strip(rows: Sequence[Mapping[str, int]], underflow: Mapping[str, An
     half, shift = _range(underflow), math.log2(underflow["scale"])
     low, high = everything[0]["exponent"], everything[-1]["exponent"] + 1
     highest = max(row["elements"] for row in rows)
-    bars: dict[str, list[str]] = {}
-    for row in rows:
+
+    def bar(row: Mapping[str, int]) -> tuple[str, str]:
         tall = max(1, round(16 * row["elements"] / highest))
         kind = "normal" if half.zone(row["exponent"] + shift) == "normal" else "lost"
-        bars.setdefault(kind, []).append(f"M{row['exponent'] - low} 16v-{tall}h1v{tall}z")
+        return kind, f"M{row['exponent'] - low} 16v-{tall}h1v{tall}z"
+
+    bars = grouped(map(bar, rows))
     paths = "".join(f'<path class="bar-{kind}" d="{"".join(path)}"/>' for kind, path in bars.items())
     return (
         f'<svg class="strip" viewBox="0 0 {high - low} 16" preserveAspectRatio="none" aria-hidden="true">{paths}</svg>'
@@ -167,24 +154,28 @@ def module_map(roots: Sequence[Module]) -> str:
     with the shares of all types.
     """
     weighs = "activation_bytes" if any(root.activation_bytes for root in roots) else "operators"
-    whole = sum(sum(getattr(root, weighs).values()) for root in roots)
+    whole = sum(_weight(root, weighs) for root in roots)
     if not whole:
         return ""
-    cells, deepest = [], 0
-    waiting = [(root, start, 0) for root, start in _side_by_side(roots, 0, weighs)]
-    while waiting:
-        module, start, level = waiting.pop()
-        module, names = _only_child(module, weighs)
-        wide = sum(getattr(module, weighs).values()) / whole
-        if wide < _NARROWEST:
-            continue
-        deepest = max(deepest, level)
-        cells.append(_cell(module, names, start / whole, wide, level, weighs))
-        if level + 1 < _LEVELS:
-            waiting += [(child, at, level + 1) for child, at in _side_by_side(module.children, start, weighs)]
+
+    def cells(modules: Iterable[Module], start: int, level: int) -> Iterator[tuple[int, str]]:
+        """Yields the cells of modules side by side and of their submodules, each with its level."""
+        for outer in modules:
+            module = outer
+            while len(module.children) == 1 and not sum(module.row[weighs].values()):  # it only holds another one
+                module = module.children[0]
+            weight = _weight(module, weighs)
+            if weight >= _NARROWEST * whole:
+                yield level, _cell(module, outer, start / whole, weight / whole, level, weighs)
+                if level + 1 < _LEVELS:
+                    yield from cells(module.children, start, level + 1)
+            start += weight
+
+    drawn = list(cells(roots, 0, 0))
+    deepest = max((level for level, _ in drawn), default=0)
     measure = "the bytes of its activations" if weighs == "activation_bytes" else "the number of its operators"
     told = f"Each module is as wide as {measure}; submodules are below it. The list below has all modules."
-    return _drawing("map", "Modules by type", told, (deepest + 1) * _ROW, cells, kind="map")
+    return _drawing("map", "Modules by type", told, (deepest + 1) * _ROW, (cell for _, cell in drawn), "map")
 
 
 def thinned(line: Sequence[_Point], limit: int = _POINTS) -> list[_Point]:
@@ -196,7 +187,7 @@ def thinned(line: Sequence[_Point], limit: int = _POINTS) -> list[_Point]:
         stretch = line[len(line) * index // limit : len(line) * (index + 1) // limit]
         there = [(at, value) for at, value in stretch if value is not None]
         if there:
-            kept += sorted({min(there, key=_value), max(there, key=_value)})
+            kept += sorted({min(there, key=itemgetter(1)), max(there, key=itemgetter(1))})
         elif kept and kept[-1][1] is not None:
             kept.append(stretch[0])
     return kept
@@ -205,14 +196,16 @@ def thinned(line: Sequence[_Point], limit: int = _POINTS) -> list[_Point]:
 class _Plot:
     """A plot of lines over steps.
 
-    Attributes:
-        height: of the drawing in pixels, with the axis below.
+    Args:
+        steps: the steps of the report.
+        up: the least and the greatest value.
     """
 
-    height = _HEIGHT + 24
-
-    def __init__(self, across: tuple[float, float], up: tuple[float, float]) -> None:
-        self._across, self._up = across, up
+    def __init__(self, steps: Sequence[_Row], up: tuple[float, float]) -> None:
+        self._overflows = [step for step in steps if step["overflow"]]
+        first, last = steps[0]["step"], steps[-1]["step"]
+        self._across: tuple[float, float] = (first, last) if last > first else (first - 0.5, last + 0.5)
+        self._up = up
 
     def x(self, step: float) -> float:
         first, last = self._across
@@ -222,50 +215,51 @@ class _Plot:
         low, high = self._up
         return _HEIGHT * (1 - (value - low) / (high - low))
 
-    def tick(self, value: float, text: str) -> str:
-        y = f"{self.y(value):.1f}"
-        return (
-            f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
-            f'<text class="tick" x="-8" y="{y}" dy="4" text-anchor="end">{text}</text>'
-        )
-
-    def steps_axis(self) -> Iterator[str]:
+    def axes(self, ticks: Iterable[tuple[float, str]]) -> Iterator[str]:
+        """Yields both axes, with a line for each overflow."""
+        for value, text in ticks:
+            y = f"{self.y(value):.1f}"
+            yield f'<line class="grid" x1="0" x2="100%" y1="{y}" y2="{y}"/>'
+            yield f'<text class="tick" x="-8" y="{y}" dy="4" text-anchor="end">{text}</text>'
         yield f'<line class="axis" x1="0" x2="100%" y1="{_HEIGHT}" y2="{_HEIGHT}"/>'
         first, last = self._across
         middles = [] if last - first < 4 else [(round((first + last) / 2), "middle")]
         for step, anchor in ((round(first), "start"), *middles, (round(last), "end")):
-            yield (
-                f'<text class="tick" x="{self.x(step):.2f}%" y="{_HEIGHT + 18}" text-anchor="{anchor}">'
-                f"{'step ' if anchor == 'start' else ''}{count(step)}</text>"
-            )
+            yield _tick(self.x(step), f"{'step ' if anchor == 'start' else ''}{count(step)}", anchor)
+        # Two overflows in one pixel are one line.
+        there = dict.fromkeys(f"{10 * self.x(step['step']):.0f}" for step in self._overflows)
+        if there:
+            yield _stretched("overflow-line", "".join(f"M{x} 0v{_HEIGHT}" for x in there))
 
-    def path(self, line: Iterable[_Point], kind: str) -> str:
+    def path(self, line: Iterable[_Point], number: int = 0) -> str:
         path, is_down = [], False
         for step, value in line:
             if value is not None:
                 path.append(f"{'L' if is_down else 'M'}{10 * self.x(step):.1f} {self.y(value):.1f}")
             is_down = value is not None
-        return self._stretched(f'<path class="{kind}" d="{"".join(path)}"/>')
+        return _stretched(f"line line-{number % 3}", "".join(path))
 
-    def uprights(self, steps: Iterable[int]) -> str:
-        # Two overflows in one pixel are one line.
-        there = dict.fromkeys(f"{10 * self.x(step):.0f}" for step in steps)
-        path = "".join(f"M{x} 0v{_HEIGHT}" for x in there)
-        return self._stretched(f'<path class="overflow-line" d="{path}"/>') if path else ""
+    def points(self) -> Iterator[str]:
+        """Yields a point for each overflow, at its scale."""
+        for step in self._overflows:
+            scale = _log(step["scale"])
+            y = 0 if scale is None else self.y(scale)
+            yield (
+                f'<circle class="overflow" cx="{self.x(step["step"]):.2f}%" cy="{y:.1f}" r="3.5"><title>step '
+                f"{step['step']}: overflow at a scale of {exact(step['scale'])}</title></circle>"
+            )
 
-    def overflow(self, step: Mapping[str, Any]) -> str:
-        scale = _log(step["scale"], 2)
-        y = 0 if scale is None else self.y(scale)
-        return (
-            f'<circle class="overflow" cx="{self.x(step["step"]):.2f}%" cy="{y:.1f}" r="3.5"><title>step '
-            f"{step['step']}: overflow at a scale of {exact(step['scale'])}</title></circle>"
-        )
 
-    def _stretched(self, path: str) -> str:
-        return (
-            f'<svg x="0" y="0" width="100%" height="{_HEIGHT}" viewBox="0 0 1000 {_HEIGHT}" '
-            f'preserveAspectRatio="none">{path}</svg>'
-        )
+def _stretched(kind: str, path: str) -> str:
+    """Returns a path over 1000 units across, which are stretched to the width of the drawing."""
+    return (
+        f'<svg x="0" y="0" width="100%" height="{_HEIGHT}" viewBox="0 0 1000 {_HEIGHT}" '
+        f'preserveAspectRatio="none"><path class="{kind}" d="{path}"/></svg>'
+    )
+
+
+def _tick(x: float, text: str, anchor: str = "middle") -> str:
+    return f'<text class="tick" x="{x:.2f}%" y="{_HEIGHT + 18}" text-anchor="{anchor}">{text}</text>'
 
 
 def _drawing(name: str, title: str, told: str, height: int, body: Iterable[str], kind: str = "plot") -> str:
@@ -276,35 +270,21 @@ def _drawing(name: str, title: str, told: str, height: int, body: Iterable[str],
     )
 
 
-def _extent(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    first, last = steps[0]["step"], steps[-1]["step"]
-    return (first, last) if last > first else (first - 0.5, last + 0.5)
-
-
 def _stairs(line: Sequence[_Point]) -> list[_Point]:
     """Returns the points at which a line of steps turns; of very many, fewer."""
-    turns: list[_Point] = []
-    for index, (step, value) in enumerate(line):
-        before = line[index - 1][1] if index else None
-        if index and value == before:
-            continue
-        if before is not None and value is not None:
-            turns.append((step, before))
-        turns.append((step, value))
+    turns = list(line[:1])
+    for (_, before), (step, value) in itertools.pairwise(line):
+        if value != before:
+            turns += [(step, value)] if None in (before, value) else [(step, before), (step, value)]
     if line and turns[-1] != line[-1]:
         turns.append(line[-1])
     return turns if len(turns) <= 4 * _POINTS else thinned(turns, 2 * _POINTS)
 
 
-def _log(value: Any, base: int) -> float | None:
+def _log(value: Any, log: Callable[[float], float] = math.log2) -> float | None:
     """Returns the logarithm of a number of a report; None if it has none that can be drawn."""
-    number = real(value)
-    is_drawn = number is not None and 0 < number < math.inf
-    return (math.log2 if base == 2 else math.log10)(number) if number and is_drawn else None
-
-
-def _value(point: _Point) -> float:
-    return point[1] or 0.0
+    number = 0.0 if value is None else float(value)
+    return log(number) if 0 < number < math.inf else None
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -320,23 +300,22 @@ def _range(underflow: Mapping[str, Any]) -> Range:
     return Range.of(getattr(torch, underflow["half"]))
 
 
-def _side_by_side(modules: Iterable[Module], start: float, weighs: str) -> Iterator[tuple[Module, float]]:
-    for module in modules:
-        yield module, start
-        start += sum(getattr(module, weighs).values())
+def _weight(module: Module, weighs: str) -> int:
+    return sum(getattr(module, weighs).values())
 
 
-def _only_child(module: Module, weighs: str) -> tuple[Module, list[Module]]:
-    """Follows modules that only hold another one; returns the innermost, and all of them."""
-    chain = [module]
-    while len(chain[-1].children) == 1 and not sum(chain[-1].row[weighs].values()):
-        chain.append(chain[-1].children[0])
-    return chain[-1], chain
+def _cell(module: Module, outer: Module, start: float, wide: float, level: int, weighs: str) -> str:
+    """Returns a module on the map.
 
-
-def _cell(module: Module, chain: Sequence[Module], start: float, wide: float, level: int, weighs: str) -> str:
-    by_type = getattr(module, weighs)
-    parts = shares(by_type)
+    Args:
+        module: the module.
+        outer: the outermost of those that only hold this one.
+        start: where it begins, as a share of the width.
+        wide: its share of the width.
+        level: number of cells above it.
+        weighs: name of the sums by type that it shows.
+    """
+    parts = shares(getattr(module, weighs))
     most = max(parts, key=lambda part: part.value).type
     x, strips = 0.0, []
     for part in parts:
@@ -345,20 +324,18 @@ def _cell(module: Module, chain: Sequence[Module], start: float, wide: float, le
             f'width="{100 * part.share:.1f}%" height="5"/>'
         )
         x += part.share
-    row, outer = module.row, chain[0].row
+    row, parent = module.row, outer.row["parent"]
     own = row["name"] or row["class"]
-    parent = outer["parent"]
     label = own.removeprefix(f"{parent}.") if parent else own
     amount = size if weighs == "activation_bytes" else count
     told = ", ".join(f"{part.type} {amount(part.value)}" for part in parts)
-    kind = "cell" if wide >= _APART else "cell close"
-    named, needed = "", _LETTER * len(label) + 10
+    needed, named = _LETTER * len(label) + 10, ""
     if wide * _LAPTOP >= needed:
         fits = "" if wide * _PHONE >= needed else "wide"
         named = f'<text class="{fits}" x="7" y="17">{escape(label)}</text>'
     return (
-        f'<svg class="{kind}" data-module="{module.number}" x="{100 * start:.2f}%" y="{level * _ROW}" '
-        f'width="{100 * wide:.2f}%" height="{_ROW - 2}"><title>{escape(row["name"] or "the model")} '
-        f"({escape(row['class'])}): {escape(told)}</title>"
+        f'<svg class="cell{"" if wide >= _APART else " close"}" data-module="{module.number}" '
+        f'x="{100 * start:.2f}%" y="{level * _ROW}" width="{100 * wide:.2f}%" height="{_ROW - 2}">'
+        f"<title>{escape(row['name'] or 'the model')} ({escape(row['class'])}): {escape(told)}</title>"
         f'<rect class="tint t-{style_of(most)}" width="100%" height="100%"/>{"".join(strips)}{named}</svg>'
     )

@@ -22,7 +22,7 @@ from ampatch.opt_levels import HALVES, dtype_name
 #: Modules around the user's model, which are not recorded: names of modules are those in the model.
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
-_Bytes = dict[torch.dtype, int]
+_ByType = Counter[torch.dtype]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,11 +48,11 @@ class _Module:
     class_name: str
     root: _Root
     name: str
-    weight_bytes: _Bytes = field(default_factory=dict)
-    given: Counter[torch.dtype] = field(default_factory=Counter)
-    returned: Counter[torch.dtype] = field(default_factory=Counter)
-    operators: dict[torch.dtype, int] = field(default_factory=dict)
-    activation_bytes: _Bytes = field(default_factory=dict)
+    weight_bytes: _ByType = field(default_factory=Counter)
+    given: _ByType = field(default_factory=Counter)
+    returned: _ByType = field(default_factory=Counter)
+    operators: _ByType = field(default_factory=Counter)
+    activation_bytes: _ByType = field(default_factory=Counter)
     half_bytes: int = 0
     cast_bytes: int = 0
 
@@ -63,7 +63,6 @@ class Running:
 
     Attributes:
         module: what is known of the module.
-        key: its id.
         root: the outermost module that runs.
         task: the backward pass that recomputes it; -1 in a forward pass.
         number: of the forward pass.
@@ -71,31 +70,19 @@ class Running:
     """
 
     module: _Module
-    key: int
     root: _Root
     task: int
     number: int
     on_leave: Callable[[], None] | None
-    bytes: _Bytes = field(default_factory=dict)
-    half_bytes: int = 0
+    bytes: _ByType = field(default_factory=Counter)
     cast_bytes: int = 0
 
     def note_results(self, results: list[Tensor], is_new_memory: bool) -> None:
         """Counts an operator's results."""
-        counts, sizes = self.module.operators, self.bytes
         for each in results:
-            dtype = each.dtype
-            counts[dtype] = counts.get(dtype, 0) + 1
+            self.module.operators[each.dtype] += 1
             if is_new_memory:
-                size = each.nbytes
-                sizes[dtype] = sizes.get(dtype, 0) + size
-                if dtype in HALVES:
-                    self.half_bytes += size
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.running: list[Running] = []
+                self.bytes[each.dtype] += each.nbytes
 
 
 class Modules:
@@ -110,7 +97,7 @@ class Modules:
         self.last = ""
         self.forward = 0
         self._count = 0
-        self._thread = _Thread()
+        self._thread = threading.local()
         self._modules: dict[int, _Module] = {}  # those that are alive, by id
         self._dead: list[_Module] = []
         self._roots: dict[int, _Root] = {}
@@ -118,7 +105,8 @@ class Modules:
     @property
     def running(self) -> list[Running]:
         """The modules that run in this thread, from the outermost."""
-        return self._thread.running
+        found: list[Running] = self._thread.__dict__.setdefault("running", [])
+        return found
 
     def enter(self, module: nn.Module, given: list[Tensor], task: int, on_leave: Callable[[], None] | None) -> None:
         """Notes that a module's forward pass begins.
@@ -129,7 +117,7 @@ class Modules:
             task: number of the backward pass that recomputes it; -1 in a forward pass.
             on_leave: function to call when it ends.
         """
-        running, key = self._thread.running, id(module)
+        running, key = self.running, id(module)
         root = running[0].root if running else self._root(module)
         known = self._modules.get(key)
         if known is None or known.reference() is not module:
@@ -141,7 +129,7 @@ class Modules:
             known.root, known.name = root, _name_in(root, module)
         known.given.update(each.dtype for each in given)
         self._count += 1
-        running.append(Running(known, key, root, task, self._count, on_leave))
+        running.append(Running(known, root, task, self._count, on_leave))
         self.last, self.forward = known.class_name, self._count
 
     def leave(self, module: nn.Module, given: list[Tensor], returned: list[Tensor]) -> None:
@@ -152,19 +140,20 @@ class Modules:
             given: tensors among its keyword arguments, which `enter` cannot see.
             returned: tensors in its result.
         """
-        running = self._thread.running
-        if not any(each.key == id(module) for each in running):
+        running = self.running
+        if not any(each.module.reference() is module for each in running):
             return
         while running:
             ended = running.pop()
             known = ended.module
             if ended.on_leave is not None:
                 ended.on_leave()
-            if sum(ended.bytes.values()) > sum(known.activation_bytes.values()):
+            if ended.bytes.total() > known.activation_bytes.total():
                 known.activation_bytes = ended.bytes
-            if ended.half_bytes - ended.cast_bytes > known.half_bytes - known.cast_bytes or not known.half_bytes:
-                known.half_bytes, known.cast_bytes = ended.half_bytes, ended.cast_bytes
-            if ended.key == id(module):
+            half_bytes = _in_half(ended.bytes)
+            if half_bytes - ended.cast_bytes > known.half_bytes - known.cast_bytes or not known.half_bytes:
+                known.half_bytes, known.cast_bytes = half_bytes, ended.cast_bytes
+            if known.reference() is module:
                 break
         if not known.weight_bytes:  # lazy modules had none before
             known.weight_bytes = _own_bytes(module)
@@ -174,13 +163,12 @@ class Modules:
 
     def note_casts(self, size: int) -> None:
         """Notes bytes that amp's casts have written in the module that runs."""
-        if self._thread.running:
-            self._thread.running[-1].cast_bytes += size
+        if self.running:
+            self.running[-1].cast_bytes += size
 
-    def name_of(self, key: int) -> str | None:
-        """Returns the name of a module that was seen, by its id; None if there is none."""
-        known = self._modules.get(key)
-        return None if known is None else self._named(known, self._prefixes())
+    def name_of(self, known: _Module) -> str:
+        """Returns the name of a module that was seen."""
+        return self._named(known, self._prefixes())
 
     def as_dicts(self, has_masters: bool) -> list[dict[str, Any]]:
         """Returns the modules as plain data, first those with the most bytes.
@@ -192,9 +180,8 @@ class Modules:
         seen = {self._named(known, prefixes): known for known in (*self._dead, *self._modules.values())}
         rows = []
         for name, known in seen.items():
-            half_weights = sum(size for dtype, size in known.weight_bytes.items() if dtype in HALVES)
             # Against float32, two bytes less for each element, and four more for its master.
-            saved_by_weights = -half_weights if has_masters else half_weights
+            saved_by_weights = _in_half(known.weight_bytes) * (-1 if has_masters else 1)
             rows.append(
                 {
                     "name": name,
@@ -255,13 +242,17 @@ def _parent(name: str, seen: Container[str], outermost: Collection[str]) -> str 
     return None
 
 
-def _own_bytes(module: nn.Module) -> _Bytes:
-    sizes: _Bytes = {}
+def _own_bytes(module: nn.Module) -> _ByType:
+    sizes = _ByType()
     for parameter in module._parameters.values():
         if parameter is not None and not is_lazy(parameter):
-            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + bytes_of(parameter)
+            sizes[parameter.dtype] += bytes_of(parameter)
     return sizes
 
 
-def _plain(counts: dict[torch.dtype, int]) -> dict[str, int]:
-    return {dtype_name(dtype): count for dtype, count in sorted(counts.items(), key=lambda item: -item[1])}
+def _in_half(sizes: _ByType) -> int:
+    return sum(sizes[dtype] for dtype in HALVES)
+
+
+def _plain(counts: _ByType) -> dict[str, int]:
+    return {dtype_name(dtype): count for dtype, count in counts.most_common()}

@@ -12,53 +12,20 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ampatch.diagnostics import module_tree, report_drawings, report_numbers, report_tables
+from ampatch.diagnostics import module_tree, report_drawings
+from ampatch.diagnostics import report_tables as tables
 from ampatch.diagnostics.module_tree import Module
-from ampatch.diagnostics.report_numbers import count, exact, percent, real, seconds, size
+from ampatch.diagnostics.report_numbers import DASH, count, digits, exact, percent, seconds, size
 from ampatch.diagnostics.report_steps import spelled
+from ampatch.diagnostics.report_tables import Cell, count_cell, percent_cell, size_cell
 
 #: Rows of the tree of modules that are open at first.
 _OPEN_ROWS = 24
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A headline number.
-
-    Attributes:
-        label: what it counts.
-        text: the number.
-        title: the exact number with its unit.
-        note: what belongs to it.
-    """
-
-    label: str
-    text: str
-    title: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TreeRow:
-    """A line of the tree of modules.
-
-    Attributes:
-        module: the module, with the sums over its submodules.
-        depth: number of modules around it.
-        is_open: whether its submodules are shown at first.
-        closes: number of modules that end behind this line.
-    """
-
-    module: Module
-    depth: int
-    is_open: bool
-    closes: int
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -75,7 +42,7 @@ def page(data: Mapping[str, Any]) -> str:
         .get_template("report.html")
         .render(
             data=data,
-            tables=report_tables,
+            tables=tables,
             drawings=report_drawings,
             style=_file("report.css"),
             script=script,
@@ -107,11 +74,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters |= {
-        name: getattr(report_numbers, name) for name in ("count", "digits", "exact", "percent", "seconds")
-    }
-    found.filters |= {"size": size, "shares": module_tree.shares, "style_of": module_tree.style_of}
-    found.filters |= {"place": report_tables.place, "types": _types}
+    filters = (count, digits, exact, percent, seconds, size, module_tree.shares, module_tree.style_of, tables.place)
+    found.filters |= {each.__name__: each for each in filters} | {"types": _types}
     return found
 
 
@@ -121,61 +85,44 @@ def _file(name: str) -> str:
 
 def _lead(data: Mapping[str, Any]) -> Iterator[str]:
     """Yields the sentences at the top."""
-    settings, steps = data["settings"], data["steps"]
+    settings, steps, took = data["settings"], data["steps"], seconds(data["cost"]["seconds"])
     if settings is None:
         yield "amp was not set up."
     else:
         half = settings.get("half_dtype")
         yield f"Opt level {settings.get('opt_level')}{f' in {half}' if half else ''}."
     skipped = sum(bool(step["skipped"]) for step in steps)
-    took = f"{count(len(steps))} step{'' if len(steps) == 1 else 's'} in {seconds(data['cost']['seconds'])}"
-    yield (
-        f"{took}, {count(skipped) if skipped else 'none'} of them skipped."
-        if steps
-        else f"No step in {seconds(data['cost']['seconds'])}."
-    )
+    several = "" if len(steps) == 1 else "s"
+    told = f"{count(len(steps))} step{several} in {took}, {count(skipped) if skipped else 'none'} of them skipped."
+    yield told if steps else f"No step in {took}."
 
 
-def _tiles(data: Mapping[str, Any], roots: Sequence[Module]) -> Iterator[Tile]:
+def _tiles(data: Mapping[str, Any], roots: Sequence[Module]) -> Iterator[tuple[str, Cell, str]]:
+    """Yields the headline numbers: what each counts, the number, and what belongs to it."""
     totals, steps, underflow = data["totals"], data["steps"], data["underflow"]
     whole = data["cost"]["seconds"]
-    yield Tile("Tensors cast", count(totals["casts"]), exact(totals["casts"]), f"in {count(totals['calls'])} calls")
+    yield "Tensors cast", count_cell(totals["casts"]), f"in {count(totals['calls'])} calls"
     share = f", {percent(totals['cast_seconds'] / whole)} of the time" if whole else ""
-    yield Tile(
-        "Written by casts",
-        size(totals["cast_bytes"]),
-        f"{totals['cast_bytes']} bytes",
-        f"in {seconds(totals['cast_seconds'])}{share}",
-    )
-    yield Tile(
-        "Cache hits",
-        count(totals["cache_hits"]),
-        exact(totals["cache_hits"]),
-        f"saved casts of {size(totals['cache_hit_bytes'])}",
-    )
-    skipped, last = sum(bool(step["skipped"]) for step in steps), steps[-1] if steps else None
-    ends = (
-        "no step was seen" if last is None else f"of {count(len(steps))}; loss scale {count(last['scale'])} at the end"
-    )
-    yield Tile("Skipped steps", count(skipped), exact(skipped), ends)
+    yield "Written by casts", size_cell(totals["cast_bytes"]), f"in {seconds(totals['cast_seconds'])}{share}"
+    yield "Cache hits", count_cell(totals["cache_hits"]), f"saved casts of {size(totals['cache_hit_bytes'])}"
+    ends = "no step was seen"
+    if steps:
+        ends = f"of {count(len(steps))}; loss scale {count(steps[-1]['scale'])} at the end"
+    yield "Skipped steps", count_cell(sum(bool(step["skipped"]) for step in steps)), ends
     saved = sum(root.saved_bytes for root in roots)
-    yield Tile(
-        "Memory saved" if saved >= 0 else "Memory added",
-        size(abs(saved)),
-        f"{abs(saved)} bytes",
-        "in activations and weights, against float32" if roots else "no module was seen",
-    )
+    note = "in activations and weights, against float32" if roots else "no module was seen"
+    yield f"Memory {'saved' if saved >= 0 else 'added'}", size_cell(abs(saved)), note
     if underflow is not None:
-        yield Tile(
-            "Gradients lost",
-            percent(underflow["lost"]),
-            exact(underflow["lost"]),
-            f"below {underflow['half']}'s normal range at a scale of {count(underflow['scale'])}",
-        )
+        note = f"below {underflow['half']}'s normal range at a scale of {count(underflow['scale'])}"
+        yield "Gradients lost", percent_cell(underflow["lost"]), note
 
 
-def _tree(roots: Sequence[Module]) -> Iterator[TreeRow]:
-    """Yields the lines of the tree; its outer levels are open, as long as few lines show."""
+def _tree(roots: Sequence[Module]) -> Iterator[tuple[Module, int, bool, int]]:
+    """Yields the lines of the tree; its outer levels are open, as long as few lines show.
+
+    Yields a module, the number of modules around it, whether it is open at first, and the number of modules that end
+    behind its line.
+    """
     rows = list(module_tree.walk(roots))
     by_depth = Counter(depth for _, depth in rows)
     opens, shown = 0, by_depth[0]
@@ -184,16 +131,14 @@ def _tree(roots: Sequence[Module]) -> Iterator[TreeRow]:
         shown += by_depth[opens]
     for index, (module, depth) in enumerate(rows):
         after = rows[index + 1][1] if index + 1 < len(rows) else 0
-        yield TreeRow(module, depth, depth < max(opens, 1), max(0, depth - after))
+        yield module, depth, depth < max(opens, 1), max(0, depth - after)
 
 
 def _scale_told(steps: Sequence[Mapping[str, Any]]) -> str:
     """Returns a sentence on the loss scale."""
     if not steps:
         return "No step was seen."
-    scales = [
-        number for number in (real(step["scale"]) for step in steps) if number is not None and math.isfinite(number)
-    ]
+    scales = [scale for scale in (float(step["scale"]) for step in steps) if math.isfinite(scale)]
     overflows = sum(bool(step["overflow"]) for step in steps)
     number = f"{count(overflows)} of {count(len(steps))} steps overflowed" if overflows else "no step overflowed"
     if not scales:
@@ -213,4 +158,4 @@ def _best_told(data: Mapping[str, Any]) -> str:
 
 def _types(counts: Mapping[str, int]) -> str:
     """Returns the types of tensors that went in or came out, and nothing of their numbers."""
-    return ", ".join(module_tree.ordered(counts)) or report_numbers.DASH
+    return ", ".join(module_tree.ordered(counts)) or DASH

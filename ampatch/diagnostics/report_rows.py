@@ -11,10 +11,11 @@ import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ampatch.diagnostics.function_names import name_of
 from ampatch.grouping import grouped
 from ampatch.opt_levels import dtype_name
 
@@ -69,22 +70,9 @@ class Row:
     forward: int = -1
 
 
-class Product(NamedTuple):
-    """A kind of matrix product in half whose size is no multiple of 8.
-
-    Attributes:
-        row: the function and the line.
-        module: id of the module that it runs in; None outside of modules.
-        dtype: the half type.
-        size: m, k and n.
-        pads: the multiples of 8 to pad them to.
-    """
-
-    row: Row | None
-    module: int | None
-    dtype: torch.dtype
-    size: tuple[int, int, int]
-    pads: tuple[int, int, int]
+#: A kind of matrix product in half whose size is no multiple of 8: the function and the line, the module that it runs
+#: in as `report_modules` knows it, the half type, m, k and n, and the multiples of 8 to pad these to.
+Product = tuple[Row | None, Any, torch.dtype, tuple[int, int, int], tuple[int, int, int]]
 
 
 class Rows:
@@ -150,12 +138,11 @@ def totals(rows: Iterable[Row]) -> dict[str, Any]:
     return {name: sum(getattr(each, name) for each in summands) for name in Numbers.__slots__}
 
 
-def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[Any, str]) -> list[dict[str, Any]]:
+def functions(rows: Iterable[Row], rules: dict[Any, str]) -> list[dict[str, Any]]:
     """Returns rows by function as plain data; first the functions whose casts write most.
 
     Args:
         rows: the rows.
-        name_of: returns a function's name.
         rules: the list that rules each function.
     """
     found = []
@@ -176,11 +163,11 @@ def functions(rows: Iterable[Row], name_of: Callable[[Any], str], rules: dict[An
     return sorted(found, key=_importance)
 
 
-def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, Any]]:
+def lines(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Returns rows by line as plain data; first the lines whose casts write most."""
     found = []
-    with_code = [(row.code, row) for row in rows if row.code is not None]
-    for of_line in grouped(((code.co_filename, row.line), row) for code, row in with_code).values():
+    by_line = grouped(((row.code.co_filename, row.line), row) for row in rows if row.code is not None)
+    for of_line in by_line.values():
         calls = Counter[str]()
         for row in of_line:
             calls[name_of(row.function)] += row.numbers.calls
@@ -195,21 +182,19 @@ def lines(rows: Iterable[Row], name_of: Callable[[Any], str]) -> list[dict[str, 
     return sorted(found, key=_importance)
 
 
-def misaligned(
-    products: Counter[Product], name_of: Callable[[Any], str], module_name: Callable[[int], str | None]
-) -> list[dict[str, Any]]:
+def misaligned(products: Counter[Product], module_name: Callable[[Any], str]) -> list[dict[str, Any]]:
     """Returns products as plain data, first those that run most often."""
     return [
         {
-            "function": None if each.row is None else name_of(each.row.function),
-            **place_of(each.row),
-            "module": None if each.module is None else module_name(each.module),
-            "dtype": dtype_name(each.dtype),
-            "size": list(each.size),
+            "function": None if row is None else name_of(row.function),
+            **place_of(row),
+            "module": module_name(module),
+            "dtype": dtype_name(dtype),
+            "size": list(size),
             "calls": calls,
-            "pads": list(each.pads),
+            "pads": list(pads),
         }
-        for each, calls in products.most_common()
+        for (row, module, dtype, size, pads), calls in products.most_common()
     ]
 
 

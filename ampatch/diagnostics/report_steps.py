@@ -12,13 +12,13 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from ampatch.diagnostics import gradient_exponents
 from ampatch.diagnostics.gradient_exponents import GradientExponents
@@ -64,20 +64,19 @@ class _Step:
     loss_id: int | None
     scale: Tensor | float
     sum_of_squares: Tensor | float
-    verdicts: list[Tensor] = field(default_factory=list)
+    verdicts: Sequence[Tensor] = ()
     skipped: bool | None = False
 
     def read(self, number: int) -> dict[str, Any]:
         """Returns the step as plain data; syncs with the device."""
-        overflow, norm = any(bool(each) for each in self.verdicts), float(self.sum_of_squares) ** 0.5
-        is_number = norm < float("inf")  # NaN is not
+        overflow, norm = any(map(bool, self.verdicts)), float(self.sum_of_squares) ** 0.5
         return {
             "step": number,
             "loss_id": self.loss_id,
             "scale": float(self.scale),
             "overflow": overflow,
             "skipped": overflow if self.skipped is None else self.skipped,
-            "gradient_norm": norm if is_number else None,
+            "gradient_norm": norm if norm < math.inf else None,  # NaN is not less
         }
 
 
@@ -111,35 +110,34 @@ class Steps:
         self._scale: Tensor | float = 1.0
         self._half: torch.dtype | None = None
         self._has_warned = False
-        self._hooks: list[RemovableHandle] = []
+        self._undo = ExitStack()
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # those without amp
         self._of_scaler: int | None = None  # id of the optimizer that a GradScaler steps now
-        self._step_of_scaler: Any = None  # what torch's GradScaler had before
 
     def __enter__(self) -> Steps:
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
         step_observers.observers.append(self)
-        step = self._step_of_scaler = torch.amp.GradScaler._maybe_opt_step
+        self._undo.callback(step_observers.observers.remove, self)
+        step: Any = torch.amp.GradScaler._maybe_opt_step
 
         def observed(scaler: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
             with step_observers.scaler_step(scaler._scale, optimizer, list(state["found_inf_per_device"].values())):
                 return step(scaler, optimizer, state, *args, **kwargs)
 
         torch.amp.GradScaler._maybe_opt_step = observed  # type: ignore[method-assign, assignment]
+        self._undo.callback(setattr, torch.amp.GradScaler, "_maybe_opt_step", step)
         return self
 
     def __exit__(self, *_: object) -> None:
-        step_observers.observers.remove(self)
-        for hook in self._hooks:
-            hook.remove()
-        torch.amp.GradScaler._maybe_opt_step = self._step_of_scaler  # type: ignore[method-assign]
+        self._undo.close()
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the steps as plain data; syncs with the device."""
-        self._read()
+        ended, self._ended = self._ended, []
+        if ended:  # turning casts off imports torch's compiler
+            with paused(), WithoutCasts():
+                self._rows += [step.read(number) for number, step in enumerate(ended, start=len(self._rows) + 1)]
         return self._rows
 
     def underflow(self) -> dict[str, Any] | None:
@@ -150,13 +148,9 @@ class Steps:
         if not self._exponents.seen:
             return None
         with paused(), WithoutCasts():
-            return self._lost()
-
-    def _lost(self) -> dict[str, Any]:
-        self._read()
-        overflowed_at = min((row["scale"] for row in self._rows if row["overflow"]), default=math.inf)
-        histograms, half = self._exponents.read(), self._half or torch.float16
-        return gradient_exponents.as_dict(histograms, float(self._scale), half, self._exponents.seen, overflowed_at)
+            overflowed_at = min((row["scale"] for row in self.rows() if row["overflow"]), default=math.inf)
+            histograms, half = self._exponents.read(), self._half or torch.float16
+            return gradient_exponents.as_dict(histograms, float(self._scale), half, self._exponents.seen, overflowed_at)
 
     # What is observed
 
@@ -191,26 +185,22 @@ class Steps:
     @_timed
     def _before_step(self, optimizer: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts gradients that came from no block."""
-        if is_capturing() or id(optimizer) in self._open or self._is_within_scaler_step(optimizer):
+        if id(optimizer) in self._open or self._is_hidden(optimizer):
             return
         # Gradients that are there before a closure runs are those of the step before. args[0] is the optimizer.
         if (kwargs or {}).get("closure", args[1] if len(args) > 1 else None) is not None:
             return
-        divisor = getattr(optimizer, "grad_scale", None)  # of a GradScaler that leaves it to the kernel
-        verdict = getattr(optimizer, "found_inf", None)
-        step = self._counted(optimizer, 1.0 if divisor is None else divisor, divisor)
-        if verdict is not None:
-            step.verdicts, step.skipped = [verdict.clone()], None
+        # Both are of a GradScaler that leaves it to the kernel.
+        divisor, verdict = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        self._count(optimizer, 1.0 if divisor is None else divisor, divisor, () if verdict is None else [verdict])
 
     @_timed
     def _after_step(self, optimizer: Any, *_: object) -> None:
         """Ends a step of an optimizer that amp has not adopted."""
-        if is_capturing() or (runtime.live is not None and runtime.live.has_adopted(optimizer)):
-            return
-        if self._is_within_scaler_step(optimizer):
+        if self._is_hidden(optimizer) or (runtime.live is not None and runtime.live.has_adopted(optimizer)):
             return
         if id(optimizer) not in self._open:  # a closure's gradients are those that its last call has left
-            self._counted(optimizer, 1.0, None)
+            self._count(optimizer, 1.0, None)
         self._end(self._open.pop(id(optimizer)))
 
     @_timed
@@ -218,10 +208,7 @@ class Steps:
         """Begins a step of a GradScaler, which may skip it without calling the optimizer."""
         if is_capturing() or id(optimizer) in self._open:
             return
-        with paused(), WithoutCasts():  # update() changes the scale in place
-            scale, verdicts = scale.clone(), [each.clone() for each in verdicts]
-        step = self._counted(optimizer, scale, divisor)
-        step.verdicts, step.skipped = verdicts, None
+        self._count(optimizer, scale, divisor, verdicts)
         self._of_scaler = id(optimizer)
 
     @_timed
@@ -232,19 +219,25 @@ class Steps:
         if step is not None:
             self._end(step)
 
-    def _is_within_scaler_step(self, optimizer: Any) -> bool:
-        """Returns True if an optimizer steps within another one that a GradScaler steps, such as a MixedPrecision."""
-        return self._of_scaler not in (None, id(optimizer))
+    def _is_hidden(self, optimizer: Any) -> bool:
+        """Returns True in a capture, and if an optimizer steps within another one that a GradScaler steps.
 
-    def _counted(self, optimizer: Any, scale: Tensor | float, divisor: Any) -> _Step:
+        Such another one is a `MixedPrecision`.
+        """
+        return is_capturing() or self._of_scaler not in (None, id(optimizer))
+
+    def _count(self, optimizer: Any, scale: Tensor | float, divisor: Any, verdicts: Sequence[Tensor] = ()) -> None:
         """Begins a step, and counts its gradients as they are now.
 
         Args:
             optimizer: what steps.
             scale: the loss scale.
             divisor: what the gradients are divided by to unscale them; None if they are unscaled.
+            verdicts: those that say whether the step is skipped; empty if it is not.
         """
         with paused(), WithoutCasts(), torch.no_grad():
+            # A GradScaler's update() changes both in place.
+            scale, verdicts = scale.clone() if isinstance(scale, Tensor) else scale, [each.clone() for each in verdicts]
             self._scale, names = scale, self._names()
             factor = None if divisor is None else 1 / divisor
             number = self._optimizers.setdefault(optimizer, len(self._optimizers) + 1)
@@ -255,19 +248,13 @@ class Steps:
                 if each.grad is not None
             ]
             self._exponents.add(found)
-            step = self._open[id(optimizer)] = _Step(None, scale, _sum_of_squares(found))
-            return step
+            skipped = None if verdicts else False
+            self._open[id(optimizer)] = _Step(None, scale, _sum_of_squares(found), verdicts, skipped)
 
     def _end(self, step: _Step) -> None:
         self._ended.append(step)
         if len(self._ended) >= _WAITING:
-            self._read()
-
-    def _read(self) -> None:
-        ended, self._ended = self._ended, []
-        if ended:  # turning casts off imports torch's compiler
-            with paused(), WithoutCasts():
-                self._rows += [step.read(number) for number, step in enumerate(ended, start=len(self._rows) + 1)]
+            self.rows()
 
     def _names(self) -> Mapping[int, str]:
         """Returns the names of the session's parameters by their ids, and notes its half type."""
@@ -280,8 +267,8 @@ class Steps:
         """Warns once if the scale of the last block loses more than `WARNS_ABOVE`; looks after some blocks only."""
         if self._has_warned or self._half is None or self._exponents.seen not in _LOOKS_AFTER:
             return
-        found = self._lost()
-        if found["lost"] <= WARNS_ABOVE:
+        found = self.underflow()
+        if found is None or found["lost"] <= WARNS_ABOVE:
             return
         self._has_warned = True
         worst = max(found["parameters"], key=share_lost)
@@ -340,18 +327,17 @@ def _unscaled(gradients: OptimizerGradients, factor: Tensor, names: Mapping[int,
     """Yields the names of parameters, and the gradients that the block is about to leave them, unscaled in float32."""
     masters = gradients.masters
     for parameter, own in zip(gradients.model_parameters(), gradients.parameters(), strict=True):
-        grad, earlier = parameter.grad, None if own is parameter else own.grad
+        grad = parameter.grad
         if grad is None:
             continue
+        is_added = masters.gradients.shows(parameter)  # to the master's before
+        earlier = None if is_added or own is parameter else own.grad
+        full = _full(grad, None if is_added else factor)
         name = names.get(id(parameter)) or masters.name_of(parameter)
-        if masters.gradients.shows(parameter):  # added to the master's before
-            yield name, _full(grad, None)
-            continue
-        full = _full(grad, factor)
-        yield name, full if earlier is None else full + _full(earlier, None)
+        yield name, full if earlier is None else full + _full(earlier)
 
 
-def _full(grad: Tensor, factor: Tensor | None) -> Tensor:
+def _full(grad: Tensor, factor: Tensor | None = None) -> Tensor:
     """Returns a gradient's values in float32, multiplied by a number."""
     values = kernels.values_of(grad.detach()).to(torch.float32)
     return values if factor is None else values * on_device(factor, values.device)
@@ -359,11 +345,8 @@ def _full(grad: Tensor, factor: Tensor | None) -> Tensor:
 
 def _sum_of_squares(found: Sequence[tuple[str, Tensor]]) -> Tensor | float:
     """Returns the sum of the squares of gradients in float64, on the device of the first; 0 if there are none."""
-    total: Tensor | float = 0.0
-    for _, gradient in found:
-        squares = _squares(gradient)
-        total = squares if isinstance(total, float) else total + on_device(squares, total.device)
-    return total
+    squares = [_squares(gradient) for _, gradient in found]
+    return sum(on_device(each, squares[0].device) for each in squares)
 
 
 def _squares(gradient: Tensor) -> Tensor:

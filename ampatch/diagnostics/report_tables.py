@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
 from ampatch.diagnostics import report_drawings
 from ampatch.diagnostics.comparison_report import ComparedRow, owner_of, telling_rows
-from ampatch.diagnostics.report_numbers import DASH, TIMES, count, digits, exact, percent, real, seconds, size
+from ampatch.diagnostics.report_numbers import DASH, TIMES, count, digits, exact, percent, seconds, size
+from ampatch.diagnostics.report_steps import share_lost
 from ampatch.diagnostics.shown_names import few, shown_function, shown_module
 
 #: Rows that are shown at first; the others unfold.
@@ -30,14 +30,6 @@ _WORDS = 3  # functions or types that are named below a cell
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A line below the text of a cell, with what it says when pointed at."""
-
-    text: str
-    title: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Cell:
     """A cell of a table.
 
@@ -45,7 +37,7 @@ class Cell:
         text: what it shows.
         title: the exact number with its unit, or the full path.
         kind: "number", "code" for a line of source, "drawing" for SVG, else "".
-        below: lines in small print.
+        below: cells whose texts stand below in small print.
         share: length of the bar behind a number, 0 to 1.
         mark: a word that stands out.
     """
@@ -53,7 +45,7 @@ class Cell:
     text: str
     title: str = ""
     kind: str = ""
-    below: tuple[Line, ...] = ()
+    below: tuple[Cell, ...] = ()
     share: float | None = None
     mark: str = ""
 
@@ -99,10 +91,10 @@ def functions(data: Mapping[str, Any]) -> Table:
     rows, greatest = data["functions"], _greatest(data["functions"])
     cells = tuple(
         (
-            Cell(shown_function(row["name"]), row["name"], below=tuple(_types(row["types"]))),
+            _function(row["name"], *_types(row["types"])),
             Cell(row["rule"] or DASH),
             *_numbers(row, greatest),
-            _count(row["undone"]),
+            count_cell(row["undone"]),
         )
         for row in rows
     )
@@ -113,16 +105,12 @@ def misaligned(data: Mapping[str, Any]) -> Table:
     """Returns products in half with sizes that are no multiples of 8."""
     cells = tuple(
         (
-            _source(row, ""),
-            Cell(
-                shown_function(row["function"] or DASH),
-                row["function"] or "",
-                below=(Line(shown_module(row["module"], DASH)),),
-            ),
+            _source(row),
+            _function(row["function"], Cell(shown_module(row["module"], DASH))),
             Cell(row["dtype"]),
-            Cell(_sizes(row["size"]), ", ".join(map(str, row["size"])), kind="number"),
-            Cell(_sizes(row["pads"]), ", ".join(map(str, row["pads"])), kind="number"),
-            _count(row["calls"]),
+            _sizes(row["size"]),
+            _sizes(row["pads"]),
+            count_cell(row["calls"]),
         )
         for row in data["misaligned"]
     )
@@ -138,17 +126,16 @@ def steps(data: Mapping[str, Any]) -> Table:
         shown = [rows[0], *(row for before, row in pairs if _tells(row, before) or row is rows[-1])]
     note = ""
     if len(shown) < len(rows):
-        note = (
-            f"{count(len(shown))} of {count(len(rows))} steps: those with an overflow or another scale, and the ends."
-        )
+        kept = f"{count(len(shown))} of {count(len(rows))} steps"
+        note = f"{kept}: those with an overflow or another scale, and the ends."
     if len(shown) > _MOST_STEPS:
         shown = shown[:_MOST_STEPS]
         note = f"The first {count(_MOST_STEPS)} of the steps with an overflow or another scale. The drawing has all."
     cells = tuple(
         (
-            _count(row["step"]),
-            Cell(DASH) if row["loss_id"] is None else _count(row["loss_id"]),
-            _count(row["scale"]),
+            count_cell(row["step"]),
+            Cell(DASH) if row["loss_id"] is None else count_cell(row["loss_id"]),
+            count_cell(row["scale"]),
             _digits(row["gradient_norm"]),
             Cell(_outcome(row), mark="overflow" if row["overflow"] else ""),
         )
@@ -165,8 +152,8 @@ def scales(data: Mapping[str, Any]) -> Table:
         marks[underflow["scale"]] = "present scale, loses least"
     cells = tuple(
         (
-            _count(row["scale"]),
-            *(_percent(row[name], is_barred=True) for name in ("zero", "subnormal", "overflow")),
+            count_cell(row["scale"]),
+            *(percent_cell(row[name], row[name]) for name in ("zero", "subnormal", "overflow")),
             Cell(marks.get(row["scale"], ""), mark="here" if row["scale"] in marks else ""),
         )
         for row in underflow["scales"]
@@ -178,14 +165,13 @@ def scales(data: Mapping[str, Any]) -> Table:
 def parameters(data: Mapping[str, Any]) -> Table:
     """Returns the parameters whose gradients the half type loses most of."""
     underflow = data["underflow"]
-    found = sorted(underflow["parameters"], key=lambda row: -(row["rounded_to_zero"] + row["subnormal"]))
+    found = sorted(underflow["parameters"], key=lambda row: -share_lost(row))
     cells = tuple(
         (
             Cell(row["name"]),
             _exponents(row["exponents"], underflow if index < _STRIPS else None),
-            _percent(row["rounded_to_zero"], is_barred=True),
-            _percent(row["subnormal"], is_barred=True),
-            _count(row["elements"]),
+            *(percent_cell(row[name], row[name]) for name in ("rounded_to_zero", "subnormal")),
+            count_cell(row["elements"]),
             Cell(count(row["zeros"]), f"{row['zeros']} elements, a share of {row['zero']}", kind="number"),
         )
         for index, row in enumerate(found[:_MOST_PARAMETERS])
@@ -210,19 +196,19 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Table]:
     calls = tuple(_of_call(row, "first" if row == first else "worst" if row == worst else "") for row in shown)
     heads = ("#", "Line", "Function", "Module", "Types", "Error", "Own error", "Noise", "")
     yield Table("compared-calls", "Calls above the noise", heads, calls, note)
-    for name, caption in (("functions", "By function"), ("modules", "By module")):
+    spells: tuple[tuple[str, Callable[[str], str]], ...] = (("Function", shown_function), ("Module", shown_module))
+    for head, spell in spells:
+        name = f"{head.lower()}s"
         groups = tuple(
             (
-                Cell(
-                    shown_function(row["name"]) if name == "functions" else shown_module(row["name"], DASH), row["name"]
-                ),
-                *(_count(row[key]) for key in ("calls", "unmatched", "above")),
+                Cell(DASH if row["name"] is None else spell(row["name"]), row["name"] or ""),
+                *(count_cell(row[key]) for key in ("calls", "unmatched", "above")),
                 *(_digits(row[key]) for key in ("error", "own_error")),
             )
             for row in found[name]
         )
-        counted = ("Calls", "In one step only", "Above the noise", "Error", "Own error")
-        yield Table(f"compared-{name}", caption, (caption.split()[-1].title(), *counted), groups)
+        columns = (head, "Calls", "In one step only", "Above the noise", "Error", "Own error")
+        yield Table(f"compared-{name}", f"By {head.lower()}", columns, groups)
     gradients = tuple(
         (Cell(row["parameter"]), _digits(row["error"]), Cell("no correct digit in a" if row["cancelled"] else ""))
         for row in found["gradients"]
@@ -238,7 +224,7 @@ def place(row: Mapping[str, Any]) -> str:
 def _of_numbers(rows: Sequence[ComparedRow]) -> Table:
     differing = sorted((row for row in rows if row.error), key=lambda row: -(row.error or 0.0))
     cells = tuple(
-        (Cell(row.quantity), Cell(owner_of(row)), _digits(row.value_a), _digits(row.value_b), _percent(row.error))
+        (Cell(row.quantity), Cell(owner_of(row)), _digits(row.value_a), _digits(row.value_b), percent_cell(row.error))
         for row in differing[:_MOST_CALLS]
     )
     note = f"{count(len(differing))} of {count(len(rows))} numbers differ."
@@ -249,13 +235,13 @@ def _of_numbers(rows: Sequence[ComparedRow]) -> Table:
 
 def _of_call(row: ComparedRow, mark: str) -> tuple[Cell, ...]:
     operator = "" if row.operator in ("", *row.function.split(".")) else row.operator
-    flushed = () if not row.is_flushed else (Line(f"{percent(row.flushed)} flushed to zero", exact(row.flushed)),)
+    flushed = () if not row.is_flushed else (Cell(f"{percent(row.flushed)} flushed to zero", exact(row.flushed)),)
     told = f"{row.error}; of one element {row.max_error}; of the inputs {row.input_error}; flushed {row.flushed}"
     types = row.type_b if row.type_a == row.type_b else f"{row.type_a or 'none'}, {row.type_b or 'none'}"
     return (
-        _count(row.number),
-        _source(dataclasses.asdict(row), ""),
-        Cell(shown_function(row.function), row.function, below=(Line(f"{row.phase} {operator}".strip()), *flushed)),
+        count_cell(row.number),
+        _source(dataclasses.asdict(row)),
+        _function(row.function, Cell(f"{row.phase} {operator}".strip()), *flushed),
         Cell(shown_module(row.module, DASH)),
         Cell(types, f"a: {row.type_a}, b: {row.type_b}"),
         Cell(digits(row.error), told, "number"),
@@ -276,26 +262,31 @@ def _compared(row: Mapping[str, Any]) -> ComparedRow:
 _FLOATS = ("error", "flushed", "noise", "value_a", "value_b")
 
 
-def _source(row: Mapping[str, Any], function: str) -> Cell:
+def _function(name: str | None, *below: Cell) -> Cell:
+    return Cell(shown_function(name or DASH), name or "", below=below)
+
+
+def _source(row: Mapping[str, Any], function: str = "") -> Cell:
     if row["file"] is None:
         return Cell(DASH)
     inside = f" in {function}" if function else ""
-    below = Line(f"{place(row)}{inside}", f"{row['file']}:{row['line']}")
+    below = Cell(f"{place(row)}{inside}", f"{row['file']}:{row['line']}")
     return Cell((row["source"] or "").strip() or place(row), kind="code", below=(below,))
 
 
 def _numbers(row: Mapping[str, Any], greatest: float) -> tuple[Cell, ...]:
     return (
-        _count(row["casts"]),
-        _bytes(row["cast_bytes"], row["cast_bytes"] / (greatest or 1)),
+        count_cell(row["casts"]),
+        size_cell(row["cast_bytes"], row["cast_bytes"] / (greatest or 1)),
         Cell(seconds(row["cast_seconds"]), f"{row['cast_seconds']} seconds", "number"),
-        _count(row["cache_hits"]),
-        _bytes(row["cache_hit_bytes"]),
-        _count(row["calls"]),
+        count_cell(row["cache_hits"]),
+        size_cell(row["cache_hit_bytes"]),
+        count_cell(row["calls"]),
     )
 
 
-def _bytes(number: float, share: float | None = None) -> Cell:
+def size_cell(number: float, share: float | None = None) -> Cell:
+    """Returns a number of bytes; with a share, it has a bar of that length behind it."""
     return Cell(size(number), f"{number} bytes", "number", share=share)
 
 
@@ -309,14 +300,14 @@ def _called(calls: Mapping[str, int]) -> Cell:
     return Cell(text or DASH, "; ".join(f"{name}: {number} calls" for name, number in most))
 
 
-def _types(rows: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+def _types(rows: Sequence[Mapping[str, Any]]) -> list[Cell]:
     told = [
-        (f"{_listed(row['in'])} → {_listed(row['out'])}", f"{row['calls']} calls")
+        Cell(f"{_listed(row['in'])} → {_listed(row['out'])}", f"{row['calls']} calls")
         for row in sorted(rows, key=lambda row: -row["calls"])
     ]
-    yield from (Line(*each) for each in told[:_WORDS])
-    if len(told) > _WORDS:
-        yield Line(f"{len(told) - _WORDS} more", "; ".join(f"{text}: {calls}" for text, calls in told[_WORDS:]))
+    others = told[_WORDS:]
+    more = [Cell(f"{len(others)} more", "; ".join(f"{each.text}: {each.title}" for each in others))] if others else []
+    return [*told[:_WORDS], *more]
 
 
 def _listed(types: Sequence[str]) -> str:
@@ -342,11 +333,13 @@ def _outcome(row: Mapping[str, Any]) -> str:
     return "skipped" if row["skipped"] else "stepped"
 
 
-def _sizes(numbers: Sequence[int]) -> str:
-    return f" {TIMES} ".join(map(str, numbers))
+def _sizes(numbers: Sequence[int]) -> Cell:
+    told = list(map(str, numbers))
+    return Cell(f" {TIMES} ".join(told), ", ".join(told), "number")
 
 
-def _count(value: Any) -> Cell:
+def count_cell(value: Any) -> Cell:
+    """Returns a whole number."""
     return Cell(count(value), exact(value), "number")
 
 
@@ -354,7 +347,6 @@ def _digits(value: Any) -> Cell:
     return Cell(digits(value), exact(value), "number")
 
 
-def _percent(value: Any, is_barred: bool = False) -> Cell:
-    number = real(value)
-    is_share = is_barred and number is not None and math.isfinite(number)
-    return Cell(percent(value), exact(value), "number", share=number if is_share else None)
+def percent_cell(value: Any, share: float | None = None) -> Cell:
+    """Returns a share in percent; with `share`, it has a bar of that length behind it."""
+    return Cell(percent(value), exact(value), "number", share=share)

@@ -91,11 +91,8 @@ def _functions(functions: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 
 def _types(types: Sequence[Mapping[str, Any]]) -> str:
     """Returns the types of most calls, and how many others there are."""
-    if not types:
-        return ""
-    first = max(types, key=lambda each: each["calls"])
-    more = f" and {len(types) - 1} more" if len(types) > 1 else ""
-    return f"{_list(first['in'])} -> {_list(first['out'])}{more}"
+    by_calls = sorted(types, key=lambda each: -each["calls"])
+    return few([f"{_list(each['in'])} -> {_list(each['out'])}" for each in by_calls], 1)
 
 
 def _list(types: Iterable[str]) -> str:

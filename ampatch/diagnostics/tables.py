@@ -109,9 +109,8 @@ def _that_fit(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: 
         longest = max(map(len, [column.head, *lines]))
         widths.append(2 + (longest if column.is_number else min(longest, _FOLDED)))
     kept = list(range(len(columns)))
-    while sum(widths[index] for index in kept) > width:
-        droppable = [index for index in kept if columns[index].rank]
-        if not droppable:
-            break
-        kept.remove(max(droppable, key=lambda index: (columns[index].rank, index)))
+    droppable = [index for index in kept if columns[index].rank]
+    for index in sorted(droppable, key=lambda index: (columns[index].rank, index), reverse=True):
+        if sum(widths[each] for each in kept) > width:
+            kept.remove(index)
     return kept
