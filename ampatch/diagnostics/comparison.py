@@ -17,10 +17,10 @@ from torch import nn
 from ampatch.diagnostics import mode_stacks
 from ampatch.diagnostics.comparison_calls import Call, Precision, calls_of, distance, first_of, matched, rows_of
 from ampatch.diagnostics.comparison_report import ComparedRow, Comparison, GradientError, where
+from ampatch.diagnostics.preflight_float32 import draws_itself
 from ampatch.diagnostics.preflight_steps import Part, RandomInFloat32, Setup, Step, noting_warnings, opened_copy
 from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
 from ampatch.diagnostics.preflight_trials import until_finite
-from ampatch.diagnostics.preflight_underflows import draws_itself
 from ampatch.diagnostics.watch import Watch
 from ampatch.opt_levels import HALVES
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from ampatch.diagnostics.preflight_subject import Arguments, Subject
 from ampatch.errors import AmpWarning
 from ampatch.grouping import grouped
 from ampatch.native import calls, kernels
-from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, resolve
+from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, dtype_name, resolve
 from ampatch.patching import adopted_model
 from ampatch.runtime import close_session, open_session
 from ampatch.scaling.loss_scaler import make_policy
@@ -35,7 +35,7 @@ from ampatch.session import Session
 from ampatch.settings import Settings
 
 #: Below this absolute value float16 flushes to zero, or to its least subnormal number.
-FLUSHED_BELOW = 2.0**-24
+_FLUSHED_BELOW = 2.0**-24
 
 
 class RandomInFloat32(TorchDispatchMode):
@@ -102,20 +102,12 @@ class Setup:
     @property
     def half_name(self) -> str:
         """The half type's name."""
-        return str(self.half_dtype).removeprefix("torch.")
-
-    @property
-    def cast_lists(self) -> dict[str, dict[str, list[str]]] | None:
-        """The overlay; None if no function is blacklisted."""
-        blacklist = grouped(self._values("blacklist"))
-        return {"blacklist": blacklist} if blacklist else None
+        return dtype_name(self.half_dtype)
 
     @property
     def properties(self) -> Properties:
         """The resolved values of the level."""
-        scales: list[LossScale] = self._values("loss_scale")
-        overrides = Overrides(loss_scale=scales[-1] if scales else None)
-        return resolve(self.opt_level, self.half_dtype, overrides)
+        return resolve(self.opt_level, self.half_dtype, Overrides(loss_scale=self._loss_scale()))
 
     def settings(self) -> Settings:
         """Returns the settings of a session.
@@ -123,10 +115,10 @@ class Setup:
         Raises:
             CastListError: the overlay has faults.
         """
-        properties, lists, overlay = self.properties, shipped().overlaid(self.overlay), self.cast_lists
+        properties = self.properties
         return Settings(
             properties,
-            lists if overlay is None else lists.overlaid(overlay),
+            shipped().overlaid(self.overlay).overlaid({"blacklist": self._blacklist()}),
             make_policy(properties.loss_scale, init_scale=self.init_scale),
             keep_fp32=tuple(self._values("keep_fp32")),
             fused_linear=properties.casts_float32_weights,
@@ -139,21 +131,21 @@ class Setup:
 
     def as_call(self) -> str:
         """Returns the call of ``amp.initialize`` as text."""
-        given = []
-        if self.cast_lists is not None:
-            given.append(f"cast_lists={_quoted(self.cast_lists)}")
-        kept = self._values("keep_fp32")
-        if kept:
-            given.append(f"keep_fp32={_quoted(kept)}")
-        given += [f"loss_scale={_quoted(scale)}" for scale in self._values("loss_scale")[-1:]]
+        blacklist, kept, scale = self._blacklist(), self._values("keep_fp32"), self._loss_scale()
+        overlay = {"blacklist": blacklist} if blacklist else None
+        changed = {"cast_lists": overlay, "keep_fp32": kept, "loss_scale": scale}
+        given = (f"{name}={value!r}".replace("'", '"') for name, value in changed.items() if value)
         return call_of(self.opt_level, self.half_name, *given)
+
+    def _blacklist(self) -> dict[str, list[str]]:
+        """Returns the names of the functions in float32, by namespace."""
+        return grouped(self._values("blacklist"))
+
+    def _loss_scale(self) -> LossScale | None:
+        return next(iter(self._values("loss_scale")[::-1]), None)
 
     def _values(self, argument: str) -> list[Any]:
         return [part.value for part in self.parts if part.argument == argument]
-
-
-def _quoted(value: object) -> str:
-    return repr(value).replace("'", '"')
 
 
 @dataclass(frozen=True)
@@ -169,10 +161,16 @@ class Step:
     gradients: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Tensor) -> Step:
-        """Returns the result of a step whose backward pass has run, without amp."""
-        gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
-        return cls(float(loss.detach()), gradients)
+    def of(cls, loss: Tensor, parameters: Iterable[tuple[str, Tensor]]) -> Step:
+        """Returns the result of a step whose backward pass has run; keeps copies, those of half gradients in float32.
+
+        Args:
+            loss: the loss.
+            parameters: the parameters with unscaled gradients, by name.
+        """
+        gradients = {name: each.grad.detach().to_dense() for name, each in parameters if each.grad is not None}
+        wide = {name: torch.promote_types(each.dtype, torch.float32) for name, each in gradients.items()}
+        return cls(float(loss.detach()), {name: each.to(wide[name], copy=True) for name, each in gradients.items()})
 
     @functools.cached_property
     def is_finite(self) -> bool:
@@ -181,13 +179,11 @@ class Step:
 
     def gradient_error(self, other: Step) -> float:
         """Returns |gradients of the other step - these| / |these|, as 2-norms over all parameters."""
-        squares, errors = 0.0, 0.0
-        for name in self.gradients.keys() | other.gradients.keys():
-            mine, theirs = self.gradients.get(name), other.gradients.get(name)
+        squares, errors, zero = 0.0, 0.0, torch.zeros(())
+        for name in {**self.gradients, **other.gradients}:
+            mine, theirs = self.gradients.get(name, zero), other.gradients.get(name, zero)
             squares += _norm(mine) ** 2
-            theirs = None if theirs is None else wide(theirs)
-            difference = mine if theirs is None else theirs if mine is None else theirs - mine
-            errors += _norm(difference) ** 2
+            errors += _norm(theirs - mine) ** 2
         return math.sqrt(relative(errors, squares))
 
     def loss_error(self, other: Step) -> float:
@@ -208,17 +204,10 @@ def relative(difference: float, size: float) -> float:
 
 def flushed_of(gradient: Tensor, scale: float) -> Tensor:
     """Returns which elements are not zero, and float16 flushes to zero at a loss scale."""
-    return (gradient != 0) & (gradient.abs() < FLUSHED_BELOW / scale)
+    return (gradient != 0) & (gradient.abs() < _FLUSHED_BELOW / scale)
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """Returns a tensor in float32; a complex one as it is."""
-    return tensor if tensor.is_complex() else tensor.float()
-
-
-def _norm(tensor: Tensor | None) -> float:
-    if tensor is None or not tensor.numel():
-        return 0.0
+def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.complex128 if tensor.is_complex() else torch.float64))
 
 
@@ -245,30 +234,15 @@ class OpenedCopy:
             scaled.backward()
         return loss.detach()
 
-    def whole_step(self, subject: Subject, arguments: Arguments) -> None:
-        """Runs a training step as a user's loop does."""
-        self.step_of(subject, arguments)
-        self.optimizer.step()
-
     def outcome(self, loss: Tensor) -> Step:
         """Returns the loss and the unscaled gradients of the step that ran last."""
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
-        updated = list(self.session.master_params(self.optimizer))
-        gradients = {
-            name: wide(dense(each.grad)) for name, each in zip(names, updated, strict=True) if each.grad is not None
-        }
-        return Step(float(loss), gradients)
+        return Step.of(loss, zip(names, self.session.master_params(self.optimizer), strict=True))
 
     @property
     def scale(self) -> float:
         """The loss scale."""
         return self.session.scaler(0).state.loss_scale
-
-
-def dense(gradient: Tensor) -> Tensor:
-    """Returns a copy of a gradient, dense and without a graph."""
-    gradient = gradient.detach()
-    return gradient.clone() if gradient.layout is torch.strided else gradient.to_dense()
 
 
 @contextlib.contextmanager

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
 
 from ampatch.distributed import is_sharded
 from ampatch.errors import AmpError, OptionError, UsageError
+from ampatch.opt_levels import dtype_name
 from ampatch.runtime import runtime
 
 #: Positional arguments and keyword arguments.
@@ -32,14 +34,12 @@ class Subject:
 
     Attributes:
         model: the user's; only copies of it run.
-        args: positional arguments of its forward.
-        kwargs: keyword arguments.
+        given: the arguments of its forward.
         loss_fn: returns the loss for the model's output.
     """
 
     model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    given: Arguments
     loss_fn: Callable[[Any], Any]
 
     @classmethod
@@ -54,8 +54,9 @@ class Subject:
         Raises:
             OptionError: the model cannot be trained in float32 here, or the inputs are no arguments.
         """
-        args, kwargs = _arguments(inputs)
-        return cls(_checked(model), args, kwargs, loss_fn)
+        given = _arguments(inputs)
+        _check(model)
+        return cls(model, given, loss_fn)
 
     def copied(self) -> nn.Module:
         """Returns a deep copy of the model without gradients.
@@ -80,7 +81,8 @@ class Subject:
 
     def arguments(self) -> Arguments:
         """Returns copies of the inputs, since a forward pass may write to them."""
-        return _copied(self.args), _copied(self.kwargs)
+        copied: Arguments = tree_map(_copied, self.given)
+        return copied
 
     def loss_of(self, model: nn.Module, arguments: Arguments) -> Tensor:
         """Runs the forward pass of a copy, and returns its loss.
@@ -111,7 +113,7 @@ class Subject:
             )
         if loss.numel() != 1 or not loss.is_floating_point():
             raise OptionError(
-                f"loss_fn returned a {str(loss.dtype).removeprefix('torch.')} tensor of shape {tuple(loss.shape)}; "
+                f"loss_fn returned a {dtype_name(loss.dtype)} tensor of shape {tuple(loss.shape)}; "
                 "expected a floating-point scalar, such as the mean over the batch."
             )
         if not loss.requires_grad:
@@ -122,8 +124,8 @@ class Subject:
         return loss
 
 
-def _arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, torch.Tensor):
+def _arguments(inputs: object) -> Arguments:
+    if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
@@ -138,38 +140,29 @@ def _arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _checked(model: nn.Module) -> nn.Module:
-    trainable = False
+def _check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise OptionError(f"the model's {name!r} has no shape yet. Run one batch through the model first.")
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             cure = "amp.deinitialize()" if runtime.live is not None else "model.float()"
             raise OptionError(
-                f"the model's {name!r} is {str(parameter.dtype).removeprefix('torch.')}; expected float32, with which "
+                f"the model's {name!r} is {dtype_name(parameter.dtype)}; expected float32, with which "
                 f"every level is compared. Type {cure} first."
             )
         if parameter.device.type not in ("cpu", "cuda"):
             raise OptionError(
                 f"the model's {name!r} is on {parameter.device.type!r}; expected the CPU or a GPU (cuda)."
             )
-        trainable |= parameter.requires_grad
-    if not trainable:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise OptionError("the model has no parameter that requires a gradient; expected one to train.")
     if is_sharded(model.parameters()):
         raise OptionError("the model's parameters are sharded over ranks. Pass the model before you shard it.")
-    return model
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copied, value))
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
     try:
         return copy.deepcopy(value)
     except (RuntimeError, TypeError):  # such as a tensor with a graph inside of it, or an open file

@@ -1,6 +1,8 @@
-"""Judges the operators of a watched float32 step: float16's range, bfloat16's precision, functions that no list knows.
+"""Judges a float32 step: range, precision and lists of its operators, and gradients that float16 flushes to zero.
 
-Runs operators again on the arguments that were kept. Must never change the user's tensors.
+Runs operators again on the arguments that were kept, and one step in float64. A flushed gradient value is noise if the
+float64 gradient differs from it by at least that gradient's own size: then float32 has no correct digit of it either.
+Must never change the user's tensors, leave a value out because it is noise, nor call one noise without this evidence.
 """
 
 from __future__ import annotations
@@ -9,9 +11,8 @@ import functools
 import math
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,15 +23,17 @@ from ampatch.cast_lists.paths import Path, identity
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.operands import floating_in, with_types
-from ampatch.diagnostics.preflight_report import Imprecise, Location, OutOfRange, Unlisted
-from ampatch.diagnostics.preflight_trials import enclosing
-from ampatch.diagnostics.preflight_underflows import draws_itself
+from ampatch.diagnostics.preflight_report import Imprecise, Location, OutOfRange, Underflow, Unlisted
+from ampatch.diagnostics.preflight_steps import RandomInFloat32, Step, flushed_of, text_of
+from ampatch.diagnostics.preflight_subject import RandomState, Subject
 from ampatch.diagnostics.watch import Watch, paused, run_again
 from ampatch.diagnostics.watched import Values, WatchedOp
 from ampatch.function_wrapper import unwrapped
 from ampatch.graph_nodes import nodes_of
 from ampatch.grouping import grouped
-from ampatch.patching.function_patches import Registration
+from ampatch.runtime import runtime
+
+_Row = TypeVar("_Row", OutOfRange, Imprecise)
 
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 _IN_BFLOAT16 = {torch.float32: torch.bfloat16}
@@ -54,19 +57,8 @@ _AT_O1 = {
 #: Errors from here on say nothing. float32 has 2**16 times bfloat16's precision, so the float32 result has lost 5 % as
 #: well: a sum that cancels to rounding errors, such as the gradient of a bias before a softmax over the same axis.
 _NOISE = 0.05 * 2**16
-
-
-@dataclass(frozen=True, slots=True)
-class Suspect:
-    """An operator that may be to blame for an inaccurate level.
-
-    Attributes:
-        function: path of its function as a list could name it.
-        modules: names of the modules around it, the innermost first, without the model itself.
-    """
-
-    function: str
-    modules: tuple[str, ...]
+#: The greatest error of the float32 gradients in which the float64 step still counts as the same step.
+_SAME_STEP = 0.01
 
 
 class Operators:
@@ -75,45 +67,39 @@ class Operators:
     Args:
         watch: the step, with all arguments kept.
         examiner: names operators.
-        autograd_functions: the classes of users' autograd.Functions in the graph, with the number of their nodes.
-        registered: the functions that the user has registered.
+        loss: the loss of the step.
         tolerance: the error above which an operator loses too much to bfloat16.
 
     Attributes:
-        out_of_range: operators that leave float16's range.
+        out_of_range: operators that leave float16's range, those that only pass it on excepted.
         imprecise: operators that lose more than the tolerance.
         uncompared: number of operators that could not be compared.
         unlisted: functions that no list knows.
+        banned: paths of the functions that the shipped lists ban.
         draws_itself: True if an attention kernel drew dropout.
     """
 
-    def __init__(
-        self,
-        watch: Watch,
-        examiner: Examiner,
-        autograd_functions: Mapping[type, int],
-        registered: Sequence[Registration],
-        tolerance: float,
-    ) -> None:
+    def __init__(self, watch: Watch, examiner: Examiner, loss: Tensor, tolerance: float) -> None:
         self._examiner = examiner
         self._rules = _rules_by_function()
-        self._registered = [(each.owner, getattr(each.owner, each.name, None)) for each in registered]
-        self._ops = watch.ops
-        self._autograd_functions = autograd_functions
-        self._tolerance = tolerance
+        self._registered = [(each.owner, getattr(each.owner, each.name, None)) for each in runtime.registered]
         self._location = functools.cache(self._located)
         watch.read()
         self._errors, self.uncompared = _errors(watch.ops)
         self.draws_itself = draws_itself(watch.ops)
         for op in watch.ops:
             op.arguments = None  # the memory of the step is needed for the next ones
-        self.out_of_range = self._out_of_range()
-        self.imprecise = self._imprecise()
-        self.unlisted = tuple(self._unlisted())
+        self._above = [op for op, error in self._errors.items() if error > tolerance]
+        self.out_of_range = self._rows(OutOfRange, _beyond_float16(watch.ops))
+        self.imprecise = self._rows(Imprecise, ((op, self._errors[op]) for op in self._above))
+        forward = [op for op in watch.ops if not op.is_backward]
+        self.unlisted = tuple(self._unlisted(forward, loss))
+        banned = {str(path) for (path, _), rule in shipped().rules.items() if rule.treatment is Treatment.BANNED}
+        self.banned = [each for each in dict.fromkeys(op.function_name for op in forward) if each in banned]
 
     @functools.cached_property
-    def suspects(self) -> tuple[Suspect, ...]:
-        """Operators to blame for an inaccurate level, the likeliest first."""
+    def suspects(self) -> tuple[tuple[str, str], ...]:
+        """Operators to blame for an inaccurate level, the likeliest first: the function and the innermost module."""
         return tuple(dict.fromkeys(self._suspects()))
 
     def _located(self, op: WatchedOp) -> Location:
@@ -131,32 +117,22 @@ class Operators:
             return "the type of its inputs"
         return _AT_O1[rule.treatment] + (" for some arguments" if rule.when else "")
 
-    def _out_of_range(self) -> tuple[OutOfRange, ...]:
-        """Returns operators that leave the range, those that only pass it on excepted."""
-        found: dict[Location, list[float]] = {}
-        for op in self._ops:
-            largest = _largest(op.outputs)
-            computed = [values for values in op.inputs if values.results]  # not data or parameters
-            if math.inf > largest > _FLOAT16_MAX >= _largest(computed):  # inf is on purpose: the step is finite
-                found.setdefault(self._location(op), []).append(largest)
-        rows = (OutOfRange(location, max(largest), len(largest)) for location, largest in found.items())
-        return tuple(sorted(rows, key=lambda row: -row.largest))
+    def _rows(
+        self, row: Callable[[Location, float, int], _Row], found: Iterable[tuple[WatchedOp, float]]
+    ) -> tuple[_Row, ...]:
+        """Returns a row for each location of some operators, the greatest number first."""
+        numbers = grouped((self._location(op), number) for op, number in found)
+        ordered = sorted(numbers.items(), key=lambda item: -max(item[1]))
+        return tuple(row(location, max(several), len(several)) for location, several in ordered)
 
-    def _imprecise(self) -> tuple[Imprecise, ...]:
-        errors = ((op, self._errors.get(id(op), 0.0)) for op in self._ops)
-        found = grouped((self._location(op), error) for op, error in errors if error > self._tolerance)
-        rows = (Imprecise(location, max(each), len(each)) for location, each in found.items())
-        return tuple(sorted(rows, key=lambda row: -row.error))
-
-    def _unlisted(self) -> Iterator[Unlisted]:
-        forward = [op for op in self._ops if not op.is_backward and op.inputs and op.outputs]
-        computing = [op for op in forward if op.op_name not in _MOVES]
+    def _unlisted(self, forward: Sequence[WatchedOp], loss: Tensor) -> Iterator[Unlisted]:
+        computing = [op for op in forward if op.inputs and op.outputs and op.op_name not in _MOVES]
         custom = grouped((_custom_path(op), op) for op in computing if _is_custom(op) and not self._knows_operator(op))
         called = [op for op in computing if not _is_custom(op) and op.function is not None]
         plain = grouped((op.function_name, op) for op in called if not self._knows(op.function))
         for path, ops in custom.items():
             yield self._unlisted_of("custom operator", path, ops)
-        for kind, count in self._autograd_functions.items():
+        for kind, count in _autograd_functions(loss).items():
             if not any(owner is kind for owner, _ in self._registered):
                 code = getattr(getattr(kind, "forward", None), "__code__", None)
                 where = (None, None) if code is None else (code.co_filename, code.co_firstlineno)
@@ -187,19 +163,25 @@ class Operators:
             path.name == op.op_name and path.namespace.startswith(op.op.namespace) for path, _ in shipped().rules
         )
 
-    def _suspects(self) -> Iterator[Suspect]:
+    def _suspects(self) -> Iterator[tuple[str, str]]:
         """Yields operators above the tolerance, each with those that wrote its inputs; then those with most errors."""
-        errors = self._errors
-        imprecise = [op for op in self._ops if errors.get(id(op), 0.0) > self._tolerance]
-        for op in sorted(imprecise, key=lambda op: -errors[id(op)]):
-            yield self._suspect(op)
-            yield from map(self._suspect, _writers(op.named_op.inputs, depth=3))
-        by_suspect = grouped((self._suspect(op), errors[id(op)]) for op in self._ops if id(op) in errors)
+        for op in sorted(self._above, key=lambda op: -self._errors[op]):
+            yield from map(self._suspect, [op, *_writers(op.named_op.inputs, depth=3)])
+        by_suspect = grouped((self._suspect(op), error) for op, error in self._errors.items())
         yield from sorted(by_suspect, key=lambda each: -sum(by_suspect[each]))
 
-    def _suspect(self, op: WatchedOp) -> Suspect:
+    def _suspect(self, op: WatchedOp) -> tuple[str, str]:
         location = self._location(op)
-        return Suspect(location.function, enclosing(location.module or ""))
+        return location.function, location.module or ""
+
+
+def _beyond_float16(ops: Iterable[WatchedOp]) -> Iterator[tuple[WatchedOp, float]]:
+    """Yields operators that leave the range, with their largest result."""
+    for op in ops:
+        largest = _largest(op.outputs)
+        computed = [values for values in op.inputs if values.results]  # not data or parameters
+        if math.inf > largest > _FLOAT16_MAX >= _largest(computed):  # inf is on purpose: the step is finite
+            yield op, largest
 
 
 def _writers(inputs: Iterable[Values], depth: int) -> Iterator[WatchedOp]:
@@ -228,21 +210,21 @@ def _largest(values: Sequence[Values]) -> float:
     return max((each.largest for each in values if each.largest is not None), default=0.0)
 
 
-def _errors(ops: Sequence[WatchedOp]) -> tuple[dict[int, float], int]:
+def _errors(ops: Sequence[WatchedOp]) -> tuple[dict[WatchedOp, float], int]:
     """Runs operators again in bfloat16 and in float32; syncs with each device once.
 
     Returns:
-        The relative error by the operator's id, and the number of operators that could not be compared.
+        The relative error by operator, and the number of operators that could not be compared.
     """
     computing = [op for op in ops if op.op_name not in _MOVES and op.arguments is not None and op.outputs]
     judged = [op for op in computing if any(values.dtype is torch.float32 for values in op.inputs)]
-    pairs = {id(op): pair for op in judged if (pair := _error_of(op)) is not None}
-    errors: dict[int, float] = {}
-    for keys in grouped((pair.device, key) for key, pair in pairs.items()).values():
-        numbers = torch.stack([pairs[key] for key in keys]).tolist()
-        for key, (difference, size) in zip(keys, numbers, strict=True):
+    pairs = {op: pair for op in judged if (pair := _error_of(op)) is not None}
+    errors: dict[WatchedOp, float] = {}
+    for on_device in grouped((pair.device, op) for op, pair in pairs.items()).values():
+        numbers = torch.stack([pairs[op] for op in on_device]).tolist()
+        for op, (difference, size) in zip(on_device, numbers, strict=True):
             if 0 < size < math.inf and difference < size * _NOISE:
-                errors[key] = difference / size
+                errors[op] = difference / size
     return errors, len(judged) - len(pairs)
 
 
@@ -257,25 +239,88 @@ def _error_of(op: WatchedOp) -> Tensor | None:
     if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:
         return None
     with torch.no_grad(), paused():
-        differences = [_finite_norm(one.float() - other.float()) for one, other in zip(narrow, exact, strict=True)]
-        sizes = [_finite_norm(each.float()) for each in exact]
-        return torch.stack([_total(differences), _total(sizes)])
+        return torch.stack(
+            [_norm(one.float() - two.float() for one, two in zip(narrow, exact, strict=True)), _norm(exact)]
+        )
 
 
-def _finite_norm(tensor: Tensor) -> Tensor:
+def _norm(tensors: Iterable[Tensor]) -> Tensor:
     """Returns the 2-norm of the finite elements, in float64: inf of a mask is inf in both types."""
-    norm: Tensor = torch.linalg.vector_norm(tensor.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64)
-    return norm
-
-
-def _total(norms: list[Tensor]) -> Tensor:
+    norms = [torch.linalg.vector_norm(each.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64) for each in tensors]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 
-def autograd_functions(loss: Tensor) -> dict[type, int]:
+def _autograd_functions(loss: Tensor) -> dict[type, int]:
     """Returns the classes of the users' autograd.Functions in a loss's graph, with the number of their nodes."""
     nodes = () if loss.grad_fn is None else nodes_of([loss.grad_fn])
     kinds: Iterator[Any] = (getattr(node, "_forward_cls", None) for node in nodes)  # of BackwardCFunction only
     own = ("torch", "ampatch")
     return Counter(kind for kind in kinds if kind is not None and kind.__module__.partition(".")[0] not in own)
+
+
+def draws_itself(ops: Iterable[WatchedOp]) -> bool:
+    """Returns True if an attention kernel among operators draws dropout, each type in another order."""
+    return any("attention" in op.op_name and _dropout_of(op) > 0 for op in ops)
+
+
+def _dropout_of(op: WatchedOp) -> float:
+    args, kwargs = op.arguments or ((), {})
+    given = dict(zip((argument.name for argument in op.op._schema.arguments), args, strict=False)) | kwargs
+    return float(given.get("dropout_p", 0.0))
+
+
+def underflows(
+    subject: Subject, reference: Step, state: RandomState, draws_itself: bool, scale: float
+) -> tuple[tuple[Underflow, ...], str]:
+    """Returns the parameters whose gradients have values that float16 flushes to zero, those of noise alone last.
+
+    Args:
+        subject: the model and its step.
+        reference: the float32 step.
+        state: the random numbers of every step.
+        draws_itself: whether an attention kernel drew dropout, so that no other type can have the same one.
+        scale: loss scale for which the share is given too.
+
+    Returns:
+        The parameters, and why no step in float64 tells noise from signal: empty if one does, or if none was needed.
+    """
+    masks = ((name, flushed_of(gradient, 1.0)) for name, gradient in reference.gradients.items())
+    flushed = {name: mask for name, mask in masks if bool(mask.any())}
+    exact: Mapping[str, Tensor] = {}
+    unknown = ""
+    if draws_itself:
+        unknown = "an attention kernel drew its own dropout, which is another one in float64"
+    elif flushed:
+        exact, unknown = _gradients_in_float64(subject, reference, state)
+    rows = []
+    for name, mask in flushed.items():
+        gradient, there = reference.gradients[name], exact.get(name)
+        count, nonzero = int(mask.sum()), int((gradient != 0).sum())
+        noise = None if there is None else int((mask & ((gradient - there).abs() >= there.abs())).sum()) / count
+        share_scaled = int(flushed_of(gradient, scale).sum()) / nonzero
+        rows.append(Underflow(name, count / nonzero, share_scaled, scale, noise))
+    return tuple(sorted(rows, key=lambda row: (row.is_noise, -row.share, row.parameter))), unknown
+
+
+def _gradients_in_float64(subject: Subject, reference: Step, state: RandomState) -> tuple[Mapping[str, Tensor], str]:
+    """Returns the gradients of a step in float64, on the random numbers of float32; or none, and why.
+
+    The loss is computed on outputs in float32, since ``loss_fn`` may have targets in it. Its rounding errors are those
+    of the float32 step then, and never taken for noise.
+    """
+    try:
+        model = subject.copied().double()
+        args, kwargs = with_types(subject.arguments(), {torch.float32: torch.float64})
+        state.restore()
+        with RandomInFloat32(of=frozenset({torch.float64})):
+            output = model(*args, **kwargs)
+            loss = subject.loss_for(with_types(output, {torch.float64: torch.float32}))
+            loss.backward()
+    except Exception as error:  # noqa: BLE001 - a model may need float32, and the report says so
+        return {}, text_of(error)
+    step = Step.of(loss, model.named_parameters())
+    difference = step.gradient_error(reference)
+    if difference <= _SAME_STEP:  # NaN is not
+        return step.gradients, ""
+    return {}, f"its gradients differ by {difference:.2g} in all, so that it is another step"
