@@ -23,7 +23,6 @@ from ampatch import amp
 from ampatch.cli import main as cli
 from ampatch.diagnostics.explanation_report import Explanation, Ruling, Spelling
 from ampatch.diagnostics.explanation_rulings import Rulings
-from ampatch.diagnostics.explanation_settings import Settings
 from ampatch.diagnostics.explanation_subjects import Finder, Subject
 from ampatch.patching import function_places
 from ampatch.runtime import runtime
@@ -40,7 +39,7 @@ def ruling(explanation: Explanation, path: str, half_dtype: str = "float16") -> 
 
 
 def subject(given: object) -> Subject:
-    return Finder(Settings(None, HALF_DTYPES)).subject(given)
+    return Finder(Rulings(None, HALF_DTYPES)).subject(given)
 
 
 def asked_paths(given: object) -> list[str]:
@@ -50,7 +49,7 @@ def asked_paths(given: object) -> list[str]:
 def decided(given: object, path: str, half_dtype: str = "float16") -> Ruling:
     """The ruling on a spelling of a function, without the search for places, which takes most of the time."""
     (spelled,) = (each for each in subject(given).spelled if each.text == path)
-    rulings = Rulings(Settings(None, HALF_DTYPES)).of(spelled)
+    rulings = Rulings(None, HALF_DTYPES).of(spelled)
     (found,) = (each for each in rulings if half_dtype in each.half_dtypes)
     return found
 

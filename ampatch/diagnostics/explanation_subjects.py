@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ampatch.cast_lists.paths import Path, PathError, find, find_owner, identity
+from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, identity
 from ampatch.cast_lists.spellings import (
     NAMESPACES,
     called_by,
@@ -24,51 +24,10 @@ from ampatch.cast_lists.spellings import (
     plain_name,
     spellings,
 )
-from ampatch.diagnostics.explanation_settings import Settings
+from ampatch.diagnostics.explanation_rulings import Located, Rulings, attribute, located
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.function_wrapper import is_wrapper, unwrapped
 from ampatch.runtime import decoration_of
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A path with the owner and the function that it leads to.
-
-    Attributes:
-        path: the path.
-        owner: module or class that holds the function; None if its module is not imported.
-        function: the function without amp; None if its module is not imported.
-        asked: True if it is the function that was asked about, rather than another spelling of it.
-    """
-
-    path: Path
-    owner: object
-    function: Any
-    asked: bool = False
-
-    @property
-    def text(self) -> str:
-        """The path as text."""
-        return str(self.path)
-
-    def held(self) -> Any:
-        """Returns what the owner holds by this name now: the function, or a wrapper of it."""
-        return attribute(self.owner, self.path.name)
-
-
-def located(path: Path, asked: bool = False) -> Located:
-    """Returns what a path leads to; without a function if its module is not imported, or lacks the name."""
-    try:
-        owner = find_owner(path.namespace)
-        return Located(path, owner, None if owner is None else find(path), asked)
-    except PathError:  # an optional entry
-        return Located(path, None, None, asked)
-
-
-def attribute(owner: object, name: str) -> Any:
-    """Returns an attribute of a module or class, the function itself if it is a class method; None without one."""
-    found = getattr(owner, name, None)
-    return getattr(found, "__func__", found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +71,11 @@ class Finder:
     """Finds the function that a user means.
 
     Args:
-        settings: settings whose lists and registrations name functions outside of torch.
+        rulings: what decides; its lists and registrations name functions outside of torch.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, rulings: Rulings) -> None:
+        self._rulings = rulings
 
     def subject(self, target: object) -> Subject:
         """Returns the function that a user means.
@@ -140,7 +99,7 @@ class Finder:
             return self._by_dotted_name(given, Path(namespace, last))
         plain = plain_name(name)
         paths = spellings(plain) if name else []
-        others = [path for path in self._settings.listed if path.name == name and path not in paths]
+        others = [path for path in self._rulings.listed if path.name == name and path not in paths]
         spelled = [
             *(located(path, asked=plain != name and path.name == name) for path in (*paths, *others)),
             *(each for each in self._registered() if each.path.name == name),
@@ -153,18 +112,11 @@ class Finder:
         """Finds a full path, or one whose first parts are left out, such as "functional.softmax"."""
         ends = [
             Path(namespace, path.name)
-            for namespace in dict.fromkeys([*NAMESPACES, *(each.namespace for each in self._settings.listed)])
+            for namespace in dict.fromkeys([*NAMESPACES, *(each.namespace for each in self._rulings.listed)])
             if namespace.endswith(f".{path.namespace}")
         ]
-        missing: PathError | None = None
-        for each in (path, *ends):
-            try:
-                find(each)
-            except PathError as error:
-                missing = missing or error
-                continue
-            return self._by_path(given, each)
-        raise OptionError(f"{given!r} cannot be explained: {missing}") from None
+        known = (each for each in (path, *ends) if find_or(each, default=each) is not each)
+        return self._by_path(given, next(known, path))
 
     def _by_path(self, given: str, path: Path) -> Subject:
         try:
@@ -173,7 +125,7 @@ class Finder:
             raise OptionError(f"{given!r} cannot be explained: {error}") from None
         if function is not None:
             return self._by_object(function, given, located(path, asked=True))
-        if path not in self._settings.listed:
+        if path not in self._rulings.listed:
             raise OptionError(
                 f"{given!r} cannot be explained: {path.namespace} is not imported, and no list names {path}. Import it "
                 "first."
@@ -200,7 +152,7 @@ class Finder:
         names = dict.fromkeys(plain_name(path.name) for path in ([at.path] if at is not None else []) + own)
         is_torchs = bool(own) or (at is not None and at.path.namespace in NAMESPACES)
         in_torch = [path for name in names for path in spellings(name)] if is_torchs else []
-        same = [path for path in self._settings.listed if identity(path) is function]
+        same = [path for path in self._rulings.listed if identity(path) is function]
         found = {path: located(path) for path in dict.fromkeys([*in_torch, *own, *same])}
         if at is not None:
             found = {at.path: at, **found} if at.path not in found else {**found, at.path: at}
@@ -216,7 +168,7 @@ class Finder:
         """Returns the registered functions outside of torch's namespaces."""
         return [
             Located(path, known.owner, unwrapped(attribute(known.owner, known.name)))
-            for known in self._settings.registered
+            for known in self._rulings.registered
             if (path := _path_in(known.owner, known.name)).namespace not in NAMESPACES
         ]
 
@@ -235,13 +187,13 @@ class Finder:
             )
         forward = unwrapped(vars(kind).get("forward"))
         called = [*called_by(forward).values(), *(methods[0] for methods in operators_in(forward).values())]
-        inside = ", ".join(map(str, self._settings.listed_among(called)))
+        inside = ", ".join(map(str, self._rulings.listed_among(called)))
         hint = f" Its forward calls {inside}." if inside else ""
         raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
 
     def _unknown(self, given: str) -> str:
         known = {each for each in known_names() if not each.startswith("_")}
-        near = did_you_mean(given, known | {path.name for path in self._settings.listed})
+        near = did_you_mean(given, known | {path.name for path in self._rulings.listed})
         return (
             f"there is no function named {given!r}; expected a function, its name or its path, such as softmax, "
             f"torch.softmax, F.softmax or '@'.{near}"
