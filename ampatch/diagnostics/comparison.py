@@ -18,9 +18,8 @@ from ampatch.diagnostics import mode_stacks
 from ampatch.diagnostics.comparison_calls import Call, Precision, calls_of, distance, first_of, matched, rows_of
 from ampatch.diagnostics.comparison_report import ComparedRow, Comparison, GradientError, where
 from ampatch.diagnostics.preflight_float32 import draws_itself
-from ampatch.diagnostics.preflight_steps import Part, RandomInFloat32, Setup, Step, noting_warnings, opened_copy
-from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
-from ampatch.diagnostics.preflight_trials import until_finite
+from ampatch.diagnostics.preflight_steps import Part, RandomInFloat32, Setup, Step, opened_copy, until_finite
+from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, noting_warnings, undisturbed
 from ampatch.diagnostics.watch import Watch
 from ampatch.opt_levels import HALVES
 
@@ -61,7 +60,7 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) ->
         UsageError: amp is set up.
         OptionError: the model or its step cannot be run.
     """
-    subject = Subject.of(model, inputs, loss_fn)
+    subject = Subject(model, inputs, loss_fn)
     notes: list[str] = []
     with (
         undisturbed("amp.compare") as state,

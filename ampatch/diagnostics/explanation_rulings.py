@@ -89,8 +89,8 @@ class Rulings:
         self.live = live = runtime.live if lists is None else None
         self.of_session = lists if lists is not None else shipped() if live is None else live.settings.lists
         part = None if live is None else live.part_in_force()
-        self.part, in_force = (None, self.of_session) if part is None else part
-        self.lists = in_force.expanded()
+        self.part = None if part is None else part[0]
+        self.lists = (self.of_session if part is None else part[1]).expanded()
         self.half_dtypes = half_dtypes
         self.registered = tuple(runtime.registered) if live is None else live.registered
         self.listed = dict.fromkeys(path for path, _ in self.lists.rules)
@@ -149,12 +149,10 @@ class Rulings:
     def registration(self, spelled: Located) -> Registration | None:
         """Returns the registration that decides about a function."""
         for known in reversed(self.registered):
-            if isinstance(known.owner, type):
-                heir = isinstance(spelled.owner, type) and issubclass(spelled.owner, known.owner)
-                if not heir or known.name != spelled.path.name:
-                    continue
             found = unwrapped(attribute(known.owner, known.name))
-            if found is spelled.function and found is not None:
+            if found is None or found is not spelled.function:
+                continue
+            if not isinstance(known.owner, type) or _inherits(spelled, known.owner, known.name):
                 return known
         return None
 
@@ -200,10 +198,16 @@ class Rulings:
 
 def _follows(spelled: Located, listed: Path) -> bool:
     """Returns True if a name that holds a listed function is patched with it."""
-    if isinstance(spelled.owner, type):  # it inherits the method
-        owner = find_owner(listed.namespace)
-        return isinstance(owner, type) and issubclass(spelled.owner, owner) and listed.name == spelled.path.name
+    if isinstance(spelled.owner, type):
+        return _inherits(spelled, find_owner(listed.namespace), listed.name)
     return any(spelled.owner is module for module in function_places.swept_modules())
+
+
+def _inherits(spelled: Located, owner: object, name: str) -> bool:
+    """Returns True if a spelling is a class's method by this name, or the same method of an heir."""
+    if not isinstance(owner, type) or not isinstance(spelled.owner, type):
+        return False
+    return issubclass(spelled.owner, owner) and spelled.path.name == name
 
 
 def _overridden(rule: Rule | None) -> Overridden | None:

@@ -14,20 +14,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ampatch.cast_lists import spellings
 from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, identity
-from ampatch.cast_lists.spellings import (
-    NAMESPACES,
-    called_by,
-    known_names,
-    method_of_operator,
-    operators_in,
-    plain_name,
-    spellings,
-)
 from ampatch.diagnostics.explanation_rulings import Located, Rulings, attribute, located
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.function_wrapper import is_wrapper, unwrapped
 from ampatch.runtime import decoration_of
+
+_BYPASS = (
+    "The object itself is the function without amp, bound before amp was set up: its arguments are not cast. "
+    "Functions that it calls inside still follow their own rules."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +87,15 @@ class Finder:
 
     def _by_name(self, given: str) -> Subject:
         name = given.strip()
-        operator = method_of_operator(name)
+        operator = spellings.method_of_operator(name)
         if operator is not None:
             return self._by_path(given, operator)
         name = f"torch.nn.functional.{name[2:]}" if name.startswith("F.") else name
         namespace, _, last = name.rpartition(".")
         if namespace and last:
             return self._by_dotted_name(given, Path(namespace, last))
-        plain = plain_name(name)
-        paths = spellings(plain) if name else []
+        plain = spellings.plain_name(name)
+        paths = spellings.spellings(plain) if name else []
         others = [path for path in self._rulings.listed if path.name == name and path not in paths]
         spelled = [
             *(located(path, asked=plain != name and path.name == name) for path in (*paths, *others)),
@@ -112,7 +109,7 @@ class Finder:
         """Finds a full path, or one whose first parts are left out, such as "functional.softmax"."""
         ends = [
             Path(namespace, path.name)
-            for namespace in dict.fromkeys([*NAMESPACES, *(each.namespace for each in self._rulings.listed)])
+            for namespace in dict.fromkeys([*spellings.NAMESPACES, *(each.namespace for each in self._rulings.listed)])
             if namespace.endswith(f".{path.namespace}")
         ]
         known = (each for each in (path, *ends) if find_or(each, default=each) is not each)
@@ -124,7 +121,7 @@ class Finder:
         except PathError as error:
             raise OptionError(f"{given!r} cannot be explained: {error}") from None
         if function is not None:
-            return self._by_object(function, given, located(path, asked=True))
+            return self._by_object(function, given, path)
         if path not in self._rulings.listed:
             raise OptionError(
                 f"{given!r} cannot be explained: {path.namespace} is not imported, and no list names {path}. Import it "
@@ -133,7 +130,7 @@ class Finder:
         told = f"{path.namespace} is not imported yet; amp patches it then."
         return Subject(given, (located(path, asked=True),), sentences=(told,))
 
-    def _by_object(self, target: Any, given: str | None = None, at: Located | None = None) -> Subject:
+    def _by_object(self, target: Any, given: str | None = None, at: Path | None = None) -> Subject:
         """Finds a function; ``given`` is its name and ``at`` its path, if the user gave one."""
         target, args, kwargs = _opened(target)
         method = _method_of(target)
@@ -143,33 +140,31 @@ class Finder:
         function = unwrapped(target)
         spelled = self._spellings_of(function, at)
         text = given or next((each.text for each in spelled if each.asked), spelled[0].text)
-        found = Subject(text, tuple(spelled), args, kwargs, decoration_of(function))
-        return found if given is not None or is_wrapper(target) else _with_bypass(found, function)
+        wrapped = any(each.function is function and is_wrapper(each.held()) for each in spelled)
+        is_bypass = wrapped and given is None and not is_wrapper(target)
+        told = (_BYPASS,) if is_bypass else ()
+        return Subject(text, tuple(spelled), args, kwargs, decoration_of(function), is_bypass, told)
 
-    def _spellings_of(self, function: object, at: Located | None) -> list[Located]:
+    def _spellings_of(self, function: object, at: Path | None) -> list[Located]:
         """Returns all spellings of a function, those that lead to this very function marked."""
-        own = [path for path in _paths_of(function) if at is None or path != at.path]
-        names = dict.fromkeys(plain_name(path.name) for path in ([at.path] if at is not None else []) + own)
-        is_torchs = bool(own) or (at is not None and at.path.namespace in NAMESPACES)
-        in_torch = [path for name in names for path in spellings(name)] if is_torchs else []
+        given = [] if at is None else [at]
+        own = [*given, *_paths_of(function)]
+        is_torchs = any(path.namespace in spellings.NAMESPACES for path in own)
+        names = dict.fromkeys(spellings.plain_name(path.name) for path in own) if is_torchs else {}
+        in_torch = [path for name in names for path in spellings.spellings(name)]
         same = [path for path in self._rulings.listed if identity(path) is function]
-        found = {path: located(path) for path in dict.fromkeys([*in_torch, *own, *same])}
-        if at is not None:
-            found = {at.path: at, **found} if at.path not in found else {**found, at.path: at}
-        spelled = [replace(each, asked=each.asked or each.function is function) for each in found.values()]
-        spelled += [
-            replace(each, asked=True)
-            for each in self._registered()
-            if each.function is function and each.path not in found
-        ]
-        return spelled or [Located(_path_by_itself(function), None, function, asked=True)]
+        paths = dict.fromkeys([*(path for path in given if path not in in_torch), *in_torch, *own, *same])
+        registered = [each for each in self._registered() if each.function is function and each.path not in paths]
+        found = [*map(located, paths), *registered]
+        marked = [replace(each, asked=each.path == at or each.function is function) for each in found]
+        return marked or [Located(_path_by_itself(function), None, function, asked=True)]
 
     def _registered(self) -> list[Located]:
         """Returns the registered functions outside of torch's namespaces."""
         return [
             Located(path, known.owner, unwrapped(attribute(known.owner, known.name)))
             for known in self._rulings.registered
-            if (path := _path_in(known.owner, known.name)).namespace not in NAMESPACES
+            if (path := _path_in(known.owner, known.name)).namespace not in spellings.NAMESPACES
         ]
 
     def _check(self, target: object, given: str | None) -> None:
@@ -186,13 +181,16 @@ class Finder:
                 f"found {shown}; expected a function, its name or its path, such as torch.softmax, 'softmax' or '@'."
             )
         forward = unwrapped(vars(kind).get("forward"))
-        called = [*called_by(forward).values(), *(methods[0] for methods in operators_in(forward).values())]
+        called = [
+            *spellings.called_by(forward).values(),
+            *(methods[0] for methods in spellings.operators_in(forward).values()),
+        ]
         inside = ", ".join(map(str, self._rulings.listed_among(called)))
         hint = f" Its forward calls {inside}." if inside else ""
         raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
 
     def _unknown(self, given: str) -> str:
-        known = {each for each in known_names() if not each.startswith("_")}
+        known = {each for each in spellings.known_names() if not each.startswith("_")}
         near = did_you_mean(given, known | {path.name for path in self._rulings.listed})
         return (
             f"there is no function named {given!r}; expected a function, its name or its path, such as softmax, "
@@ -226,24 +224,13 @@ def _method_of(target: Any) -> Located | None:
     return None if method.function is None else method
 
 
-def _with_bypass(found: Subject, function: object) -> Subject:
-    """Marks an object that is a function without amp, although its path leads to amp's wrapper."""
-    if not any(each.function is function and is_wrapper(each.held()) for each in found.spelled):
-        return found
-    told = (
-        "The object itself is the function without amp, bound before amp was set up: its arguments are not cast. "
-        "Functions that it calls inside still follow their own rules."
-    )
-    return replace(found, is_bypass=True, sentences=(*found.sentences, told))
-
-
 def _paths_of(function: object) -> list[Path]:
     """Returns the paths in torch's namespaces that lead to a function."""
     if getattr(function, "__hash__", None) is None:
         return []
     return [
         Path(namespace, name)
-        for namespace in NAMESPACES
+        for namespace in spellings.NAMESPACES
         for name, value in sorted(_attributes(find_owner(namespace)).items(), key=itemgetter(0))
         if unwrapped(value) is function
     ]

@@ -1,7 +1,8 @@
 """Explains what amp does to one function: `explain`, behind ``amp.explain`` and ``ampatch explain``.
 
-Owns the order of the answer, and what it says of one call. Must never call the function, cast an argument, or change
-the session. `ampatch.patching.predictions` predicts the casts.
+Owns the order of the answer, and what it says of the session, of one call, and of the places that hold the function.
+`ampatch.patching.predictions` predicts the casts, and `ampatch.patching.function_places` searches for places. Must
+never call the function, cast an argument, or change the session.
 """
 
 from __future__ import annotations

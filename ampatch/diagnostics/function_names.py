@@ -5,7 +5,6 @@ Must never patch a function, nor change a session.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import types
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import resolve_name
 
-from ampatch.cast_lists.paths import PathError, find
+from ampatch.cast_lists.paths import identity
 from ampatch.cast_lists.spellings import SYMBOLS
 from ampatch.function_wrapper import unwrapped
 from ampatch.patching import casting_mode
@@ -54,18 +53,8 @@ def name_of(function: Any) -> str:
 
 # Operators: torch reports `x + y` as `Tensor.add`. The instruction that called it tells them apart.
 
-_OPERATORS = {"COMPARE_OP", "BINARY_OP", "UNARY_NEGATIVE", "UNARY_INVERT", "UNARY_POSITIVE"}
-_NAMES = {
-    **SYMBOLS,
-    "<<": "lshift",
-    ">>": "rshift",
-    "&": "and",
-    "|": "or",
-    "^": "xor",
-    "UNARY_NEGATIVE": "neg",
-    "UNARY_INVERT": "invert",
-    "UNARY_POSITIVE": "pos",
-}
+_UNARY = {"UNARY_NEGATIVE": "neg", "UNARY_INVERT": "invert", "UNARY_POSITIVE": "pos"}
+_BINARY = {**SYMBOLS, "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor"}
 
 
 def operator_called(function: Any, frame: types.FrameType) -> Any:
@@ -93,13 +82,16 @@ _called: dict[tuple[int, int], tuple[types.CodeType, str | None]] = {}
 
 
 def _operator_at(code: types.CodeType, at: int) -> str | None:
-    called = next((each for each in dis.get_instructions(code) if each.offset == at), None)
-    if called is None or called.opname not in _OPERATORS:
-        return None
-    symbol = called.argrepr or called.opname
-    if symbol.endswith("=") and symbol not in _NAMES:
-        return f"__i{_NAMES.get(symbol[:-1], '')}__"
-    return f"__{_NAMES.get(symbol, '')}__"
+    """Returns the method of the operator that an instruction is, such as ``__iadd__``; None for other instructions."""
+    instructions = ((each.opname, each.argrepr) for each in dis.get_instructions(code) if each.offset == at)
+    kind, symbol = next(instructions, ("", ""))
+    if kind not in ("COMPARE_OP", "BINARY_OP"):
+        name = _UNARY.get(kind)
+    elif symbol.endswith("=") and symbol not in _BINARY:
+        name = f"i{_BINARY[symbol[:-1]]}"
+    else:
+        name = _BINARY.get(symbol)
+    return name and f"__{name}__"
 
 
 @cache
@@ -140,17 +132,11 @@ class Rulings:
         """
         if not self._patches:
             return {}
-        ruled: dict[int, str] = {}
         of_session = self._lists.for_half(self.half_dtype)
-        for path, rule in of_session.items():
-            with contextlib.suppress(PathError):  # optional, and not in this torch
-                ruled[id(find(path))] = rule.treatment.value
+        ruled = {id(identity(path)): rule.treatment.value for path, rule in of_session.items()}
         for lists in self._of_parts if of_parts else ():
             own = lists.for_half(self.half_dtype)
-            for path in {**of_session, **own}:
-                if own.get(path) != of_session.get(path):
-                    with contextlib.suppress(PathError):
-                        ruled[id(find(path))] = "by part"
-        for known in self._registered:
-            ruled[id(unwrapped(getattr(known.owner, known.name, None)))] = "registered"
+            differing = (path for path in {**of_session, **own} if own.get(path) != of_session.get(path))
+            ruled |= {id(identity(path)): "by part" for path in differing}
+        ruled |= {id(unwrapped(getattr(known.owner, known.name, None))): "registered" for known in self._registered}
         return {function: ruled[id(function)] for function in functions if id(function) in ruled}

@@ -19,9 +19,8 @@ from ampatch.diagnostics.examiner import overlay_for
 from ampatch.diagnostics.overflow_trace import OverflowTrace
 from ampatch.diagnostics.preflight_float32 import Operators, underflows
 from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, STANDS, LevelVerdict, Preflight, level_and_halves
-from ampatch.diagnostics.preflight_steps import Part, Setup, Step
+from ampatch.diagnostics.preflight_steps import Part, Setup, Step, Trial, examined, measured, tried
 from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
-from ampatch.diagnostics.preflight_trials import Trial, examined, measured, tried
 from ampatch.diagnostics.watch import Watch
 from ampatch.errors import OptionError
 
@@ -57,34 +56,30 @@ def preflight(
         UsageError: amp is set up.
         OptionError: the model or its step cannot be judged.
     """
-    subject = Subject.of(model, inputs, loss_fn)
+    subject = Subject(model, inputs, loss_fn)
     with undisturbed("amp.preflight") as state, noting(_MEMORY, (torch.OutOfMemoryError,)):
         name = type(model).__name__
         reference, operators, trace = _in_float32(subject, state, tolerance)
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=tolerance)
         run = functools.partial(tried, subject, reference, state)
-        outcomes = [_verdict(Setup(*level), operators, run) for level in levels]
-        setups = [Setup("O0", torch.float16), *(best for _, best in outcomes)]
-        costs = measured(subject, setups if measure else [None] * len(setups), state)
-        verdicts = tuple(
-            replace(each, milliseconds=cost.milliseconds, peak_bytes=cost.peak_bytes, notes=(*each.notes, *cost.notes))
-            for (each, _), cost in zip(outcomes, costs[1:], strict=True)
-        )
+        unchanged = LevelVerdict("O0", "float32", STANDS), Setup("O0", torch.float16)
+        planned = [unchanged, *(_verdict(Setup(*level), operators, run) for level in levels)]
+        float32, *verdicts = measured(subject, planned, state) if measure else [verdict for verdict, _ in planned]
         rows, noise_unknown = underflows(subject, reference, state, operators.draws_itself, _settled_scale(verdicts))
         return Preflight(
             name,
             reference.loss,
             True,
-            levels=verdicts,
+            levels=tuple(verdicts),
             out_of_range=operators.out_of_range,
             imprecise=operators.imprecise,
             uncompared=operators.uncompared,
             underflows=rows,
             unlisted=operators.unlisted,
             tolerance=tolerance,
-            float32_milliseconds=costs[0].milliseconds,
-            float32_peak_bytes=costs[0].peak_bytes,
+            float32_milliseconds=float32.milliseconds,
+            float32_peak_bytes=float32.peak_bytes,
             noise_unknown=noise_unknown,
         )
 
@@ -195,18 +190,16 @@ def _candidates(trial: Trial, operators: Operators) -> Iterator[Part]:
 
 
 def _functions(level: LevelVerdict, operators: Operators) -> Iterator[Part]:
-    overlays: list[dict[str, Any] | None]
     if level.verdict == FAILS:
         applied = ((each.function, each.kind == "autograd.Function") for each in operators.unlisted)
         unlisted = (f"{path}.apply" if is_class else path for path, is_class in applied)
         overlays = [overlay_for(path) for path in (*operators.banned, *unlisted)]
     else:
-        traced = [] if level.trace is None else [level.trace.cast_lists, overlay_for(level.trace.function)]
+        traced = [] if level.trace is None else [level.trace.cast_lists or overlay_for(level.trace.function)]
         overlays = [*traced, *(overlay_for(function) for function, _ in operators.suspects)]
-    for overlay in filter(None, overlays):
-        for namespace, names in overlay["blacklist"].items():
-            if namespace and not namespace.startswith("torch.ops.aten"):  # an operator without a function
-                yield from (Part("blacklist", (namespace, name)) for name in names)
+    for namespace, names in (item for overlay in overlays for item in overlay["blacklist"].items()):
+        if namespace and not namespace.startswith("torch.ops.aten"):  # an operator without a function
+            yield from (Part("blacklist", (namespace, name)) for name in names)
 
 
 def _modules(trial: Trial, operators: Operators) -> Iterator[Part]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -24,8 +23,8 @@ from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.operands import floating_in, with_types
 from ampatch.diagnostics.preflight_report import Imprecise, Location, OutOfRange, Underflow, Unlisted
-from ampatch.diagnostics.preflight_steps import RandomInFloat32, Step, flushed_of, text_of
-from ampatch.diagnostics.preflight_subject import RandomState, Subject
+from ampatch.diagnostics.preflight_steps import RandomInFloat32, Step, flushed_of
+from ampatch.diagnostics.preflight_subject import RandomState, Subject, text_of
 from ampatch.diagnostics.watch import Watch, paused, run_again
 from ampatch.diagnostics.watched import Values, WatchedOp
 from ampatch.function_wrapper import unwrapped
@@ -110,8 +109,7 @@ class Operators:
         return Location(function, named.operator, op.direction, *place, at_o1)
 
     def _at_o1(self, function: object, path: str) -> str:
-        namespace, _, name = path.rpartition(".")
-        by_path = shipped().rules.get((Path(namespace, name), torch.float16))
+        by_path = shipped().rules.get((Path(*path.rpartition(".")[::2]), torch.float16))
         rule = self._rules.get(id(unwrapped(function))) or by_path
         if rule is None:
             return "the type of its inputs"
@@ -149,11 +147,9 @@ class Operators:
         function = unwrapped(function)
         if id(function) in self._rules or any(known is function for _, known in self._registered):
             return True
-        name = getattr(function, "__name__", "")
-        if name in ("backward", "__get__", "__set__", "__setitem__"):
+        if getattr(function, "__name__", "") in ("backward", "__get__", "__set__", "__setitem__"):
             return True  # no arithmetic of the forward pass
-        is_python = isinstance(function, types.FunctionType)
-        return is_python and any(key in self._rules for key in spellings.called_by(function))
+        return any(key in self._rules for key in spellings.called_by(function))
 
     def _knows_operator(self, op: WatchedOp) -> bool:
         packet = op.op.overloadpacket
@@ -210,8 +206,8 @@ def _largest(values: Sequence[Values]) -> float:
     return max((each.largest for each in values if each.largest is not None), default=0.0)
 
 
-def _errors(ops: Sequence[WatchedOp]) -> tuple[dict[WatchedOp, float], int]:
-    """Runs operators again in bfloat16 and in float32; syncs with each device once.
+def _errors(ops: Iterable[WatchedOp]) -> tuple[dict[WatchedOp, float], int]:
+    """Runs operators again in bfloat16 and in float32.
 
     Returns:
         The relative error by operator, and the number of operators that could not be compared.
@@ -219,17 +215,12 @@ def _errors(ops: Sequence[WatchedOp]) -> tuple[dict[WatchedOp, float], int]:
     computing = [op for op in ops if op.op_name not in _MOVES and op.arguments is not None and op.outputs]
     judged = [op for op in computing if any(values.dtype is torch.float32 for values in op.inputs)]
     pairs = {op: pair for op in judged if (pair := _error_of(op)) is not None}
-    errors: dict[WatchedOp, float] = {}
-    for on_device in grouped((pair.device, op) for op, pair in pairs.items()).values():
-        numbers = torch.stack([pairs[op] for op in on_device]).tolist()
-        for op, (difference, size) in zip(on_device, numbers, strict=True):
-            if 0 < size < math.inf and difference < size * _NOISE:
-                errors[op] = difference / size
-    return errors, len(judged) - len(pairs)
+    telling = {op: pair for op, pair in pairs.items() if 0 < pair[1] < math.inf and pair[0] < pair[1] * _NOISE}
+    return {op: difference / size for op, (difference, size) in telling.items()}, len(judged) - len(pairs)
 
 
-def _error_of(op: WatchedOp) -> Tensor | None:
-    """Returns |bfloat16 - float32| and |float32| on the device; None if bfloat16 has no kernel, or op is random."""
+def _error_of(op: WatchedOp) -> tuple[float, float] | None:
+    """Returns |bfloat16 - float32| and |float32|; None if bfloat16 has no kernel, or the operator is random."""
     assert op.arguments is not None
     if torch.Tag.nondeterministic_seeded in op.op.tags:
         return None
@@ -239,16 +230,13 @@ def _error_of(op: WatchedOp) -> Tensor | None:
     if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:
         return None
     with torch.no_grad(), paused():
-        return torch.stack(
-            [_norm(one.float() - two.float() for one, two in zip(narrow, exact, strict=True)), _norm(exact)]
-        )
+        return _norm(one.float() - other.float() for one, other in zip(narrow, exact, strict=True)), _norm(exact)
 
 
-def _norm(tensors: Iterable[Tensor]) -> Tensor:
+def _norm(tensors: Iterable[Tensor]) -> float:
     """Returns the 2-norm of the finite elements, in float64: inf of a mask is inf in both types."""
-    norms = [torch.linalg.vector_norm(each.nan_to_num(0.0, 0.0, 0.0), dtype=torch.float64) for each in tensors]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm
+    finite = [each.nan_to_num(0.0, 0.0, 0.0) for each in tensors]
+    return math.hypot(*(float(torch.linalg.vector_norm(each, dtype=torch.float64)) for each in finite))
 
 
 def _autograd_functions(loss: Tensor) -> dict[type, int]:

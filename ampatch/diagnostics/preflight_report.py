@@ -381,11 +381,9 @@ def _instead(levels: Sequence[LevelVerdict]) -> str:
     if standing:
         return f"{min(standing, key=lambda each: (each.name != 'O1 bfloat16', each.opt_level)).name} stands instead."
     mended = next((each.name for each in levels if each.change is not None), None)
-    return (
-        f"{mended} stands with its change instead."
-        if mended
-        else "No level that was tried stands: train in float32 (O0)."
-    )
+    if mended is not None:
+        return f"{mended} stands with its change instead."
+    return "No level that was tried stands: train in float32 (O0)."
 
 
 def _reason(each: LevelVerdict, bound: float) -> str:
@@ -396,7 +394,7 @@ def _reason(each: LevelVerdict, bound: float) -> str:
         if each.underflow is not None and each.underflow >= 0.01:
             flushed = f"; float16 flushes {each.underflow:.0%} of the gradient values to zero at this scale"
         return f": the gradient error is {each.gradient_error:.2g}, above {bound:g}{flushed}."
-    parts, trace = [f" at a loss scale of {_number(each.loss_scale, 'g')}."], each.trace
+    parts, trace = [f" at a loss scale of {each.loss_scale:g}."], each.trace
     if trace is not None:
         parts.append(str(trace).splitlines()[0])
         parts += [] if trace.module is None else [f"Module: {shown_module(trace.module)}."]

@@ -1,7 +1,7 @@
-"""Runs steps of copies of a model, at any opt level, on the same random numbers.
+"""Runs steps of copies of a model, at any opt level, on the same random numbers: is one sound, and what does it cost.
 
-Owns the arguments of ``amp.initialize`` with which they run. Must never touch the user's model, nor
-leave a session.
+Owns the arguments of ``amp.initialize`` with which they run, and the verdict on one run. Must never search for a
+change, touch the user's model, nor leave a session.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,11 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ampatch.cast_lists.lists import Overlay, shipped
-from ampatch.diagnostics.examiner import Examiner
+from ampatch.diagnostics import causes, preflight_report
+from ampatch.diagnostics.examiner import Examiner, origins_of_gradients
 from ampatch.diagnostics.operands import with_types
-from ampatch.diagnostics.preflight_report import call_of
-from ampatch.diagnostics.preflight_subject import Arguments, Subject
-from ampatch.errors import AmpWarning
+from ampatch.diagnostics.overflow_trace import OverflowTrace
+from ampatch.diagnostics.peak_memory import peak_allocated
+from ampatch.diagnostics.preflight_report import FAILS, GRADIENT_BOUND, INACCURATE, OVERFLOWS, STANDS, LevelVerdict
+from ampatch.diagnostics.preflight_subject import Arguments, RandomState, Subject, noting_warnings, text_of
+from ampatch.diagnostics.watch import Watch
+from ampatch.diagnostics.watched import WatchedOp, has_half
+from ampatch.errors import LossScaleError
 from ampatch.grouping import grouped
 from ampatch.native import calls, kernels
 from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, dtype_name, resolve
@@ -36,6 +43,11 @@ from ampatch.settings import Settings
 
 #: Below this absolute value float16 flushes to zero, or to its least subnormal number.
 _FLUSHED_BELOW = 2.0**-24
+
+#: The least dynamic scale that is tried. A gradient that overflows even with it is beyond 1e7 in float32.
+_LEAST_SCALE = 2.0**-8
+
+_ROUNDS = 3  # of measuring times
 
 
 class RandomInFloat32(TorchDispatchMode):
@@ -135,7 +147,7 @@ class Setup:
         overlay = {"blacklist": blacklist} if blacklist else None
         changed = {"cast_lists": overlay, "keep_fp32": kept, "loss_scale": scale}
         given = (f"{name}={value!r}".replace("'", '"') for name, value in changed.items() if value)
-        return call_of(self.opt_level, self.half_name, *given)
+        return preflight_report.call_of(self.opt_level, self.half_name, *given)
 
     def _blacklist(self) -> dict[str, list[str]]:
         """Returns the names of the functions in float32, by namespace."""
@@ -186,10 +198,6 @@ class Step:
             errors += _norm(theirs - mine) ** 2
         return math.sqrt(relative(errors, squares))
 
-    def loss_error(self, other: Step) -> float:
-        """Returns |the other loss - this one| / |this one|."""
-        return relative(abs(other.loss - self.loss), abs(self.loss))
-
     def flushed(self, scale: float) -> float:
         """Returns the share of the nonzero gradient values that float16 flushes to zero at a loss scale."""
         gradients = self.gradients.values()
@@ -239,11 +247,6 @@ class OpenedCopy:
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
         return Step.of(loss, zip(names, self.session.master_params(self.optimizer), strict=True))
 
-    @property
-    def scale(self) -> float:
-        """The loss scale."""
-        return self.session.scaler(0).state.loss_scale
-
 
 @contextlib.contextmanager
 def opened_copy(subject: Subject, setup: Setup) -> Iterator[OpenedCopy]:
@@ -262,20 +265,174 @@ def opened_copy(subject: Subject, setup: Setup) -> Iterator[OpenedCopy]:
         close_session(session)
 
 
-def text_of(error: BaseException) -> str:
-    """Returns an error's class, message and notes."""
-    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One or more steps with one setup, until one is finite.
+
+    Attributes:
+        setup: the arguments of ``amp.initialize``.
+        level: how the last step went.
+        module: name of the module that overflowed or raised; empty if it is unknown, or the model itself.
+        is_refused: True if amp refused the setup, before any step.
+    """
+
+    setup: Setup
+    level: LevelVerdict
+    module: str = ""
+    is_refused: bool = False
+
+    @property
+    def stands(self) -> bool:
+        """True if the verdict is "stands"."""
+        return self.level.verdict == STANDS
 
 
-@contextlib.contextmanager
-def noting_warnings(notes: list[str]) -> Iterator[None]:
-    """Collects amp's warnings, each once, and shows all others afterwards."""
+def tried(subject: Subject, reference: Step, state: RandomState, setup: Setup) -> Trial:
+    """Runs a step with a setup; with a dynamic scale again, while only the backward pass overflows.
+
+    Args:
+        subject: the model and its step.
+        reference: the float32 step.
+        state: random numbers of every step.
+        setup: the arguments of ``amp.initialize``.
+    """
+    notes: list[str] = []
+    opened: OpenedCopy | None = None
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", AmpWarning)
-            yield
-    finally:
-        notes += dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, AmpWarning))
-        for each in caught:
-            if not issubclass(each.category, AmpWarning):
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+        with noting_warnings(notes), opened_copy(subject, setup) as opened:
+            step, scale, trace = until_finite(subject, opened, state)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
+        level = LevelVerdict(setup.opt_level, setup.half_name, FAILS, error=text_of(error), notes=tuple(notes))
+        return Trial(setup, level, "" if opened is None else _innermost(error, opened.model), opened is None)
+    flushed = reference.flushed(scale) if setup.half_dtype is torch.float16 else None
+    level = LevelVerdict(setup.opt_level, setup.half_name, OVERFLOWS, scale, step.loss, underflow=flushed)
+    level = replace(level, trace=trace, notes=tuple(notes))
+    if step.is_finite:
+        lost = reference.gradient_error(step)
+        loss_error = relative(abs(step.loss - reference.loss), abs(reference.loss))
+        verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
+        level = replace(level, verdict=verdict, loss_error=loss_error, gradient_error=lost)
+    return Trial(setup, level, "" if trace is None else trace.module or "")
+
+
+def until_finite(subject: Subject, opened: OpenedCopy, state: RandomState) -> tuple[Step, float, OverflowTrace | None]:
+    """Returns the last step, its scale, and the trace that most scales have in common."""
+    dynamic = opened.setup.properties.loss_scale == "dynamic"
+    buffers = [(buffer, buffer.clone()) for buffer in opened.model.buffers()]
+    examiner = opened.setup.examiner(opened.model)
+    traces: dict[Any, list[OverflowTrace]] = {}
+    while True:
+        scale, arguments = opened.session.scaler(0).state.loss_scale, subject.arguments()
+        state.restore()
+        with Watch(keep=has_half) as watch, RandomInFloat32():
+            loss = opened.step_of(subject, arguments)
+        step = opened.outcome(loss)
+        trace = None if step.is_finite else examined(watch, examiner, scale)
+        if trace is not None:
+            traces.setdefault((trace.direction, trace.function, trace.module, trace.line), []).append(trace)
+        only_backward = math.isfinite(step.loss) and (trace is None or trace.direction == "backward")
+        if step.is_finite or not (dynamic and only_backward and scale > _LEAST_SCALE):
+            break
+        try:
+            opened.optimizer.step()  # which is skipped
+        except LossScaleError:
+            break
+        opened.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    return step, scale, max(traces.values(), key=len)[0] if traces else None
+
+
+def examined(watch: Watch, examiner: Examiner, loss_scale: float) -> OverflowTrace | None:
+    """Returns where the first inf or NaN of a watched step arose; None if no operator produced one."""
+    found: list[WatchedOp | None] = list(origins_of_gradients(watch).values())
+    if not found:  # the gradients are finite, and the loss is not
+        found += causes.origins(watch.ops).values()
+    return examiner.describe(found, watch.missed_threads, loss_scale) if found else None
+
+
+def _innermost(error: BaseException, model: nn.Module) -> str:
+    """Returns the name of the innermost module whose code raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    running = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(running)), "")
+
+
+def measured(
+    subject: Subject, planned: Sequence[tuple[LevelVerdict, Setup | None]], state: RandomState
+) -> list[LevelVerdict]:
+    """Returns verdicts with time and memory of a step: forward pass, loss, backward pass, and the step of SGD.
+
+    Goes through all setups three times, so that noise of the machine hits all alike. Each time a step to warm up comes
+    first. A verdict whose setup is None gets no numbers.
+    """
+    verdicts = [verdict for verdict, _ in planned]
+    waiting = {place: setup for place, (_, setup) in enumerate(planned) if setup is not None}
+    seconds: dict[int, list[float]] = {place: [] for place in waiting}
+    for last in [False] * _ROUNDS + [True]:
+        for place, setup in list(waiting.items()):
+            try:
+                with noting_warnings([]):  # those of amp are in the verdict's notes
+                    if last:
+                        verdicts[place] = replace(verdicts[place], peak_bytes=_peak_bytes(subject, setup, state))
+                    else:
+                        seconds[place].append(_seconds(subject, setup, state))
+            except Exception as error:  # noqa: BLE001 - a report without a number is better than none
+                notes = *verdicts[place].notes, f"not measured further: {text_of(error)}"
+                verdicts[place] = replace(verdicts[place], notes=notes)
+                del waiting[place]
+    for place, times in seconds.items():
+        if times:
+            verdicts[place] = replace(verdicts[place], milliseconds=statistics.median(times) * 1e3)
+    return verdicts
+
+
+def _seconds(subject: Subject, setup: Setup, state: RandomState) -> float:
+    """Returns the time of a step, after one to warm up."""
+    gpus = {each.device for each in subject.model.parameters() if each.is_cuda}
+
+    def now() -> float:
+        for device in gpus:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    with opened_copy(subject, setup) as opened:
+        step = _warmed_up(opened, subject, state)
+        begun = now()
+        step()
+        return now() - begun
+
+
+def _warmed_up(opened: OpenedCopy, subject: Subject, state: RandomState) -> Callable[[], None]:
+    """Runs a training step of a copy, and returns a function that runs another one, on the same random numbers."""
+
+    def step(arguments: Arguments) -> None:
+        opened.step_of(subject, arguments)
+        opened.optimizer.step()
+
+    state.restore()
+    step(subject.arguments())
+    opened.optimizer.zero_grad(set_to_none=True)
+    arguments = subject.arguments()
+    state.restore()
+    return functools.partial(step, arguments)
+
+
+def _peak_bytes(subject: Subject, setup: Setup, state: RandomState) -> int:
+    """Returns the peak memory of a step, with the weights of the copy, and without the user's own model."""
+    gpu = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
+    before = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
+    with contextlib.ExitStack() as stack:
+
+        def prepare() -> Callable[[], None]:
+            return _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject, state)
+
+        if gpu is None:
+            return peak_allocated(prepare)
+        step = prepare()
+        torch.cuda.reset_peak_memory_stats(gpu)
+        step()
+        return torch.cuda.max_memory_allocated(gpu) - before

@@ -11,7 +11,6 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
 from ampatch.distributed import is_sharded
-from ampatch.errors import AmpError, OptionError, UsageError
+from ampatch.errors import AmpError, AmpWarning, OptionError, UsageError
 from ampatch.opt_levels import dtype_name
 from ampatch.runtime import runtime
 
@@ -28,35 +27,23 @@ from ampatch.runtime import runtime
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
 class Subject:
     """The user's model, with what a step of it needs.
 
-    Attributes:
+    Args:
         model: the user's; only copies of it run.
-        given: the arguments of its forward.
+        inputs: a tensor, positional arguments, or keyword arguments.
         loss_fn: returns the loss for the model's output.
+
+    Raises:
+        OptionError: the model cannot be trained in float32 here, or the inputs are no arguments.
     """
 
-    model: nn.Module
-    given: Arguments
-    loss_fn: Callable[[Any], Any]
-
-    @classmethod
-    def of(cls, model: nn.Module, inputs: object, loss_fn: Callable[[Any], Any]) -> Subject:
-        """Returns the subject, after checks.
-
-        Args:
-            model: the user's.
-            inputs: a tensor, positional arguments, or keyword arguments.
-            loss_fn: returns the loss for the model's output.
-
-        Raises:
-            OptionError: the model cannot be trained in float32 here, or the inputs are no arguments.
-        """
-        given = _arguments(inputs)
+    def __init__(self, model: nn.Module, inputs: object, loss_fn: Callable[[Any], Any]) -> None:
+        self._given = _arguments(inputs)
         _check(model)
-        return cls(model, given, loss_fn)
+        self.model = model
+        self._loss_fn = loss_fn
 
     def copied(self) -> nn.Module:
         """Returns a deep copy of the model without gradients.
@@ -81,7 +68,7 @@ class Subject:
 
     def arguments(self) -> Arguments:
         """Returns copies of the inputs, since a forward pass may write to them."""
-        copied: Arguments = tree_map(_copied, self.given)
+        copied: Arguments = tree_map(_copied, self._given)
         return copied
 
     def loss_of(self, model: nn.Module, arguments: Arguments) -> Tensor:
@@ -105,7 +92,7 @@ class Subject:
             "model that returns a dict."
         )
         with noting(note, (TypeError,)):
-            loss = self.loss_fn(output)
+            loss = self._loss_fn(output)
         if not isinstance(loss, Tensor):
             raise OptionError(
                 f"loss_fn returned {type(loss).__name__!r}; expected a scalar tensor. For a model that returns its "
@@ -229,3 +216,22 @@ def noting(note: str, kinds: tuple[type[BaseException], ...] = (Exception, Syste
     except kinds as error:
         error.add_note(note)
         raise
+
+
+def text_of(error: BaseException) -> str:
+    """Returns an error's class, message and notes."""
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+@contextlib.contextmanager
+def noting_warnings(notes: list[str]) -> Iterator[None]:
+    """Collects amp's warnings, each once, and shows all others afterwards."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", AmpWarning)
+            yield
+    finally:
+        notes += dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, AmpWarning))
+        for each in caught:
+            if not issubclass(each.category, AmpWarning):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
