@@ -120,10 +120,8 @@ class Examiner:
         greatest = torch.finfo(self._properties.half_dtype).max
         fits = _power_of_two_below(loss_scale * min(greatest / largest, 0.5))
         if fits < self._min_loss_scale:
-            told = (
-                f"no loss scale: it would have to be {fits:g}. Bring this gradient down, or use half_dtype='bfloat16'"
-            )
-            return {"remedies": (told,)}
+            instead = "Bring this gradient down, or use half_dtype='bfloat16'"
+            return {"remedies": (f"no loss scale: it would have to be {fits:g}. {instead}",)}
         if self._dynamic:
             told = f"a loss scale of {fits:g} or less; the dynamic scale gets there by itself"
         else:

@@ -43,11 +43,6 @@ class Located:
     function: Any
     asked: bool = False
 
-    @property
-    def text(self) -> str:
-        """The path as text."""
-        return str(self.path)
-
     def held(self) -> Any:
         """Returns what the owner holds by this name now: the function, or a wrapper of it."""
         return attribute(self.owner, self.path.name)
@@ -126,10 +121,11 @@ class Rulings:
 
     def spelling(self, spelled: Located) -> Spelling:
         """Returns a spelling for the report, with a note if a patch that should be in place is not."""
-        is_missing = self.live is not None and spelled.owner is not None and not is_wrapper(spelled.held())
-        is_missing = is_missing and self.is_patched(spelled, self.half_dtype)
-        note = "not patched now: something else is in place of amp's patch" if is_missing else None
-        return Spelling(spelled.text, spelled.asked, self.of(spelled), note)
+        note = None
+        if self.live is not None and spelled.owner is not None and not is_wrapper(spelled.held()):
+            is_missing = self.is_patched(spelled, self.half_dtype)
+            note = "not patched now: something else is in place of amp's patch" if is_missing else None
+        return Spelling(str(spelled.path), spelled.asked, self.of(spelled), note)
 
     def of(self, spelled: Located) -> tuple[Ruling, ...]:
         """Returns what decides about a function, equal rulings for several half dtypes as one."""

@@ -64,138 +64,128 @@ class Subject:
         return spelled.function.__wrapped__ if self.decoration else spelled.function
 
 
-class Finder:
-    """Finds the function that a user means.
+def subject_of(target: object, rulings: Rulings) -> Subject:
+    """Returns the function that a user means.
 
     Args:
+        target: the function, its name, its path, or an operator ("@").
         rulings: what decides; its lists and registrations name functions outside of torch.
+
+    Raises:
+        OptionError: it is no function, and no name of one.
     """
+    return _by_name(rulings, target) if isinstance(target, str) else _by_object(rulings, target)
 
-    def __init__(self, rulings: Rulings) -> None:
-        self._rulings = rulings
 
-    def subject(self, target: object) -> Subject:
-        """Returns the function that a user means.
-
-        Args:
-            target: the function, its name, its path, or an operator ("@").
-
-        Raises:
-            OptionError: it is no function, and no name of one.
-        """
-        return self._by_name(target) if isinstance(target, str) else self._by_object(target)
-
-    def _by_name(self, given: str) -> Subject:
-        name = given.strip()
-        operator = spellings.method_of_operator(name)
-        if operator is not None:
-            return self._by_path(given, operator)
-        name = f"torch.nn.functional.{name[2:]}" if name.startswith("F.") else name
-        namespace, _, last = name.rpartition(".")
-        if namespace and last:
-            return self._by_dotted_name(given, Path(namespace, last))
-        plain = spellings.plain_name(name)
-        paths = spellings.spellings(plain) if name else []
-        others = [path for path in self._rulings.listed if path.name == name and path not in paths]
-        spelled = [
-            *(located(path, asked=plain != name and path.name == name) for path in (*paths, *others)),
-            *(each for each in self._registered() if each.path.name == name),
-        ]
-        if not spelled:
-            raise OptionError(self._unknown(given))
-        return Subject(given, tuple(spelled))
-
-    def _by_dotted_name(self, given: str, path: Path) -> Subject:
-        """Finds a full path, or one whose first parts are left out, such as "functional.softmax"."""
-        ends = [
-            Path(namespace, path.name)
-            for namespace in dict.fromkeys([*spellings.NAMESPACES, *(each.namespace for each in self._rulings.listed)])
-            if namespace.endswith(f".{path.namespace}")
-        ]
-        known = (each for each in (path, *ends) if find_or(each, default=each) is not each)
-        return self._by_path(given, next(known, path))
-
-    def _by_path(self, given: str, path: Path) -> Subject:
-        try:
-            function = find(path)
-        except PathError as error:
-            raise OptionError(f"{given!r} cannot be explained: {error}") from None
-        if function is not None:
-            return self._by_object(function, given, path)
-        if path not in self._rulings.listed:
-            raise OptionError(
-                f"{given!r} cannot be explained: {path.namespace} is not imported, and no list names {path}. Import it "
-                "first."
-            )
-        told = f"{path.namespace} is not imported yet; amp patches it then."
-        return Subject(given, (located(path, asked=True),), sentences=(told,))
-
-    def _by_object(self, target: Any, given: str | None = None, at: Path | None = None) -> Subject:
-        """Finds a function; ``given`` is its name and ``at`` its path, if the user gave one."""
-        target, args, kwargs = _opened(target)
-        method = _method_of(target)
-        if method is not None:
-            target, given, at = method.function, given or method.text, None
-        self._check(target, given)
-        function = unwrapped(target)
-        spelled = self._spellings_of(function, at)
-        text = given or next((each.text for each in spelled if each.asked), spelled[0].text)
-        wrapped = any(each.function is function and is_wrapper(each.held()) for each in spelled)
-        is_bypass = wrapped and given is None and not is_wrapper(target)
-        told = (_BYPASS,) if is_bypass else ()
-        return Subject(text, tuple(spelled), args, kwargs, decoration_of(function), is_bypass, told)
-
-    def _spellings_of(self, function: object, at: Path | None) -> list[Located]:
-        """Returns all spellings of a function, those that lead to this very function marked."""
-        given = [] if at is None else [at]
-        own = [*given, *_paths_of(function)]
-        is_torchs = any(path.namespace in spellings.NAMESPACES for path in own)
-        names = dict.fromkeys(spellings.plain_name(path.name) for path in own) if is_torchs else {}
-        in_torch = [path for name in names for path in spellings.spellings(name)]
-        same = [path for path in self._rulings.listed if identity(path) is function]
-        paths = dict.fromkeys([*(path for path in given if path not in in_torch), *in_torch, *own, *same])
-        registered = [each for each in self._registered() if each.function is function and each.path not in paths]
-        found = [*map(located, paths), *registered]
-        marked = [replace(each, asked=each.path == at or each.function is function) for each in found]
-        return marked or [Located(_path_by_itself(function), None, function, asked=True)]
-
-    def _registered(self) -> list[Located]:
-        """Returns the registered functions outside of torch's namespaces."""
-        return [
-            Located(path, known.owner, unwrapped(attribute(known.owner, known.name)))
-            for known in self._rulings.registered
-            if (path := _path_in(known.owner, known.name)).namespace not in spellings.NAMESPACES
-        ]
-
-    def _check(self, target: object, given: str | None) -> None:
-        """Raises if an object is no function; the message names the functions that a module's forward calls."""
-        if isinstance(target, nn.Module):
-            shown, kind = f"a {type(target).__name__}", type(target)
-        elif isinstance(target, type):
-            shown, kind = f"{given or target.__qualname__}, which is a class", target
-        elif callable(target):
-            return
-        else:
-            shown = type(target).__name__ if given is None else repr(given)
-            raise OptionError(
-                f"found {shown}; expected a function, its name or its path, such as torch.softmax, 'softmax' or '@'."
-            )
-        forward = unwrapped(vars(kind).get("forward"))
-        called = [
-            *spellings.called_by(forward).values(),
-            *(methods[0] for methods in spellings.operators_in(forward).values()),
-        ]
-        inside = ", ".join(map(str, self._rulings.listed_among(called)))
-        hint = f" Its forward calls {inside}." if inside else ""
-        raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
-
-    def _unknown(self, given: str) -> str:
+def _by_name(rulings: Rulings, given: str) -> Subject:
+    name = given.strip()
+    operator = spellings.method_of_operator(name)
+    if operator is not None:
+        return _by_path(rulings, given, operator)
+    name = f"torch.nn.functional.{name[2:]}" if name.startswith("F.") else name
+    namespace, _, last = name.rpartition(".")
+    if namespace and last:
+        return _by_dotted_name(rulings, given, Path(namespace, last))
+    plain = spellings.plain_name(name)
+    paths = spellings.spellings(plain) if name else []
+    others = [path for path in rulings.listed if path.name == name and path not in paths]
+    spelled = [
+        *(located(path, asked=plain != name and path.name == name) for path in (*paths, *others)),
+        *(each for each in _registered(rulings) if each.path.name == name),
+    ]
+    if not spelled:
         known = {each for each in spellings.known_names() if not each.startswith("_")}
-        near = did_you_mean(given, known | {path.name for path in self._rulings.listed})
-        return (
+        near = did_you_mean(given, known | {path.name for path in rulings.listed})
+        raise OptionError(
             f"there is no function named {given!r}; expected a function, its name or its path, such as softmax, "
             f"torch.softmax, F.softmax or '@'.{near}"
         )
+    return Subject(given, tuple(spelled))
+
+
+def _by_dotted_name(rulings: Rulings, given: str, path: Path) -> Subject:
+    """Finds a full path, or one whose first parts are left out, such as "functional.softmax"."""
+    namespaces = dict.fromkeys([*spellings.NAMESPACES, *(each.namespace for each in rulings.listed)])
+    ends = [Path(each, path.name) for each in namespaces if each.endswith(f".{path.namespace}")]
+    known = (each for each in (path, *ends) if find_or(each, default=each) is not each)
+    return _by_path(rulings, given, next(known, path))
+
+
+def _by_path(rulings: Rulings, given: str, path: Path) -> Subject:
+    try:
+        function = find(path)
+    except PathError as error:
+        raise OptionError(f"{given!r} cannot be explained: {error}") from None
+    if function is not None:
+        return _by_object(rulings, function, given, path)
+    if path not in rulings.listed:
+        raise OptionError(
+            f"{given!r} cannot be explained: {path.namespace} is not imported, and no list names {path}. Import it "
+            "first."
+        )
+    told = f"{path.namespace} is not imported yet; amp patches it then."
+    return Subject(given, (located(path, asked=True),), sentences=(told,))
+
+
+def _by_object(rulings: Rulings, target: Any, given: str | None = None, at: Path | None = None) -> Subject:
+    """Finds a function; ``given`` is its name and ``at`` its path, if the user gave one."""
+    target, args, kwargs = _opened(target)
+    method = _method_of(target)
+    if method is not None:
+        target, given, at = method.function, given or str(method.path), None
+    _check(rulings, target, given)
+    function = unwrapped(target)
+    spelled = _spellings_of(rulings, function, at)
+    text = given or next((str(each.path) for each in spelled if each.asked), str(spelled[0].path))
+    wrapped = any(each.function is function and is_wrapper(each.held()) for each in spelled)
+    is_bypass = wrapped and given is None and not is_wrapper(target)
+    told = (_BYPASS,) if is_bypass else ()
+    return Subject(text, tuple(spelled), args, kwargs, decoration_of(function), is_bypass, told)
+
+
+def _spellings_of(rulings: Rulings, function: object, at: Path | None) -> list[Located]:
+    """Returns all spellings of a function, those that lead to this very function marked."""
+    given = [] if at is None else [at]
+    own = [*given, *_paths_of(function)]
+    is_torchs = any(path.namespace in spellings.NAMESPACES for path in own)
+    names = dict.fromkeys(spellings.plain_name(path.name) for path in own) if is_torchs else {}
+    in_torch = [path for name in names for path in spellings.spellings(name)]
+    same = [path for path in rulings.listed if identity(path) is function]
+    paths = dict.fromkeys([*(path for path in given if path not in in_torch), *in_torch, *own, *same])
+    registered = [each for each in _registered(rulings) if each.function is function and each.path not in paths]
+    found = [*map(located, paths), *registered]
+    marked = [replace(each, asked=each.path == at or each.function is function) for each in found]
+    return marked or [Located(_path_by_itself(function), None, function, asked=True)]
+
+
+def _registered(rulings: Rulings) -> list[Located]:
+    """Returns the registered functions outside of torch's namespaces."""
+    return [
+        Located(path, known.owner, unwrapped(attribute(known.owner, known.name)))
+        for known in rulings.registered
+        if (path := _path_in(known.owner, known.name)).namespace not in spellings.NAMESPACES
+    ]
+
+
+def _check(rulings: Rulings, target: object, given: str | None) -> None:
+    """Raises if an object is no function; the message names the functions that a module's forward calls."""
+    if isinstance(target, nn.Module):
+        shown, kind = f"a {type(target).__name__}", type(target)
+    elif isinstance(target, type):
+        shown, kind = f"{given or target.__qualname__}, which is a class", target
+    elif callable(target):
+        return
+    else:
+        shown = type(target).__name__ if given is None else repr(given)
+        raise OptionError(
+            f"found {shown}; expected a function, its name or its path, such as torch.softmax, 'softmax' or '@'."
+        )
+    forward = unwrapped(vars(kind).get("forward"))
+    operators = spellings.operators_in(forward).values()
+    called = [*spellings.called_by(forward).values(), *(methods[0] for methods in operators)]
+    inside = ", ".join(map(str, rulings.listed_among(called)))
+    hint = f" Its forward calls {inside}." if inside else ""
+    raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
 
 
 def _opened(target: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -22,7 +22,7 @@ from ampatch.cast_lists.rules import EVERY_DEVICE, Rule, Treatment
 from ampatch.cast_lists.spellings import called_by, operators_in
 from ampatch.diagnostics.explanation_report import BoundPlace, Called, ExplainedCall, Explanation
 from ampatch.diagnostics.explanation_rulings import Rulings, located
-from ampatch.diagnostics.explanation_subjects import Finder, Subject
+from ampatch.diagnostics.explanation_subjects import Subject, subject_of
 from ampatch.diagnostics.shown_names import shown_path
 from ampatch.errors import OptionError
 from ampatch.function_wrapper import is_wrapper
@@ -53,7 +53,7 @@ def explain(
         OptionError: ``target`` is no function, and no name of one.
     """
     rulings = Rulings(lists, tuple(half_dtypes) or tuple(HALF_DTYPES.values()))
-    subject = Finder(rulings).subject(target)
+    subject = subject_of(target, rulings)
     has_call = bool(args or kwargs) or any(isinstance(value, Tensor) for value in subject.args)
     args, kwargs = (*subject.args, *args), {**subject.kwargs, **(kwargs or {})}
     return Explanation(
@@ -71,14 +71,13 @@ def explain(
 def _policy(rulings: Rulings) -> dict[str, Any]:
     """Returns the settings as plain data; dtypes are names."""
     live = rulings.live
-    patches = None if live is None else live.patches_functions
     return {
         "is_on": live is not None,
         "opt_level": None if live is None else live.settings.properties.opt_level,
         "half_dtype": dtype_name(rulings.half_dtype),
-        "patches_functions": patches,
+        "patches_functions": None if live is None else live.patches_functions,
         "allow_banned": rulings.allows_banned,
-        "casts_here": bool(patches) and live is not None and not live.switch.is_off(),
+        "casts_here": live is not None and live.patches_functions and not live.switch.is_off(),
         "cast_lists": list(rulings.lists.files),
         "modules": {entry.name: entry.source for entry in rulings.of_session.modules},
     }
@@ -114,13 +113,13 @@ def _called(subject: Subject, rulings: Rulings) -> Iterator[Called]:
             continue
         seen.add(id(function))
         for path in rulings.listed_among(called_by(function).values()):
-            yield Called(spelled.text, str(path), rulings.of(located(path)))
+            yield Called(str(spelled.path), str(path), rulings.of(located(path)))
         for symbol, methods in operators_in(function).items():
             listed = [path for method in methods for path in rulings.listed_among([method])]
             # The method of the right operand is told only if another rule decides about it.
             by_ruling = {rulings.of(located(path)): path for path in reversed(listed)}
             for ruling, path in reversed(by_ruling.items()):
-                yield Called(spelled.text, str(path), ruling, symbol)
+                yield Called(str(spelled.path), str(path), ruling, symbol)
 
 
 def _notes(subject: Subject, rulings: Rulings) -> Iterator[str]:
@@ -172,13 +171,13 @@ def _place(rule: Rule | None) -> str:
 
 def _explained_call(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExplainedCall:
     if subject.primary.function is None:
-        raise OptionError(f"{subject.primary.text} cannot be explained with arguments before its module is imported.")
+        raise OptionError(f"{subject.primary.path} cannot be explained with arguments before its module is imported.")
     why = _why_nothing(subject, rulings)
     if why is None:
         prediction = _predicted(subject, rulings, args, kwargs)
     else:
         prediction = unchanged(subject.undecorated(subject.primary), args, kwargs, why)
-    return ExplainedCall(subject.primary.text, dtype_name(rulings.half_dtype), prediction)
+    return ExplainedCall(str(subject.primary.path), dtype_name(rulings.half_dtype), prediction)
 
 
 def _why_nothing(subject: Subject, rulings: Rulings) -> str | None:
@@ -245,7 +244,7 @@ def _bound_places(subject: Subject, rulings: Rulings) -> Iterator[BoundPlace]:
         held = spelled.held()
         for value in (spelled.function, held) if is_wrapper(held) else (spelled.function,):
             wanted[id(value)] = value
-            paths.setdefault(id(value), spelled.text)
+            paths.setdefault(id(value), str(spelled.path))
     own = {(id(each.owner), each.path.name) for each in subject.spelled if each.owner is not None}
     told: set[tuple[int, str, Kind]] = set()
     for place in function_places.places(wanted) if wanted else ():

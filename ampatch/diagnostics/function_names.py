@@ -11,25 +11,18 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import resolve_name
 
-from ampatch.cast_lists.paths import identity
-from ampatch.cast_lists.spellings import SYMBOLS
+from ampatch.cast_lists.paths import find_owner, identity
+from ampatch.cast_lists.spellings import NAMESPACES, SYMBOLS
 from ampatch.function_wrapper import unwrapped
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of
 from ampatch.session import Session
 
 #: Where functions are looked for by their own names, in this order.
-_PLACES: tuple[tuple[str, Any], ...] = (
-    ("torch.nn.functional", torch.nn.functional),
-    ("torch", torch),
-    ("torch.Tensor", Tensor),
-    *((f"torch.{name}", getattr(torch, name)) for name in ("linalg", "special", "fft", "sparse", "autograd")),
-)
+_PLACES = ("torch.nn.functional", *NAMESPACES, "torch.autograd")
 
 
 @cache
@@ -40,9 +33,9 @@ def name_of(function: Any) -> str:
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return f"torch.ops.{function}"
     own = getattr(function, "__name__", None)
-    for path, place in _PLACES:
-        if own is not None and unwrapped(getattr(place, own, None)) is function:
-            return f"{path}.{own}"
+    for place in _PLACES:
+        if own is not None and unwrapped(getattr(find_owner(place), own, None)) is function:
+            return f"{place}.{own}"
     if decoration_of(function) is None and not isinstance(function, types.FunctionType):
         named = resolve_name(function)
         if named is not None:

@@ -78,11 +78,13 @@ def _rank(module: Module) -> tuple[int, int, int]:
     return number, -sum(module.activation_bytes.values()), module.number
 
 
-def walk(roots: Iterable[Module], depth: int = 0) -> Iterator[tuple[Module, int]]:
+def walk(roots: Iterable[Module]) -> Iterator[tuple[Module, int]]:
     """Yields all modules with their depths, each before its submodules."""
-    for root in roots:
-        yield root, depth
-        yield from walk(root.children, depth + 1)
+    waiting = [(root, 0) for root in roots][::-1]
+    while waiting:
+        module, depth = waiting.pop()
+        yield module, depth
+        waiting += [(child, depth + 1) for child in module.children][::-1]
 
 
 def total(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

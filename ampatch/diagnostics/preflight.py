@@ -20,7 +20,7 @@ from ampatch.diagnostics.overflow_trace import OverflowTrace
 from ampatch.diagnostics.preflight_float32 import Operators, underflows
 from ampatch.diagnostics.preflight_report import FAILS, INACCURATE, STANDS, LevelVerdict, Preflight, level_and_halves
 from ampatch.diagnostics.preflight_steps import Part, Setup, Step, Trial, examined, measured, tried
-from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
+from ampatch.diagnostics.preflight_subject import Subject, noting, undisturbed
 from ampatch.diagnostics.watch import Watch
 from ampatch.errors import OptionError
 
@@ -57,16 +57,16 @@ def preflight(
         OptionError: the model or its step cannot be judged.
     """
     subject = Subject(model, inputs, loss_fn)
-    with undisturbed("amp.preflight") as state, noting(_MEMORY, (torch.OutOfMemoryError,)):
+    with undisturbed("amp.preflight"), noting(_MEMORY, (torch.OutOfMemoryError,)):
         name = type(model).__name__
-        reference, operators, trace = _in_float32(subject, state, tolerance)
+        reference, operators, trace = _in_float32(subject, tolerance)
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=tolerance)
-        run = functools.partial(tried, subject, reference, state)
+        run = functools.partial(tried, subject, reference)
         unchanged = LevelVerdict("O0", "float32", STANDS), Setup("O0", torch.float16)
         planned = [unchanged, *(_verdict(Setup(*level), operators, run) for level in levels)]
-        float32, *verdicts = measured(subject, planned, state) if measure else [verdict for verdict, _ in planned]
-        rows, noise_unknown = underflows(subject, reference, state, operators.draws_itself, _settled_scale(verdicts))
+        float32, *verdicts = measured(subject, planned) if measure else [verdict for verdict, _ in planned]
+        rows, noise_unknown = underflows(subject, reference, operators.draws_itself, _settled_scale(verdicts))
         return Preflight(
             name,
             reference.loss,
@@ -112,14 +112,11 @@ def is_users(error: BaseException) -> bool:
     return not {_FORWARD, _LOSS, _BACKWARD, _MEMORY}.isdisjoint(getattr(error, "__notes__", ()))
 
 
-def _in_float32(
-    subject: Subject, state: RandomState, tolerance: float
-) -> tuple[Step, Operators | None, OverflowTrace | None]:
+def _in_float32(subject: Subject, tolerance: float) -> tuple[Step, Operators | None, OverflowTrace | None]:
     """Watches a float32 step: returns it with its operators or, if it is not finite, with the trace."""
     watch, model = Watch(keep=lambda _: True), subject.copied()
     examiner = Setup("O0", torch.float16).examiner(model)
-    args, kwargs = subject.arguments()
-    state.restore()
+    args, kwargs = subject.begin_step()
     with watch:
         with noting(_FORWARD):
             output = model(*args, **kwargs)
@@ -165,7 +162,7 @@ def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -
         if part is None or runs == _LIMIT:
             return None, runs
         seen.add(part)
-        others = [each for each in current.setup.parts if not each.argument == part.argument == "loss_scale"]
+        others = [each for each in current.setup.parts if not each[0] == part[0] == "loss_scale"]
         trial = run(replace(current.setup, parts=(*others, part)))  # a change has one loss scale
         runs += 1
         if trial.level.verdict != FAILS or (current.level.verdict == FAILS and not trial.is_refused):
@@ -183,9 +180,9 @@ def _candidates(trial: Trial, operators: Operators) -> Iterator[Part]:
     level, properties = trial.level, trial.setup.properties
     if properties.loss_scale != "dynamic":
         if level.trace is not None and level.trace.max_loss_scale is not None:
-            yield Part("loss_scale", level.trace.max_loss_scale)
+            yield "loss_scale", level.trace.max_loss_scale
         if level.verdict == INACCURATE and (level.underflow or 0.0) >= _MANY_FLUSHED:
-            yield Part("loss_scale", "dynamic")
+            yield "loss_scale", "dynamic"
     yield from _functions(level, operators) if properties.patch_torch_functions else _modules(trial, operators)
 
 
@@ -199,7 +196,7 @@ def _functions(level: LevelVerdict, operators: Operators) -> Iterator[Part]:
         overlays = [*traced, *(overlay_for(function) for function, _ in operators.suspects)]
     for namespace, names in (item for overlay in overlays for item in overlay["blacklist"].items()):
         if namespace and not namespace.startswith("torch.ops.aten"):  # an operator without a function
-            yield from (Part("blacklist", (namespace, name)) for name in names)
+            yield from (("blacklist", (namespace, name)) for name in names)
 
 
 def _modules(trial: Trial, operators: Operators) -> Iterator[Part]:
@@ -207,7 +204,7 @@ def _modules(trial: Trial, operators: Operators) -> Iterator[Part]:
     around = [] if trial.level.verdict == FAILS else [_enclosing(module) for _, module in operators.suspects]
     names = _enclosing(trial.module)
     names += [name for each in around for name in each[:1]] + [name for each in around for name in each[1:]]
-    yield from (Part("keep_fp32", name) for name in names)
+    yield from (("keep_fp32", name) for name in names)
 
 
 def _enclosing(name: str) -> list[str]:

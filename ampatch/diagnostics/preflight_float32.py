@@ -19,12 +19,12 @@ from torch import Tensor
 from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, identity
-from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.cast_lists.rules import Treatment
 from ampatch.diagnostics.examiner import Examiner
 from ampatch.diagnostics.operands import floating_in, with_types
 from ampatch.diagnostics.preflight_report import Imprecise, Location, OutOfRange, Underflow, Unlisted
 from ampatch.diagnostics.preflight_steps import RandomInFloat32, Step, flushed_of
-from ampatch.diagnostics.preflight_subject import RandomState, Subject, text_of
+from ampatch.diagnostics.preflight_subject import Subject, text_of
 from ampatch.diagnostics.watch import Watch, paused, run_again
 from ampatch.diagnostics.watched import Values, WatchedOp
 from ampatch.function_wrapper import unwrapped
@@ -80,7 +80,8 @@ class Operators:
 
     def __init__(self, watch: Watch, examiner: Examiner, loss: Tensor, tolerance: float) -> None:
         self._examiner = examiner
-        self._rules = _rules_by_function()
+        listed = [(identity(path), rule) for path, rule in shipped().for_half(torch.float16).items()]
+        self._rules = {id(function): rule for function, rule in listed}  # torch and the lists keep all of these alive
         self._registered = [(each.owner, getattr(each.owner, each.name, None)) for each in runtime.registered]
         self._location = functools.cache(self._located)
         watch.read()
@@ -97,9 +98,15 @@ class Operators:
         self.banned = [each for each in dict.fromkeys(op.function_name for op in forward) if each in banned]
 
     @functools.cached_property
-    def suspects(self) -> tuple[tuple[str, str], ...]:
-        """Operators to blame for an inaccurate level, the likeliest first: the function and the innermost module."""
-        return tuple(dict.fromkeys(self._suspects()))
+    def suspects(self) -> list[tuple[str, str]]:
+        """Operators to blame for an inaccurate level, the likeliest first: the function and the innermost module.
+
+        Those above the tolerance come first, each with those that wrote its inputs; then those with most errors.
+        """
+        above = sorted(self._above, key=lambda op: -self._errors[op])
+        blamed = [each for op in above for each in (op, *_writers(op.named_op.inputs, depth=3))]
+        summed = grouped((self._suspect(op), error) for op, error in self._errors.items())
+        return list(dict.fromkeys([*map(self._suspect, blamed), *sorted(summed, key=lambda each: -sum(summed[each]))]))
 
     def _located(self, op: WatchedOp) -> Location:
         named = self._examiner.named(op)
@@ -152,19 +159,10 @@ class Operators:
         return any(key in self._rules for key in spellings.called_by(function))
 
     def _knows_operator(self, op: WatchedOp) -> bool:
-        packet = op.op.overloadpacket
-        if any(known is packet or known is op.op for _, known in self._registered):
+        if any(known is op.op.overloadpacket or known is op.op for _, known in self._registered):
             return True
-        return any(
-            path.name == op.op_name and path.namespace.startswith(op.op.namespace) for path, _ in shipped().rules
-        )
-
-    def _suspects(self) -> Iterator[tuple[str, str]]:
-        """Yields operators above the tolerance, each with those that wrote its inputs; then those with most errors."""
-        for op in sorted(self._above, key=lambda op: -self._errors[op]):
-            yield from map(self._suspect, [op, *_writers(op.named_op.inputs, depth=3)])
-        by_suspect = grouped((self._suspect(op), error) for op, error in self._errors.items())
-        yield from sorted(by_suspect, key=lambda each: -sum(by_suspect[each]))
+        listed = (path for path, _ in shipped().rules if path.name == op.op_name)
+        return any(path.namespace.startswith(op.op.namespace) for path in listed)
 
     def _suspect(self, op: WatchedOp) -> tuple[str, str]:
         location = self._location(op)
@@ -186,12 +184,6 @@ def _writers(inputs: Iterable[Values], depth: int) -> Iterator[WatchedOp]:
     if depth > 1:
         for writer in found:
             yield from _writers(writer.inputs, depth - 1)
-
-
-def _rules_by_function() -> dict[int, Rule]:
-    """Returns the shipped rules for float16 by the id of the function; torch keeps all of these alive."""
-    functions = ((identity(path), rule) for path, rule in shipped().for_half(torch.float16).items())
-    return {id(function): rule for function, rule in functions if not isinstance(function, Path)}
 
 
 def _is_custom(op: WatchedOp) -> bool:
@@ -259,14 +251,13 @@ def _dropout_of(op: WatchedOp) -> float:
 
 
 def underflows(
-    subject: Subject, reference: Step, state: RandomState, draws_itself: bool, scale: float
+    subject: Subject, reference: Step, draws_itself: bool, scale: float
 ) -> tuple[tuple[Underflow, ...], str]:
     """Returns the parameters whose gradients have values that float16 flushes to zero, those of noise alone last.
 
     Args:
         subject: the model and its step.
         reference: the float32 step.
-        state: the random numbers of every step.
         draws_itself: whether an attention kernel drew dropout, so that no other type can have the same one.
         scale: loss scale for which the share is given too.
 
@@ -275,12 +266,9 @@ def underflows(
     """
     masks = ((name, flushed_of(gradient, 1.0)) for name, gradient in reference.gradients.items())
     flushed = {name: mask for name, mask in masks if bool(mask.any())}
-    exact: Mapping[str, Tensor] = {}
-    unknown = ""
+    exact, unknown = _gradients_in_float64(subject, reference) if flushed and not draws_itself else ({}, "")
     if draws_itself:
         unknown = "an attention kernel drew its own dropout, which is another one in float64"
-    elif flushed:
-        exact, unknown = _gradients_in_float64(subject, reference, state)
     rows = []
     for name, mask in flushed.items():
         gradient, there = reference.gradients[name], exact.get(name)
@@ -291,7 +279,7 @@ def underflows(
     return tuple(sorted(rows, key=lambda row: (row.is_noise, -row.share, row.parameter))), unknown
 
 
-def _gradients_in_float64(subject: Subject, reference: Step, state: RandomState) -> tuple[Mapping[str, Tensor], str]:
+def _gradients_in_float64(subject: Subject, reference: Step) -> tuple[Mapping[str, Tensor], str]:
     """Returns the gradients of a step in float64, on the random numbers of float32; or none, and why.
 
     The loss is computed on outputs in float32, since ``loss_fn`` may have targets in it. Its rounding errors are those
@@ -299,8 +287,7 @@ def _gradients_in_float64(subject: Subject, reference: Step, state: RandomState)
     """
     try:
         model = subject.copied().double()
-        args, kwargs = with_types(subject.arguments(), {torch.float32: torch.float64})
-        state.restore()
+        args, kwargs = with_types(subject.begin_step(), {torch.float32: torch.float64})
         with RandomInFloat32(of=frozenset({torch.float64})):
             output = model(*args, **kwargs)
             loss = subject.loss_for(with_types(output, {torch.float64: torch.float32}))

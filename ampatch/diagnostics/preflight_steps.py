@@ -28,7 +28,7 @@ from ampatch.diagnostics.operands import with_types
 from ampatch.diagnostics.overflow_trace import OverflowTrace
 from ampatch.diagnostics.peak_memory import peak_allocated
 from ampatch.diagnostics.preflight_report import FAILS, GRADIENT_BOUND, INACCURATE, OVERFLOWS, STANDS, LevelVerdict
-from ampatch.diagnostics.preflight_subject import Arguments, RandomState, Subject, noting_warnings, text_of
+from ampatch.diagnostics.preflight_subject import Arguments, Subject, noting_warnings, text_of
 from ampatch.diagnostics.watch import Watch
 from ampatch.diagnostics.watched import WatchedOp, has_half
 from ampatch.errors import LossScaleError
@@ -48,6 +48,10 @@ _FLUSHED_BELOW = 2.0**-24
 _LEAST_SCALE = 2.0**-8
 
 _ROUNDS = 3  # of measuring times
+
+#: An argument of ``amp.initialize``, and a value that is added to it: "blacklist" (a part of ``cast_lists``) with the
+#: namespace and the name of a function, "keep_fp32" with the name of a module, or "loss_scale" with a loss scale.
+Part = tuple[str, Any]
 
 
 class RandomInFloat32(TorchDispatchMode):
@@ -81,19 +85,6 @@ class RandomInFloat32(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One part of a change of the arguments of ``amp.initialize``.
-
-    Attributes:
-        argument: "blacklist" (a part of ``cast_lists``), "keep_fp32" or "loss_scale".
-        value: (namespace, name) of a function, the name of a module, or a loss scale.
-    """
-
-    argument: str
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Setup:
     """The arguments of one call of ``amp.initialize``.
 
@@ -110,11 +101,6 @@ class Setup:
     parts: tuple[Part, ...] = ()
     init_scale: float = 2.0**16
     overlay: Overlay = ()
-
-    @property
-    def half_name(self) -> str:
-        """The half type's name."""
-        return dtype_name(self.half_dtype)
 
     @property
     def properties(self) -> Properties:
@@ -147,7 +133,7 @@ class Setup:
         overlay = {"blacklist": blacklist} if blacklist else None
         changed = {"cast_lists": overlay, "keep_fp32": kept, "loss_scale": scale}
         given = (f"{name}={value!r}".replace("'", '"') for name, value in changed.items() if value)
-        return preflight_report.call_of(self.opt_level, self.half_name, *given)
+        return preflight_report.call_of(self.opt_level, dtype_name(self.half_dtype), *given)
 
     def _blacklist(self) -> dict[str, list[str]]:
         """Returns the names of the functions in float32, by namespace."""
@@ -157,7 +143,7 @@ class Setup:
         return next(iter(self._values("loss_scale")[::-1]), None)
 
     def _values(self, argument: str) -> list[Any]:
-        return [part.value for part in self.parts if part.argument == argument]
+        return [value for name, value in self.parts if name == argument]
 
 
 @dataclass(frozen=True)
@@ -287,27 +273,27 @@ class Trial:
         return self.level.verdict == STANDS
 
 
-def tried(subject: Subject, reference: Step, state: RandomState, setup: Setup) -> Trial:
+def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
     """Runs a step with a setup; with a dynamic scale again, while only the backward pass overflows.
 
     Args:
         subject: the model and its step.
         reference: the float32 step.
-        state: random numbers of every step.
         setup: the arguments of ``amp.initialize``.
     """
+    level = LevelVerdict(setup.opt_level, dtype_name(setup.half_dtype), FAILS)
     notes: list[str] = []
     opened: OpenedCopy | None = None
     try:
         with noting_warnings(notes), opened_copy(subject, setup) as opened:
-            step, scale, trace = until_finite(subject, opened, state)
+            step, scale, trace = until_finite(subject, opened)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
-        level = LevelVerdict(setup.opt_level, setup.half_name, FAILS, error=text_of(error), notes=tuple(notes))
+        level = replace(level, error=text_of(error), notes=tuple(notes))
         return Trial(setup, level, "" if opened is None else _innermost(error, opened.model), opened is None)
     flushed = reference.flushed(scale) if setup.half_dtype is torch.float16 else None
-    level = LevelVerdict(setup.opt_level, setup.half_name, OVERFLOWS, scale, step.loss, underflow=flushed)
+    level = replace(level, verdict=OVERFLOWS, loss_scale=scale, loss=step.loss, underflow=flushed)
     level = replace(level, trace=trace, notes=tuple(notes))
     if step.is_finite:
         lost = reference.gradient_error(step)
@@ -317,15 +303,14 @@ def tried(subject: Subject, reference: Step, state: RandomState, setup: Setup) -
     return Trial(setup, level, "" if trace is None else trace.module or "")
 
 
-def until_finite(subject: Subject, opened: OpenedCopy, state: RandomState) -> tuple[Step, float, OverflowTrace | None]:
+def until_finite(subject: Subject, opened: OpenedCopy) -> tuple[Step, float, OverflowTrace | None]:
     """Returns the last step, its scale, and the trace that most scales have in common."""
     dynamic = opened.setup.properties.loss_scale == "dynamic"
     buffers = [(buffer, buffer.clone()) for buffer in opened.model.buffers()]
     examiner = opened.setup.examiner(opened.model)
     traces: dict[Any, list[OverflowTrace]] = {}
     while True:
-        scale, arguments = opened.session.scaler(0).state.loss_scale, subject.arguments()
-        state.restore()
+        scale, arguments = opened.session.scaler(0).state.loss_scale, subject.begin_step()
         with Watch(keep=has_half) as watch, RandomInFloat32():
             loss = opened.step_of(subject, arguments)
         step = opened.outcome(loss)
@@ -361,9 +346,7 @@ def _innermost(error: BaseException, model: nn.Module) -> str:
     return next(filter(None, reversed(running)), "")
 
 
-def measured(
-    subject: Subject, planned: Sequence[tuple[LevelVerdict, Setup | None]], state: RandomState
-) -> list[LevelVerdict]:
+def measured(subject: Subject, planned: Sequence[tuple[LevelVerdict, Setup | None]]) -> list[LevelVerdict]:
     """Returns verdicts with time and memory of a step: forward pass, loss, backward pass, and the step of SGD.
 
     Goes through all setups three times, so that noise of the machine hits all alike. Each time a step to warm up comes
@@ -377,9 +360,9 @@ def measured(
             try:
                 with noting_warnings([]):  # those of amp are in the verdict's notes
                     if last:
-                        verdicts[place] = replace(verdicts[place], peak_bytes=_peak_bytes(subject, setup, state))
+                        verdicts[place] = replace(verdicts[place], peak_bytes=_peak_bytes(subject, setup))
                     else:
-                        seconds[place].append(_seconds(subject, setup, state))
+                        seconds[place].append(_seconds(subject, setup))
             except Exception as error:  # noqa: BLE001 - a report without a number is better than none
                 notes = *verdicts[place].notes, f"not measured further: {text_of(error)}"
                 verdicts[place] = replace(verdicts[place], notes=notes)
@@ -390,7 +373,7 @@ def measured(
     return verdicts
 
 
-def _seconds(subject: Subject, setup: Setup, state: RandomState) -> float:
+def _seconds(subject: Subject, setup: Setup) -> float:
     """Returns the time of a step, after one to warm up."""
     gpus = {each.device for each in subject.model.parameters() if each.is_cuda}
 
@@ -400,35 +383,32 @@ def _seconds(subject: Subject, setup: Setup, state: RandomState) -> float:
         return time.perf_counter()
 
     with opened_copy(subject, setup) as opened:
-        step = _warmed_up(opened, subject, state)
+        step = _warmed_up(opened, subject)
         begun = now()
         step()
         return now() - begun
 
 
-def _warmed_up(opened: OpenedCopy, subject: Subject, state: RandomState) -> Callable[[], None]:
+def _warmed_up(opened: OpenedCopy, subject: Subject) -> Callable[[], None]:
     """Runs a training step of a copy, and returns a function that runs another one, on the same random numbers."""
 
     def step(arguments: Arguments) -> None:
         opened.step_of(subject, arguments)
         opened.optimizer.step()
 
-    state.restore()
-    step(subject.arguments())
+    step(subject.begin_step())
     opened.optimizer.zero_grad(set_to_none=True)
-    arguments = subject.arguments()
-    state.restore()
-    return functools.partial(step, arguments)
+    return functools.partial(step, subject.begin_step())
 
 
-def _peak_bytes(subject: Subject, setup: Setup, state: RandomState) -> int:
+def _peak_bytes(subject: Subject, setup: Setup) -> int:
     """Returns the peak memory of a step, with the weights of the copy, and without the user's own model."""
     gpu = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
     before = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
     with contextlib.ExitStack() as stack:
 
         def prepare() -> Callable[[], None]:
-            return _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject, state)
+            return _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject)
 
         if gpu is None:
             return peak_allocated(prepare)

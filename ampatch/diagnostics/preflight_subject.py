@@ -28,7 +28,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Subject:
-    """The user's model, with what a step of it needs.
+    """The user's model, with what a step of it needs: inputs, loss and random numbers.
 
     Args:
         model: the user's; only copies of it run.
@@ -44,6 +44,7 @@ class Subject:
         _check(model)
         self.model = model
         self._loss_fn = loss_fn
+        self._random = RandomState()
 
     def copied(self) -> nn.Module:
         """Returns a deep copy of the model without gradients.
@@ -66,9 +67,10 @@ class Subject:
         model.zero_grad(set_to_none=True)
         return model
 
-    def arguments(self) -> Arguments:
-        """Returns copies of the inputs, since a forward pass may write to them."""
+    def begin_step(self) -> Arguments:
+        """Restores the random numbers, and returns copies of the inputs, since a forward pass may write to them."""
         copied: Arguments = tree_map(_copied, self._given)
+        self._random.restore()
         return copied
 
     def loss_of(self, model: nn.Module, arguments: Arguments) -> Tensor:
@@ -177,7 +179,7 @@ class RandomState:
 
 
 @contextlib.contextmanager
-def undisturbed(caller: str) -> Iterator[RandomState]:
+def undisturbed(caller: str) -> Iterator[None]:
     """Runs a block with gradients on, autocast off and nothing compiled; then random numbers go on as without it.
 
     Args:
@@ -190,9 +192,8 @@ def undisturbed(caller: str) -> Iterator[RandomState]:
         raise UsageError(
             f"{caller} sets amp up for copies of the model, and amp is set up already. Type amp.deinitialize() first."
         )
-    state = RandomState()
     with contextlib.ExitStack() as stack:
-        stack.callback(state.restore)
+        stack.callback(RandomState().restore)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device_type in ("cpu", "cuda"):
@@ -203,7 +204,7 @@ def undisturbed(caller: str) -> Iterator[RandomState]:
             stack.enter_context(warnings.catch_warnings())
             # Of global hooks, which compiled code might not call; but none runs.
             warnings.filterwarnings("ignore", message="Using `torch.compile")
-        yield state
+        yield
 
 
 @contextlib.contextmanager
