@@ -1468,7 +1468,7 @@ def _side(letter: str, given: object, model: nn.Module) -> Side:
         raise OptionError(f"{letter} has cast_lists, and {level} does not patch torch's functions; expected O1 or O4.")
     setup = Setup(level, properties.half_dtype, overlay=() if overlay is None else overlay)
     check_entries([model], setup.settings().lists.modules)  # raises also if the lists have faults
-    half_name = "" if level == "O0" else f" {setup.half_name}"
+    half_name = "" if level == "O0" else f" {opt_levels.dtype_name(setup.half_dtype)}"
     lists = "" if overlay is None else f" with {overlay if isinstance(overlay, (str, os.PathLike)) else 'cast_lists'}"
     return Side(letter, f"{level}{half_name}{lists}", setup)
 

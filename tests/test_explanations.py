@@ -23,8 +23,7 @@ from ampatch import amp
 from ampatch.cli import main as cli
 from ampatch.diagnostics.explanation_report import Explanation, Ruling, Spelling
 from ampatch.diagnostics.explanation_rulings import Rulings
-from ampatch.diagnostics.explanation_settings import Settings
-from ampatch.diagnostics.explanation_subjects import Finder, Subject
+from ampatch.diagnostics.explanation_subjects import Subject, subject_of
 from ampatch.patching import function_places
 from ampatch.runtime import runtime
 
@@ -40,17 +39,17 @@ def ruling(explanation: Explanation, path: str, half_dtype: str = "float16") -> 
 
 
 def subject(given: object) -> Subject:
-    return Finder(Settings(None, HALF_DTYPES)).subject(given)
+    return subject_of(given, Rulings(None, HALF_DTYPES))
 
 
 def asked_paths(given: object) -> list[str]:
-    return sorted(each.text for each in subject(given).spelled if each.asked)
+    return sorted(str(each.path) for each in subject(given).spelled if each.asked)
 
 
 def decided(given: object, path: str, half_dtype: str = "float16") -> Ruling:
     """The ruling on a spelling of a function, without the search for places, which takes most of the time."""
-    (spelled,) = (each for each in subject(given).spelled if each.text == path)
-    rulings = Rulings(Settings(None, HALF_DTYPES)).of(spelled)
+    (spelled,) = (each for each in subject(given).spelled if str(each.path) == path)
+    rulings = Rulings(None, HALF_DTYPES).of(spelled)
     (found,) = (each for each in rulings if half_dtype in each.half_dtypes)
     return found
 
@@ -176,20 +175,20 @@ class TestForms:
         check_rows(subtests, ((repr(given), given, paths) for given, paths in self.FORMS), check)
 
     def test_every_spelling_is_there_with_operators_and_in_place_forms(self) -> None:
-        assert [each.text for each in subject("@").spelled] == [
+        assert [str(each.path) for each in subject("@").spelled] == [
             "torch.matmul",
             "torch.Tensor.matmul",
             "torch.linalg.matmul",
             "torch.Tensor.__matmul__",
             "torch.Tensor.__rmatmul__",
         ]
-        assert {each.text for each in subject(torch.exp).spelled} == {
+        assert {str(each.path) for each in subject(torch.exp).spelled} == {
             "torch.exp",
             "torch.Tensor.exp",
             "torch.exp_",
             "torch.Tensor.exp_",
         }
-        assert "torch._VF.lstm" in {each.text for each in subject("lstm").spelled}
+        assert "torch._VF.lstm" in {str(each.path) for each in subject("lstm").spelled}
 
     def test_a_patched_function_is_found_through_its_wrapper(self) -> None:
         amp.init()

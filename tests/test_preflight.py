@@ -708,7 +708,7 @@ class TestCommand:
         def judge(*_: object) -> None:
             raise LookupError("of ours")
 
-        monkeypatch.setattr(preflight, "noise_of", judge)
+        monkeypatch.setattr(preflight, "underflows", judge)
         with pytest.raises(LookupError):
             cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"])
 
@@ -718,7 +718,7 @@ class TestCommand:
         def judge(*_: object) -> None:
             raise torch.OutOfMemoryError("tried to allocate")
 
-        monkeypatch.setattr(preflight, "noise_of", judge)
+        monkeypatch.setattr(preflight, "underflows", judge)
         assert cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"]) == 1
         assert "Give it a smaller batch." in capsys.readouterr().err
 

@@ -17,12 +17,11 @@ from torch import nn
 from ampatch.diagnostics import mode_stacks
 from ampatch.diagnostics.comparison_calls import Call, Precision, calls_of, distance, first_of, matched, rows_of
 from ampatch.diagnostics.comparison_report import ComparedRow, Comparison, GradientError, where
-from ampatch.diagnostics.preflight_steps import Part, RandomInFloat32, Setup, Step, noting_warnings, opened_copy
-from ampatch.diagnostics.preflight_subject import RandomState, Subject, noting, undisturbed
-from ampatch.diagnostics.preflight_trials import until_finite
-from ampatch.diagnostics.preflight_underflows import draws_itself
+from ampatch.diagnostics.preflight_float32 import draws_itself
+from ampatch.diagnostics.preflight_steps import RandomInFloat32, Setup, Step, opened_copy, until_finite
+from ampatch.diagnostics.preflight_subject import Subject, noting, noting_warnings, undisturbed
 from ampatch.diagnostics.watch import Watch
-from ampatch.opt_levels import HALVES
+from ampatch.opt_levels import HALVES, dtype_name
 
 _MEMORY = "ampatch: amp.compare keeps all tensors of both steps. Give it a smaller batch."
 _OTHER_THREADS = "forward passes in other threads were not compared"
@@ -61,15 +60,11 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) ->
         UsageError: amp is set up.
         OptionError: the model or its step cannot be run.
     """
-    subject = Subject.of(model, inputs, loss_fn)
+    subject = Subject(model, inputs, loss_fn)
     notes: list[str] = []
-    with (
-        undisturbed("amp.compare") as state,
-        noting(_MEMORY, (torch.OutOfMemoryError,)),
-        noting_warnings(notes),
-    ):
-        scale = _loss_scale(subject, (a, b), state)
-        of_a, of_b = (_recorded(subject, side, scale, state) for side in (a, b))
+    with undisturbed("amp.compare"), noting(_MEMORY, (torch.OutOfMemoryError,)), noting_warnings(notes):
+        scale = _loss_scale(subject, (a, b))
+        of_a, of_b = (_recorded(subject, side, scale) for side in (a, b))
         precision = Precision.of(of_a.calls, of_b.calls)
         pairs = matched(of_a.calls, of_b.calls)
         rows = tuple(rows_of(pairs, precision))
@@ -99,7 +94,7 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) ->
     )
 
 
-def _loss_scale(subject: Subject, sides: Sequence[Side], state: RandomState) -> float:
+def _loss_scale(subject: Subject, sides: Sequence[Side]) -> float:
     """Returns the greatest scale at which all steps with a dynamic scale are finite; 1 if none is dynamic.
 
     Both steps use this one scale, so that their scaled gradients can be compared. A step that is finite at no scale is
@@ -109,7 +104,7 @@ def _loss_scale(subject: Subject, sides: Sequence[Side], state: RandomState) -> 
     for side in sides:
         if side.setup.properties.loss_scale == "dynamic":
             with _named(side), opened_copy(subject, side.setup) as opened:
-                step, scale, _ = until_finite(subject, opened, state)
+                step, scale, _ = until_finite(subject, opened)
                 settled[step.is_finite].append(scale)
     return min(settled[True] or settled[False], default=1.0)
 
@@ -140,7 +135,7 @@ class _Recorded:
         """The half type that it computes in; empty if it computes in float32."""
         properties = self.side.setup.properties
         is_half = properties.patch_torch_functions or properties.cast_model_type in HALVES
-        return self.side.setup.half_name if is_half else ""
+        return dtype_name(self.side.setup.half_dtype) if is_half else ""
 
     @property
     def depth(self) -> int:
@@ -148,12 +143,11 @@ class _Recorded:
         return max((call.depth for call in self.calls), default=0)
 
 
-def _recorded(subject: Subject, side: Side, scale: float, state: RandomState) -> _Recorded:
-    setup = replace(side.setup, parts=(*side.setup.parts, Part("loss_scale", scale)))
+def _recorded(subject: Subject, side: Side, scale: float) -> _Recorded:
+    setup = replace(side.setup, parts=(*side.setup.parts, ("loss_scale", scale)))
     with _named(side), opened_copy(subject, setup) as opened:
         examiner = setup.examiner(opened.model)
-        arguments = subject.arguments()
-        state.restore()
+        arguments = subject.begin_step()
         with Watch(keep=lambda _: True, keep_results=True) as watch, _below(RandomInFloat32()):
             loss = subject.loss_of(opened.model, arguments)
             with opened.session.scale_loss(loss, [opened.optimizer], 0) as scaled:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from ampatch.diagnostics import causes
 from ampatch.diagnostics.overflow_trace import SUM_OF_GRADIENTS, OverflowTrace, TracedTensor
 from ampatch.diagnostics.watch import Watch
 from ampatch.diagnostics.watched import CAST, Values, WatchedOp, has_half
-from ampatch.opt_levels import Properties
+from ampatch.opt_levels import Properties, dtype_name
 from ampatch.scaling.loss_scaler import ScalePolicy
 
 _OTHER_THREADS = "forward passes in other threads were not watched"
@@ -38,15 +38,6 @@ class NamedOp:
     file: str | None
     line: int | None
     source: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Remedies:
-    """What mends an overflow. The attributes are those of `OverflowTrace` with the same names."""
-
-    remedies: tuple[str, ...]
-    cast_lists: dict[str, Any] | None = None
-    max_loss_scale: float | None = None
 
 
 class Examiner:
@@ -86,18 +77,16 @@ class Examiner:
         largest = None if is_input else causes.in_float32(op)
         if largest is None and not is_input and op.ran_in_half:
             notes += (_NOT_RUN_AGAIN,)
-        place = self.named(op)
-        remedies = _of_input(op) if is_input else self._remedies(op, place, largest, loss_scale)
-        return OverflowTrace(
+        trace = OverflowTrace(
             "input" if is_input else op.direction,
-            **asdict(place),
+            **asdict(self.named(op)),
             inputs=tuple(map(_traced, op.inputs)),
             outputs=tuple(map(_traced, op.outputs)),
             largest_in_float32=largest,
-            **asdict(remedies),
             others=len(found) - 1,
             notes=notes,
         )
+        return replace(trace, **(_of_input(op) if is_input else self._remedies(op, trace, loss_scale)))
 
     def named(self, op: WatchedOp) -> NamedOp:
         """Names an operator: in a backward pass, by the function whose gradient it computes."""
@@ -118,31 +107,28 @@ class Examiner:
                 return names[id(module)], type(module).__name__
         return None, type(modules[-1]).__name__ if modules else None
 
-    def _remedies(self, op: WatchedOp, place: NamedOp, largest: float | None, loss_scale: float | None) -> _Remedies:
-        """Returns the remedies, given the largest value of the result in float32."""
+    def _remedies(self, op: WatchedOp, trace: OverflowTrace, loss_scale: float | None) -> dict[str, Any]:
+        """Returns what mends an overflow, by the attributes of the trace."""
+        largest = trace.largest_in_float32
         if not op.ran_in_half or not (largest is None or math.isfinite(largest)):
-            return _Remedies(("none in precision: it is not finite in float32 either",))
-        if op.is_backward:
-            return self._of_backward(largest, loss_scale)
-        return self._of_forward(op, place)
+            return {"remedies": ("none in precision: it is not finite in float32 either",)}
+        return self._of_backward(largest, loss_scale) if op.is_backward else self._of_forward(op, trace.module)
 
-    def _of_backward(self, largest: float | None, loss_scale: float | None) -> _Remedies:
+    def _of_backward(self, largest: float | None, loss_scale: float | None) -> dict[str, Any]:
         if not largest or loss_scale is None:
-            return _Remedies(("a lower loss scale",))
+            return {"remedies": ("a lower loss scale",)}
         greatest = torch.finfo(self._properties.half_dtype).max
         fits = _power_of_two_below(loss_scale * min(greatest / largest, 0.5))
         if fits < self._min_loss_scale:
-            told = (
-                f"no loss scale: it would have to be {fits:g}. Bring this gradient down, or use half_dtype='bfloat16'"
-            )
-            return _Remedies((told,))
+            instead = "Bring this gradient down, or use half_dtype='bfloat16'"
+            return {"remedies": (f"no loss scale: it would have to be {fits:g}. {instead}",)}
         if self._dynamic:
             told = f"a loss scale of {fits:g} or less; the dynamic scale gets there by itself"
         else:
             told = f"a lower loss scale: amp.initialize(..., loss_scale={fits:g}), or loss_scale='dynamic'"
-        return _Remedies((told,), max_loss_scale=fits)
+        return {"remedies": (told,), "max_loss_scale": fits}
 
-    def _of_forward(self, op: WatchedOp, place: NamedOp) -> _Remedies:
+    def _of_forward(self, op: WatchedOp, module: str | None) -> dict[str, Any]:
         overlay: dict[str, Any] | None = None
         path = _listed_name(op)
         if self._properties.patch_torch_functions and op.is_called_by_itself and op.op_name != CAST:
@@ -150,13 +136,14 @@ class Examiner:
         elif self._properties.patch_torch_functions:
             overlay = overlay_for(path)
             told = f"this function in float32: amp.initialize(..., cast_lists={overlay})"
-        elif place.module:
-            told = f"this module in float32: amp.initialize(..., keep_fp32=[{place.module!r}])"
+        elif module:
+            told = f"this module in float32: amp.initialize(..., keep_fp32=[{module!r}])"
         else:
             name = path.rpartition(".")[2]
             told = f"{name} in float32, by .float() on its arguments: no submodule has it, for keep_fp32 to name"
         wider = ("float32's range: amp.initialize(..., half_dtype='bfloat16')",)
-        return _Remedies((told, *(wider if self._properties.half_dtype is torch.float16 else ())), overlay)
+        is_float16 = self._properties.half_dtype is torch.float16
+        return {"remedies": (told, *wider) if is_float16 else (told,), "cast_lists": overlay}
 
 
 def origins_of_gradients(watch: Watch) -> dict[int, WatchedOp | None]:
@@ -211,10 +198,10 @@ def _is_input(op: WatchedOp) -> bool:
     return bool(unwritten) and not op.is_backward and all(values.is_leaf for values in unwritten)
 
 
-def _of_input(op: WatchedOp) -> _Remedies:
+def _of_input(op: WatchedOp) -> dict[str, Any]:
     if has_half(_unwritten(op)):
-        return _Remedies(("look at the data, or at the forward pass without gradients that computed it, unwatched",))
-    return _Remedies(("look at the data, or at the weights (a learning rate that is too high)",))
+        return {"remedies": ("look at the data, or at the forward pass without gradients that computed it, unwatched",)}
+    return {"remedies": ("look at the data, or at the weights (a learning rate that is too high)",)}
 
 
 def _to_name(op: WatchedOp) -> WatchedOp:
@@ -255,4 +242,4 @@ def _power_of_two_below(number: float) -> float:
 
 
 def _traced(values: Values) -> TracedTensor:
-    return TracedTensor(str(values.dtype).removeprefix("torch."), values.shape, values.largest)
+    return TracedTensor(dtype_name(values.dtype), values.shape, values.largest)

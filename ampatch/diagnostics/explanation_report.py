@@ -5,6 +5,7 @@ Owns the wording of the report and its plain data. Must never look up a function
 
 from __future__ import annotations
 
+import functools
 import itertools
 import textwrap
 from collections import Counter
@@ -19,7 +20,7 @@ from ampatch.opt_levels import dtype_name
 from ampatch.patching.adapters import is_in_place
 from ampatch.patching.predictions import Prediction
 
-_WIDTH = 96
+_WRAP = functools.partial(textwrap.wrap, width=96, break_long_words=False, break_on_hyphens=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +70,9 @@ class Ruling:
     @property
     def conditions(self) -> list[str]:
         """Conditions and options, each in words."""
-        return [
-            *typed_options(self.when, self.via_dtype, self.needs_float32),
-            *([f"to {self.casts_to}"] if self.casts_to else []),
-            *([f"from torch {self.since}"] if self.since else []),
-            *([f"before torch {self.until}"] if self.until else []),
-        ]
+        limits = {"to": self.casts_to, "from torch": self.since, "before torch": self.until}
+        options = typed_options(self.when, self.via_dtype, self.needs_float32)
+        return [*options, *(f"{word} {limit}" for word, limit in limits.items() if limit)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +250,7 @@ def _call_lines(call: ExplainedCall | None) -> Iterator[str]:
     for each in predicted.arguments:
         before, after = dtype_name(each.before), dtype_name(each.after)
         change = before if before == after else f"{before} -> {after}"
-        rows.append([f"  {each.name}", change, "" if each.why is None else each.why])
+        rows.append([f"  {each.name}", change, each.why or ""])
     yield from _aligned(rows)
 
 
@@ -274,8 +272,8 @@ def _rows(path: str, rulings: Sequence[Ruling]) -> list[list[str]]:
     rows = []
     for ruling in rulings:
         half = f"{' and '.join(ruling.half_dtypes)}: " if len(rulings) > 1 else ""
-        details = "; ".join([*([ruling.source] if ruling.source else []), *ruling.conditions])
-        rows.append([path, f"{half}{ruling.treatment}", details])
+        details = filter(None, [ruling.source, *ruling.conditions])
+        rows.append([path, f"{half}{ruling.treatment}", "; ".join(details)])
         if ruling.overrides is not None:
             rows.append(["", "", f"instead of {ruling.overrides}"])
         path = ""
@@ -301,12 +299,10 @@ def _meaning_lines(several: Sequence[Spelling], allow_banned: bool) -> Iterator[
     if any(ruling.needs_float32 for _, ruling in found):
         at_levels = "At O2, O3 and O5 it is cast as well, and half arguments give half results."
         yield from _wrapped(f"needs_float32: torch has no half kernel. {at_levels}", "  ")
-    listed_in_place = [
-        ruling for path, ruling in found if is_in_place(path.rpartition(".")[2]) and ruling.treatment != UNLISTED
-    ]
-    if listed_in_place:
+    in_place = {ruling.treatment for path, ruling in found if is_in_place(path.rpartition(".")[2])} - {UNLISTED}
+    if in_place:
         yield from _wrapped("In place, the tensor that is written to decides; others are cast to its type.", "  ")
-    if any(ruling.treatment == "blacklist" for ruling in listed_in_place):
+    if "blacklist" in in_place:
         yield from _wrapped("A blacklisted in-place form on a half tensor is an error.", "  ")
 
 
@@ -345,11 +341,4 @@ def _aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 
 
 def _wrapped(text: str, indent: str = "", later: str | None = None) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent if later is None else later,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return _WRAP(text, initial_indent=indent, subsequent_indent=indent if later is None else later)

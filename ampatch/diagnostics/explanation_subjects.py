@@ -14,61 +14,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ampatch.cast_lists.paths import Path, PathError, find, find_owner, identity
-from ampatch.cast_lists.spellings import (
-    NAMESPACES,
-    called_by,
-    known_names,
-    method_of_operator,
-    operators_in,
-    plain_name,
-    spellings,
-)
-from ampatch.diagnostics.explanation_settings import Settings
+from ampatch.cast_lists import spellings
+from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, identity
+from ampatch.diagnostics.explanation_rulings import Located, Rulings, attribute, located
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.function_wrapper import is_wrapper, unwrapped
 from ampatch.runtime import decoration_of
 
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A path with the owner and the function that it leads to.
-
-    Attributes:
-        path: the path.
-        owner: module or class that holds the function; None if its module is not imported.
-        function: the function without amp; None if its module is not imported.
-        asked: True if it is the function that was asked about, rather than another spelling of it.
-    """
-
-    path: Path
-    owner: object
-    function: Any
-    asked: bool = False
-
-    @property
-    def text(self) -> str:
-        """The path as text."""
-        return str(self.path)
-
-    def held(self) -> Any:
-        """Returns what the owner holds by this name now: the function, or a wrapper of it."""
-        return attribute(self.owner, self.path.name)
-
-
-def located(path: Path, asked: bool = False) -> Located:
-    """Returns what a path leads to; without a function if its module is not imported, or lacks the name."""
-    try:
-        owner = find_owner(path.namespace)
-        return Located(path, owner, None if owner is None else find(path), asked)
-    except PathError:  # an optional entry
-        return Located(path, None, None, asked)
-
-
-def attribute(owner: object, name: str) -> Any:
-    """Returns an attribute of a module or class, the function itself if it is a class method; None without one."""
-    found = getattr(owner, name, None)
-    return getattr(found, "__func__", found)
+_BYPASS = (
+    "The object itself is the function without amp, bound before amp was set up: its arguments are not cast. "
+    "Functions that it calls inside still follow their own rules."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,144 +64,128 @@ class Subject:
         return spelled.function.__wrapped__ if self.decoration else spelled.function
 
 
-class Finder:
-    """Finds the function that a user means.
+def subject_of(target: object, rulings: Rulings) -> Subject:
+    """Returns the function that a user means.
 
     Args:
-        settings: settings whose lists and registrations name functions outside of torch.
+        target: the function, its name, its path, or an operator ("@").
+        rulings: what decides; its lists and registrations name functions outside of torch.
+
+    Raises:
+        OptionError: it is no function, and no name of one.
     """
+    return _by_name(rulings, target) if isinstance(target, str) else _by_object(rulings, target)
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
 
-    def subject(self, target: object) -> Subject:
-        """Returns the function that a user means.
-
-        Args:
-            target: the function, its name, its path, or an operator ("@").
-
-        Raises:
-            OptionError: it is no function, and no name of one.
-        """
-        return self._by_name(target) if isinstance(target, str) else self._by_object(target)
-
-    def _by_name(self, given: str) -> Subject:
-        name = given.strip()
-        operator = method_of_operator(name)
-        if operator is not None:
-            return self._by_path(given, operator)
-        name = f"torch.nn.functional.{name[2:]}" if name.startswith("F.") else name
-        namespace, _, last = name.rpartition(".")
-        if namespace and last:
-            return self._by_dotted_name(given, Path(namespace, last))
-        plain = plain_name(name)
-        paths = spellings(plain) if name else []
-        others = [path for path in self._settings.listed if path.name == name and path not in paths]
-        spelled = [
-            *(located(path, asked=plain != name and path.name == name) for path in (*paths, *others)),
-            *(each for each in self._registered() if each.path.name == name),
-        ]
-        if not spelled:
-            raise OptionError(self._unknown(given))
-        return Subject(given, tuple(spelled))
-
-    def _by_dotted_name(self, given: str, path: Path) -> Subject:
-        """Finds a full path, or one whose first parts are left out, such as "functional.softmax"."""
-        ends = [
-            Path(namespace, path.name)
-            for namespace in dict.fromkeys([*NAMESPACES, *(each.namespace for each in self._settings.listed)])
-            if namespace.endswith(f".{path.namespace}")
-        ]
-        missing: PathError | None = None
-        for each in (path, *ends):
-            try:
-                find(each)
-            except PathError as error:
-                missing = missing or error
-                continue
-            return self._by_path(given, each)
-        raise OptionError(f"{given!r} cannot be explained: {missing}") from None
-
-    def _by_path(self, given: str, path: Path) -> Subject:
-        try:
-            function = find(path)
-        except PathError as error:
-            raise OptionError(f"{given!r} cannot be explained: {error}") from None
-        if function is not None:
-            return self._by_object(function, given, located(path, asked=True))
-        if path not in self._settings.listed:
-            raise OptionError(
-                f"{given!r} cannot be explained: {path.namespace} is not imported, and no list names {path}. Import it "
-                "first."
-            )
-        told = f"{path.namespace} is not imported yet; amp patches it then."
-        return Subject(given, (located(path, asked=True),), sentences=(told,))
-
-    def _by_object(self, target: Any, given: str | None = None, at: Located | None = None) -> Subject:
-        """Finds a function; ``given`` is its name and ``at`` its path, if the user gave one."""
-        target, args, kwargs = _opened(target)
-        method = _method_of(target)
-        if method is not None:
-            target, given, at = method.function, given or method.text, None
-        self._check(target, given)
-        function = unwrapped(target)
-        spelled = self._spellings_of(function, at)
-        text = given or next((each.text for each in spelled if each.asked), spelled[0].text)
-        found = Subject(text, tuple(spelled), args, kwargs, decoration_of(function))
-        return found if given is not None or is_wrapper(target) else _with_bypass(found, function)
-
-    def _spellings_of(self, function: object, at: Located | None) -> list[Located]:
-        """Returns all spellings of a function, those that lead to this very function marked."""
-        own = [path for path in _paths_of(function) if at is None or path != at.path]
-        names = dict.fromkeys(plain_name(path.name) for path in ([at.path] if at is not None else []) + own)
-        is_torchs = bool(own) or (at is not None and at.path.namespace in NAMESPACES)
-        in_torch = [path for name in names for path in spellings(name)] if is_torchs else []
-        same = [path for path in self._settings.listed if identity(path) is function]
-        found = {path: located(path) for path in dict.fromkeys([*in_torch, *own, *same])}
-        if at is not None:
-            found = {at.path: at, **found} if at.path not in found else {**found, at.path: at}
-        spelled = [replace(each, asked=each.asked or each.function is function) for each in found.values()]
-        spelled += [
-            replace(each, asked=True)
-            for each in self._registered()
-            if each.function is function and each.path not in found
-        ]
-        return spelled or [Located(_path_by_itself(function), None, function, asked=True)]
-
-    def _registered(self) -> list[Located]:
-        """Returns the registered functions outside of torch's namespaces."""
-        return [
-            Located(path, known.owner, unwrapped(attribute(known.owner, known.name)))
-            for known in self._settings.registered
-            if (path := _path_in(known.owner, known.name)).namespace not in NAMESPACES
-        ]
-
-    def _check(self, target: object, given: str | None) -> None:
-        """Raises if an object is no function; the message names the functions that a module's forward calls."""
-        if isinstance(target, nn.Module):
-            shown, kind = f"a {type(target).__name__}", type(target)
-        elif isinstance(target, type):
-            shown, kind = f"{given or target.__qualname__}, which is a class", target
-        elif callable(target):
-            return
-        else:
-            shown = type(target).__name__ if given is None else repr(given)
-            raise OptionError(
-                f"found {shown}; expected a function, its name or its path, such as torch.softmax, 'softmax' or '@'."
-            )
-        forward = unwrapped(vars(kind).get("forward"))
-        called = [*called_by(forward).values(), *(methods[0] for methods in operators_in(forward).values())]
-        inside = ", ".join(map(str, self._settings.listed_among(called)))
-        hint = f" Its forward calls {inside}." if inside else ""
-        raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
-
-    def _unknown(self, given: str) -> str:
-        known = {each for each in known_names() if not each.startswith("_")}
-        near = did_you_mean(given, known | {path.name for path in self._settings.listed})
-        return (
+def _by_name(rulings: Rulings, given: str) -> Subject:
+    name = given.strip()
+    operator = spellings.method_of_operator(name)
+    if operator is not None:
+        return _by_path(rulings, given, operator)
+    name = f"torch.nn.functional.{name[2:]}" if name.startswith("F.") else name
+    namespace, _, last = name.rpartition(".")
+    if namespace and last:
+        return _by_dotted_name(rulings, given, Path(namespace, last))
+    plain = spellings.plain_name(name)
+    paths = spellings.spellings(plain) if name else []
+    others = [path for path in rulings.listed if path.name == name and path not in paths]
+    spelled = [
+        *(located(path, asked=plain != name and path.name == name) for path in (*paths, *others)),
+        *(each for each in _registered(rulings) if each.path.name == name),
+    ]
+    if not spelled:
+        known = {each for each in spellings.known_names() if not each.startswith("_")}
+        near = did_you_mean(given, known | {path.name for path in rulings.listed})
+        raise OptionError(
             f"there is no function named {given!r}; expected a function, its name or its path, such as softmax, "
             f"torch.softmax, F.softmax or '@'.{near}"
         )
+    return Subject(given, tuple(spelled))
+
+
+def _by_dotted_name(rulings: Rulings, given: str, path: Path) -> Subject:
+    """Finds a full path, or one whose first parts are left out, such as "functional.softmax"."""
+    namespaces = dict.fromkeys([*spellings.NAMESPACES, *(each.namespace for each in rulings.listed)])
+    ends = [Path(each, path.name) for each in namespaces if each.endswith(f".{path.namespace}")]
+    known = (each for each in (path, *ends) if find_or(each, default=each) is not each)
+    return _by_path(rulings, given, next(known, path))
+
+
+def _by_path(rulings: Rulings, given: str, path: Path) -> Subject:
+    try:
+        function = find(path)
+    except PathError as error:
+        raise OptionError(f"{given!r} cannot be explained: {error}") from None
+    if function is not None:
+        return _by_object(rulings, function, given, path)
+    if path not in rulings.listed:
+        raise OptionError(
+            f"{given!r} cannot be explained: {path.namespace} is not imported, and no list names {path}. Import it "
+            "first."
+        )
+    told = f"{path.namespace} is not imported yet; amp patches it then."
+    return Subject(given, (located(path, asked=True),), sentences=(told,))
+
+
+def _by_object(rulings: Rulings, target: Any, given: str | None = None, at: Path | None = None) -> Subject:
+    """Finds a function; ``given`` is its name and ``at`` its path, if the user gave one."""
+    target, args, kwargs = _opened(target)
+    method = _method_of(target)
+    if method is not None:
+        target, given, at = method.function, given or str(method.path), None
+    _check(rulings, target, given)
+    function = unwrapped(target)
+    spelled = _spellings_of(rulings, function, at)
+    text = given or next((str(each.path) for each in spelled if each.asked), str(spelled[0].path))
+    wrapped = any(each.function is function and is_wrapper(each.held()) for each in spelled)
+    is_bypass = wrapped and given is None and not is_wrapper(target)
+    told = (_BYPASS,) if is_bypass else ()
+    return Subject(text, tuple(spelled), args, kwargs, decoration_of(function), is_bypass, told)
+
+
+def _spellings_of(rulings: Rulings, function: object, at: Path | None) -> list[Located]:
+    """Returns all spellings of a function, those that lead to this very function marked."""
+    given = [] if at is None else [at]
+    own = [*given, *_paths_of(function)]
+    is_torchs = any(path.namespace in spellings.NAMESPACES for path in own)
+    names = dict.fromkeys(spellings.plain_name(path.name) for path in own) if is_torchs else {}
+    in_torch = [path for name in names for path in spellings.spellings(name)]
+    same = [path for path in rulings.listed if identity(path) is function]
+    paths = dict.fromkeys([*(path for path in given if path not in in_torch), *in_torch, *own, *same])
+    registered = [each for each in _registered(rulings) if each.function is function and each.path not in paths]
+    found = [*map(located, paths), *registered]
+    marked = [replace(each, asked=each.path == at or each.function is function) for each in found]
+    return marked or [Located(_path_by_itself(function), None, function, asked=True)]
+
+
+def _registered(rulings: Rulings) -> list[Located]:
+    """Returns the registered functions outside of torch's namespaces."""
+    return [
+        Located(path, known.owner, unwrapped(attribute(known.owner, known.name)))
+        for known in rulings.registered
+        if (path := _path_in(known.owner, known.name)).namespace not in spellings.NAMESPACES
+    ]
+
+
+def _check(rulings: Rulings, target: object, given: str | None) -> None:
+    """Raises if an object is no function; the message names the functions that a module's forward calls."""
+    if isinstance(target, nn.Module):
+        shown, kind = f"a {type(target).__name__}", type(target)
+    elif isinstance(target, type):
+        shown, kind = f"{given or target.__qualname__}, which is a class", target
+    elif callable(target):
+        return
+    else:
+        shown = type(target).__name__ if given is None else repr(given)
+        raise OptionError(
+            f"found {shown}; expected a function, its name or its path, such as torch.softmax, 'softmax' or '@'."
+        )
+    forward = unwrapped(vars(kind).get("forward"))
+    operators = spellings.operators_in(forward).values()
+    called = [*spellings.called_by(forward).values(), *(methods[0] for methods in operators)]
+    inside = ", ".join(map(str, rulings.listed_among(called)))
+    hint = f" Its forward calls {inside}." if inside else ""
+    raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
 
 
 def _opened(target: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -274,24 +214,13 @@ def _method_of(target: Any) -> Located | None:
     return None if method.function is None else method
 
 
-def _with_bypass(found: Subject, function: object) -> Subject:
-    """Marks an object that is a function without amp, although its path leads to amp's wrapper."""
-    if not any(each.function is function and is_wrapper(each.held()) for each in found.spelled):
-        return found
-    told = (
-        "The object itself is the function without amp, bound before amp was set up: its arguments are not cast. "
-        "Functions that it calls inside still follow their own rules."
-    )
-    return replace(found, is_bypass=True, sentences=(*found.sentences, told))
-
-
 def _paths_of(function: object) -> list[Path]:
     """Returns the paths in torch's namespaces that lead to a function."""
     if getattr(function, "__hash__", None) is None:
         return []
     return [
         Path(namespace, name)
-        for namespace in NAMESPACES
+        for namespace in spellings.NAMESPACES
         for name, value in sorted(_attributes(find_owner(namespace)).items(), key=itemgetter(0))
         if unwrapped(value) is function
     ]

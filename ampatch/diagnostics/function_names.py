@@ -5,32 +5,24 @@ Must never patch a function, nor change a session.
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import types
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import resolve_name
 
-from ampatch.cast_lists.paths import PathError, find
-from ampatch.cast_lists.spellings import SYMBOLS
+from ampatch.cast_lists.paths import find_owner, identity
+from ampatch.cast_lists.spellings import NAMESPACES, SYMBOLS
 from ampatch.function_wrapper import unwrapped
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of
 from ampatch.session import Session
 
 #: Where functions are looked for by their own names, in this order.
-_PLACES: tuple[tuple[str, Any], ...] = (
-    ("torch.nn.functional", torch.nn.functional),
-    ("torch", torch),
-    ("torch.Tensor", Tensor),
-    *((f"torch.{name}", getattr(torch, name)) for name in ("linalg", "special", "fft", "sparse", "autograd")),
-)
+_PLACES = ("torch.nn.functional", *NAMESPACES, "torch.autograd")
 
 
 @cache
@@ -41,9 +33,9 @@ def name_of(function: Any) -> str:
     if isinstance(function, (OpOverload, OpOverloadPacket)):
         return f"torch.ops.{function}"
     own = getattr(function, "__name__", None)
-    for path, place in _PLACES:
-        if own is not None and unwrapped(getattr(place, own, None)) is function:
-            return f"{path}.{own}"
+    for place in _PLACES:
+        if own is not None and unwrapped(getattr(find_owner(place), own, None)) is function:
+            return f"{place}.{own}"
     if decoration_of(function) is None and not isinstance(function, types.FunctionType):
         named = resolve_name(function)
         if named is not None:
@@ -54,18 +46,8 @@ def name_of(function: Any) -> str:
 
 # Operators: torch reports `x + y` as `Tensor.add`. The instruction that called it tells them apart.
 
-_OPERATORS = {"COMPARE_OP", "BINARY_OP", "UNARY_NEGATIVE", "UNARY_INVERT", "UNARY_POSITIVE"}
-_NAMES = {
-    **SYMBOLS,
-    "<<": "lshift",
-    ">>": "rshift",
-    "&": "and",
-    "|": "or",
-    "^": "xor",
-    "UNARY_NEGATIVE": "neg",
-    "UNARY_INVERT": "invert",
-    "UNARY_POSITIVE": "pos",
-}
+_UNARY = {"UNARY_NEGATIVE": "neg", "UNARY_INVERT": "invert", "UNARY_POSITIVE": "pos"}
+_BINARY = {**SYMBOLS, "<<": "lshift", ">>": "rshift", "&": "and", "|": "or", "^": "xor"}
 
 
 def operator_called(function: Any, frame: types.FrameType) -> Any:
@@ -93,13 +75,16 @@ _called: dict[tuple[int, int], tuple[types.CodeType, str | None]] = {}
 
 
 def _operator_at(code: types.CodeType, at: int) -> str | None:
-    called = next((each for each in dis.get_instructions(code) if each.offset == at), None)
-    if called is None or called.opname not in _OPERATORS:
-        return None
-    symbol = called.argrepr or called.opname
-    if symbol.endswith("=") and symbol not in _NAMES:
-        return f"__i{_NAMES.get(symbol[:-1], '')}__"
-    return f"__{_NAMES.get(symbol, '')}__"
+    """Returns the method of the operator that an instruction is, such as ``__iadd__``; None for other instructions."""
+    instructions = ((each.opname, each.argrepr) for each in dis.get_instructions(code) if each.offset == at)
+    kind, symbol = next(instructions, ("", ""))
+    if kind not in ("COMPARE_OP", "BINARY_OP"):
+        name = _UNARY.get(kind)
+    elif symbol.endswith("=") and symbol not in _BINARY:
+        name = f"i{_BINARY[symbol[:-1]]}"
+    else:
+        name = _BINARY.get(symbol)
+    return name and f"__{name}__"
 
 
 @cache
@@ -140,17 +125,11 @@ class Rulings:
         """
         if not self._patches:
             return {}
-        ruled: dict[int, str] = {}
         of_session = self._lists.for_half(self.half_dtype)
-        for path, rule in of_session.items():
-            with contextlib.suppress(PathError):  # optional, and not in this torch
-                ruled[id(find(path))] = rule.treatment.value
+        ruled = {id(identity(path)): rule.treatment.value for path, rule in of_session.items()}
         for lists in self._of_parts if of_parts else ():
             own = lists.for_half(self.half_dtype)
-            for path in {**of_session, **own}:
-                if own.get(path) != of_session.get(path):
-                    with contextlib.suppress(PathError):
-                        ruled[id(find(path))] = "by part"
-        for known in self._registered:
-            ruled[id(unwrapped(getattr(known.owner, known.name, None)))] = "registered"
+            differing = (path for path in {**of_session, **own} if own.get(path) != of_session.get(path))
+            ruled |= {id(identity(path)): "by part" for path in differing}
+        ruled |= {id(unwrapped(getattr(known.owner, known.name, None))): "registered" for known in self._registered}
         return {function: ruled[id(function)] for function in functions if id(function) in ruled}

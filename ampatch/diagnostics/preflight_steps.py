@@ -1,7 +1,7 @@
-"""Runs steps of copies of a model, at any opt level, on the same random numbers.
+"""Runs steps of copies of a model, at any opt level, on the same random numbers: is one sound, and what does it cost.
 
-Owns the arguments of ``amp.initialize`` with which they run. Must never touch the user's model, nor
-leave a session.
+Owns the arguments of ``amp.initialize`` with which they run, and the verdict on one run. Must never search for a
+change, touch the user's model, nor leave a session.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import warnings
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,14 +22,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ampatch.cast_lists.lists import Overlay, shipped
-from ampatch.diagnostics.examiner import Examiner
+from ampatch.diagnostics import causes, preflight_report
+from ampatch.diagnostics.examiner import Examiner, origins_of_gradients
 from ampatch.diagnostics.operands import with_types
-from ampatch.diagnostics.preflight_report import call_of
-from ampatch.diagnostics.preflight_subject import Arguments, Subject
-from ampatch.errors import AmpWarning
+from ampatch.diagnostics.overflow_trace import OverflowTrace
+from ampatch.diagnostics.peak_memory import peak_allocated
+from ampatch.diagnostics.preflight_report import FAILS, GRADIENT_BOUND, INACCURATE, OVERFLOWS, STANDS, LevelVerdict
+from ampatch.diagnostics.preflight_subject import Arguments, Subject, noting_warnings, text_of
+from ampatch.diagnostics.watch import Watch
+from ampatch.diagnostics.watched import WatchedOp, has_half
+from ampatch.errors import LossScaleError
 from ampatch.grouping import grouped
 from ampatch.native import calls, kernels
-from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, resolve
+from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, dtype_name, resolve
 from ampatch.patching import adopted_model
 from ampatch.runtime import close_session, open_session
 from ampatch.scaling.loss_scaler import make_policy
@@ -35,7 +42,16 @@ from ampatch.session import Session
 from ampatch.settings import Settings
 
 #: Below this absolute value float16 flushes to zero, or to its least subnormal number.
-FLUSHED_BELOW = 2.0**-24
+_FLUSHED_BELOW = 2.0**-24
+
+#: The least dynamic scale that is tried. A gradient that overflows even with it is beyond 1e7 in float32.
+_LEAST_SCALE = 2.0**-8
+
+_ROUNDS = 3  # of measuring times
+
+#: An argument of ``amp.initialize``, and a value that is added to it: "blacklist" (a part of ``cast_lists``) with the
+#: namespace and the name of a function, "keep_fp32" with the name of a module, or "loss_scale" with a loss scale.
+Part = tuple[str, Any]
 
 
 class RandomInFloat32(TorchDispatchMode):
@@ -69,19 +85,6 @@ class RandomInFloat32(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One part of a change of the arguments of ``amp.initialize``.
-
-    Attributes:
-        argument: "blacklist" (a part of ``cast_lists``), "keep_fp32" or "loss_scale".
-        value: (namespace, name) of a function, the name of a module, or a loss scale.
-    """
-
-    argument: str
-    value: Any
-
-
-@dataclass(frozen=True, slots=True)
 class Setup:
     """The arguments of one call of ``amp.initialize``.
 
@@ -100,22 +103,9 @@ class Setup:
     overlay: Overlay = ()
 
     @property
-    def half_name(self) -> str:
-        """The half type's name."""
-        return str(self.half_dtype).removeprefix("torch.")
-
-    @property
-    def cast_lists(self) -> dict[str, dict[str, list[str]]] | None:
-        """The overlay; None if no function is blacklisted."""
-        blacklist = grouped(self._values("blacklist"))
-        return {"blacklist": blacklist} if blacklist else None
-
-    @property
     def properties(self) -> Properties:
         """The resolved values of the level."""
-        scales: list[LossScale] = self._values("loss_scale")
-        overrides = Overrides(loss_scale=scales[-1] if scales else None)
-        return resolve(self.opt_level, self.half_dtype, overrides)
+        return resolve(self.opt_level, self.half_dtype, Overrides(loss_scale=self._loss_scale()))
 
     def settings(self) -> Settings:
         """Returns the settings of a session.
@@ -123,10 +113,10 @@ class Setup:
         Raises:
             CastListError: the overlay has faults.
         """
-        properties, lists, overlay = self.properties, shipped().overlaid(self.overlay), self.cast_lists
+        properties = self.properties
         return Settings(
             properties,
-            lists if overlay is None else lists.overlaid(overlay),
+            shipped().overlaid(self.overlay).overlaid({"blacklist": self._blacklist()}),
             make_policy(properties.loss_scale, init_scale=self.init_scale),
             keep_fp32=tuple(self._values("keep_fp32")),
             fused_linear=properties.casts_float32_weights,
@@ -139,21 +129,21 @@ class Setup:
 
     def as_call(self) -> str:
         """Returns the call of ``amp.initialize`` as text."""
-        given = []
-        if self.cast_lists is not None:
-            given.append(f"cast_lists={_quoted(self.cast_lists)}")
-        kept = self._values("keep_fp32")
-        if kept:
-            given.append(f"keep_fp32={_quoted(kept)}")
-        given += [f"loss_scale={_quoted(scale)}" for scale in self._values("loss_scale")[-1:]]
-        return call_of(self.opt_level, self.half_name, *given)
+        blacklist, kept, scale = self._blacklist(), self._values("keep_fp32"), self._loss_scale()
+        overlay = {"blacklist": blacklist} if blacklist else None
+        changed = {"cast_lists": overlay, "keep_fp32": kept, "loss_scale": scale}
+        given = (f"{name}={value!r}".replace("'", '"') for name, value in changed.items() if value)
+        return preflight_report.call_of(self.opt_level, dtype_name(self.half_dtype), *given)
+
+    def _blacklist(self) -> dict[str, list[str]]:
+        """Returns the names of the functions in float32, by namespace."""
+        return grouped(self._values("blacklist"))
+
+    def _loss_scale(self) -> LossScale | None:
+        return next(iter(self._values("loss_scale")[::-1]), None)
 
     def _values(self, argument: str) -> list[Any]:
-        return [part.value for part in self.parts if part.argument == argument]
-
-
-def _quoted(value: object) -> str:
-    return repr(value).replace("'", '"')
+        return [value for name, value in self.parts if name == argument]
 
 
 @dataclass(frozen=True)
@@ -169,10 +159,16 @@ class Step:
     gradients: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Tensor) -> Step:
-        """Returns the result of a step whose backward pass has run, without amp."""
-        gradients = {name: dense(each.grad) for name, each in model.named_parameters() if each.grad is not None}
-        return cls(float(loss.detach()), gradients)
+    def of(cls, loss: Tensor, parameters: Iterable[tuple[str, Tensor]]) -> Step:
+        """Returns the result of a step whose backward pass has run; keeps copies, those of half gradients in float32.
+
+        Args:
+            loss: the loss.
+            parameters: the parameters with unscaled gradients, by name.
+        """
+        gradients = {name: each.grad.detach().to_dense() for name, each in parameters if each.grad is not None}
+        wide = {name: torch.promote_types(each.dtype, torch.float32) for name, each in gradients.items()}
+        return cls(float(loss.detach()), {name: each.to(wide[name], copy=True) for name, each in gradients.items()})
 
     @functools.cached_property
     def is_finite(self) -> bool:
@@ -181,18 +177,12 @@ class Step:
 
     def gradient_error(self, other: Step) -> float:
         """Returns |gradients of the other step - these| / |these|, as 2-norms over all parameters."""
-        squares, errors = 0.0, 0.0
-        for name in self.gradients.keys() | other.gradients.keys():
-            mine, theirs = self.gradients.get(name), other.gradients.get(name)
+        squares, errors, zero = 0.0, 0.0, torch.zeros(())
+        for name in {**self.gradients, **other.gradients}:
+            mine, theirs = self.gradients.get(name, zero), other.gradients.get(name, zero)
             squares += _norm(mine) ** 2
-            theirs = None if theirs is None else wide(theirs)
-            difference = mine if theirs is None else theirs if mine is None else theirs - mine
-            errors += _norm(difference) ** 2
+            errors += _norm(theirs - mine) ** 2
         return math.sqrt(relative(errors, squares))
-
-    def loss_error(self, other: Step) -> float:
-        """Returns |the other loss - this one| / |this one|."""
-        return relative(abs(other.loss - self.loss), abs(self.loss))
 
     def flushed(self, scale: float) -> float:
         """Returns the share of the nonzero gradient values that float16 flushes to zero at a loss scale."""
@@ -208,17 +198,10 @@ def relative(difference: float, size: float) -> float:
 
 def flushed_of(gradient: Tensor, scale: float) -> Tensor:
     """Returns which elements are not zero, and float16 flushes to zero at a loss scale."""
-    return (gradient != 0) & (gradient.abs() < FLUSHED_BELOW / scale)
+    return (gradient != 0) & (gradient.abs() < _FLUSHED_BELOW / scale)
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """Returns a tensor in float32; a complex one as it is."""
-    return tensor if tensor.is_complex() else tensor.float()
-
-
-def _norm(tensor: Tensor | None) -> float:
-    if tensor is None or not tensor.numel():
-        return 0.0
+def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor, dtype=torch.complex128 if tensor.is_complex() else torch.float64))
 
 
@@ -245,30 +228,10 @@ class OpenedCopy:
             scaled.backward()
         return loss.detach()
 
-    def whole_step(self, subject: Subject, arguments: Arguments) -> None:
-        """Runs a training step as a user's loop does."""
-        self.step_of(subject, arguments)
-        self.optimizer.step()
-
     def outcome(self, loss: Tensor) -> Step:
         """Returns the loss and the unscaled gradients of the step that ran last."""
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
-        updated = list(self.session.master_params(self.optimizer))
-        gradients = {
-            name: wide(dense(each.grad)) for name, each in zip(names, updated, strict=True) if each.grad is not None
-        }
-        return Step(float(loss), gradients)
-
-    @property
-    def scale(self) -> float:
-        """The loss scale."""
-        return self.session.scaler(0).state.loss_scale
-
-
-def dense(gradient: Tensor) -> Tensor:
-    """Returns a copy of a gradient, dense and without a graph."""
-    gradient = gradient.detach()
-    return gradient.clone() if gradient.layout is torch.strided else gradient.to_dense()
+        return Step.of(loss, zip(names, self.session.master_params(self.optimizer), strict=True))
 
 
 @contextlib.contextmanager
@@ -288,20 +251,168 @@ def opened_copy(subject: Subject, setup: Setup) -> Iterator[OpenedCopy]:
         close_session(session)
 
 
-def text_of(error: BaseException) -> str:
-    """Returns an error's class, message and notes."""
-    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One or more steps with one setup, until one is finite.
+
+    Attributes:
+        setup: the arguments of ``amp.initialize``.
+        level: how the last step went.
+        module: name of the module that overflowed or raised; empty if it is unknown, or the model itself.
+        is_refused: True if amp refused the setup, before any step.
+    """
+
+    setup: Setup
+    level: LevelVerdict
+    module: str = ""
+    is_refused: bool = False
+
+    @property
+    def stands(self) -> bool:
+        """True if the verdict is "stands"."""
+        return self.level.verdict == STANDS
 
 
-@contextlib.contextmanager
-def noting_warnings(notes: list[str]) -> Iterator[None]:
-    """Collects amp's warnings, each once, and shows all others afterwards."""
+def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
+    """Runs a step with a setup; with a dynamic scale again, while only the backward pass overflows.
+
+    Args:
+        subject: the model and its step.
+        reference: the float32 step.
+        setup: the arguments of ``amp.initialize``.
+    """
+    level = LevelVerdict(setup.opt_level, dtype_name(setup.half_dtype), FAILS)
+    notes: list[str] = []
+    opened: OpenedCopy | None = None
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", AmpWarning)
-            yield
-    finally:
-        notes += dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, AmpWarning))
-        for each in caught:
-            if not issubclass(each.category, AmpWarning):
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+        with noting_warnings(notes), opened_copy(subject, setup) as opened:
+            step, scale, trace = until_finite(subject, opened)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
+        level = replace(level, error=text_of(error), notes=tuple(notes))
+        return Trial(setup, level, "" if opened is None else _innermost(error, opened.model), opened is None)
+    flushed = reference.flushed(scale) if setup.half_dtype is torch.float16 else None
+    level = replace(level, verdict=OVERFLOWS, loss_scale=scale, loss=step.loss, underflow=flushed)
+    level = replace(level, trace=trace, notes=tuple(notes))
+    if step.is_finite:
+        lost = reference.gradient_error(step)
+        loss_error = relative(abs(step.loss - reference.loss), abs(reference.loss))
+        verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
+        level = replace(level, verdict=verdict, loss_error=loss_error, gradient_error=lost)
+    return Trial(setup, level, "" if trace is None else trace.module or "")
+
+
+def until_finite(subject: Subject, opened: OpenedCopy) -> tuple[Step, float, OverflowTrace | None]:
+    """Returns the last step, its scale, and the trace that most scales have in common."""
+    dynamic = opened.setup.properties.loss_scale == "dynamic"
+    buffers = [(buffer, buffer.clone()) for buffer in opened.model.buffers()]
+    examiner = opened.setup.examiner(opened.model)
+    traces: dict[Any, list[OverflowTrace]] = {}
+    while True:
+        scale, arguments = opened.session.scaler(0).state.loss_scale, subject.begin_step()
+        with Watch(keep=has_half) as watch, RandomInFloat32():
+            loss = opened.step_of(subject, arguments)
+        step = opened.outcome(loss)
+        trace = None if step.is_finite else examined(watch, examiner, scale)
+        if trace is not None:
+            traces.setdefault((trace.direction, trace.function, trace.module, trace.line), []).append(trace)
+        only_backward = math.isfinite(step.loss) and (trace is None or trace.direction == "backward")
+        if step.is_finite or not (dynamic and only_backward and scale > _LEAST_SCALE):
+            break
+        try:
+            opened.optimizer.step()  # which is skipped
+        except LossScaleError:
+            break
+        opened.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    return step, scale, max(traces.values(), key=len)[0] if traces else None
+
+
+def examined(watch: Watch, examiner: Examiner, loss_scale: float) -> OverflowTrace | None:
+    """Returns where the first inf or NaN of a watched step arose; None if no operator produced one."""
+    found: list[WatchedOp | None] = list(origins_of_gradients(watch).values())
+    if not found:  # the gradients are finite, and the loss is not
+        found += causes.origins(watch.ops).values()
+    return examiner.describe(found, watch.missed_threads, loss_scale) if found else None
+
+
+def _innermost(error: BaseException, model: nn.Module) -> str:
+    """Returns the name of the innermost module whose code raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    running = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(running)), "")
+
+
+def measured(subject: Subject, planned: Sequence[tuple[LevelVerdict, Setup | None]]) -> list[LevelVerdict]:
+    """Returns verdicts with time and memory of a step: forward pass, loss, backward pass, and the step of SGD.
+
+    Goes through all setups three times, so that noise of the machine hits all alike. Each time a step to warm up comes
+    first. A verdict whose setup is None gets no numbers.
+    """
+    verdicts = [verdict for verdict, _ in planned]
+    waiting = {place: setup for place, (_, setup) in enumerate(planned) if setup is not None}
+    seconds: dict[int, list[float]] = {place: [] for place in waiting}
+    for last in [False] * _ROUNDS + [True]:
+        for place, setup in list(waiting.items()):
+            try:
+                with noting_warnings([]):  # those of amp are in the verdict's notes
+                    if last:
+                        verdicts[place] = replace(verdicts[place], peak_bytes=_peak_bytes(subject, setup))
+                    else:
+                        seconds[place].append(_seconds(subject, setup))
+            except Exception as error:  # noqa: BLE001 - a report without a number is better than none
+                notes = *verdicts[place].notes, f"not measured further: {text_of(error)}"
+                verdicts[place] = replace(verdicts[place], notes=notes)
+                del waiting[place]
+    for place, times in seconds.items():
+        if times:
+            verdicts[place] = replace(verdicts[place], milliseconds=statistics.median(times) * 1e3)
+    return verdicts
+
+
+def _seconds(subject: Subject, setup: Setup) -> float:
+    """Returns the time of a step, after one to warm up."""
+    gpus = {each.device for each in subject.model.parameters() if each.is_cuda}
+
+    def now() -> float:
+        for device in gpus:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    with opened_copy(subject, setup) as opened:
+        step = _warmed_up(opened, subject)
+        begun = now()
+        step()
+        return now() - begun
+
+
+def _warmed_up(opened: OpenedCopy, subject: Subject) -> Callable[[], None]:
+    """Runs a training step of a copy, and returns a function that runs another one, on the same random numbers."""
+
+    def step(arguments: Arguments) -> None:
+        opened.step_of(subject, arguments)
+        opened.optimizer.step()
+
+    step(subject.begin_step())
+    opened.optimizer.zero_grad(set_to_none=True)
+    return functools.partial(step, subject.begin_step())
+
+
+def _peak_bytes(subject: Subject, setup: Setup) -> int:
+    """Returns the peak memory of a step, with the weights of the copy, and without the user's own model."""
+    gpu = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
+    before = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
+    with contextlib.ExitStack() as stack:
+
+        def prepare() -> Callable[[], None]:
+            return _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject)
+
+        if gpu is None:
+            return peak_allocated(prepare)
+        step = prepare()
+        torch.cuda.reset_peak_memory_stats(gpu)
+        step()
+        return torch.cuda.max_memory_allocated(gpu) - before

@@ -11,51 +11,40 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map
 
 from ampatch.distributed import is_sharded
-from ampatch.errors import AmpError, OptionError, UsageError
+from ampatch.errors import AmpError, AmpWarning, OptionError, UsageError
+from ampatch.opt_levels import dtype_name
 from ampatch.runtime import runtime
 
 #: Positional arguments and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
 class Subject:
-    """The user's model, with what a step of it needs.
+    """The user's model, with what a step of it needs: inputs, loss and random numbers.
 
-    Attributes:
+    Args:
         model: the user's; only copies of it run.
-        args: positional arguments of its forward.
-        kwargs: keyword arguments.
+        inputs: a tensor, positional arguments, or keyword arguments.
         loss_fn: returns the loss for the model's output.
+
+    Raises:
+        OptionError: the model cannot be trained in float32 here, or the inputs are no arguments.
     """
 
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss_fn: Callable[[Any], Any]
-
-    @classmethod
-    def of(cls, model: nn.Module, inputs: object, loss_fn: Callable[[Any], Any]) -> Subject:
-        """Returns the subject, after checks.
-
-        Args:
-            model: the user's.
-            inputs: a tensor, positional arguments, or keyword arguments.
-            loss_fn: returns the loss for the model's output.
-
-        Raises:
-            OptionError: the model cannot be trained in float32 here, or the inputs are no arguments.
-        """
-        args, kwargs = _arguments(inputs)
-        return cls(_checked(model), args, kwargs, loss_fn)
+    def __init__(self, model: nn.Module, inputs: object, loss_fn: Callable[[Any], Any]) -> None:
+        self._given = _arguments(inputs)
+        _check(model)
+        self.model = model
+        self._loss_fn = loss_fn
+        self._random = RandomState()
 
     def copied(self) -> nn.Module:
         """Returns a deep copy of the model without gradients.
@@ -78,9 +67,11 @@ class Subject:
         model.zero_grad(set_to_none=True)
         return model
 
-    def arguments(self) -> Arguments:
-        """Returns copies of the inputs, since a forward pass may write to them."""
-        return _copied(self.args), _copied(self.kwargs)
+    def begin_step(self) -> Arguments:
+        """Restores the random numbers, and returns copies of the inputs, since a forward pass may write to them."""
+        copied: Arguments = tree_map(_copied, self._given)
+        self._random.restore()
+        return copied
 
     def loss_of(self, model: nn.Module, arguments: Arguments) -> Tensor:
         """Runs the forward pass of a copy, and returns its loss.
@@ -103,7 +94,7 @@ class Subject:
             "model that returns a dict."
         )
         with noting(note, (TypeError,)):
-            loss = self.loss_fn(output)
+            loss = self._loss_fn(output)
         if not isinstance(loss, Tensor):
             raise OptionError(
                 f"loss_fn returned {type(loss).__name__!r}; expected a scalar tensor. For a model that returns its "
@@ -111,7 +102,7 @@ class Subject:
             )
         if loss.numel() != 1 or not loss.is_floating_point():
             raise OptionError(
-                f"loss_fn returned a {str(loss.dtype).removeprefix('torch.')} tensor of shape {tuple(loss.shape)}; "
+                f"loss_fn returned a {dtype_name(loss.dtype)} tensor of shape {tuple(loss.shape)}; "
                 "expected a floating-point scalar, such as the mean over the batch."
             )
         if not loss.requires_grad:
@@ -122,8 +113,8 @@ class Subject:
         return loss
 
 
-def _arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, torch.Tensor):
+def _arguments(inputs: object) -> Arguments:
+    if isinstance(inputs, Tensor):
         return (inputs,), {}
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
@@ -138,38 +129,29 @@ def _arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _checked(model: nn.Module) -> nn.Module:
-    trainable = False
+def _check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise OptionError(f"the model's {name!r} has no shape yet. Run one batch through the model first.")
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
             cure = "amp.deinitialize()" if runtime.live is not None else "model.float()"
             raise OptionError(
-                f"the model's {name!r} is {str(parameter.dtype).removeprefix('torch.')}; expected float32, with which "
+                f"the model's {name!r} is {dtype_name(parameter.dtype)}; expected float32, with which "
                 f"every level is compared. Type {cure} first."
             )
         if parameter.device.type not in ("cpu", "cuda"):
             raise OptionError(
                 f"the model's {name!r} is on {parameter.device.type!r}; expected the CPU or a GPU (cuda)."
             )
-        trainable |= parameter.requires_grad
-    if not trainable:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise OptionError("the model has no parameter that requires a gradient; expected one to train.")
     if is_sharded(model.parameters()):
         raise OptionError("the model's parameters are sharded over ranks. Pass the model before you shard it.")
-    return model
 
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_copied, value))
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
     try:
         return copy.deepcopy(value)
     except (RuntimeError, TypeError):  # such as a tensor with a graph inside of it, or an open file
@@ -197,7 +179,7 @@ class RandomState:
 
 
 @contextlib.contextmanager
-def undisturbed(caller: str) -> Iterator[RandomState]:
+def undisturbed(caller: str) -> Iterator[None]:
     """Runs a block with gradients on, autocast off and nothing compiled; then random numbers go on as without it.
 
     Args:
@@ -210,9 +192,8 @@ def undisturbed(caller: str) -> Iterator[RandomState]:
         raise UsageError(
             f"{caller} sets amp up for copies of the model, and amp is set up already. Type amp.deinitialize() first."
         )
-    state = RandomState()
     with contextlib.ExitStack() as stack:
-        stack.callback(state.restore)
+        stack.callback(RandomState().restore)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         for device_type in ("cpu", "cuda"):
@@ -223,7 +204,7 @@ def undisturbed(caller: str) -> Iterator[RandomState]:
             stack.enter_context(warnings.catch_warnings())
             # Of global hooks, which compiled code might not call; but none runs.
             warnings.filterwarnings("ignore", message="Using `torch.compile")
-        yield state
+        yield
 
 
 @contextlib.contextmanager
@@ -236,3 +217,22 @@ def noting(note: str, kinds: tuple[type[BaseException], ...] = (Exception, Syste
     except kinds as error:
         error.add_note(note)
         raise
+
+
+def text_of(error: BaseException) -> str:
+    """Returns an error's class, message and notes."""
+    return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
+
+
+@contextlib.contextmanager
+def noting_warnings(notes: list[str]) -> Iterator[None]:
+    """Collects amp's warnings, each once, and shows all others afterwards."""
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", AmpWarning)
+            yield
+    finally:
+        notes += dict.fromkeys(str(each.message) for each in caught if issubclass(each.category, AmpWarning))
+        for each in caught:
+            if not issubclass(each.category, AmpWarning):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _device
 
 from ampatch.cast_lists.lists import CastLists
-from ampatch.diagnostics.preflight_steps import noting_warnings
-from ampatch.diagnostics.preflight_subject import RandomState
+from ampatch.diagnostics.preflight_subject import RandomState, noting_warnings
 from ampatch.diagnostics.tuning_budget import Budget, Progress
 from ampatch.diagnostics.tuning_functions import Observed, TrainingRecorder, blacklist
 from ampatch.diagnostics.tuning_journal import Journal, Run
