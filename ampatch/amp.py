@@ -919,11 +919,17 @@ def tune(
         Exception: what ``train`` or ``evaluate`` raises in float32, with a note that says so.
     """
     from ampatch.diagnostics import tuning
-    from ampatch.diagnostics.tuning_budget import Budget
-    from ampatch.diagnostics.tuning_trials import Training
+    from ampatch.diagnostics.tuning_trainings import Training
 
-    tuning.checked_function("train", train, "trains a new model with a dict of options, and returns it")
-    tuning.checked_function("evaluate", evaluate, "returns the metric of a model")
+    if not callable(train):
+        raise OptionError(
+            f"train is {type(train).__name__!r}; expected a function that trains a new model with a dict of options, "
+            "and returns it."
+        )
+    if not callable(evaluate):
+        raise OptionError(
+            f"evaluate is {type(evaluate).__name__!r}; expected a function that returns the metric of a model."
+        )
     if not isinstance(higher_is_better, bool):
         raise OptionError(
             f"higher_is_better is {higher_is_better!r}; expected True, as for an accuracy, or False, as for a loss."
@@ -933,23 +939,15 @@ def tune(
     properties = opt_levels.resolve(opt_level, half or level.half_dtype or torch.float16, opt_levels.Overrides())
     if not properties.patch_torch_functions:
         raise OptionError(f"opt_level is {opt_level!r}, which casts no functions by lists; expected 'O1' or 'O4'.")
+    options = {"opt_level": opt_level, **({} if half is None else {"half_dtype": opt_levels.dtype_name(half)})}
     several = isinstance(cast_lists, Sequence) and not isinstance(cast_lists, (str, bytes, os.PathLike))
-    overlays: tuple[Any, ...] = () if cast_lists is None else (cast_lists,)
-    if several:
-        overlays = tuple(cast_lists)  # type: ignore[arg-type]
+    overlays: Any = cast_lists if several else () if cast_lists is None else (cast_lists,)
+    lists = shipped().overlaid(overlays)
     return tuning.tune(
-        Training(
-            train,
-            evaluate,
-            opt_level,
-            None if half is None else str(half).removeprefix("torch."),
-            overlays,
-            shipped().overlaid(overlays),
-            higher_is_better,
-        ),
-        tolerance=tuning.Tolerance.of(tolerance),
-        budget=Budget.of(budget),
-        seeds=tuning.checked_seeds(seeds),
+        Training(train, evaluate, options, tuple(overlays), lists, tuning.checked_seeds(seeds)),
+        tolerance=tolerance,
+        higher_is_better=higher_is_better,
+        budget=budget,
         journal=journal,
         progress=as_flag("progress", progress),
     )

@@ -14,6 +14,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from ampatch.casting import cast_observers
 from ampatch.cli import main as cli
 from ampatch.diagnostics import tuning_search
 from ampatch.diagnostics.tuning_functions import TrainingRecorder
-from ampatch.diagnostics.tuning_journal import fingerprint
+from ampatch.diagnostics.tuning_trainings import fingerprint
 from ampatch.errors import AmpWarning, CastListError, OptionError, UsageError
 from ampatch.runtime import runtime
 
@@ -822,7 +823,7 @@ def test_flops_by_function_add_up_to_torchs_own_count() -> None:
         == observed.all_flops
     )
     assert "torch.Tensor.relu" not in by_path  # which the half type holds exactly
-    assert observed == type(observed).from_dict(json.loads(json.dumps(observed.to_dict())))
+    assert observed == type(observed).from_dict(json.loads(json.dumps(asdict(observed))))
 
 
 def test_attention_on_the_cpu_is_counted() -> None:

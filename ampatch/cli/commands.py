@@ -428,7 +428,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def _tune(arguments: argparse.Namespace) -> int:
     from ampatch import amp
-    from ampatch.diagnostics.tuning_trials import is_users
+    from ampatch.diagnostics.tuning_trainings import is_users
 
     out, target = _file_of_tuning(arguments), arguments.target
     with _searching_here():  # while it runs too: the training may import what it needs late

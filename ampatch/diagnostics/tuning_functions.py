@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C import _current_autograd_node
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from ampatch.cast_lists.coverage import reason_of
 from ampatch.cast_lists.lists import CastLists
@@ -96,25 +95,14 @@ class Observed:
     notes: tuple[str, ...] = ()
     is_disturbed: bool = False
 
-    @property
-    def share(self) -> float | None:
-        """The share of the FLOPs in half; None if no FLOPs were counted."""
-        return self.half_flops / self.all_flops if self.all_flops else None
-
-    def share_without(self, kept: frozenset[str]) -> float | None:
-        """Returns the share in half that is left once some functions run in float32."""
-        if not self.all_flops:
-            return None
+    def share(self, kept: frozenset[str] = frozenset()) -> float | None:
+        """Returns the share of the FLOPs in half once some functions run in float32; None if no FLOPs were counted."""
         lost = sum(each.half_flops for each in self.functions if each.path in kept)
-        return (self.half_flops - lost) / self.all_flops
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return asdict(self)
+        return (self.half_flops - lost) / self.all_flops if self.all_flops else None
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Observed:
-        """Returns what `to_dict` has made plain data of."""
+        """Returns what `dataclasses.asdict` has made plain data of."""
         functions = tuple(SeenFunction(**each) for each in data["functions"])
         return cls(functions, data["half_flops"], data["all_flops"], tuple(data["notes"]), data["is_disturbed"])
 
@@ -186,12 +174,9 @@ class TrainingRecorder(CallRecorder):
 
     def _held_by_parts(self, name: str) -> Iterator[str]:
         """Yields a sentence for each part of a model whose own rules a search cannot change to float32."""
-        if self._rulings is None or not self._lists.modules:
+        lists = self._blacklisting(name)
+        if lists is None or self._rulings is None:
             return
-        try:
-            lists = self._lists.overlaid(blacklist([name]))
-        except CastListError:
-            return  # such as a property, which is no function
         path = Path(*name.rpartition(".")[::2])
         for entry in lists.modules:
             rule = None if entry.is_float32 else lists.of_module(entry).for_half(self._rulings.half_dtype).get(path)
@@ -212,11 +197,14 @@ class TrainingRecorder(CallRecorder):
             return ""
         if _writes_in_place(last):
             return "a blacklisted in-place function raises on half tensors"
+        return "" if self._blacklisting(name) is None else None
+
+    def _blacklisting(self, name: str) -> CastLists | None:
+        """Returns the lists with a function on the blacklist; None if none can be there, such as a property."""
         try:
-            self._lists.overlaid(blacklist([name]))
+            return self._lists.overlaid(blacklist([name]))
         except CastListError:
-            return ""  # such as a property, which is no function
-        return None
+            return None
 
 
 def blacklist(paths: Any) -> dict[str, dict[str, list[str]]]:
@@ -239,17 +227,8 @@ def _writes_in_place(name: str) -> bool:
 @cache
 def _formulas() -> dict[Any, Callable[..., Any]]:
     """Returns torch's formulas for FLOPs, with those of attention on the CPU, which torch leaves out."""
-    aten = torch.ops.aten
-    return {
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        **flop_registry,
+    aten, flash = torch.ops.aten, "_scaled_dot_product_flash_attention"
+    on_cpu = {
+        getattr(aten, f"{flash}_for_cpu{end}"): flop_registry[getattr(aten, flash + end)] for end in ("", "_backward")
     }
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+    return {**on_cpu, **flop_registry}
