@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ampatch.diagnostics import report_file
@@ -73,7 +73,7 @@ def _numbers_of(report: Mapping[str, Any], path: object) -> dict[_Key, float]:
         OptionError: a field is missing, or holds something else than `Report.to_dict` writes.
     """
     try:
-        numbers = {key: float(value) for key, value in _numbers(report)}
+        numbers = {(quantity, tuple(of.items())): float(value) for quantity, of, value in _numbers(report)}
         _ = [report[section] and dict(report[section]) for section in ("about", "settings")]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise OptionError(
@@ -83,56 +83,48 @@ def _numbers_of(report: Mapping[str, Any], path: object) -> dict[_Key, float]:
     return numbers
 
 
-def _numbers(report: Mapping[str, Any]) -> Iterator[tuple[_Key, Any]]:
+#: What a number counts, the fields of `ComparedRow` that say of what, and the number.
+_Numbers = Iterator[tuple[str, dict[str, Any], Any]]
+
+
+def _numbers(report: Mapping[str, Any]) -> _Numbers:
     """Yields the numbers of a report that do not depend on the machine: no times."""
-    for section, owner, quantities in _SECTIONS:
-        for entry in report[section]:
-            of = tuple((name, entry[key]) for name, key in owner.items())
-            yield from (((quantity, of), value) for quantity, value in quantities(entry))
-    underflow = report["underflow"]
+    for each in report["functions"]:
+        for name in ("calls", "casts", "cast_bytes", "cache_hits", "cache_hit_bytes", "undone"):
+            yield _words(name), {"function": each["name"]}, each[name]
+        for types in each["types"]:
+            types_in_words = f"{', '.join(types['in'])} -> {', '.join(types['out'])}"
+            yield f"calls with {types_in_words}", {"function": each["name"]}, types["calls"]
+    for each in report["lines"]:
+        for name in ("casts", "cast_bytes"):
+            yield f"{_words(name)} of a line", {key: each[key] for key in ("file", "line", "source")}, each[name]
+    for each in report["modules"]:
+        for name in ("operators", "activation_bytes", "weight_bytes"):
+            for kind, value in each[name].items():
+                yield f"{_words(name)} in {kind}", {"module": each["name"]}, value
+    yield from _numbers_of_steps(report["steps"])
+    yield from _numbers_of_underflow(report["underflow"])
+
+
+def _numbers_of_steps(steps: Iterable[Mapping[str, Any]]) -> _Numbers:
+    for step in steps:
+        of_loss = f" of loss {step['loss_id']}" if step["loss_id"] else ""
+        for name in ("scale", "overflow", "skipped", "gradient_norm"):
+            if step[name] is not None:
+                yield _words(name) + of_loss, {"step": step["step"]}, step[name]
+
+
+def _numbers_of_underflow(underflow: Mapping[str, Any] | None) -> _Numbers:
     if underflow is not None:
         for name in ("lost", "best_scale"):
-            yield (f"underflow: {name.replace('_', ' ')}", ()), underflow[name]
+            yield f"underflow: {_words(name)}", {}, underflow[name]
         for parameter in underflow["parameters"]:
             for name in ("zero", "subnormal"):
-                yield (f"gradient: {name} share", (("parameter", parameter["name"]),)), parameter[name]
+                yield f"gradient: {name} share", {"parameter": parameter["name"]}, parameter[name]
 
 
-_Quantities = Iterator[tuple[str, float]]
-
-
-def _of_function(function: Mapping[str, Any]) -> _Quantities:
-    for name in ("calls", "casts", "cast_bytes", "cache_hits", "cache_hit_bytes", "undone"):
-        yield name.replace("_", " "), function[name]
-    for types in function["types"]:
-        yield f"calls with {', '.join(types['in'])} -> {', '.join(types['out'])}", types["calls"]
-
-
-def _of_line(line: Mapping[str, Any]) -> _Quantities:
-    for name in ("casts", "cast_bytes"):
-        yield f"{name.replace('_', ' ')} of a line", line[name]
-
-
-def _of_module(module: Mapping[str, Any]) -> _Quantities:
-    for name in ("operators", "activation_bytes", "weight_bytes"):
-        for kind, value in module[name].items():
-            yield f"{name.replace('_', ' ')} in {kind}", value
-
-
-def _of_step(step: Mapping[str, Any]) -> _Quantities:
-    of_loss = f" of loss {step['loss_id']}" if step["loss_id"] else ""
-    for name in ("scale", "overflow", "skipped", "gradient_norm"):
-        if step[name] is not None:
-            yield name.replace("_", " ") + of_loss, float(step[name])
-
-
-#: The sections of a report: what a number of it belongs to, as fields of `ComparedRow`, and the numbers of an entry.
-_SECTIONS: tuple[tuple[str, dict[str, str], Callable[[Mapping[str, Any]], _Quantities]], ...] = (
-    ("functions", {"function": "name"}, _of_function),
-    ("lines", {"file": "file", "line": "line", "source": "source"}, _of_line),
-    ("modules", {"module": "name"}, _of_module),
-    ("steps", {"step": "step"}, _of_step),
-)
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _row(number: int, key: _Key, values: list[float | None], whole: float) -> ComparedRow:
