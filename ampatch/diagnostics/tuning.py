@@ -114,7 +114,6 @@ class _Search:
         self._baseline = TunedTrial((), (), math.nan, 0.0, 0.0, CANNOT_TELL)
         self._judged: dict[Kept, TunedTrial] = {}
         self._observed = Observed((), 0, 0)  # what the lists as they are call in half, with functions seen later
-        self._half_dtype = ""
         self._notes: list[str] = []
 
     def run(self) -> Tuning:
@@ -131,7 +130,6 @@ class _Search:
         self._run_baseline()
         self._tolerance = _in_unit(self._given_tolerance, self._baseline.mean)
         self._note_noise()
-        self._expect(11)
         first = self._trial(_NOTHING, "the lists as they are")
         self._look(_NOTHING)
         if first.verdict != FAILS:
@@ -142,9 +140,8 @@ class _Search:
         groups = self._groups()
         self._expect(2 * len(groups) + 8)
         kept = accumulated(groups, self._effect, self._passes, everything)
-        light_first = self._in_order(kept)
-        self._expect(2 * len(light_first))
-        kept = minimal(self._passes, light_first)
+        self._expect(2 * len(kept))
+        kept = minimal(self._passes, self._in_order(kept))
         while True:
             self._expect(len(kept) + 1)
             kept = restored(self._passes, kept, self._in_order(kept)[::-1])
@@ -233,6 +230,7 @@ class _Search:
 
     def _result(self, kept: Kept | None, complete: bool) -> Tuning:
         training, judged = self._training, self._judged
+        first = self._runs.find(_NOTHING, training.seeds[0], watched=False)
         # The verdict on no list at all is that of the trial after which the search gave up.
         verdicts = [trial.verdict for trial in judged.values()] or [CANNOT_TELL]
         moved = kept or _NOTHING
@@ -252,7 +250,7 @@ class _Search:
             complete,
             tuple(sorted(moved)),
             training.options["opt_level"],
-            self._half_dtype,
+            "" if first is None else first.half_dtype,
             self._higher_is_better,
             self._tolerance,
             training.seeds,
@@ -282,15 +280,14 @@ class _Search:
         Raises:
             OptionError: a metric is not finite.
         """
-        runs = []
+        runs: list[Run] = []
         for seed in self._training.seeds:
-            run = self._run(None, seed, "float32")
-            if run.failed:
+            runs.append(self._run(None, seed, "float32"))
+            if runs[-1].failed:
                 raise OptionError(
-                    f"the metric is {run.metric} in float32 with seed {seed}, so that there is nothing to compare "
+                    f"the metric is {runs[-1].metric} in float32 with seed {seed}, so that there is nothing to compare "
                     "with. Expected a finite number: mend the training or evaluate first."
                 )
-            runs.append(run)
         self._baseline = _trial_of(_NOTHING, runs, 0.0, _deviation([run.metric for run in runs]), PASSES)
 
     def _trial(self, kept: Kept, what: str) -> TunedTrial:
@@ -309,7 +306,6 @@ class _Search:
                 runs.append(self._run(kept, seed, what, watched=not (kept or runs)))
                 if runs[-1].failed or (kept and self._is_hopeless(runs)):
                     break
-            self._half_dtype = self._half_dtype or runs[0].half_dtype
             self._judged[kept] = self._judge(kept, runs)
         return self._judged[kept]
 

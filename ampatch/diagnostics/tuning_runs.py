@@ -73,16 +73,9 @@ class Run:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Run:
         """Returns a run of a journal."""
-        kept, observed = data["float32"], data["observed"]
-        return cls(
-            None if kept is None else frozenset(kept),
-            int(data["seed"]),
-            float(data["metric"]),
-            float(data["seconds"]),
-            data["error"],
-            data["half_dtype"],
-            None if observed is None else Observed.from_dict(observed),
-        )
+        kept = None if data["float32"] is None else frozenset(data["float32"])
+        observed = None if data["observed"] is None else Observed.from_dict(data["observed"])
+        return cls(**{**data, "float32": kept, "metric": float(data["metric"]), "observed": observed})
 
 
 class Runs:

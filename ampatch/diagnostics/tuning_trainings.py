@@ -210,10 +210,8 @@ class Training:
         if not opened:
             raise OptionError(f"train did not call amp.initialize, so that no cast list has an effect. {typed}")
         for settings in (session.settings for session in opened):
-            used = {
-                "opt_level": settings.properties.opt_level,
-                "half_dtype": dtype_name(settings.properties.half_dtype),
-            }
+            half_name = dtype_name(settings.properties.half_dtype)
+            used = {"opt_level": settings.properties.opt_level, "half_dtype": half_name}
             for name, expected in self._options_for(kept).items():
                 if used.get(name, expected) != expected:
                     raise OptionError(
