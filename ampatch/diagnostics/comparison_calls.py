@@ -55,9 +55,9 @@ class Call:
 
     @property
     def function(self) -> tuple[Hashable, ...]:
-        """What two steps have in common for calls of one function in one module from one line."""
+        """What two steps have in common for calls of one function, or its casts, in one module from one line."""
         named = self.named
-        return self.op.direction, named.module, named.function, named.file, named.line
+        return self.op.direction, named.module, named.function, named.file, named.line, self.is_cast
 
     @property
     def is_cast(self) -> bool:
@@ -112,9 +112,9 @@ def matched(a: Sequence[Call], b: Sequence[Call]) -> list[Pair]:
     Returns:
         All calls of both steps, in the order of b. A call of a without a counterpart follows the pair before it.
     """
-    casts_a, casts_b = ([call for call in calls if call.is_cast] for calls in (a, b))
-    pairs = list(_aligned(casts_a, casts_b, attrgetter("function")))
-    others = ([call for call in calls if not (call.is_cast or call.is_sum)] for calls in (a, b))
+    pairs: list[Pair] = []
+    # Sums have counterparts in another order.
+    others = ([call for call in calls if not call.is_sum] for calls in (a, b))
     for of_a, of_b in _grouped(others, attrgetter("function")):
         if {call.named.operator for call in of_a} == {call.named.operator for call in of_b}:
             pairs += _in_step(of_a, of_b, lambda call: (call.named.operator, *_shapes(call)))
@@ -138,8 +138,9 @@ def _sums(a: Sequence[Call], b: Sequence[Call], pairs: Sequence[Pair]) -> Iterat
             terms[id(op)] = frozenset().union(*written)
         else:
             terms[id(op)] = frozenset({numbers.get(id(op), -1 - id(op))})
-    sums_a, sums_b = ([call for call in calls if call.is_sum] for calls in (a, b))
-    yield from _aligned(sums_a, sums_b, lambda call: terms[id(call.op)])
+    sums = ([call for call in calls if call.is_sum] for calls in (a, b))
+    for of_a, of_b in _grouped(sums, lambda call: terms[id(call.op)]):
+        yield from _in_step(of_a, of_b, _shapes)
 
 
 def _shapes(call: Call) -> tuple[Hashable, ...]:
@@ -152,12 +153,6 @@ def _grouped(
     """Yields the calls of both sides with the same key."""
     of_a, of_b = (grouped((key(call), call) for call in calls) for calls in sides)
     yield from ((of_a.get(each, []), of_b.get(each, [])) for each in {**of_a, **of_b})
-
-
-def _aligned(a: Sequence[Call], b: Sequence[Call], key: Callable[[Call], Hashable]) -> Iterator[Pair]:
-    """Yields pairs with the same key and shapes, in the same order within each key."""
-    for of_a, of_b in _grouped((a, b), key):
-        yield from _in_step(of_a, of_b, _shapes)
 
 
 def _in_step(a: Sequence[Call], b: Sequence[Call], signature: Callable[[Call], Hashable]) -> Iterator[Pair]:
