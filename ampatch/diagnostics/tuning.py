@@ -132,6 +132,11 @@ class _Search:
         self._note_noise()
         first = self._trial(_NOTHING, "the lists as they are")
         self._look(_NOTHING)
+        if not (self._observed.functions or self._observed.half_flops) and first.worse < math.inf:
+            raise OptionError(
+                "no function that train called got half tensors, so that there is nothing to tune. Call "
+                "amp.initialize before the training, and leave amp.disable_casts out."
+            )
         if first.verdict != FAILS:
             return _NOTHING if first.passes else None
         everything = self._everything()
@@ -146,7 +151,7 @@ class _Search:
             self._expect(len(kept) + 1)
             kept = restored(self._passes, kept, self._in_order(kept)[::-1])
             best = self._best()
-            if best is None or best == kept or self._value(best) <= self._value(kept):
+            if best is None or self._value(best) <= self._value(kept):
                 return kept
             kept = best
 
@@ -165,21 +170,12 @@ class _Search:
         return None
 
     def _look(self, kept: Kept) -> None:
-        """Watches a training, and adds the functions that it calls."""
+        """Watches a training, and adds the functions that it calls; all else counts with the lists as they are only."""
         observed = self._run(kept, self._training.seeds[0], "watched again", watched=True).observed
-        if observed is None:
-            return
-        if not kept:
-            if not observed.functions and not observed.half_flops and not self._judged[kept].error:
-                raise OptionError(
-                    "no function that train called got half tensors, so that there is nothing to tune. Call "
-                    "amp.initialize before the training, and leave amp.disable_casts out."
-                )
-            self._observed = observed
-            self._notes += observed.notes
-        by_path = {each.path: each for each in (*observed.functions, *self._observed.functions)}
-        functions = sorted(by_path.values(), key=lambda each: (each.half_flops, each.path))
-        self._observed = replace(self._observed, functions=tuple(functions))
+        if observed is not None:
+            by_path = {each.path: each for each in (*observed.functions, *self._observed.functions)}
+            functions = sorted(by_path.values(), key=lambda each: (each.half_flops, each.path))
+            self._observed = replace(self._observed if kept else observed, functions=tuple(functions))
 
     def _in_order(self, kept: Kept) -> list[str]:
         """Returns functions in the order of their FLOPs in half, the fewest first."""
@@ -263,7 +259,7 @@ class _Search:
             len(self._runs.seconds),
             self._runs.resumed,
             sum(self._runs.seconds, 0.0),
-            tuple(dict.fromkeys([*self._notes, *warned])),
+            tuple(dict.fromkeys([*self._notes, *self._observed.notes, *warned])),
             {
                 "date": datetime.datetime.now().astimezone().date().isoformat(),
                 "ampatch": __version__,

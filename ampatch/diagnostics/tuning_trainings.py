@@ -7,7 +7,6 @@ choose which functions to try, nor judge a metric.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import hashlib
 import inspect
@@ -250,7 +249,7 @@ def _number(value: Any) -> float:
 
 def fingerprint(function: Any) -> str:
     """Returns a short text that changes with a function's name and source; functions that it calls do not count."""
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     code = function if inspect.isroutine(function) else type(function)
     try:
