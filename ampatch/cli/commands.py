@@ -396,14 +396,10 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tolerance", metavar="NUMBER | N%", help="how much worse the metric may be")
     better = parser.add_mutually_exclusive_group()
-    for flag, value, what in (("higher", True, "an accuracy"), ("lower", False, "a loss")):
-        better.add_argument(
-            f"--{flag}-is-better",
-            dest="higher_is_better",
-            action="store_const",
-            const=value,
-            help=f"the metric is such as {what}",
-        )
+    better.add_argument("--higher-is-better", action="store_true", help="the metric is such as an accuracy")
+    better.add_argument(
+        "--lower-is-better", dest="higher_is_better", action="store_false", help="the metric is such as a loss"
+    )
     parser.add_argument("--budget", metavar="TIME | RUNS", help="'2h', '90 min' or '20 runs' (default: no limit)")
     parser.add_argument("--seeds", type=_seeds, metavar="N | LIST", help="a number of seeds, or seeds such as 0,1,2")
     parser.add_argument("--opt-level", metavar="LEVEL", help="O1 (default) or O4")
@@ -423,7 +419,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         help="where finished runs are kept; a later call goes on from there (default: as --out, ending in .tune.json)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=_tune)
+    parser.set_defaults(run=_tune, higher_is_better=None)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
