@@ -135,6 +135,14 @@ def forget_replaced() -> None:
         replaced.end()
 
 
+def turn_off() -> None:
+    """Undoes everything, as `amp.deinitialize` describes."""
+    runtime.disabled = False
+    forget_replaced()
+    if runtime.live is not None:
+        close_session(runtime.live)
+
+
 def register(registration: Registration) -> None:
     """Registers a function for later sessions; replaces an earlier registration of the same function."""
     same = (registration.owner, registration.name)

@@ -29,11 +29,9 @@ from ampatch.opt_levels import HALVES
 from ampatch.patching.fused_linear import LINEAR, NODE
 
 #: Reasons of ``lists/reviewed.yaml`` for which a function does the same in half as in float32, or is no arithmetic.
-_HARMLESS = frozenset(
-    {
-        *("compares", "exact", "views", "makes", "converts", "fixed_type", "integers", "reads", "bookkeeping"),
-        *("removed", "symbols", "settings", "quantized", "draws"),
-    }
+_HARMLESS = (
+    *("compares", "exact", "views", "makes", "converts", "fixed_type", "integers", "reads", "bookkeeping"),
+    *("removed", "symbols", "settings", "quantized", "draws"),
 )
 #: Rules that a cast list cannot change.
 _FIXED = {
@@ -50,13 +48,11 @@ class SeenFunction:
     Attributes:
         path: its path, as in cast lists.
         rule: the list that it is in; None if it is in none.
-        calls: number of calls.
         half_flops: its FLOPs in half, forward and backward.
     """
 
     path: str
     rule: str | None
-    calls: int
     half_flops: int
 
     @property
@@ -163,8 +159,7 @@ class TrainingRecorder(CallRecorder):
             if reason:
                 notes.append(f"{path} stays as it is: {reason}.")
             elif reason is None:
-                calls = sum(row.numbers.calls for row in of_function)
-                functions.append(SeenFunction(path, rule, calls, self._flops[function, True]))
+                functions.append(SeenFunction(path, rule, self._flops[function, True]))
         uncounted = [each.path for each in functions if each.group == "recurrent layers" and not each.half_flops]
         if uncounted:
             notes.append(f"The FLOPs of {', '.join(uncounted)} are not counted: torch has no formula for them.")

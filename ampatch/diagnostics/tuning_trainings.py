@@ -34,7 +34,7 @@ from ampatch.diagnostics.tuning_search import Kept
 from ampatch.distributed import has_other_ranks
 from ampatch.errors import CastListError, KernelError, OptionError, UsageError
 from ampatch.opt_levels import dtype_name
-from ampatch.runtime import close_session, forget_replaced, runtime
+from ampatch.runtime import runtime, turn_off
 from ampatch.session import Session
 from ampatch.version import __version__
 
@@ -150,7 +150,7 @@ class Training:
         with noting_warnings(self.warned.setdefault(kept, [])), contextlib.ExitStack() as stack:
             runtime.before_close.append(sessions.append)
             stack.callback(runtime.before_close.remove, sessions.append)
-            stack.callback(_take_down)
+            stack.callback(turn_off)
             try:
                 with recorder or contextlib.nullcontext():
                     metric = self._metric(kept, seed, sessions, recorder)
@@ -222,13 +222,6 @@ class Training:
                     "train called amp.initialize with other cast lists than those in its argument. Give lists of your "
                     f"own as amp.tune(..., cast_lists=...). {typed}"
                 )
-
-
-def _take_down() -> None:
-    """Ends the sessions of a run, as ``amp.deinitialize`` does."""
-    forget_replaced()
-    if runtime.live is not None:
-        close_session(runtime.live)
 
 
 def _seed_all(seed: int) -> None:
