@@ -7,26 +7,23 @@ shown to pass.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any
-
-import torch
 
 from ampatch.casting import cast_observers
 from ampatch.diagnostics.tuning_functions import Observed
 from ampatch.diagnostics.tuning_report import CANNOT_TELL, FAILS, PASSES, TunedTrial, Tuning
 from ampatch.diagnostics.tuning_runs import BudgetEndedError, Run, Runs
 from ampatch.diagnostics.tuning_search import Kept, accumulated, minimal, restored
-from ampatch.diagnostics.tuning_trainings import Training, device
+from ampatch.diagnostics.tuning_trainings import Training
 from ampatch.errors import OptionError, UsageError
 from ampatch.grouping import grouped
 from ampatch.runtime import runtime
-from ampatch.version import __version__
 
 _NOTHING: Kept = frozenset()
 #: How often the search looks for more functions, with those that it knows in float32. Whitelisted functions inside of
@@ -225,7 +222,7 @@ class _Search:
             )
 
     def _result(self, kept: Kept | None, complete: bool) -> Tuning:
-        training, judged = self._training, self._judged
+        training, judged, about = self._training, self._judged, self._training.about()
         first = self._runs.find(_NOTHING, training.seeds[0], watched=False)
         # The verdict on no list at all is that of the trial after which the search gave up.
         verdicts = [trial.verdict for trial in judged.values()] or [CANNOT_TELL]
@@ -260,12 +257,7 @@ class _Search:
             self._runs.resumed,
             sum(self._runs.seconds, 0.0),
             tuple(dict.fromkeys([*self._notes, *self._observed.notes, *warned])),
-            {
-                "date": datetime.datetime.now().astimezone().date().isoformat(),
-                "ampatch": __version__,
-                "torch": torch.__version__,
-                "device": device(),
-            },
+            {"date": time.strftime("%Y-%m-%d"), **{name: about[name] for name in ("ampatch", "torch", "device")}},
         )
 
     # Trials

@@ -119,7 +119,7 @@ class Training:
         return {
             "ampatch": __version__,
             "torch": torch.__version__,
-            "the device": device(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "opt_level": self.options["opt_level"],
             "half_dtype": self.options.get("half_dtype", "the default"),
             "the cast lists": _digest(repr(lists)),
@@ -254,8 +254,3 @@ def fingerprint(function: Any) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def device() -> str:
-    """Returns the name of the device that trainings are likely to use."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
