@@ -128,17 +128,12 @@ def replace_session(why: str) -> None:
     runtime.replaced.watch(models, optimizers, why)
 
 
-def forget_replaced() -> None:
-    """Removes the hooks of `replace_session`, and forgets all replaced sessions."""
-    replaced, runtime.replaced = runtime.replaced, None
-    if replaced is not None:
-        replaced.end()
-
-
 def turn_off() -> None:
     """Undoes everything, as `amp.deinitialize` describes."""
     runtime.disabled = False
-    forget_replaced()
+    replaced, runtime.replaced = runtime.replaced, None
+    if replaced is not None:
+        replaced.end()
     if runtime.live is not None:
         close_session(runtime.live)
 

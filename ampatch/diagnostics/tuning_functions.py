@@ -26,6 +26,7 @@ from ampatch.diagnostics.report_rows import Row
 from ampatch.errors import CastListError
 from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
+from ampatch.patching.adapters import is_in_place
 from ampatch.patching.fused_linear import LINEAR, NODE
 
 #: Reasons of ``lists/reviewed.yaml`` for which a function does the same in half as in float32, or is no arithmetic.
@@ -190,7 +191,7 @@ class TrainingRecorder(CallRecorder):
         reason = reason_of(path)
         if reason is not None and reason.name in _HARMLESS:
             return ""
-        if _writes_in_place(last):
+        if is_in_place(last):
             return "a blacklisted in-place function raises on half tensors"
         return "" if self._blacklisting(name) is None else None
 
@@ -212,11 +213,6 @@ def _meets_half(rows: list[Row], rule: str | None) -> bool:
     if rule == "whitelist" and any(row.numbers.casts or row.numbers.cache_hits for row in rows):
         return True
     return any(dtype in HALVES for row in rows for types in row.types for side in types for dtype in side)
-
-
-def _writes_in_place(name: str) -> bool:
-    is_operator = name.startswith("__") and name.endswith("__")
-    return name == "__setitem__" or (name[2:3] == "i" and name[2:5] != "inv" if is_operator else name.endswith("_"))
 
 
 @cache
