@@ -592,8 +592,8 @@ def test_a_fingerprint_changes_with_the_name_and_the_source() -> None:
     [
         ("{", "cannot be read"),
         ("[]", "is no journal of this version"),
-        ('{"format": "ampatch tune journal", "version": 1, "about": {}, "runs": [{}]}', "cannot be read"),
-        ('{"format": "ampatch tune journal", "version": 2, "about": {}, "runs": []}', "is no journal of this version"),
+        ('{"format": "ampatch tune journal", "version": 2, "about": {}, "runs": [{}]}', "cannot be read"),
+        ('{"format": "ampatch tune journal", "version": 1, "about": {}, "runs": []}', "is no journal of this version"),
     ],
 )
 def test_a_file_that_is_no_journal_stays(text: str, told: str, tmp_path: Path) -> None:

@@ -246,8 +246,10 @@ class Tuning:
             before = "" if chosen is first or first.share is None else f", {first.share:.0%} without it"
             yield f"FLOPs in half: {self.share:.0%} with this file{measured}{before}."
         yield from (f"Note: {note}" for note in self.notes)
-        if not (self.complete and self.float32):
-            yield self.conclusion()
+        if not self.complete:
+            yield "The budget ended before the search did: a smaller list may pass too."
+        if not self.float32:
+            yield "The lists keep the metric as they are, so this file changes nothing."
 
     def _entries(self) -> Iterator[str]:
         if not self.float32:

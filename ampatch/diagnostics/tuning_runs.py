@@ -27,7 +27,7 @@ from ampatch.diagnostics.tuning_search import Kept
 from ampatch.errors import OptionError
 
 FORMAT = "ampatch tune journal"
-VERSION = 1
+VERSION = 2
 
 _UNITS = {
     **dict.fromkeys(("s", "sec", "second", "seconds"), 1.0),
