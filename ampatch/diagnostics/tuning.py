@@ -110,7 +110,7 @@ class _Search:
         self._tolerance = math.nan  # in the metric's own unit, once float32's mean is known
         self._baseline = TunedTrial((), (), math.nan, 0.0, 0.0, CANNOT_TELL)
         self._judged: dict[Kept, TunedTrial] = {}
-        self._observed = Observed((), 0, 0)  # what the lists as they are call in half, with functions seen later
+        self._observed = Observed({}, {})  # what the lists as they are call in half, with functions seen later
         self._notes: list[str] = []
 
     def run(self) -> Tuning:
@@ -129,7 +129,7 @@ class _Search:
         self._note_noise()
         first = self._trial(_NOTHING, "the lists as they are")
         self._look(_NOTHING)
-        if not (self._observed.functions or self._observed.half_flops) and first.worse < math.inf:
+        if not (self._observed.rules or self._observed.half_flops) and first.worse < math.inf:
             raise OptionError(
                 "no function that train called got half tensors, so that there is nothing to tune. Call "
                 "amp.initialize before the training, and leave amp.disable_casts out."
@@ -155,14 +155,14 @@ class _Search:
     def _everything(self) -> Kept | None:
         """Returns all whitelisted functions if the training passes with them in float32; None if it does not."""
         for _ in range(_LOOKS):
-            known = self._observed.functions
-            kept = frozenset(each.path for each in known if each.rule == "whitelist")
+            known = self._observed.rules
+            kept = frozenset(path for path, rule in known.items() if rule == "whitelist")
             if not kept:
                 return None
             if self._trial(kept, "all whitelisted functions in float32").passes:
                 return kept
             self._look(kept)
-            if self._observed.functions == known:
+            if self._observed.rules == known:
                 return None
         return None
 
@@ -170,20 +170,18 @@ class _Search:
         """Watches a training, and adds the functions that it calls; all else counts with the lists as they are only."""
         observed = self._run(kept, self._training.seeds[0], "watched again", watched=True).observed
         if observed is not None:
-            by_path = {each.path: each for each in (*observed.functions, *self._observed.functions)}
-            functions = sorted(by_path.values(), key=lambda each: (each.half_flops, each.path))
-            self._observed = replace(self._observed if kept else observed, functions=tuple(functions))
+            self._observed = self._observed.with_functions(observed) if kept else observed
 
     def _in_order(self, kept: Kept) -> list[str]:
         """Returns functions in the order of their FLOPs in half, the fewest first."""
-        return [each.path for each in self._observed.functions if each.path in kept]
+        return sorted(kept, key=lambda path: (self._observed.flops[path], path))
 
     def _groups(self) -> dict[str, Kept]:
         """Returns the functions in groups: first those with the fewest FLOPs, of these the smallest."""
-        groups = grouped((each.group, each) for each in self._observed.functions)
-        flops = {name: sum(each.half_flops for each in group) for name, group in groups.items()}
+        groups = grouped((self._observed.group(path), path) for path in self._observed.rules)
+        flops = {name: sum(self._observed.flops[path] for path in group) for name, group in groups.items()}
         order = sorted(groups, key=lambda name: (flops[name], len(groups[name]), name))
-        return {name: frozenset(each.path for each in groups[name]) for name in order}
+        return {name: frozenset(groups[name]) for name in order}
 
     def _effect(self, kept: Kept) -> float:
         return -self._named_trial(kept).worse  # worse is inf if the training failed

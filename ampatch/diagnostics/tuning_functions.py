@@ -6,8 +6,8 @@ Owns the choice of the functions that a search may move to float32. Must never c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -43,42 +43,13 @@ _RECURRENT = ("lstm", "gru", "rnn")
 
 
 @dataclass(frozen=True, slots=True)
-class SeenFunction:
-    """A function that a training called with half tensors.
-
-    Attributes:
-        path: its path, as in cast lists.
-        rule: the list that it is in; None if it is in none.
-        half_flops: its FLOPs in half, forward and backward.
-    """
-
-    path: str
-    rule: str | None
-    half_flops: int
-
-    @property
-    def group(self) -> str:
-        """The functions that a search moves together, in words."""
-        namespace, _, name = self.path.rpartition(".")
-        if namespace.partition(".")[0] != "torch":
-            return f"functions of {namespace}"
-        if self.rule != "whitelist":
-            return "functions that promote" if self.rule == "promote" else "functions on no list"
-        if "conv" in name:
-            return "convolutions"
-        if "attention" in name:
-            return "attention"
-        if name.removesuffix("_cell").partition("_")[0] in _RECURRENT:
-            return "recurrent layers"
-        return "matrix products" if self.half_flops else "other whitelisted functions"
-
-
-@dataclass(frozen=True, slots=True)
 class Observed:
-    """What a training called.
+    """What a training called. The values are those that JSON has.
 
     Attributes:
-        functions: functions that it called with half tensors, and that a cast list can move to float32.
+        rules: functions that it called with half tensors, and that a cast list can move to float32: the list that each
+            is in by its path; None for no list.
+        flops: their FLOPs in half, forward and backward.
         half_flops: FLOPs in half.
         all_flops: all FLOPs that were counted.
         notes: what could not be observed or moved, as sentences.
@@ -86,22 +57,36 @@ class Observed:
             nothing then.
     """
 
-    functions: tuple[SeenFunction, ...]
-    half_flops: int
-    all_flops: int
-    notes: tuple[str, ...] = ()
+    rules: dict[str, str | None]
+    flops: dict[str, int]
+    half_flops: int = 0
+    all_flops: int = 0
+    notes: list[str] = field(default_factory=list)
     is_disturbed: bool = False
+
+    def with_functions(self, other: Observed) -> Observed:
+        """Returns this with the functions of another training too."""
+        return replace(self, rules={**other.rules, **self.rules}, flops={**other.flops, **self.flops})
 
     def share(self, kept: frozenset[str] = frozenset()) -> float | None:
         """Returns the share of the FLOPs in half once some functions run in float32; None if no FLOPs were counted."""
-        lost = sum(each.half_flops for each in self.functions if each.path in kept)
+        lost = sum(self.flops.get(path, 0) for path in kept)
         return (self.half_flops - lost) / self.all_flops if self.all_flops else None
 
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Observed:
-        """Returns what `dataclasses.asdict` has made plain data of."""
-        functions = tuple(SeenFunction(**each) for each in data["functions"])
-        return cls(functions, data["half_flops"], data["all_flops"], tuple(data["notes"]), data["is_disturbed"])
+    def group(self, path: str) -> str:
+        """Returns the functions that a search moves together with one, in words."""
+        namespace, _, name = path.rpartition(".")
+        if namespace.partition(".")[0] != "torch":
+            return f"functions of {namespace}"
+        if self.rules[path] != "whitelist":
+            return "functions that promote" if self.rules[path] == "promote" else "functions on no list"
+        if "conv" in name:
+            return "convolutions"
+        if "attention" in name:
+            return "attention"
+        if name.removesuffix("_cell").partition("_")[0] in _RECURRENT:
+            return "recurrent layers"
+        return "matrix products" if self.flops[path] else "other whitelisted functions"
 
 
 class TrainingRecorder(CallRecorder):
@@ -149,7 +134,9 @@ class TrainingRecorder(CallRecorder):
         # The session's lists, also for functions that parts treat otherwise: these are what a search changes.
         rules = {} if self._rulings is None else self._rulings.of(rows, of_parts=False)
         rules |= dict.fromkeys(self._decorated & set(rows), "decorated")
-        functions, notes = [], list(self._missed)
+        half = sum(count for (_, is_half), count in self._flops.items() if is_half)
+        notes = list(self._missed)
+        observed = Observed({}, {}, half, sum(self._flops.values()), notes, bool(self._missed))
         for function, of_function in rows.items():
             rule, path = rules.get(function), name_of(function)
             if rule not in _FIXED and _meets_half(of_function, "whitelist"):
@@ -160,13 +147,13 @@ class TrainingRecorder(CallRecorder):
             if reason:
                 notes.append(f"{path} stays as it is: {reason}.")
             elif reason is None:
-                functions.append(SeenFunction(path, rule, self._flops[function, True]))
-        uncounted = [each.path for each in functions if each.group == "recurrent layers" and not each.half_flops]
+                observed.rules[path], observed.flops[path] = rule, self._flops[function, True]
+        uncounted = [
+            path for path, flops in observed.flops.items() if not flops and observed.group(path) == "recurrent layers"
+        ]
         if uncounted:
-            notes.append(f"The FLOPs of {', '.join(uncounted)} are not counted: torch has no formula for them.")
-        functions.sort(key=lambda each: (each.half_flops, each.path))
-        half = sum(flops for (_, is_half), flops in self._flops.items() if is_half)
-        return Observed(tuple(functions), half, sum(self._flops.values()), tuple(notes), bool(self._missed))
+            notes.append(f"The FLOPs of {', '.join(sorted(uncounted))} are not counted: torch has no formula for them.")
+        return observed
 
     def _held_by_parts(self, name: str) -> Iterator[str]:
         """Yields a sentence for each part of a model whose own rules a search cannot change to float32."""

@@ -74,7 +74,7 @@ class Run:
     def from_dict(cls, data: Mapping[str, Any]) -> Run:
         """Returns a run of a journal."""
         kept = None if data["float32"] is None else frozenset(data["float32"])
-        observed = None if data["observed"] is None else Observed.from_dict(data["observed"])
+        observed = None if data["observed"] is None else Observed(**data["observed"])
         return cls(**{**data, "float32": kept, "metric": float(data["metric"]), "observed": observed})
 
 
