@@ -227,16 +227,14 @@ def _numbers(a: Tensor, b: Tensor) -> list[float]:
     These are elements of a and of b that are not finite, those of a that are not zero, and those that b flushed.
     """
     flushed = (b == 0) & flushed_of(a, 1.0) if b.dtype is torch.float16 else torch.zeros_like(b, dtype=torch.bool)
-    a, b = (torch.view_as_real(each) if each.is_complex() else each for each in (a, b))
-    a, b = a.double(), b.double()
+    a, b = ((torch.view_as_real(each) if each.is_complex() else each).double() for each in (a, b))
     masked = ((a < _MASK) & (b <= _HALF_MASK)) | ((b < _MASK) & (a <= _HALF_MASK))
     a, b = a.masked_fill(masked, 0.0), b.masked_fill(masked, 0.0)
     is_same = (a == b) | (a.isnan() & b.isnan())
     difference = (b - a).masked_fill(is_same, 0.0)
     sizes = a.masked_fill(~a.isfinite(), 0.0)
     numbers = [torch.linalg.vector_norm(difference), torch.linalg.vector_norm(sizes), difference.abs().max()]
-    numbers += [(~each.isfinite()).sum().double() for each in (a, b)]
-    numbers += [each.sum().double() for each in (a != 0, flushed)]
+    numbers += [each.sum().double() for each in (~a.isfinite(), ~b.isfinite(), a != 0, flushed)]
     return torch.stack(numbers).tolist()
 
 
@@ -300,8 +298,7 @@ def _flushed_before(
     by_op = {id(pair.b.op): row for pair, row in zip(pairs, rows, strict=True) if pair.b is not None}
     is_exact = row.own_error is not None and row.own_error <= (row.noise or 0.0)
     waiting, seen = [(call.op, 0)], set()
-    while waiting:
-        op, steps = waiting.pop(0)
+    for op, steps in waiting:  # which grows meanwhile
         for writer in (writer for values in op.inputs for writer in values.writers if id(writer) not in seen):
             seen.add(id(writer))
             written = by_op[id(writer)]
