@@ -26,11 +26,8 @@ from ampatch.grouping import grouped
 from ampatch.runtime import runtime
 
 _NOTHING: Kept = frozenset()
-#: How often the search looks for more functions, with those that it knows in float32. Whitelisted functions inside of
-#: another one show only once that is in float32, and trainings that raise show their functions until then.
-_LOOKS = 5
 #: Standard errors of the mean difference that count as noise.
-MARGIN = 2.0
+_MARGIN = 2.0
 #: A first seed that is worse by the tolerance and this many standard deviations of float32's seeds decides alone.
 _CERTAIN = 3.0
 
@@ -154,16 +151,15 @@ class _Search:
 
     def _everything(self) -> Kept | None:
         """Returns all whitelisted functions if the training passes with them in float32; None if it does not."""
-        for _ in range(_LOOKS):
+        known: dict[str, str | None] | None = None
+        # Whitelisted functions inside of another one show only once that is in float32, and trainings that raise show
+        # their functions until then.
+        while self._observed.rules != known:
             known = self._observed.rules
             kept = frozenset(path for path, rule in known.items() if rule == "whitelist")
-            if not kept:
-                return None
             if self._trial(kept, "all whitelisted functions in float32").passes:
                 return kept
             self._look(kept)
-            if self._observed.rules == known:
-                return None
         return None
 
     def _look(self, kept: Kept) -> None:
@@ -309,7 +305,7 @@ class _Search:
             return _trial_of(kept, runs, math.inf, 0.0, FAILS)
         differences = [self._worse(run) for run in runs]
         worse = statistics.fmean(differences)
-        noise = MARGIN * _deviation(differences) / math.sqrt(len(runs))
+        noise = _MARGIN * _deviation(differences) / math.sqrt(len(runs))
         is_short = len(runs) < len(self._training.seeds)
         # The rounding of the means themselves is no difference.
         bound = self._tolerance * (1 + 1e-9)
@@ -318,16 +314,14 @@ class _Search:
 
     def _run(self, kept: Kept | None, seed: int, what: str, watched: bool = False) -> Run:
         """Returns the run that has finished, or runs once; what watching disturbs runs again without it."""
-        known = self._runs.find(kept, seed, watched)
-        if known is not None:
-            return known
-        run = self._ran(kept, seed, what, watched)
-        plain = self._runs.find(kept, seed, False)
-        if plain is None and run.observed is not None and run.observed.is_disturbed and not run.failed:
-            plain = self._ran(kept, seed, what, False)
-        if plain is not None:
-            run = replace(plain, observed=run.observed)
-        self._runs.add(run)
+        run = self._runs.find(kept, seed, watched)
+        if run is None:
+            run = self._ran(kept, seed, what, watched)
+            plain = self._runs.find(kept, seed, watched=False)
+            if plain is None and run.observed is not None and run.observed.is_disturbed and not run.failed:
+                plain = self._ran(kept, seed, what, watched=False)
+            run = run if plain is None else replace(plain, observed=run.observed)
+            self._runs.add(run)
         return run
 
     def _ran(self, kept: Kept | None, seed: int, what: str, watched: bool) -> Run:
