@@ -917,15 +917,12 @@ def tune(
     from ampatch.diagnostics import tuning
     from ampatch.diagnostics.tuning_trainings import Training
 
-    if not callable(train):
-        raise OptionError(
-            f"train is {type(train).__name__!r}; expected a function that trains a new model with a dict of options, "
-            "and returns it."
-        )
-    if not callable(evaluate):
-        raise OptionError(
-            f"evaluate is {type(evaluate).__name__!r}; expected a function that returns the metric of a model."
-        )
+    for name, given, does in (
+        ("train", train, "trains a new model with a dict of options, and returns it"),
+        ("evaluate", evaluate, "returns the metric of a model"),
+    ):
+        if not callable(given):
+            raise OptionError(f"{name} is {type(given).__name__!r}; expected a function that {does}.")
     if not isinstance(higher_is_better, bool):
         raise OptionError(
             f"higher_is_better is {higher_is_better!r}; expected True, as for an accuracy, or False, as for a loss."
