@@ -53,11 +53,11 @@ from ampatch.runtime import (
     close_session,
     decorate,
     difference,
-    forget_replaced,
     open_session,
     register,
     replace_session,
     runtime,
+    turn_off,
 )
 from ampatch.scaling import overflows
 from ampatch.scaling.clipping import clip_unscaled
@@ -481,11 +481,7 @@ def deinitialize() -> None:
         AmpWarning: gradients that ``delay_unscale=True`` had left scaled are None now; or another library has replaced
             a function that amp had patched, and its replacement stays.
     """
-    runtime.disabled = False
-    forget_replaced()
-    live = runtime.live
-    if live is not None:
-        close_session(live)
+    turn_off()
 
 
 class Handle:
@@ -919,37 +915,30 @@ def tune(
         Exception: what ``train`` or ``evaluate`` raises in float32, with a note that says so.
     """
     from ampatch.diagnostics import tuning
-    from ampatch.diagnostics.tuning_budget import Budget
-    from ampatch.diagnostics.tuning_trials import Training
+    from ampatch.diagnostics.tuning_trainings import Training
 
-    tuning.checked_function("train", train, "trains a new model with a dict of options, and returns it")
-    tuning.checked_function("evaluate", evaluate, "returns the metric of a model")
+    for name, given, does in (
+        ("train", train, "trains a new model with a dict of options, and returns it"),
+        ("evaluate", evaluate, "returns the metric of a model"),
+    ):
+        if not callable(given):
+            raise OptionError(f"{name} is {type(given).__name__!r}; expected a function that {does}.")
     if not isinstance(higher_is_better, bool):
         raise OptionError(
             f"higher_is_better is {higher_is_better!r}; expected True, as for an accuracy, or False, as for a loss."
         )
-    level = opt_levels.LEVELS[opt_levels.check_opt_level(opt_level)]
     half = None if half_dtype is None else _half_dtype(half_dtype, None, "", opt_level, [])
-    properties = opt_levels.resolve(opt_level, half or level.half_dtype or torch.float16, opt_levels.Overrides())
-    if not properties.patch_torch_functions:
+    if not opt_levels.LEVELS[opt_levels.check_opt_level(opt_level)].patched:
         raise OptionError(f"opt_level is {opt_level!r}, which casts no functions by lists; expected 'O1' or 'O4'.")
+    options = {"opt_level": opt_level, **({} if half is None else {"half_dtype": opt_levels.dtype_name(half)})}
     several = isinstance(cast_lists, Sequence) and not isinstance(cast_lists, (str, bytes, os.PathLike))
-    overlays: tuple[Any, ...] = () if cast_lists is None else (cast_lists,)
-    if several:
-        overlays = tuple(cast_lists)  # type: ignore[arg-type]
+    overlays: Any = cast_lists if several else () if cast_lists is None else (cast_lists,)
+    lists = shipped().overlaid(overlays)
     return tuning.tune(
-        Training(
-            train,
-            evaluate,
-            opt_level,
-            None if half is None else str(half).removeprefix("torch."),
-            overlays,
-            shipped().overlaid(overlays),
-            higher_is_better,
-        ),
-        tolerance=tuning.Tolerance.of(tolerance),
-        budget=Budget.of(budget),
-        seeds=tuning.checked_seeds(seeds),
+        Training(train, evaluate, options, tuple(overlays), lists, tuning.checked_seeds(seeds)),
+        tolerance=tolerance,
+        higher_is_better=higher_is_better,
+        budget=budget,
         journal=journal,
         progress=as_flag("progress", progress),
     )

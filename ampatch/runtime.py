@@ -128,11 +128,14 @@ def replace_session(why: str) -> None:
     runtime.replaced.watch(models, optimizers, why)
 
 
-def forget_replaced() -> None:
-    """Removes the hooks of `replace_session`, and forgets all replaced sessions."""
+def turn_off() -> None:
+    """Undoes everything, as `amp.deinitialize` describes."""
+    runtime.disabled = False
     replaced, runtime.replaced = runtime.replaced, None
     if replaced is not None:
         replaced.end()
+    if runtime.live is not None:
+        close_session(runtime.live)
 
 
 def register(registration: Registration) -> None:

@@ -394,14 +394,10 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tolerance", metavar="NUMBER | N%", help="how much worse the metric may be")
     better = parser.add_mutually_exclusive_group()
-    for flag, value, what in (("higher", True, "an accuracy"), ("lower", False, "a loss")):
-        better.add_argument(
-            f"--{flag}-is-better",
-            dest="higher_is_better",
-            action="store_const",
-            const=value,
-            help=f"the metric is such as {what}",
-        )
+    better.add_argument("--higher-is-better", action="store_true", help="the metric is such as an accuracy")
+    better.add_argument(
+        "--lower-is-better", dest="higher_is_better", action="store_false", help="the metric is such as a loss"
+    )
     parser.add_argument("--budget", metavar="TIME | RUNS", help="'2h', '90 min' or '20 runs' (default: no limit)")
     parser.add_argument("--seeds", type=_seeds, metavar="N | LIST", help="a number of seeds, or seeds such as 0,1,2")
     parser.add_argument("--opt-level", metavar="LEVEL", help="O1 (default) or O4")
@@ -421,28 +417,23 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         help="where finished runs are kept; a later call goes on from there (default: as --out, ending in .tune.json)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=_tune)
+    parser.set_defaults(run=_tune, higher_is_better=None)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
     from ampatch import amp
-    from ampatch.diagnostics.tuning_trials import is_users
+    from ampatch.diagnostics.tuning_trainings import is_users
 
     out, target = _file_of_tuning(arguments), arguments.target
     with _searching_here():  # while it runs too: the training may import what it needs late
-        given = _of_tuning(target)
-        half = arguments.half_dtype
-        as_typed = ("tolerance", "higher_is_better", "budget", "seeds", "opt_level")
-        typed = {
-            **{name: getattr(arguments, name) for name in as_typed},
-            "half_dtype": None if half is None else half[0],
-            "cast_lists": arguments.cast_lists or None,
-            "journal": arguments.journal or (None if "journal" in given else str(out.with_suffix(".tune.json"))),
-        }
-        options = {"journal": None, **given, **{name: value for name, value in typed.items() if value is not None}}
-        missing = [name for name in ("tolerance", "higher_is_better") if name not in options]
+        given, known = _of_tuning(target)
+        typed = {name: value for name, value in vars(arguments).items() if name in known and value not in (None, [])}
+        if arguments.half_dtype is not None:
+            (typed["half_dtype"],) = arguments.half_dtype
+        options = {"journal": str(out.with_suffix(".tune.json")), **given, **typed}
+        flags = {"tolerance": "--tolerance 0.005", "higher_is_better": "--higher-is-better or --lower-is-better"}
+        missing = [name for name in flags if name not in options]
         if missing:
-            flags = {"tolerance": "--tolerance 0.005", "higher_is_better": "--higher-is-better or --lower-is-better"}
             to_type = " and ".join(flags[name] for name in missing)
             raise OptionError(f"{target}: {' and '.join(missing)} not given. Type {to_type}.")
         try:
@@ -474,8 +465,8 @@ def _file_of_tuning(arguments: argparse.Namespace) -> Path:
     return out
 
 
-def _of_tuning(target: str) -> dict[str, Any]:
-    """Returns the arguments of `amp.tune` that the user's function returns."""
+def _of_tuning(target: str) -> tuple[dict[str, Any], list[str]]:
+    """Returns the arguments of `amp.tune` that the user's function returns, and the names of all."""
     from ampatch import amp
 
     expected = "train and evaluate, or a dict of the arguments of amp.tune"
@@ -492,7 +483,7 @@ def _of_tuning(target: str) -> dict[str, Any]:
     missing = [name for name in ("train", "evaluate") if name not in result]
     if missing:
         raise OptionError(f"{target} returned a dict without {' and '.join(map(repr, missing))}.")
-    return dict(result)
+    return dict(result), known
 
 
 def _training_of(target: str, given: Mapping[str, Any]) -> str:

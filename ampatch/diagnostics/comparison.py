@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,7 +72,8 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) ->
         notes.append(_DREW_ITSELF)
     if of_a.missed_threads or of_b.missed_threads:
         notes.append(_OTHER_THREADS)
-    noise = precision.noise(of_a.depth + of_b.depth)
+    # The greatest numbers of operators in half one behind the other.
+    noise = precision.noise(sum(max((call.depth for call in each.calls), default=0) for each in (of_a, of_b)))
     error = of_a.step.gradient_error(of_b.step)
     first = first_of(pairs, rows)
     telling = [row for row in rows if row.error and not row.cancelled]
@@ -114,33 +115,18 @@ class _Recorded:
     """A step that ran.
 
     Attributes:
-        side: what ran.
+        name: its name in the result.
+        half_name: the half type that it computes in; empty if it computes in float32.
         calls: its operators.
         step: its loss and gradients.
         missed_threads: True if forward passes in other threads were not watched.
     """
 
-    side: Side
+    name: str
+    half_name: str
     calls: list[Call]
     step: Step
     missed_threads: bool
-
-    @property
-    def name(self) -> str:
-        """Its name in the result."""
-        return self.side.name
-
-    @property
-    def half_name(self) -> str:
-        """The half type that it computes in; empty if it computes in float32."""
-        properties = self.side.setup.properties
-        is_half = properties.patch_torch_functions or properties.cast_model_type in HALVES
-        return dtype_name(self.side.setup.half_dtype) if is_half else ""
-
-    @property
-    def depth(self) -> int:
-        """The greatest number of operators in half one behind the other."""
-        return max((call.depth for call in self.calls), default=0)
 
 
 def _recorded(subject: Subject, side: Side, scale: float) -> _Recorded:
@@ -148,27 +134,24 @@ def _recorded(subject: Subject, side: Side, scale: float) -> _Recorded:
     with _named(side), opened_copy(subject, setup) as opened:
         examiner = setup.examiner(opened.model)
         arguments = subject.begin_step()
-        with Watch(keep=lambda _: True, keep_results=True) as watch, _below(RandomInFloat32()):
+        with Watch(keep=lambda _: True, keep_results=True) as watch, contextlib.ExitStack() as stack:
+            # Below the watch, so that the watch does not see its casts.
+            random_in_float32 = RandomInFloat32()
+            mode_stacks.OPERATORS.insert(random_in_float32)
+            stack.callback(mode_stacks.OPERATORS.remove, random_in_float32)
             loss = subject.loss_of(opened.model, arguments)
             with opened.session.scale_loss(loss, [opened.optimizer], 0) as scaled:
                 scaled.backward()
                 watch.stop()  # what amp does at the block's end is no call of the step
         step = opened.outcome(loss.detach())
-        return _Recorded(side, calls_of(watch, examiner), step, watch.missed_threads)
+        properties = setup.properties
+        is_half = properties.patch_torch_functions or properties.cast_model_type in HALVES
+        half_name = dtype_name(setup.half_dtype) if is_half else ""
+        return _Recorded(side.name, half_name, calls_of(watch, examiner), step, watch.missed_threads)
 
 
 def _named(side: Side) -> contextlib.AbstractContextManager[None]:
     return noting(f"ampatch: Step {side.letter} of amp.compare raised this, at {side.name}.")
-
-
-@contextlib.contextmanager
-def _below(mode: RandomInFloat32) -> Iterator[None]:
-    """Runs a mode below a watch, so that the watch does not see its casts."""
-    mode_stacks.OPERATORS.insert(mode)
-    try:
-        yield
-    finally:
-        mode_stacks.OPERATORS.remove(mode)
 
 
 def _gradients(a: Step, b: Step, precision: Precision) -> tuple[GradientError, ...]:

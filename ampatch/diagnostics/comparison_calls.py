@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from ampatch.diagnostics.operands import floating_in
 from ampatch.diagnostics.preflight_steps import flushed_of, relative
 from ampatch.diagnostics.watch import Watch, measured, paused, run_again
 from ampatch.diagnostics.watched import CAST, WatchedOp
+from ampatch.grouping import grouped
 
 #: Errors within this multiple of the unit roundoff are rounding. An operator whose two inputs and result are rounded
 #: has an error of 0.7 units in the 2-norm, and sums that cancel a little have some units.
@@ -54,9 +55,9 @@ class Call:
 
     @property
     def function(self) -> tuple[Hashable, ...]:
-        """What two steps have in common for calls of one function in one module from one line."""
+        """What two steps have in common for calls of one function, or its casts, in one module from one line."""
         named = self.named
-        return self.op.direction, named.module, named.function, named.file, named.line
+        return self.op.direction, named.module, named.function, named.file, named.line, self.is_cast
 
     @property
     def is_cast(self) -> bool:
@@ -111,9 +112,9 @@ def matched(a: Sequence[Call], b: Sequence[Call]) -> list[Pair]:
     Returns:
         All calls of both steps, in the order of b. A call of a without a counterpart follows the pair before it.
     """
-    casts_a, casts_b = ([call for call in calls if call.is_cast] for calls in (a, b))
-    pairs = list(_aligned(casts_a, casts_b, attrgetter("function")))
-    others = ([call for call in calls if not (call.is_cast or call.is_sum)] for calls in (a, b))
+    pairs: list[Pair] = []
+    # Sums have counterparts in another order.
+    others = ([call for call in calls if not call.is_sum] for calls in (a, b))
     for of_a, of_b in _grouped(others, attrgetter("function")):
         if {call.named.operator for call in of_a} == {call.named.operator for call in of_b}:
             pairs += _in_step(of_a, of_b, lambda call: (call.named.operator, *_shapes(call)))
@@ -123,25 +124,23 @@ def matched(a: Sequence[Call], b: Sequence[Call]) -> list[Pair]:
                 for one, other in _grouped((of_a, of_b), lambda call: _shapes(call)[:1])
                 if len(one) == len(other) == 1 and one[0].op.results
             )
-    return list(_in_order(a, b, [*pairs, *_sums(a, b, pairs)]))
+    return _in_order(a, b, [*pairs, *_sums(a, b, pairs)])
 
 
 def _sums(a: Sequence[Call], b: Sequence[Call], pairs: Sequence[Pair]) -> Iterator[Pair]:
     """Yields pairs of sums of the same gradients, in whatever order they are added."""
     numbers = {id(call.op): number for number, pair in enumerate(pairs) for call in pair[:2] if call is not None}
     terms: dict[int, frozenset[int]] = {}
-    sums: tuple[list[Call], list[Call]] = [], []
-    for calls, found in zip((a, b), sums, strict=True):
-        for call in calls:
-            op = call.op
-            if call.is_sum or call.is_cast:  # a cast of a gradient is that gradient
-                written = [terms[id(writer)] for values in op.inputs for writer in values.writers]
-                terms[id(op)] = frozenset().union(*written)
-            else:
-                terms[id(op)] = frozenset({numbers.get(id(op), -1 - id(op))})
-            if call.is_sum:
-                found.append(call)
-    yield from _aligned(*sums, lambda call: terms[id(call.op)])
+    for call in (*a, *b):
+        op = call.op
+        if call.is_sum or call.is_cast:  # a cast of a gradient is that gradient
+            written = [terms[id(writer)] for values in op.inputs for writer in values.writers]
+            terms[id(op)] = frozenset().union(*written)
+        else:
+            terms[id(op)] = frozenset({numbers.get(id(op), -1 - id(op))})
+    sums = ([call for call in calls if call.is_sum] for calls in (a, b))
+    for of_a, of_b in _grouped(sums, lambda call: terms[id(call.op)]):
+        yield from _in_step(of_a, of_b, _shapes)
 
 
 def _shapes(call: Call) -> tuple[Hashable, ...]:
@@ -150,19 +149,10 @@ def _shapes(call: Call) -> tuple[Hashable, ...]:
 
 def _grouped(
     sides: Iterable[Sequence[Call]], key: Callable[[Call], Hashable]
-) -> Iterable[tuple[list[Call], list[Call]]]:
-    """Returns the calls of both sides with the same key."""
-    groups: dict[Hashable, tuple[list[Call], list[Call]]] = {}
-    for side, calls in enumerate(sides):
-        for call in calls:
-            groups.setdefault(key(call), ([], []))[side].append(call)
-    return groups.values()
-
-
-def _aligned(a: Sequence[Call], b: Sequence[Call], key: Callable[[Call], Hashable]) -> Iterator[Pair]:
-    """Yields pairs with the same key and shapes, in the same order within each key."""
-    for of_a, of_b in _grouped((a, b), key):
-        yield from _in_step(of_a, of_b, _shapes)
+) -> Iterator[tuple[list[Call], list[Call]]]:
+    """Yields the calls of both sides with the same key."""
+    of_a, of_b = (grouped((key(call), call) for call in calls) for calls in sides)
+    yield from ((of_a.get(each, []), of_b.get(each, [])) for each in {**of_a, **of_b})
 
 
 def _in_step(a: Sequence[Call], b: Sequence[Call], signature: Callable[[Call], Hashable]) -> Iterator[Pair]:
@@ -173,39 +163,34 @@ def _in_step(a: Sequence[Call], b: Sequence[Call], signature: Callable[[Call], H
             yield Pair(one, other, len(one.op.results) if one.op.is_backward else 1)
 
 
-def _in_order(a: Sequence[Call], b: Sequence[Call], pairs: Iterable[Pair]) -> Iterator[Pair]:
-    by_a = {id(pair.a): pair for pair in pairs}
-    by_b = {id(pair.b): pair for pair in by_a.values()}
-    following: dict[int | None, list[Pair]] = {}
-    last: int | None = None
+def _in_order(a: Sequence[Call], b: Sequence[Call], pairs: Iterable[Pair]) -> list[Pair]:
+    """Returns pairs in the order of b, with all other calls of both steps, those of a behind the pair before them."""
+    by_b = {id(pair.b): pair for pair in pairs}
+    placed = [(place, by_b.get(id(call), Pair(None, call))) for place, call in enumerate(b)]
+    places, last = {id(pair.a): place for place, pair in placed}, -1
     for call in a:
-        pair = by_a.get(id(call))
-        if pair is None:
-            following.setdefault(last, []).append(Pair(call, None))
-        else:
-            last = id(pair.b)
-    yield from following.get(None, ())
-    for call in b:
-        yield by_b.get(id(call), Pair(None, call))
-        yield from following.get(id(call), ())
+        last = places.get(id(call), last)
+        if id(call) not in places:
+            placed.append((last, Pair(call, None)))
+    return [pair for _, pair in sorted(placed, key=itemgetter(0))]
 
 
 # Measuring
 
 
 class Distance(NamedTuple):
-    """How far tensors are apart.
+    """How far tensors are apart, in the terms of `ComparedRow`.
 
     Attributes:
         error: |b - a| / |a|, in 2-norms.
-        greatest: greatest |b - a| of an element.
+        max_error: greatest |b - a| of an element.
         finite_a: False if a has inf or NaN, -inf of a mask excepted.
         finite_b: the same for b.
         flushed: share of a's elements that are not zero, and that float16 flushed to zero in b.
     """
 
     error: float
-    greatest: float
+    max_error: float
     finite_a: bool
     finite_b: bool
     flushed: float
@@ -229,7 +214,7 @@ def _greatest(distances: Sequence[Distance], precision: Precision) -> Distance:
     telling = [each for each in distances if not precision.is_cancelled(each.error)] or list(distances)
     return Distance(
         max((each.error for each in telling), default=0.0),
-        max((each.greatest for each in telling), default=0.0),
+        max((each.max_error for each in telling), default=0.0),
         all(each.finite_a for each in distances),
         all(each.finite_b for each in distances),
         max((each.flushed for each in telling), default=0.0),
@@ -242,16 +227,14 @@ def _numbers(a: Tensor, b: Tensor) -> list[float]:
     These are elements of a and of b that are not finite, those of a that are not zero, and those that b flushed.
     """
     flushed = (b == 0) & flushed_of(a, 1.0) if b.dtype is torch.float16 else torch.zeros_like(b, dtype=torch.bool)
-    a, b = (torch.view_as_real(each) if each.is_complex() else each for each in (a, b))
-    a, b = a.double(), b.double()
+    a, b = ((torch.view_as_real(each) if each.is_complex() else each).double() for each in (a, b))
     masked = ((a < _MASK) & (b <= _HALF_MASK)) | ((b < _MASK) & (a <= _HALF_MASK))
     a, b = a.masked_fill(masked, 0.0), b.masked_fill(masked, 0.0)
     is_same = (a == b) | (a.isnan() & b.isnan())
     difference = (b - a).masked_fill(is_same, 0.0)
     sizes = a.masked_fill(~a.isfinite(), 0.0)
     numbers = [torch.linalg.vector_norm(difference), torch.linalg.vector_norm(sizes), difference.abs().max()]
-    numbers += [(~each.isfinite()).sum().double() for each in (a, b)]
-    numbers += [each.sum().double() for each in (a != 0, flushed)]
+    numbers += [each.sum().double() for each in (~a.isfinite(), ~b.isfinite(), a != 0, flushed)]
     return torch.stack(numbers).tolist()
 
 
@@ -265,43 +248,31 @@ def rows_of(pairs: Iterable[Pair], precision: Precision) -> Iterator[ComparedRow
     for number, pair in enumerate(pairs, 1):
         call = pair.b or pair.a
         assert call is not None
-        named = call.named
-        place = (
-            number,
-            call.op.direction,
-            named.function,
-            named.operator,
-            named.module,
-            named.file,
-            named.line,
-            named.source,
-        )
+        names = ("function", "operator", "module", "file", "line", "source")
+        named: dict[str, Any] = {name: getattr(call.named, name) for name in names}
+        type_a, type_b = ("" if each is None else each.type for each in (pair.a, pair.b))
+        row = ComparedRow(number, call.op.direction, **named, type_a=type_a, type_b=type_b)
         if pair.a is None or pair.b is None:
-            type_a, type_b = (each.type if each is not None else "" for each in (pair.a, pair.b))
-            yield ComparedRow(*place, type_a, type_b, unmatched=1)
-            continue
-        found = _greatest([*map(distance, *(each.op.results[: pair.results] for each in (pair.a, pair.b)))], precision)
-        arguments = _arguments(pair.a, pair.b)
-        both = (None, None) if arguments is None else (_own(pair, *arguments), _of_inputs(*arguments[:2]))
-        own, inputs = (None if each is None else _greatest(each, precision) for each in both)
-        noise = precision.noise(pair.a.depth + pair.b.depth)
-        cancelled = precision.is_cancelled(found.error)
-        starts = not cancelled and _starts(found, own, inputs, noise, precision)
-        yield ComparedRow(
-            *place,
-            pair.a.type,
-            pair.b.type,
-            found.error,
-            found.greatest,
-            None if own is None else own.error,
-            None if inputs is None else inputs.error,
-            found.flushed,
-            noise,
-            int(starts),
-            int(cancelled),
-            found.finite_a,
-            found.finite_b,
-        )
+            yield replace(row, unmatched=1)
+        else:
+            yield _measured(row, pair.a, pair.b, pair.results, precision)
+
+
+def _measured(row: ComparedRow, a: Call, b: Call, results: int, precision: Precision) -> ComparedRow:
+    """Returns the row of two calls with the distance of their first results."""
+    found = _greatest([*map(distance, a.op.results[:results], b.op.results[:results])], precision)
+    own, inputs = (None if each is None else _greatest(each, precision) for each in _own_and_inputs(a, b, results))
+    noise = precision.noise(a.depth + b.depth)
+    cancelled = precision.is_cancelled(found.error)
+    return replace(
+        row,
+        **found._asdict(),
+        own_error=None if own is None else own.error,
+        input_error=None if inputs is None else inputs.error,
+        noise=noise,
+        starts=int(not cancelled and _starts(found, own, inputs, noise, precision)),
+        cancelled=int(cancelled),
+    )
 
 
 def first_of(pairs: Sequence[Pair], rows: Sequence[ComparedRow]) -> ComparedRow | None:
@@ -327,8 +298,7 @@ def _flushed_before(
     by_op = {id(pair.b.op): row for pair, row in zip(pairs, rows, strict=True) if pair.b is not None}
     is_exact = row.own_error is not None and row.own_error <= (row.noise or 0.0)
     waiting, seen = [(call.op, 0)], set()
-    while waiting:
-        op, steps = waiting.pop(0)
+    for op, steps in waiting:  # which grows meanwhile
         for writer in (writer for values in op.inputs for writer in values.writers if id(writer) not in seen):
             seen.add(id(writer))
             written = by_op[id(writer)]
@@ -372,51 +342,38 @@ class Precision:
 
 def _starts(found: Distance, own: Distance | None, inputs: Distance | None, noise: float, precision: Precision) -> bool:
     """Returns True if a call adds an error above the noise, or makes it of inputs that were within the noise."""
-    if found.flushed > FLUSHED_SHARE and inputs is not None and inputs.flushed <= FLUSHED_SHARE:
-        return True
-    if found.error <= noise:
+    if inputs is None:
         return False
-    if own is not None and (own.error > precision.noise(2) or own.finite_a != own.finite_b):
-        return True
-    if inputs is None or found.finite_a != found.finite_b:
-        return inputs is not None and inputs.finite_a == inputs.finite_b
-    return inputs.error <= noise
+    loses = found.flushed > FLUSHED_SHARE >= inputs.flushed
+    adds = own is not None and (own.error > precision.noise(2) or own.finite_a != own.finite_b)
+    is_half_finite = found.finite_a != found.finite_b
+    amplifies = inputs.finite_a == inputs.finite_b if is_half_finite else inputs.error <= noise
+    return loses or (found.error > noise and (adds or amplifies))
 
 
-def _arguments(a: Call, b: Call) -> tuple[list[Any], list[Any], Any] | None:
-    """Returns the leaves of the arguments of both, and their structure; None if these do not correspond."""
-    kept_a, kept_b = a.op.kept_arguments, b.op.kept_arguments
-    if kept_a is None or kept_b is None or a.op.op is not b.op.op:
-        return None
-    (leaves_a, tree_a), (leaves_b, tree_b) = tree_flatten(kept_a), tree_flatten(kept_b)
-    shapes = [[each.shape if isinstance(each, Tensor) else None for each in leaves] for leaves in (leaves_a, leaves_b)]
-    return (leaves_a, leaves_b, tree_b) if tree_a == tree_b and shapes[0] == shapes[1] else None
-
-
-def _of_inputs(a: list[Any], b: list[Any]) -> list[Distance]:
-    """Returns how far the floating-point inputs of b are from those of a."""
-    pairs = (floating_in(list(pair)) for pair in zip(a, b, strict=True))
-    return [distance(*pair) for pair in pairs if len(pair) == 2]
-
-
-def _own(pair: Pair, a: list[Any], b: list[Any], structure: Any) -> list[Distance] | None:
-    """Runs the operator of b on the inputs of a, and returns how far its results are from those of a.
+def _own_and_inputs(a: Call, b: Call, results: int) -> tuple[list[Distance] | None, list[Distance] | None]:
+    """Runs the operator of b on the inputs of a, and compares its results with those of a; compares the inputs too.
 
     Returns:
-        None if it is random, or raises for the types of a's other arguments.
+        None for inputs that do not correspond; None for results if these do not, if the operator is random, or if it
+        raises for the types of a's other arguments.
     """
-    assert pair.a is not None
-    assert pair.b is not None
-    op = pair.b.op.op
+    op, kept = b.op.op, [call.op.kept_arguments for call in (a, b)]
+    if a.op.op is not op or None in kept:
+        return None, None
+    (leaves_a, tree_a), (leaves_b, tree_b) = map(tree_flatten, kept)
+    shapes = [[each.shape if isinstance(each, Tensor) else None for each in leaves] for leaves in (leaves_a, leaves_b)]
+    if tree_a != tree_b or shapes[0] != shapes[1]:
+        return None, None
+    floating = (floating_in(list(pair)) for pair in zip(leaves_a, leaves_b, strict=True))
+    inputs = [distance(*pair) for pair in floating if len(pair) == 2]
     if torch.Tag.nondeterministic_seeded in op.tags:
-        return None
+        return None, inputs
     leaves = [
         # Copies, since the operator may write to them.
         mine.to(other.dtype, copy=True) if isinstance(mine, Tensor) else other
-        for mine, other in zip(a, b, strict=True)
+        for mine, other in zip(leaves_a, leaves_b, strict=True)
     ]
-    args, kwargs = tree_unflatten(leaves, structure)
-    result = run_again(op, args, kwargs)
-    if result is None:
-        return None
-    return [*map(distance, pair.a.op.results[: pair.results], measured(result)[: pair.results])]
+    result = run_again(op, *tree_unflatten(leaves, tree_b))
+    own = None if result is None else [*map(distance, a.op.results[:results], measured(result)[:results])]
+    return own, inputs

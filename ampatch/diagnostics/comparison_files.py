@@ -5,15 +5,15 @@ Owns which numbers of a report are compared. Must never run a model.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ampatch.diagnostics import report_file
 from ampatch.diagnostics.comparison_report import ComparedRow, Comparison, owner_of
 from ampatch.errors import OptionError
+from ampatch.grouping import grouped
 
 #: What a number of a report counts, and the fields of `ComparedRow` that say of what.
 _Key = tuple[str, tuple[tuple[str, Any], ...]]
@@ -29,16 +29,14 @@ def compare(a: object, b: object) -> Comparison:
     Raises:
         OptionError: one is no report, or not of this version.
     """
-    reports = {name: _read(name, path) for name, path in (("a", a), ("b", b))}
-    numbers = [_numbers_of(report, path) for report, path in zip(reports.values(), (a, b), strict=True)]
-    wholes: dict[str, float] = {}  # numbers of the same kind are weighed by the greatest of them
-    for (quantity, _), value in itertools.chain(*(each.items() for each in numbers)):
-        if math.isfinite(value):
-            wholes[quantity] = max(wholes.get(quantity, 0.0), abs(value))
-    keys = dict.fromkeys(itertools.chain(*numbers))
+    (report_a, numbers_a), (report_b, numbers_b) = _read("a", a), _read("b", b)
+    # A number is weighed by the greatest of its kind.
+    both = [*numbers_a.items(), *numbers_b.items()]
+    kinds = grouped((quantity, abs(value)) for (quantity, _), value in both if math.isfinite(value))
+    wholes = {quantity: max(values) for quantity, values in kinds.items()}
     rows = tuple(
-        _row(number, key, [each.get(key) for each in numbers], wholes.get(key[0], 0.0))
-        for number, key in enumerate(keys, 1)
+        _row(number, key, numbers_a.get(key), numbers_b.get(key), wholes.get(key[0], 0.0))
+        for number, key in enumerate({**numbers_a, **numbers_b}, 1)
     )
     differing = [row for row in rows if row.error]
     worst = max(differing, key=lambda row: row.error or 0.0, default=None)
@@ -51,92 +49,81 @@ def compare(a: object, b: object) -> Comparison:
         rows,
         first,
         worst,
-        notes=tuple(_notes(*reports.values())),
+        notes=tuple(_notes(report_a, report_b)),
     )
 
 
-def _read(letter: str, path: object) -> dict[str, Any]:
+def _read(letter: str, path: object) -> tuple[dict[str, Any], dict[_Key, float]]:
+    """Returns a report, and its numbers by what they count, and of what.
+
+    Raises:
+        OptionError: the file is no report; or a field is missing, or holds something else than `Report.to_dict` writes.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise OptionError(
             f"{letter} is {type(path).__name__!r}; expected the file of another report, as the first argument is one."
         )
     try:
-        return report_file.read(path)
+        report = report_file.read(path)
+        numbers = {(quantity, tuple(of.items())): float(value) for quantity, of, value in _numbers(report)}
+        _ = [report[section] and dict(report[section]) for section in ("about", "settings")]
     except OSError as error:
         raise OptionError(f"{str(path)!r} cannot be read: {error.strerror}.") from error
-
-
-def _numbers_of(report: Mapping[str, Any], path: object) -> dict[_Key, float]:
-    """Returns the numbers of a report by what they count, and of what.
-
-    Raises:
-        OptionError: a field is missing, or holds something else than `Report.to_dict` writes.
-    """
-    try:
-        numbers = {key: float(value) for key, value in _numbers(report)}
-        _ = [report[section] and dict(report[section]) for section in ("about", "settings")]
+    except OptionError:  # the file is no report
+        raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise OptionError(
             f"{path} is a damaged report: its fields are not those that report.save(...) writes "
             f"({type(error).__name__}: {error}). Write it again."
         ) from error
-    return numbers
+    return report, numbers
 
 
-def _numbers(report: Mapping[str, Any]) -> Iterator[tuple[_Key, Any]]:
+#: What a number counts, the fields of `ComparedRow` that say of what, and the number.
+_Numbers = Iterator[tuple[str, dict[str, Any], Any]]
+
+
+def _numbers(report: Mapping[str, Any]) -> _Numbers:
     """Yields the numbers of a report that do not depend on the machine: no times."""
-    for section, owner, quantities in _SECTIONS:
-        for entry in report[section]:
-            of = tuple((name, entry[key]) for name, key in owner.items())
-            yield from (((quantity, of), value) for quantity, value in quantities(entry))
-    underflow = report["underflow"]
+    for each in report["functions"]:
+        for name in ("calls", "casts", "cast_bytes", "cache_hits", "cache_hit_bytes", "undone"):
+            yield _words(name), {"function": each["name"]}, each[name]
+        for types in each["types"]:
+            types_in_words = f"{', '.join(types['in'])} -> {', '.join(types['out'])}"
+            yield f"calls with {types_in_words}", {"function": each["name"]}, types["calls"]
+    for each in report["lines"]:
+        for name in ("casts", "cast_bytes"):
+            yield f"{_words(name)} of a line", {key: each[key] for key in ("file", "line", "source")}, each[name]
+    for each in report["modules"]:
+        for name in ("operators", "activation_bytes", "weight_bytes"):
+            for kind, value in each[name].items():
+                yield f"{_words(name)} in {kind}", {"module": each["name"]}, value
+    yield from _numbers_of_steps(report["steps"])
+    yield from _numbers_of_underflow(report["underflow"])
+
+
+def _numbers_of_steps(steps: Iterable[Mapping[str, Any]]) -> _Numbers:
+    for step in steps:
+        of_loss = f" of loss {step['loss_id']}" if step["loss_id"] else ""
+        for name in ("scale", "overflow", "skipped", "gradient_norm"):
+            if step[name] is not None:
+                yield _words(name) + of_loss, {"step": step["step"]}, step[name]
+
+
+def _numbers_of_underflow(underflow: Mapping[str, Any] | None) -> _Numbers:
     if underflow is not None:
         for name in ("lost", "best_scale"):
-            yield (f"underflow: {name.replace('_', ' ')}", ()), underflow[name]
+            yield f"underflow: {_words(name)}", {}, underflow[name]
         for parameter in underflow["parameters"]:
             for name in ("zero", "subnormal"):
-                yield (f"gradient: {name} share", (("parameter", parameter["name"]),)), parameter[name]
+                yield f"gradient: {name} share", {"parameter": parameter["name"]}, parameter[name]
 
 
-_Quantities = Iterator[tuple[str, float]]
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
-def _of_function(function: Mapping[str, Any]) -> _Quantities:
-    for name in ("calls", "casts", "cast_bytes", "cache_hits", "cache_hit_bytes", "undone"):
-        yield name.replace("_", " "), function[name]
-    for types in function["types"]:
-        yield f"calls with {', '.join(types['in'])} -> {', '.join(types['out'])}", types["calls"]
-
-
-def _of_line(line: Mapping[str, Any]) -> _Quantities:
-    for name in ("casts", "cast_bytes"):
-        yield f"{name.replace('_', ' ')} of a line", line[name]
-
-
-def _of_module(module: Mapping[str, Any]) -> _Quantities:
-    for name in ("operators", "activation_bytes", "weight_bytes"):
-        for kind, value in module[name].items():
-            yield f"{name.replace('_', ' ')} in {kind}", value
-
-
-def _of_step(step: Mapping[str, Any]) -> _Quantities:
-    of_loss = f" of loss {step['loss_id']}" if step["loss_id"] else ""
-    for name in ("scale", "overflow", "skipped", "gradient_norm"):
-        if step[name] is not None:
-            yield name.replace("_", " ") + of_loss, float(step[name])
-
-
-#: The sections of a report: what a number of it belongs to, as fields of `ComparedRow`, and the numbers of an entry.
-_SECTIONS: tuple[tuple[str, dict[str, str], Callable[[Mapping[str, Any]], _Quantities]], ...] = (
-    ("functions", {"function": "name"}, _of_function),
-    ("lines", {"file": "file", "line": "line", "source": "source"}, _of_line),
-    ("modules", {"module": "name"}, _of_module),
-    ("steps", {"step": "step"}, _of_step),
-)
-
-
-def _row(number: int, key: _Key, values: list[float | None], whole: float) -> ComparedRow:
-    a, b = values
+def _row(number: int, key: _Key, a: float | None, b: float | None, whole: float) -> ComparedRow:
     difference = abs((b or 0.0) - (a or 0.0))
     if math.isnan(difference):  # both inf, or NaN
         difference = 0.0 if str(a) == str(b) else math.inf

@@ -6,7 +6,7 @@ Owns the wording and the table. Must never run a model, nor compare a number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -195,22 +195,19 @@ class Comparison:
 
 
 def _grouped(rows: Iterable[ComparedRow], name_of: Callable[[ComparedRow], str | None]) -> tuple[ComparedGroup, ...]:
-    members = grouped((name, row) for row in rows if (name := name_of(row)) is not None)
-    groups = (_group(name, own) for name, own in members.items())
+    groups = []
+    for name, members in grouped((name, row) for row in rows if (name := name_of(row)) is not None).items():
+        telling = [row for row in members if not row.cancelled]
+        group = ComparedGroup(
+            name,
+            sum(not row.unmatched for row in members),
+            sum(row.unmatched for row in members),
+            sum(row.is_above_noise for row in members),
+            max((row.error for row in telling if row.error is not None), default=0.0),
+            max((row.own_error for row in telling if row.own_error is not None), default=None),
+        )
+        groups.append(group)
     return tuple(sorted(groups, key=lambda group: (-group.error, -(group.own_error or 0.0))))
-
-
-def _group(name: str, rows: Sequence[ComparedRow]) -> ComparedGroup:
-    telling = [row for row in rows if not row.cancelled]
-    own = [row.own_error for row in telling if row.own_error is not None]
-    return ComparedGroup(
-        name,
-        sum(not row.unmatched for row in rows),
-        sum(row.unmatched for row in rows),
-        sum(row.is_above_noise for row in rows),
-        max((row.error for row in telling if row.error is not None), default=0.0),
-        max(own, default=None),
-    )
 
 
 # Text

@@ -24,7 +24,7 @@ def checked_path(path: object, suffixes: Sequence[str], otherwise: str) -> Path:
     """Returns the path of a file that can be written, without writing it.
 
     Args:
-        path: of the file, which is replaced if it exists.
+        path: of the file, which is replaced if it exists; "~" is the user's home.
         suffixes: the endings that its name may have.
         otherwise: what to type for a file of another kind.
 
@@ -35,7 +35,7 @@ def checked_path(path: object, suffixes: Sequence[str], otherwise: str) -> Path:
         raise OptionError(f"the path is {path!r}; expected the name of a file, such as 'report{suffixes[0]}'.")
     if not os.fsdecode(path):
         raise OptionError(f"the path is empty; expected the name of a file, such as 'report{suffixes[0]}'.")
-    file = Path(os.fsdecode(path))
+    file = Path(os.path.expanduser(os.fsdecode(path)))  # noqa: PTH111 - Path's raises for an unknown user
     if file.suffix.lower() not in suffixes:
         endings = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
         raise OptionError(f"{str(file)!r} does not end with {endings}. {otherwise}")

@@ -6,15 +6,14 @@ Owns the choice of the functions that a search may move to float32. Must never c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C import _current_autograd_node
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from ampatch.cast_lists.coverage import reason_of
 from ampatch.cast_lists.lists import CastLists
@@ -27,14 +26,13 @@ from ampatch.diagnostics.report_rows import Row
 from ampatch.errors import CastListError
 from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
+from ampatch.patching.adapters import is_in_place
 from ampatch.patching.fused_linear import LINEAR, NODE
 
 #: Reasons of ``lists/reviewed.yaml`` for which a function does the same in half as in float32, or is no arithmetic.
-_HARMLESS = frozenset(
-    {
-        *("compares", "exact", "views", "makes", "converts", "fixed_type", "integers", "reads", "bookkeeping"),
-        *("removed", "symbols", "settings", "quantized", "draws"),
-    }
+_HARMLESS = (
+    *("compares", "exact", "views", "makes", "converts", "fixed_type", "integers", "reads", "bookkeeping"),
+    *("removed", "symbols", "settings", "quantized", "draws"),
 )
 #: Rules that a cast list cannot change.
 _FIXED = {
@@ -45,44 +43,13 @@ _RECURRENT = ("lstm", "gru", "rnn")
 
 
 @dataclass(frozen=True, slots=True)
-class SeenFunction:
-    """A function that a training called with half tensors.
-
-    Attributes:
-        path: its path, as in cast lists.
-        rule: the list that it is in; None if it is in none.
-        calls: number of calls.
-        half_flops: its FLOPs in half, forward and backward.
-    """
-
-    path: str
-    rule: str | None
-    calls: int
-    half_flops: int
-
-    @property
-    def group(self) -> str:
-        """The functions that a search moves together, in words."""
-        namespace, _, name = self.path.rpartition(".")
-        if namespace.partition(".")[0] != "torch":
-            return f"functions of {namespace}"
-        if self.rule != "whitelist":
-            return "functions that promote" if self.rule == "promote" else "functions on no list"
-        if "conv" in name:
-            return "convolutions"
-        if "attention" in name:
-            return "attention"
-        if name.removesuffix("_cell").partition("_")[0] in _RECURRENT:
-            return "recurrent layers"
-        return "matrix products" if self.half_flops else "other whitelisted functions"
-
-
-@dataclass(frozen=True, slots=True)
 class Observed:
-    """What a training called.
+    """What a training called. The values are those that JSON has.
 
     Attributes:
-        functions: functions that it called with half tensors, and that a cast list can move to float32.
+        rules: functions that it called with half tensors, and that a cast list can move to float32: the list that each
+            is in by its path; None for no list.
+        flops: their FLOPs in half, forward and backward.
         half_flops: FLOPs in half.
         all_flops: all FLOPs that were counted.
         notes: what could not be observed or moved, as sentences.
@@ -90,33 +57,36 @@ class Observed:
             nothing then.
     """
 
-    functions: tuple[SeenFunction, ...]
-    half_flops: int
-    all_flops: int
-    notes: tuple[str, ...] = ()
+    rules: dict[str, str | None]
+    flops: dict[str, int]
+    half_flops: int = 0
+    all_flops: int = 0
+    notes: list[str] = field(default_factory=list)
     is_disturbed: bool = False
 
-    @property
-    def share(self) -> float | None:
-        """The share of the FLOPs in half; None if no FLOPs were counted."""
-        return self.half_flops / self.all_flops if self.all_flops else None
+    def with_functions(self, other: Observed) -> Observed:
+        """Returns this with the functions of another training too."""
+        return replace(self, rules={**other.rules, **self.rules}, flops={**other.flops, **self.flops})
 
-    def share_without(self, kept: frozenset[str]) -> float | None:
-        """Returns the share in half that is left once some functions run in float32."""
-        if not self.all_flops:
-            return None
-        lost = sum(each.half_flops for each in self.functions if each.path in kept)
-        return (self.half_flops - lost) / self.all_flops
+    def share(self, kept: frozenset[str] = frozenset()) -> float | None:
+        """Returns the share of the FLOPs in half once some functions run in float32; None if no FLOPs were counted."""
+        lost = sum(self.flops.get(path, 0) for path in kept)
+        return (self.half_flops - lost) / self.all_flops if self.all_flops else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Observed:
-        """Returns what `to_dict` has made plain data of."""
-        functions = tuple(SeenFunction(**each) for each in data["functions"])
-        return cls(functions, data["half_flops"], data["all_flops"], tuple(data["notes"]), data["is_disturbed"])
+    def group(self, path: str) -> str:
+        """Returns the functions that a search moves together with one, in words."""
+        namespace, _, name = path.rpartition(".")
+        if namespace.partition(".")[0] != "torch":
+            return f"functions of {namespace}"
+        if self.rules[path] != "whitelist":
+            return "functions that promote" if self.rules[path] == "promote" else "functions on no list"
+        if "conv" in name:
+            return "convolutions"
+        if "attention" in name:
+            return "attention"
+        if name.removesuffix("_cell").partition("_")[0] in _RECURRENT:
+            return "recurrent layers"
+        return "matrix products" if self.flops[path] else "other whitelisted functions"
 
 
 class TrainingRecorder(CallRecorder):
@@ -164,7 +134,9 @@ class TrainingRecorder(CallRecorder):
         # The session's lists, also for functions that parts treat otherwise: these are what a search changes.
         rules = {} if self._rulings is None else self._rulings.of(rows, of_parts=False)
         rules |= dict.fromkeys(self._decorated & set(rows), "decorated")
-        functions, notes = [], list(self._missed)
+        half = sum(count for (_, is_half), count in self._flops.items() if is_half)
+        notes = list(self._missed)
+        observed = Observed({}, {}, half, sum(self._flops.values()), notes, bool(self._missed))
         for function, of_function in rows.items():
             rule, path = rules.get(function), name_of(function)
             if rule not in _FIXED and _meets_half(of_function, "whitelist"):
@@ -175,23 +147,19 @@ class TrainingRecorder(CallRecorder):
             if reason:
                 notes.append(f"{path} stays as it is: {reason}.")
             elif reason is None:
-                calls = sum(row.numbers.calls for row in of_function)
-                functions.append(SeenFunction(path, rule, calls, self._flops[function, True]))
-        uncounted = [each.path for each in functions if each.group == "recurrent layers" and not each.half_flops]
+                observed.rules[path], observed.flops[path] = rule, self._flops[function, True]
+        uncounted = [
+            path for path, flops in observed.flops.items() if not flops and observed.group(path) == "recurrent layers"
+        ]
         if uncounted:
-            notes.append(f"The FLOPs of {', '.join(uncounted)} are not counted: torch has no formula for them.")
-        functions.sort(key=lambda each: (each.half_flops, each.path))
-        half = sum(flops for (_, is_half), flops in self._flops.items() if is_half)
-        return Observed(tuple(functions), half, sum(self._flops.values()), tuple(notes), bool(self._missed))
+            notes.append(f"The FLOPs of {', '.join(sorted(uncounted))} are not counted: torch has no formula for them.")
+        return observed
 
     def _held_by_parts(self, name: str) -> Iterator[str]:
         """Yields a sentence for each part of a model whose own rules a search cannot change to float32."""
-        if self._rulings is None or not self._lists.modules:
+        lists = self._blacklisting(name)
+        if lists is None or self._rulings is None:
             return
-        try:
-            lists = self._lists.overlaid(blacklist([name]))
-        except CastListError:
-            return  # such as a property, which is no function
         path = Path(*name.rpartition(".")[::2])
         for entry in lists.modules:
             rule = None if entry.is_float32 else lists.of_module(entry).for_half(self._rulings.half_dtype).get(path)
@@ -210,13 +178,16 @@ class TrainingRecorder(CallRecorder):
         reason = reason_of(path)
         if reason is not None and reason.name in _HARMLESS:
             return ""
-        if _writes_in_place(last):
+        if is_in_place(last):
             return "a blacklisted in-place function raises on half tensors"
+        return "" if self._blacklisting(name) is None else None
+
+    def _blacklisting(self, name: str) -> CastLists | None:
+        """Returns the lists with a function on the blacklist; None if none can be there, such as a property."""
         try:
-            self._lists.overlaid(blacklist([name]))
+            return self._lists.overlaid(blacklist([name]))
         except CastListError:
-            return ""  # such as a property, which is no function
-        return None
+            return None
 
 
 def blacklist(paths: Any) -> dict[str, dict[str, list[str]]]:
@@ -231,25 +202,11 @@ def _meets_half(rows: list[Row], rule: str | None) -> bool:
     return any(dtype in HALVES for row in rows for types in row.types for side in types for dtype in side)
 
 
-def _writes_in_place(name: str) -> bool:
-    is_operator = name.startswith("__") and name.endswith("__")
-    return name == "__setitem__" or (name[2:3] == "i" and name[2:5] != "inv" if is_operator else name.endswith("_"))
-
-
 @cache
 def _formulas() -> dict[Any, Callable[..., Any]]:
     """Returns torch's formulas for FLOPs, with those of attention on the CPU, which torch leaves out."""
-    aten = torch.ops.aten
-    return {
-        aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-        **flop_registry,
+    aten, flash = torch.ops.aten, "_scaled_dot_product_flash_attention"
+    on_cpu = {
+        getattr(aten, f"{flash}_for_cpu{end}"): flop_registry[getattr(aten, flash + end)] for end in ("", "_backward")
     }
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+    return {**on_cpu, **flop_registry}

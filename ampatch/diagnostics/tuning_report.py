@@ -5,7 +5,6 @@ Owns the wording, the table and the YAML. Must never run a training.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
@@ -19,7 +18,7 @@ from ampatch.diagnostics import report_file
 from ampatch.diagnostics.report_numbers import in_terminal, seconds
 from ampatch.diagnostics.shown_names import counted
 from ampatch.diagnostics.tables import Column, Whole, printed, table
-from ampatch.errors import OptionError, UsageError
+from ampatch.errors import UsageError
 from ampatch.grouping import grouped
 
 #: Verdicts of a trial, and of a search.
@@ -27,8 +26,6 @@ PASSES, FAILS, CANNOT_TELL = "passes", "fails", "cannot tell"
 
 #: How a file that `amp.tune` wrote begins.
 MARK = "# Found by ampatch tune"
-
-_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +256,7 @@ class Tuning:
             return
         needed = dict(self.needed)
         yield "blacklist:"
-        ordered = sorted(self.float32, key=lambda path: path.rpartition(".")[::2])
-        for namespace, paths in grouped((path.rpartition(".")[0], path) for path in ordered).items():
+        for namespace, paths in grouped((path.rpartition(".")[0], path) for path in self.float32).items():
             yield f"  {_scalar(namespace)}:"
             for path in paths:
                 if path in needed:
@@ -284,9 +280,7 @@ def checked_file(path: object) -> Path:
     Raises:
         OptionError: it is no path, has another ending, or cannot be written.
     """
-    if not isinstance(path, (str, PathLike)):
-        raise OptionError(f"the path is {path!r}; expected the name of a file, such as 'casts.yaml'.")
-    return report_file.checked_path(os.path.expanduser(path), _SUFFIXES, "Type 'casts.yaml'.")  # noqa: PTH111 - raises for an unknown user
+    return report_file.checked_path(path, (".yaml", ".yml"), "Type 'casts.yaml'.")
 
 
 def _told(trial: TunedTrial) -> str:

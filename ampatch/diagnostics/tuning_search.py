@@ -74,10 +74,7 @@ def restored(passes: Callable[[Kept], bool], kept: Kept, order: Sequence[str]) -
         kept: a set that passes.
         order: its functions, in the order in which to try to leave them out.
     """
-    changed = True
-    while changed:
-        changed = False
-        for path in order:
-            if path in kept and passes(kept - {path}):
-                kept, changed = kept - {path}, True
+    for path in order:
+        if path in kept and passes(kept - {path}):
+            return restored(passes, kept - {path}, order)
     return kept
