@@ -6,14 +6,16 @@ Must hold no state, and must check all arguments before it changes anything.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import itertools
 import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +153,7 @@ __all__ = [
 logger = logging.getLogger("ampatch")
 
 _F = TypeVar("_F")
+_P = ParamSpec("_P")
 _Model = TypeVar("_Model", bound=nn.Module)
 _L = TypeVar("_L")
 _Models = TypeVar("_Models", bound=nn.Module | Sequence[nn.Module])
@@ -178,83 +181,35 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Overloads, so that a type checker knows the classes of the returned objects: they are the ones passed in.
-@overload
-def initialize(
-    models: _Models,
-    optimizers: None = ...,
-    enabled: bool = ...,
-    opt_level: str = ...,
-    cast_model_type: torch.dtype | str | None = ...,
-    patch_torch_functions: bool | None = ...,
-    keep_batchnorm_fp32: bool | str | None = ...,
-    master_weights: bool | None = ...,
-    loss_scale: float | str | None = ...,
-    cast_model_outputs: torch.dtype | str | None = ...,
-    num_losses: int = ...,
-    verbosity: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-    *,
-    half_dtype: torch.dtype | str | None = ...,
-    cast_lists: Overlay | None = ...,
-    init_scale: float = ...,
-    scale_factor: float = ...,
-    growth_factor: float | None = ...,
-    backoff_factor: float | None = ...,
-    scale_window: int = ...,
-    hysteresis: int = ...,
-    exact_hooks: bool = ...,
-    keep_fp32: Any = ...,
-    float32_outputs: Any = ...,
-    cast_buffers: Any = ...,
-    patch_torch_functions_type: torch.dtype | str | None = ...,
-    profile_casts: bool = ...,
-    on_overflow: OnOverflow = ...,
-    check_finite: bool = ...,
-    scaler: str | None = ...,
-    fused_linear: bool | None = ...,
-) -> _Models: ...
+def _checks_names(function: _F) -> _F:
+    """Decorates a function: a call with an unknown name raises `OptionError`, which says the name that was meant."""
+    known: Any = inspect.signature(function).parameters  # type: ignore[arg-type]
+
+    @functools.wraps(function)  # type: ignore[arg-type]
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        opt_levels.check_names(kwargs, known, f"amp.{checked.__name__} got")
+        return function(*args, **kwargs)  # type: ignore[operator]
+
+    return checked  # type: ignore[return-value]
 
 
-@overload
-def initialize(
-    models: _Models,
-    optimizers: _Optimizers,
-    enabled: bool = ...,
-    opt_level: str = ...,
-    cast_model_type: torch.dtype | str | None = ...,
-    patch_torch_functions: bool | None = ...,
-    keep_batchnorm_fp32: bool | str | None = ...,
-    master_weights: bool | None = ...,
-    loss_scale: float | str | None = ...,
-    cast_model_outputs: torch.dtype | str | None = ...,
-    num_losses: int = ...,
-    verbosity: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-    *,
-    half_dtype: torch.dtype | str | None = ...,
-    cast_lists: Overlay | None = ...,
-    init_scale: float = ...,
-    scale_factor: float = ...,
-    growth_factor: float | None = ...,
-    backoff_factor: float | None = ...,
-    scale_window: int = ...,
-    hysteresis: int = ...,
-    exact_hooks: bool = ...,
-    keep_fp32: Any = ...,
-    float32_outputs: Any = ...,
-    cast_buffers: Any = ...,
-    patch_torch_functions_type: torch.dtype | str | None = ...,
-    profile_casts: bool = ...,
-    on_overflow: OnOverflow = ...,
-    check_finite: bool = ...,
-    scaler: str | None = ...,
-    fused_linear: bool | None = ...,
-) -> tuple[_Models, _Optimizers]: ...
+class _KeepsClasses(Protocol[_P]):
+    """A type for `initialize`: type checkers see that the returned objects are of the classes that were passed in."""
+
+    @overload
+    def __call__(self, models: _Models, optimizers: None = ..., *args: _P.args, **kwargs: _P.kwargs) -> _Models: ...
+    @overload
+    def __call__(
+        self, models: _Models, optimizers: _Optimizers, *args: _P.args, **kwargs: _P.kwargs
+    ) -> tuple[_Models, _Optimizers]: ...
 
 
+def _keeps_classes(function: Callable[Concatenate[Any, Any, _P], Any]) -> _KeepsClasses[_P]:
+    return function  # type: ignore[return-value]
+
+
+@_keeps_classes
+@_checks_names
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -368,7 +323,7 @@ def initialize(
         The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
 
     Raises:
-        OptionError: an argument has a value that is not allowed, or contradicts another argument.
+        OptionError: an argument has a name or value that is not allowed, or contradicts another argument.
         CastListError: the cast lists have faults.
         UsageError: amp is set up with other settings, an optimizer was passed before, or two optimizers with float32
             masters share a parameter.
@@ -385,10 +340,15 @@ def initialize(
         check_no_copy(model)
     optimizer_list = [] if optimizers is None else [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
     half = _half_dtype(half_dtype, patch_torch_functions_type, "patch_torch_functions_type", opt_level, model_list)
-    overrides = opt_levels.Overrides(
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
+    properties = opt_levels.resolve(
+        opt_level,
+        half,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
     )
-    properties = opt_levels.resolve(opt_level, half, overrides)
     lists = _lists(cast_lists)
     if cast_lists is not None and not properties.patch_torch_functions:
         _check_have_effect(lists, properties)
@@ -514,6 +474,7 @@ class Handle:
         return f"{kind}({state}: opt_level={properties.opt_level!r}, half_dtype={properties.half_dtype})"
 
 
+@_checks_names
 def init(
     enabled: bool = True,
     loss_scale: float | str = "dynamic",
@@ -564,7 +525,7 @@ def init(
     calls.prepare()
     is_verbose = as_flag("verbose", verbose)
     half = _half_dtype(half_dtype, patch_type, "patch_type", "O1", [])
-    properties = opt_levels.resolve("O1", half, opt_levels.Overrides(loss_scale=loss_scale))
+    properties = opt_levels.resolve("O1", half, loss_scale=loss_scale)
     lists = _lists(cast_lists)
     if lists.modules:
         raise OptionError(
@@ -662,6 +623,7 @@ def disable_casts(function: Any = None) -> Any:
     return in_graph(OFF) if is_dynamo_compiling() else WithoutCasts()
 
 
+@_checks_names
 def convert_model(
     model: _Model,
     half_dtype: torch.dtype | str | None = None,
@@ -852,6 +814,7 @@ def compare(
     return comparison.compare(checked, inputs, loss_fn, _side("a", a, checked), _side("b", b, checked))
 
 
+@_checks_names
 def tune(
     train: Callable[[dict[str, Any]], Any],
     evaluate: Callable[[Any], Any],
@@ -930,7 +893,7 @@ def tune(
         )
     level = opt_levels.LEVELS[opt_levels.check_opt_level(opt_level)]
     half = None if half_dtype is None else _half_dtype(half_dtype, None, "", opt_level, [])
-    properties = opt_levels.resolve(opt_level, half or level.half_dtype or torch.float16, opt_levels.Overrides())
+    properties = opt_levels.resolve(opt_level, half or level.half_dtype or torch.float16)
     if not properties.patch_torch_functions:
         raise OptionError(f"opt_level is {opt_level!r}, which casts no functions by lists; expected 'O1' or 'O4'.")
     several = isinstance(cast_lists, Sequence) and not isinstance(cast_lists, (str, bytes, os.PathLike))
@@ -1461,7 +1424,7 @@ def _side(letter: str, given: object, model: nn.Module) -> Side:
     level, overlay = options.get("opt_level", "O1"), options.get("cast_lists")
     try:
         half = _half_dtype(options.get("half_dtype"), None, "", level, [model])
-        properties = opt_levels.resolve(level, half, opt_levels.Overrides())
+        properties = opt_levels.resolve(level, half)
     except OptionError as error:
         raise OptionError(f"in {letter}: {error}") from None
     if overlay is not None and not properties.patch_torch_functions:

@@ -27,7 +27,7 @@ from ampatch.diagnostics.preflight_subject import Arguments, Subject
 from ampatch.errors import AmpWarning
 from ampatch.grouping import grouped
 from ampatch.native import calls, kernels
-from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, resolve
+from ampatch.opt_levels import HALVES, LossScale, Properties, resolve
 from ampatch.patching import adopted_model
 from ampatch.runtime import close_session, open_session
 from ampatch.scaling.loss_scaler import make_policy
@@ -114,8 +114,7 @@ class Setup:
     def properties(self) -> Properties:
         """The resolved values of the level."""
         scales: list[LossScale] = self._values("loss_scale")
-        overrides = Overrides(loss_scale=scales[-1] if scales else None)
-        return resolve(self.opt_level, self.half_dtype, overrides)
+        return resolve(self.opt_level, self.half_dtype, loss_scale=scales[-1] if scales else None)
 
     def settings(self) -> Settings:
         """Returns the settings of a session.

@@ -22,12 +22,11 @@ from ampatch import amp
 from ampatch.cast_lists.lists import shipped
 from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import versions
-from ampatch.integrations.options import hint
 from ampatch.integrations.options import names as option_names
 from ampatch.integrations.shared_patches import put_around
 from ampatch.integrations.trainer_session import TrainerSession, Wording, casts_off, casts_on, uninterrupted
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import LEVELS, check_opt_level
+from ampatch.opt_levels import LEVELS, check_opt_level, hint
 from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import evaluates_first
 

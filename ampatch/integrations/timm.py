@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
-from ampatch.integrations import options, versions
-from ampatch.opt_levels import as_flag
+from ampatch.integrations import versions
+from ampatch.opt_levels import as_flag, hint
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session
@@ -81,7 +81,7 @@ class AmpatchScaler:
         _check_arguments(loss, optimizer, clip_grad, parameters)
         create_graph, need_update = as_flag("create_graph", create_graph), as_flag("need_update", need_update)
         if clip_mode not in _CLIP_MODES:
-            raise OptionError(f"found clip_mode={clip_mode!r}.{options.hint(clip_mode, _CLIP_MODES)}")
+            raise OptionError(f"found clip_mode={clip_mode!r}.{hint(clip_mode, _CLIP_MODES)}")
         session = runtime.live
         if session is not None:
             _check(session, loss, create_graph)
