@@ -67,6 +67,10 @@ class Properties:
         return self.patch_torch_functions and self.cast_model_type not in HALVES
 
 
+#: The arguments of ``amp.initialize`` that are fields of `Properties`.
+ARGUMENTS = tuple(field.name for field in fields(Properties))
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """A row of the table. ``weights`` is "half", "float32", "bfloat16", or None to leave weights unchanged."""
@@ -305,8 +309,7 @@ def difference(live: Properties, asked: Properties) -> dict[str, tuple[object, o
     Returns:
         The values in ``live`` and in ``asked``, by the name of the argument; empty if nothing differs.
     """
-    names = [field.name for field in fields(Properties)]
-    differing = {name: (getattr(live, name), getattr(asked, name)) for name in names}
+    differing = {name: (getattr(live, name), getattr(asked, name)) for name in ARGUMENTS}
     own = [resolve(each.opt_level, each.half_dtype) for each in (live, asked)]
     return {
         name: values

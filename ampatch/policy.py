@@ -11,7 +11,6 @@ import json
 import math
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from operator import itemgetter
 from typing import Any
 
@@ -27,8 +26,8 @@ from ampatch.grouping import grouped
 from ampatch.opt_levels import HALF_DTYPES, HALVES, dtype_name
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import decorated
-from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.session import Session
+from ampatch.settings import SCALE_ARGUMENTS
 from ampatch.version import __version__
 from ampatch.weights.conversion_plan import KeepFloat32
 
@@ -93,7 +92,7 @@ def digest(policy: Mapping[str, Any]) -> str:
     form: dict[str, Any] = {
         "format": policy["format"],
         # A file format may turn 2.0 into 2.
-        "settings": sorted([name, int(value) if _is_whole(value) else value] for name, value in policy["settings"]),
+        "settings": sorted([name, _whole(value)] for name, value in policy["settings"]),
         **{section: sorted(row[:2] for row in policy[section]) for section in BY_NAME},
         **{section: [row[:2] for row in policy[section]] for section in IN_ORDER},
     }
@@ -117,8 +116,8 @@ def is_covered(path: Path, pattern_paths: Iterable[Path]) -> bool:
     return any(patterns.covers_by_name(pattern, path) for pattern in pattern_paths)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer()
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _rows(decided: Mapping[Any, _Decided]) -> list[list[str]]:
@@ -144,17 +143,16 @@ def _settings(session: Session) -> dict[str, Any]:
         "loss_scale": properties.loss_scale,
     }
     # These are left out without a value, so that the hashes of older policies stay.
-    if settings.fused_linear:
-        told["fused_linear"] = True
-    if settings.float32_outputs:
-        told["float32_outputs"] = _names(settings.float32_outputs)
-    if settings.cast_buffers:
-        named = settings.cast_buffers
-        told["cast_buffers"] = True if isinstance(named, bool) else sorted(named)
+    buffers = settings.cast_buffers
+    optional: dict[str, Any] = {
+        "fused_linear": settings.fused_linear,
+        "float32_outputs": _names(settings.float32_outputs),
+        "cast_buffers": buffers if isinstance(buffers, bool) else sorted(buffers),
+    }
+    told |= {name: value for name, value in optional.items() if value}
     if not scale.dynamic:
         return {**told, "check_finite": settings.check_finite}  # a dynamic scale always checks
-    of_scale = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]
-    return {**told, **{name: _finite(getattr(scale, name)) for name in of_scale}}
+    return {**told, **{name: _finite(getattr(scale, name)) for name in SCALE_ARGUMENTS}}
 
 
 def _names(kept: KeepFloat32) -> list[str]:

@@ -6,7 +6,7 @@ Owns the checks of a saved policy and the wording of the warning. Must never cha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from ampatch import policy
@@ -26,17 +26,9 @@ _MISSING = {"patterns": ("no such pattern", ""), "modules": ("no such entry", ""
 _MOST_TOLD = 12
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """One difference of two policies.
-
-    Attributes:
-        line: name, then what was saved, an arrow, and what is live; each with its file and line, or "shipped".
-        is_of_ampatch: True if no edit of the user's takes part: another ampatch or torch has other rules.
-    """
-
-    line: str
-    is_of_ampatch: bool = False
+#: True if no edit of the user's takes part, as another ampatch or torch has other rules. Then a line: a name, what was
+#: saved, an arrow, and what is live, each side with its file and line, or "shipped".
+_Difference = tuple[bool, str]
 
 
 def check(saved: object) -> None:
@@ -74,7 +66,7 @@ def warning(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
         saved: a policy that `check` accepts.
         present: the policy of the live session.
     """
-    found = sorted(differences(saved, present), key=lambda each: each.is_of_ampatch)
+    found = sorted(_differences(saved, present), key=itemgetter(0))
     if not found:
         return None
     versions = [
@@ -91,20 +83,20 @@ def warning(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
     )
     lines = [
         f"this state was saved under another policy{by}, and this run keeps its own. {number}, saved -> here:",
-        *(f"  {each.line}" for each in found[:_MOST_TOLD]),
+        *(f"  {line}" for _, line in found[:_MOST_TOLD]),
         *([f"  and {more} more"] if more > 0 else []),
         remedy,
     ]
     return "\n".join(lines)
 
 
-def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Difference]:
+def _differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[_Difference]:
     """Yields the differences of two policies: of the settings, then of the rules."""
     then, now = dict(saved["settings"]), dict(present["settings"])
     for name, value in then.items():
         # A setting that one side lacks has no effect there, because of another setting that differs.
         if name in now and value != now[name]:
-            yield Difference(f"{name}: {value!r} -> {now[name]!r}")
+            yield False, f"{name}: {value!r} -> {now[name]!r}"
     # No half type: the side patches no function at all.
     reach = [(side.get("patch_torch_functions"), side.get("half_dtype") is None) for side in (then, now)]
     if reach[0] != reach[1]:
@@ -122,18 +114,16 @@ def _by_name(rows: list[list[str]]) -> dict[str, _Decided]:
     return {name: (decision, source) for name, decision, source in rows}
 
 
-def _differing_in_order(saved: list[list[str]], present: list[list[str]], section: str) -> Iterator[Difference]:
+def _differing_in_order(saved: list[list[str]], present: list[list[str]], section: str) -> Iterator[_Difference]:
     then, now = _by_name(saved), _by_name(present)
     for name in sorted({**then, **now}):
         yield from _compared(name, then.get(name, _MISSING[section]), now.get(name, _MISSING[section]))
     before, after = [name for name in then if name in now], [name for name in now if name in then]
     if before != after:
-        yield Difference(
-            f"the order of {section}, of which the last decides: {', '.join(before)} -> {', '.join(after)}"
-        )
+        yield False, f"the order of {section}, of which the last decides: {', '.join(before)} -> {', '.join(after)}"
 
 
-def _rules(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[Difference]:
+def _rules(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[_Difference]:
     then, now = _by_name(saved["rules"]), _by_name(present["rules"])
     for name in sorted({**then, **now}):
         before = then[name] if name in then else _by_pattern(saved["patterns"], name)
@@ -150,7 +140,7 @@ def _by_pattern(rows: list[list[str]], name: str) -> _Decided:
     return UNLISTED, ""
 
 
-def _decorated(then: Mapping[str, _Decided], now: Mapping[str, _Decided]) -> Iterator[Difference]:
+def _decorated(then: Mapping[str, _Decided], now: Mapping[str, _Decided]) -> Iterator[_Difference]:
     for name in sorted({**then, **now}):
         if name in now or not _is_unloaded(name):
             yield from _compared(name, then.get(name, ("not decorated", "")), now.get(name, ("not decorated", "")))
@@ -161,10 +151,9 @@ def _is_unloaded(name: str) -> bool:
     return find_owner_or(policy.path_of(name.partition(".<locals>")[0]).namespace, MISSING) is None
 
 
-def _compared(name: str, then: _Decided, now: _Decided) -> Iterator[Difference]:
+def _compared(name: str, then: _Decided, now: _Decided) -> Iterator[_Difference]:
     if then[0] != now[0]:
-        line = f"{name}: {_told(then)} -> {_told(now)}"
-        yield Difference(line, is_of_ampatch={then[1], now[1]} <= {policy.SHIPPED, ""})
+        yield {then[1], now[1]} <= {policy.SHIPPED, ""}, f"{name}: {_told(then)} -> {_told(now)}"
 
 
 def _told(decided: _Decided) -> str:

@@ -40,6 +40,7 @@ from ampatch.casting.nested import cast_floating
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError, did_you_mean, warn
 from ampatch.function_wrapper import unwrapped
+from ampatch.grouping import grouped
 from ampatch.patching import adopted_model, autocast_checks, recurrent_weights
 from ampatch.patching.adapters import Function
 from ampatch.patching.casting_mode import CastingMode, CastRules, thread
@@ -131,6 +132,10 @@ class _Weight:
         return torch.where(kept.to(half_dtype).to(shown.dtype) == shown, kept, shown.float())
 
 
+#: A module's own weights, each with its name there.
+_Own = list[tuple[str, _Weight]]
+
+
 class _Copy:
     """The weights of one copy, and the forward passes that run with them; implements `casting_mode.Weights`.
 
@@ -156,7 +161,6 @@ class _Copy:
 
     def _begin(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[Tensor], _Weight]] = {}
-        self._by_module: dict[nn.Module, list[tuple[str, _Weight]]] = {}
         self._casts = Store()
         self._is_settled = True
         self._lock = threading.Lock()
@@ -170,16 +174,8 @@ class _Copy:
 
     def index(self) -> None:
         """Looks up the parameters again: a deep copy has others, and a tracer replaces them."""
-        by_id = {}
-        for weight in self.weights:
-            parameter = weight.parameter()
-            if parameter is not None:
-                by_id[id(parameter)] = (weakref.ref(parameter), weight)
-            for module, name in weight.places:
-                known = self._by_module.setdefault(module, [])
-                if (name, weight) not in known:
-                    known.append((name, weight))
-        self._by_id = by_id
+        parameters = [(weight.parameter(), weight) for weight in self.weights]
+        self._by_id = {id(each): (weakref.ref(each), weight) for each, weight in parameters if each is not None}
 
     def find(self, parameter: Tensor) -> _Weight | None:
         """Returns the record of a parameter; None if it is not one of these weights."""
@@ -187,12 +183,6 @@ class _Copy:
             self.index()
         reference, weight = self._by_id.get(id(parameter), (None, None))
         return weight if reference is not None and reference() is parameter else None
-
-    def of_module(self, module: nn.Module) -> list[tuple[str, _Weight]]:
-        """Returns a module's own weights by their names in it."""
-        if not self._by_module:
-            self.index()
-        return self._by_module.get(module, [])
 
     # Called by the casting mode
 
@@ -285,21 +275,13 @@ class _Copy:
 
     # State dicts
 
-    def after_state_dict(self, module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
-        """Replaces half weights in a state dict by their float32 values; a post-hook."""
-        for name, weight in self.of_module(module):
+    def after_state_dict(self, own: _Own, module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
+        """Replaces a module's half weights in a state dict by their float32 values; a post-hook."""
+        for name, weight in own:
             parameter = module._parameters.get(name)
             if weight.state is _State.HALF and parameter is not None and prefix + name in saved:
                 with torch.no_grad():
                     saved[prefix + name] = weight.values(parameter, self.half_dtype).detach()
-
-    def before_load_state_dict(self, module: nn.Module, loaded: dict[str, Any], prefix: str, *_: object) -> None:
-        """Keeps float32 values from a state dict, as loading into half weights loses half of the bits; a pre-hook."""
-        for name, weight in self.of_module(module):
-            found, parameter = loaded.get(prefix + name), module._parameters.get(name)
-            keeps = weight.state is _State.HALF and weight.kept is not None
-            if keeps and isinstance(found, Tensor) and parameter is not None and found.shape == parameter.shape:
-                weight.kept = found.detach().to("cpu", torch.float32, copy=True)
 
     # Forward passes
 
@@ -358,6 +340,15 @@ class _Copy:
         result = write_back.call(without_casts, (args, kwargs), given, module)
         _check_complete(result)
         return result
+
+
+def _before_load_state_dict(own: _Own, module: nn.Module, loaded: dict[str, Any], prefix: str, *_: object) -> None:
+    """Keeps float32 values from a state dict, as loading into half weights loses half of the bits; a pre-hook."""
+    for name, weight in own:
+        found, parameter = loaded.get(prefix + name), module._parameters.get(name)
+        keeps = weight.state is _State.HALF and weight.kept is not None
+        if keeps and isinstance(found, Tensor) and parameter is not None and found.shape == parameter.shape:
+            weight.kept = found.detach().to("cpu", torch.float32, copy=True)
 
 
 def _session_off() -> AbstractContextManager[None]:
@@ -425,14 +416,16 @@ def convert(
     with torch.inference_mode(False), torch.no_grad():  # otherwise its weights would work only in inference mode
         copied = _Copy(rules, keep_float32)
         made = _copied(source, excluded_paths, copied)
+    owned = grouped((module, (name, weight)) for weight in copied.weights for module, name in weight.places)
     for path, module in made.named_modules():
         for name in _methods_to_wrap(module, path in excluded_paths):
             module.__dict__[name] = _WrappedMethod(copied, module, getattr(module, name), path in excluded_paths)
         if isinstance(module, nn.RNNBase):
             module.__dict__["check_input"] = functools.partial(_check_input, module)
-        if copied.of_module(module):
-            module.register_state_dict_post_hook(functools.partial(_Copy.after_state_dict, copied))
-            module.register_load_state_dict_pre_hook(functools.partial(_Copy.before_load_state_dict, copied))
+        if module in owned:
+            after = functools.partial(_Copy.after_state_dict, copied, owned[module])
+            module.register_state_dict_post_hook(after)
+            module.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, owned[module]))
     return made.eval()
 
 

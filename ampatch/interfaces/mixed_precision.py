@@ -251,13 +251,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters: sets them to None, or to zeros with ``set_to_none=False``."""
-        for parameter in self._parameters():
-            if parameter.grad is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-            else:
-                parameter.grad = torch.zeros_like(parameter.grad)
+        super().zero_grad(set_to_none)
         if set_to_none:
             self._narrow()
 
