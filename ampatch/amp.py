@@ -1103,12 +1103,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if runtime.disabled:
         return
     live = _require_session("amp.load_state_dict")
-    warnings = []
+    warnings: list[str] = []
     if isinstance(state_dict, Mapping) and policy_difference.KEY in state_dict:
-        saved = state_dict[policy_difference.KEY]
-        policy_difference.check(saved)
-        told = policy_difference.warning(saved, policy.effective(live))
-        warnings = [] if told is None else [told]
+        warnings = policy_difference.warnings(state_dict[policy_difference.KEY], policy.effective(live))
         state_dict = {key: value for key, value in state_dict.items() if key != policy_difference.KEY}
     load_states(live.all_scalers(), state_dict, logs=live.verbose, warnings=warnings)
 

@@ -31,7 +31,7 @@ _MOST_TOLD = 12
 _Difference = tuple[bool, str]
 
 
-def check(saved: object) -> None:
+def _check(saved: object) -> None:
     """Checks that a saved policy is what `policy.effective` returned.
 
     Raises:
@@ -59,16 +59,16 @@ def check(saved: object) -> None:
         raise _fault("sha256", f"found {_shown(saved['sha256'])}; its settings and rules have {found!r}.")
 
 
-def warning(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
-    """Returns what to warn of if two policies differ; None if they decide the same.
+def warnings(saved: Any, present: Mapping[str, Any]) -> list[str]:
+    """Returns what to warn of if a saved policy differs from the live session's: one text, or none.
 
-    Args:
-        saved: a policy that `check` accepts.
-        present: the policy of the live session.
+    Raises:
+        OptionError: the saved policy is not what `policy.effective` returned; the message names the part.
     """
+    _check(saved)
     found = sorted(_differences(saved, present), key=itemgetter(0))
     if not found:
-        return None
+        return []
     versions = [
         f"{name} {then} (here: {present['versions'][name]})"
         for name, then in saved["versions"].items()
@@ -87,7 +87,7 @@ def warning(saved: Mapping[str, Any], present: Mapping[str, Any]) -> str | None:
         *([f"  and {more} more"] if more > 0 else []),
         remedy,
     ]
-    return "\n".join(lines)
+    return ["\n".join(lines)]
 
 
 def _differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[_Difference]:

@@ -16,7 +16,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -241,12 +241,11 @@ class _Copy:
         if self._is_settled:
             return
         self._is_settled = True
-        for weight in self.weights:
-            parameter = weight.parameter() if weight.state is _State.IN_HALF else None
-            if parameter is not None:
-                with self._lock:
-                    if weight.state is _State.IN_HALF:
-                        self._make_half(weight, parameter)
+        with self._lock:
+            for weight in self.weights:
+                parameter = weight.parameter() if weight.state is _State.IN_HALF else None
+                if parameter is not None:
+                    self._make_half(weight, parameter)
 
     def _make_half(self, weight: _Weight, parameter: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -382,30 +381,12 @@ class _WrappedMethod:
         return self._copy.run(self._method, args, kwargs)
 
 
-def _with_parts(source: nn.Module, excluded: object, lists: CastLists) -> list[Any]:
-    """Returns what is excluded, with the parts that ``modules`` in the lists has compute in float32.
-
-    Raises:
-        CastListError: an entry matches no submodule.
-        OptionError: an entry has rules of its own.
-    """
-    given = list(excluded) if isinstance(excluded, (list, tuple, set, frozenset, Iterator)) else [excluded]
-    own = next((entry for entry in lists.modules if not entry.is_float32), None)
-    if own is not None:
-        raise OptionError(
-            f"{own.source}: modules has rules for {own.name!r}, and a copy for inference applies the same lists "
-            f"everywhere. Give it {FLOAT32}, or leave it out."
-        )
-    check_entries([source], lists.modules)
-    return [*given, *ruled_parts(source, lists.modules)]
-
-
 def convert(
     model: object, half_dtype: torch.dtype, excluded: object, lists: CastLists, keep_float32: bool
 ) -> nn.Module:
     """Returns the copy; see `amp.convert_model`."""
     source = _check(model)
-    excluded_paths, functions = _split_excluded(source, _with_parts(source, excluded, lists))
+    excluded_paths, functions = _split_excluded(source, excluded, lists)
     if functions:
         lists = lists.overlaid([{"blacklist": {path.namespace: [path.name]}} for path in functions])
     rules = CastRules(half_dtype, lists.for_half(half_dtype).values(), _registered())
@@ -538,16 +519,28 @@ def _check(model: object) -> nn.Module:
     return module
 
 
-def _split_excluded(model: nn.Module, excluded: Iterable[object]) -> tuple[set[str], list[Path]]:
+def _split_excluded(model: nn.Module, excluded: object, lists: CastLists) -> tuple[set[str], list[Path]]:
     """Returns the paths of the excluded modules with all their submodules, and of the excluded functions.
 
+    Parts that ``modules`` in the lists has compute in float32 are excluded, too.
+
     Raises:
-        OptionError: an entry is neither a submodule of the model nor a function of torch.
+        CastListError: an entry of the lists matches no submodule.
+        OptionError: an entry of the lists has rules of its own; or what is excluded is neither a submodule of the model
+            nor a function of torch.
     """
+    own = next((entry for entry in lists.modules if not entry.is_float32), None)
+    if own is not None:
+        raise OptionError(
+            f"{own.source}: modules has rules for {own.name!r}, and a copy for inference applies the same lists "
+            f"everywhere. Give it {FLOAT32}, or leave it out."
+        )
+    check_entries([model], lists.modules)
+    given = list(excluded) if isinstance(excluded, (list, tuple, set, frozenset, Iterator)) else [excluded]
     modules = [(path, module) for path, module in model.named_modules() if path]
     excluded_paths: set[str] = set()
     functions: list[Path] = []
-    for each in excluded:
+    for each in [*given, *ruled_parts(model, lists.modules)]:
         found = {path for path, module in modules if _matches(each, path, module)}
         if found:
             excluded_paths |= {path for path, _ in modules for above in found if f"{path}.".startswith(f"{above}.")}

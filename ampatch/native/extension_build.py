@@ -19,8 +19,8 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,7 +197,9 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
         KernelError: there is no disk space, or compiling failed.
     """
     began = time.monotonic()
-    with _writing_to(plan.directory.parent if plan.is_cached else plan.directory) as place:
+    place = plan.directory.parent if plan.is_cached else plan.directory
+    try:
+        place.mkdir(parents=True, exist_ok=True)
         # The dot ends the name: the pattern for sm80 must not match the files of sm80-sm90, which has another lock.
         prefix = f".{plan.directory.name if plan.is_cached else extension.LIBRARY}."
         # If several processes build at once, the others wait here for the first, and then find its library.
@@ -206,14 +208,19 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
                 shutil.rmtree(left, ignore_errors=True)
             library = extension.read(plan.directory)
             was_cached = (
-                library is not None
+                not force
+                and library is not None
                 and library.architectures == plan.architectures
                 and extension.fits(library, plan.source_hash, plan.part)
             )
-            if library is None or not was_cached or force:
+            if library is None or not was_cached:
                 with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch:
                     library = _built(plan, Path(scratch), force)
-                was_cached = False
+    except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
+        raise KernelError(
+            f"the compiled extension cannot be written to {place} ({error}). Free some space or fix the permissions "
+            "there, or set the environment variable AMPATCH_CACHE to another directory."
+        ) from error
     return Built(library, was_cached, time.monotonic() - began)
 
 
@@ -671,16 +678,3 @@ def _last_words(said: str) -> str:
 
 def _cannot_be_started(command: Sequence[str], error: OSError) -> str:
     return f"`{shlex.join(command)}` cannot be started ({error.strerror})"
-
-
-@contextmanager
-def _writing_to(place: Path) -> Iterator[Path]:
-    """Creates a directory if it is missing; raises `KernelError` for any OSError within the block."""
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        yield place
-    except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
-        raise KernelError(
-            f"the compiled extension cannot be written to {place} ({error}). Free some space or fix the permissions "
-            "there, or set the environment variable AMPATCH_CACHE to another directory."
-        ) from error
