@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ampatch import opt_levels, policy, policy_difference
+from ampatch import opt_levels, policy
 from ampatch.cast_lists import list_edits, rules
 from ampatch.cast_lists.lists import CastLists, Overlay, shipped
 from ampatch.cast_lists.paths import Path
@@ -355,8 +355,6 @@ def initialize(
     verbose = opt_levels.check_verbosity(verbosity)
     kept = _kept("keep_fp32", keep_fp32, properties)
     wide = _kept("float32_outputs", float32_outputs, properties)
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-        raise OptionError(f"num_losses is {num_losses!r}; expected a whole number of at least 1.")
     settings = Settings(
         properties,
         lists,
@@ -372,7 +370,7 @@ def initialize(
             max_loss_scale=max_loss_scale,
             scaler=scaler,
         ),
-        num_losses,
+        opt_levels.check_count("num_losses", num_losses),
         keep_fp32=(*kept, *(each for each in wide if each not in kept)),
         float32_outputs=wide,
         cast_buffers=_cast_buffers(cast_buffers, properties),
@@ -990,7 +988,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
             ``FullyShardedDataParallel`` that amp does not know.
     """
     checked = check_optimizer(optimizer)
-    most = _max_norm(max_norm)
+    most = opt_levels.check_limit("max_norm", max_norm)
     live = runtime.live
     if live is not None and live.has_adopted(optimizer):
         return live.clip_grad_norm_(checked, most)
@@ -1078,7 +1076,7 @@ def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
     states: dict[str, dict[str, Any]] = {
         f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(live.all_scalers())
     }
-    return {**states, policy_difference.KEY: policy.effective(live)} if with_policy else states
+    return {**states, policy.KEY: policy.effective(live)} if with_policy else states
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -1104,9 +1102,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         return
     live = _require_session("amp.load_state_dict")
     warnings: list[str] = []
-    if isinstance(state_dict, Mapping) and policy_difference.KEY in state_dict:
-        warnings = policy_difference.warnings(state_dict[policy_difference.KEY], policy.effective(live))
-        state_dict = {key: value for key, value in state_dict.items() if key != policy_difference.KEY}
+    if isinstance(state_dict, Mapping) and policy.KEY in state_dict:
+        warnings = policy.warnings(state_dict[policy.KEY], policy.effective(live))
+        state_dict = {key: value for key, value in state_dict.items() if key != policy.KEY}
     load_states(live.all_scalers(), state_dict, logs=live.verbose, warnings=warnings)
 
 
@@ -1462,16 +1460,6 @@ def _check_have_effect(lists: CastLists, properties: Properties) -> None:
             f"cast_lists contradicts opt_level={level!r}, which applies only entries with needs_float32, and there are "
             "no changes of those in these lists. Leave cast_lists out, or type patch_torch_functions=True as well."
         )
-
-
-def _max_norm(value: Any) -> float:
-    try:
-        most = math.nan if isinstance(value, (bool, str)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        most = math.nan
-    if not most >= 0:
-        raise OptionError(f"max_norm is {value!r}; expected a number from 0 on, such as 1.0.")
-    return most
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -243,6 +243,37 @@ def check_verbosity(verbosity: object) -> bool:
     raise OptionError(f"verbosity is {verbosity!r}; expected a whole number: 0 is silent, 1 logs skipped steps.")
 
 
+def check_count(name: str, value: object) -> int:
+    """Returns a whole number of at least 1 unchanged.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise OptionError(f"{name} is {value!r}; expected a whole number of at least 1.")
+
+
+def check_limit(name: str, value: Any, otherwise: str = "") -> float:
+    """Returns a number from 0 on, perhaps infinite, or a tensor with one, as a float.
+
+    Args:
+        name: name of the argument.
+        value: what the user gave.
+        otherwise: what else it may be, for the error.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    number = math.nan
+    if not isinstance(value, (bool, str)):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
+    if number >= 0:
+        return number
+    raise OptionError(f"{name} is {value!r}; expected a number from 0 on, such as 1.0{otherwise}.")
+
+
 def check_loss_scale(loss_scale: object) -> LossScale:
     """Returns the loss scale as a positive finite float, or "dynamic".
 

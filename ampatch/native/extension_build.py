@@ -72,23 +72,23 @@ class Plan:
 
     Attributes:
         compiler: compiler to use.
+        architectures: GPU architectures to build for; empty for the CPU only.
         sources: files to compile.
         source_hash: result of `extension.source_hash` when the plan was made.
         directory: directory for the library.
-        architectures: GPU architectures to build for; empty for the CPU only.
         is_cached: True if the directory is in the cache: it then holds only this library and is replaced as a whole.
         note: sentence on kernels that are left out, with the reason; empty if none are.
         part: part of the extension to build.
     """
 
     compiler: Compiler
+    architectures: tuple[str, ...]
     sources: tuple[Path, ...]
     source_hash: str
     directory: Path
-    architectures: tuple[str, ...] = ()
-    is_cached: bool = True
-    note: str = ""
-    part: Part = extension.OPERATORS
+    is_cached: bool
+    note: str
+    part: Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +143,8 @@ def plan(device: str = "auto", architectures: Sequence[str] | None = None, outpu
             note = f"CPU kernels only: {_no_nvcc() if sees_gpu else _NO_GPU}"
         compiler = _cxx()
         asked = ()
-    patterns = (".cpp", ".cu") if compiler.is_nvcc else (".cpp",)
-    source_hash = extension.source_hash()
     chosen = _supported(compiler, _this_machines() if asked is None else asked)
-    cached = extension.cache_directory() / extension.key(source_hash, chosen) if output is None else None
-    return Plan(
-        compiler=compiler,
-        architectures=chosen,
-        sources=tuple(path for path in extension.sources() if path.suffix in patterns),
-        source_hash=source_hash,
-        directory=cached or Path(output or "").absolute(),
-        is_cached=cached is not None,
-        note=note,
-    )
+    return _plan_of(extension.OPERATORS, compiler, chosen, output, note)
 
 
 def plan_calls() -> Plan:
@@ -175,13 +164,23 @@ def plan_calls() -> Plan:
             "this Python is built without the GIL, which the calls in C++ rely on. Amp works without them; to have "
             "them, use a Python with the GIL."
         )
-    part = extension.CALLS
+    return _plan_of(extension.CALLS, _cxx())
+
+
+def _plan_of(
+    part: Part, compiler: Compiler, architectures: tuple[str, ...] = (), output: Path | None = None, note: str = ""
+) -> Plan:
     source_hash = extension.source_hash(part)
+    cached = extension.cache_directory() / extension.key(source_hash, architectures, part)
+    suffixes = (".cpp", ".cu") if compiler.is_nvcc else (".cpp",)
     return Plan(
-        compiler=_cxx(),
-        sources=tuple(path for path in extension.sources(part) if path.suffix == ".cpp"),
+        compiler=compiler,
+        architectures=architectures,
+        sources=tuple(path for path in extension.sources(part) if path.suffix in suffixes),
         source_hash=source_hash,
-        directory=extension.cache_directory() / extension.key(source_hash, (), part),
+        directory=cached if output is None else output.absolute(),
+        is_cached=output is None,
+        note=note,
         part=part,
     )
 
