@@ -80,12 +80,9 @@ class PrecisionPlugin:
         given = [repr(self._options["opt_level"])]
         given += [f"{name}={value!r}" for name, value in self._options.items() if name != "opt_level"]
         kind = type(self)
-        return f"<{kind.__module__}.{kind.__qualname__}({', '.join(given)}) for Trainer of {self._package}>"
-
-    @property
-    def _package(self) -> str:
-        precision = next(base for base in type(self).__mro__ if base.__name__ == "Precision")
-        return precision.__module__.partition(".plugins.")[0]
+        precision = next(base for base in kind.__mro__ if base.__name__ == "Precision")
+        package = precision.__module__.partition(".plugins.")[0]
+        return f"<{kind.__module__}.{kind.__qualname__}({', '.join(given)}) for Trainer of {package}>"
 
     # The run. Lightning calls `convert_module` first, then wraps the model and makes the optimizers, then `connect`.
 
