@@ -338,8 +338,8 @@ def _finite(value: float) -> float | str:
 
 # Saved policies
 
-#: What is decided under a name that a section lacks.
-_MISSING = {"patterns": ("no such pattern", ""), "modules": ("no such entry", "")}
+#: What is decided under a name that a section lacks; about a function without a rule of its own, patterns decide.
+_MISSING = {"patterns": ("no such pattern", ""), "modules": ("no such entry", ""), "decorated": ("not decorated", "")}
 
 # As many lines as fit on a screen. The checkpoint has all rules.
 _MOST_TOLD = 12
@@ -420,31 +420,33 @@ def _differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterat
     reach = [(side.get("patch_torch_functions"), side.get("half_dtype") is None) for side in (then, now)]
     if reach[0] != reach[1]:
         return  # each rule would differ, as a level applies all of the lists, a few rules, or none
-    for section in IN_ORDER:
-        yield from _differing_in_order(saved[section], present[section], section)
-    yield from _differing_rules(saved, present)
-    yield from _differing_decorated(_by_name(saved["decorated"]), _by_name(present["decorated"]))
+    for section in (*IN_ORDER, *BY_NAME):
+        yield from _differing(saved, present, section)
 
 
 def _by_name(rows: list[list[str]]) -> dict[str, _Decided]:
     return {name: (decision, source) for name, decision, source in rows}
 
 
-def _differing_in_order(saved: list[list[str]], present: list[list[str]], section: str) -> Iterator[_Difference]:
-    then, now = _by_name(saved), _by_name(present)
+def _differing(saved: Mapping[str, Any], present: Mapping[str, Any], section: str) -> Iterator[_Difference]:
+    """Yields the differences of two policies in one section."""
+    then, now = _by_name(saved[section]), _by_name(present[section])
     for name in sorted({**then, **now}):
-        yield from _compared(name, then.get(name, _MISSING[section]), now.get(name, _MISSING[section]))
-    before, after = [name for name in then if name in now], [name for name in now if name in then]
-    if before != after:
-        yield False, f"the order of {section}, of which the last decides: {', '.join(before)} -> {', '.join(after)}"
+        if section == "decorated" and name not in now and _is_unloaded(name):
+            continue
+        before, after = (
+            then.get(name) or _missing(saved, section, name),
+            now.get(name) or _missing(present, section, name),
+        )
+        if before[0] != after[0]:
+            yield {before[1], after[1]} <= {SHIPPED, ""}, f"{name}: {_told(before)} -> {_told(after)}"
+    was, is_now = [name for name in then if name in now], [name for name in now if name in then]
+    if section in IN_ORDER and was != is_now:
+        yield False, f"the order of {section}, of which the last decides: {', '.join(was)} -> {', '.join(is_now)}"
 
 
-def _differing_rules(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[_Difference]:
-    then, now = _by_name(saved["rules"]), _by_name(present["rules"])
-    for name in sorted({**then, **now}):
-        before = then[name] if name in then else _by_pattern(saved["patterns"], name)
-        after = now[name] if name in now else _by_pattern(present["patterns"], name)
-        yield from _compared(name, before, after)
+def _missing(policy: Mapping[str, Any], section: str, name: str) -> _Decided:
+    return _by_pattern(policy["patterns"], name) if section == "rules" else _MISSING[section]
 
 
 def _by_pattern(rows: list[list[str]], name: str) -> _Decided:
@@ -456,20 +458,9 @@ def _by_pattern(rows: list[list[str]], name: str) -> _Decided:
     return UNLISTED, ""
 
 
-def _differing_decorated(then: Mapping[str, _Decided], now: Mapping[str, _Decided]) -> Iterator[_Difference]:
-    for name in sorted({**then, **now}):
-        if name in now or not _is_unloaded(name):
-            yield from _compared(name, then.get(name, ("not decorated", "")), now.get(name, ("not decorated", "")))
-
-
 def _is_unloaded(name: str) -> bool:
     """Returns True if a function is in a module that is not imported yet; an import decorates it again."""
     return find_owner_or(path_of(name.partition(".<locals>")[0]).namespace, MISSING) is None
-
-
-def _compared(name: str, then: _Decided, now: _Decided) -> Iterator[_Difference]:
-    if then[0] != now[0]:
-        yield {then[1], now[1]} <= {SHIPPED, ""}, f"{name}: {_told(then)} -> {_told(now)}"
 
 
 def _told(decided: _Decided) -> str:

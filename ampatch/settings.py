@@ -72,12 +72,12 @@ class Settings:
         if self.adopts_on_use != asked.adopts_on_use:
             told.append(f"it was set up by {_set_up_by(self)} (this call: {_set_up_by(asked)})")
         both = opt_levels.difference(self.properties, asked.properties)
-        for name in SCALE_ARGUMENTS:
-            if name == "init_scale" and not (self.scale_policy.dynamic and asked.scale_policy.dynamic):
-                continue  # a static scale starts at loss_scale, compared above
-            both[name] = getattr(self.scale_policy, name), getattr(asked.scale_policy, name)
-        for name in _PLAIN_FIELDS:
-            both[name] = getattr(self, name), getattr(asked, name)
+        both |= {
+            name: (getattr(self.scale_policy, name), getattr(asked.scale_policy, name)) for name in SCALE_ARGUMENTS
+        }
+        if not (self.scale_policy.dynamic and asked.scale_policy.dynamic):
+            del both["init_scale"]  # a static scale starts at loss_scale, compared above
+        both |= {name: (getattr(self, name), getattr(asked, name)) for name in _PLAIN_FIELDS}
         if self.properties.patch_torch_functions != asked.properties.patch_torch_functions:
             del both["fused_linear"]  # its default follows from that
         both["on_overflow"] = self._named(asked)
