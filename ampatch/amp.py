@@ -6,20 +6,22 @@ Must hold no state, and must check all arguments before it changes anything.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import inspect
 import itertools
 import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ampatch import opt_levels, policy, policy_difference
+from ampatch import opt_levels, policy
 from ampatch.cast_lists import list_edits, rules
 from ampatch.cast_lists.lists import CastLists, Overlay, shipped
 from ampatch.cast_lists.paths import Path
@@ -151,6 +153,7 @@ __all__ = [
 logger = logging.getLogger("ampatch")
 
 _F = TypeVar("_F")
+_P = ParamSpec("_P")
 _Model = TypeVar("_Model", bound=nn.Module)
 _L = TypeVar("_L")
 _Models = TypeVar("_Models", bound=nn.Module | Sequence[nn.Module])
@@ -178,83 +181,35 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Overloads, so that a type checker knows the classes of the returned objects: they are the ones passed in.
-@overload
-def initialize(
-    models: _Models,
-    optimizers: None = ...,
-    enabled: bool = ...,
-    opt_level: str = ...,
-    cast_model_type: torch.dtype | str | None = ...,
-    patch_torch_functions: bool | None = ...,
-    keep_batchnorm_fp32: bool | str | None = ...,
-    master_weights: bool | None = ...,
-    loss_scale: float | str | None = ...,
-    cast_model_outputs: torch.dtype | str | None = ...,
-    num_losses: int = ...,
-    verbosity: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-    *,
-    half_dtype: torch.dtype | str | None = ...,
-    cast_lists: Overlay | None = ...,
-    init_scale: float = ...,
-    scale_factor: float = ...,
-    growth_factor: float | None = ...,
-    backoff_factor: float | None = ...,
-    scale_window: int = ...,
-    hysteresis: int = ...,
-    exact_hooks: bool = ...,
-    keep_fp32: Any = ...,
-    float32_outputs: Any = ...,
-    cast_buffers: Any = ...,
-    patch_torch_functions_type: torch.dtype | str | None = ...,
-    profile_casts: bool = ...,
-    on_overflow: OnOverflow = ...,
-    check_finite: bool = ...,
-    scaler: str | None = ...,
-    fused_linear: bool | None = ...,
-) -> _Models: ...
+def _checks_names(function: _F) -> _F:
+    """Decorates a function: a call with an unknown name raises `OptionError`, which says the name that was meant."""
+    known: Any = inspect.signature(function).parameters  # type: ignore[arg-type]
+
+    @functools.wraps(function)  # type: ignore[arg-type]
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        opt_levels.check_names(kwargs, known, f"amp.{checked.__name__} got")
+        return function(*args, **kwargs)  # type: ignore[operator]
+
+    return checked  # type: ignore[return-value]
 
 
-@overload
-def initialize(
-    models: _Models,
-    optimizers: _Optimizers,
-    enabled: bool = ...,
-    opt_level: str = ...,
-    cast_model_type: torch.dtype | str | None = ...,
-    patch_torch_functions: bool | None = ...,
-    keep_batchnorm_fp32: bool | str | None = ...,
-    master_weights: bool | None = ...,
-    loss_scale: float | str | None = ...,
-    cast_model_outputs: torch.dtype | str | None = ...,
-    num_losses: int = ...,
-    verbosity: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-    *,
-    half_dtype: torch.dtype | str | None = ...,
-    cast_lists: Overlay | None = ...,
-    init_scale: float = ...,
-    scale_factor: float = ...,
-    growth_factor: float | None = ...,
-    backoff_factor: float | None = ...,
-    scale_window: int = ...,
-    hysteresis: int = ...,
-    exact_hooks: bool = ...,
-    keep_fp32: Any = ...,
-    float32_outputs: Any = ...,
-    cast_buffers: Any = ...,
-    patch_torch_functions_type: torch.dtype | str | None = ...,
-    profile_casts: bool = ...,
-    on_overflow: OnOverflow = ...,
-    check_finite: bool = ...,
-    scaler: str | None = ...,
-    fused_linear: bool | None = ...,
-) -> tuple[_Models, _Optimizers]: ...
+class _KeepsClasses(Protocol[_P]):
+    """A type for `initialize`: type checkers see that the returned objects are of the classes that were passed in."""
+
+    @overload
+    def __call__(self, models: _Models, optimizers: None = ..., *args: _P.args, **kwargs: _P.kwargs) -> _Models: ...
+    @overload
+    def __call__(
+        self, models: _Models, optimizers: _Optimizers, *args: _P.args, **kwargs: _P.kwargs
+    ) -> tuple[_Models, _Optimizers]: ...
 
 
+def _keeps_classes(function: Callable[Concatenate[Any, Any, _P], Any]) -> _KeepsClasses[_P]:
+    return function  # type: ignore[return-value]
+
+
+@_keeps_classes
+@_checks_names
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -368,7 +323,7 @@ def initialize(
         The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
 
     Raises:
-        OptionError: an argument has a value that is not allowed, or contradicts another argument.
+        OptionError: an argument has a name or value that is not allowed, or contradicts another argument.
         CastListError: the cast lists have faults.
         UsageError: amp is set up with other settings, an optimizer was passed before, or two optimizers with float32
             masters share a parameter.
@@ -385,18 +340,21 @@ def initialize(
         check_no_copy(model)
     optimizer_list = [] if optimizers is None else [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
     half = _half_dtype(half_dtype, patch_torch_functions_type, "patch_torch_functions_type", opt_level, model_list)
-    overrides = opt_levels.Overrides(
-        cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale
+    properties = opt_levels.resolve(
+        opt_level,
+        half,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
     )
-    properties = opt_levels.resolve(opt_level, half, overrides)
     lists = _lists(cast_lists)
     if cast_lists is not None and not properties.patch_torch_functions:
         _check_have_effect(lists, properties)
     verbose = opt_levels.check_verbosity(verbosity)
     kept = _kept("keep_fp32", keep_fp32, properties)
     wide = _kept("float32_outputs", float32_outputs, properties)
-    if isinstance(num_losses, bool) or not isinstance(num_losses, int) or num_losses < 1:
-        raise OptionError(f"num_losses is {num_losses!r}; expected a whole number of at least 1.")
     settings = Settings(
         properties,
         lists,
@@ -412,7 +370,7 @@ def initialize(
             max_loss_scale=max_loss_scale,
             scaler=scaler,
         ),
-        num_losses,
+        opt_levels.check_count("num_losses", num_losses),
         keep_fp32=(*kept, *(each for each in wide if each not in kept)),
         float32_outputs=wide,
         cast_buffers=_cast_buffers(cast_buffers, properties),
@@ -510,6 +468,7 @@ class Handle:
         return f"{kind}({state}: opt_level={properties.opt_level!r}, half_dtype={properties.half_dtype})"
 
 
+@_checks_names
 def init(
     enabled: bool = True,
     loss_scale: float | str = "dynamic",
@@ -560,7 +519,7 @@ def init(
     calls.prepare()
     is_verbose = as_flag("verbose", verbose)
     half = _half_dtype(half_dtype, patch_type, "patch_type", "O1", [])
-    properties = opt_levels.resolve("O1", half, opt_levels.Overrides(loss_scale=loss_scale))
+    properties = opt_levels.resolve("O1", half, loss_scale=loss_scale)
     lists = _lists(cast_lists)
     if lists.modules:
         raise OptionError(
@@ -658,6 +617,7 @@ def disable_casts(function: Any = None) -> Any:
     return in_graph(OFF) if is_dynamo_compiling() else WithoutCasts()
 
 
+@_checks_names
 def convert_model(
     model: _Model,
     half_dtype: torch.dtype | str | None = None,
@@ -848,6 +808,7 @@ def compare(
     return comparison.compare(checked, inputs, loss_fn, _side("a", a, checked), _side("b", b, checked))
 
 
+@_checks_names
 def tune(
     train: Callable[[dict[str, Any]], Any],
     evaluate: Callable[[Any], Any],
@@ -1016,7 +977,7 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
             ``FullyShardedDataParallel`` that amp does not know.
     """
     checked = check_optimizer(optimizer)
-    most = _max_norm(max_norm)
+    most = opt_levels.check_limit("max_norm", max_norm)
     live = runtime.live
     if live is not None and live.has_adopted(optimizer):
         return live.clip_grad_norm_(checked, most)
@@ -1104,7 +1065,7 @@ def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
     states: dict[str, dict[str, Any]] = {
         f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(live.all_scalers())
     }
-    return {**states, policy_difference.KEY: policy.effective(live)} if with_policy else states
+    return {**states, policy.KEY: policy.effective(live)} if with_policy else states
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -1129,13 +1090,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if runtime.disabled:
         return
     live = _require_session("amp.load_state_dict")
-    warnings = []
-    if isinstance(state_dict, Mapping) and policy_difference.KEY in state_dict:
-        saved = state_dict[policy_difference.KEY]
-        policy_difference.check(saved)
-        told = policy_difference.warning(saved, policy.effective(live))
-        warnings = [] if told is None else [told]
-        state_dict = {key: value for key, value in state_dict.items() if key != policy_difference.KEY}
+    warnings: list[str] = []
+    if isinstance(state_dict, Mapping) and policy.KEY in state_dict:
+        warnings = policy.warnings(state_dict[policy.KEY], policy.effective(live))
+        state_dict = {key: value for key, value in state_dict.items() if key != policy.KEY}
     load_states(live.all_scalers(), state_dict, logs=live.verbose, warnings=warnings)
 
 
@@ -1450,7 +1408,7 @@ def _side(letter: str, given: object, model: nn.Module) -> Side:
     level, overlay = options.get("opt_level", "O1"), options.get("cast_lists")
     try:
         half = _half_dtype(options.get("half_dtype"), None, "", level, [model])
-        properties = opt_levels.resolve(level, half, opt_levels.Overrides())
+        properties = opt_levels.resolve(level, half)
     except OptionError as error:
         raise OptionError(f"in {letter}: {error}") from None
     if overlay is not None and not properties.patch_torch_functions:
@@ -1491,16 +1449,6 @@ def _check_have_effect(lists: CastLists, properties: Properties) -> None:
             f"cast_lists contradicts opt_level={level!r}, which applies only entries with needs_float32, and there are "
             "no changes of those in these lists. Leave cast_lists out, or type patch_torch_functions=True as well."
         )
-
-
-def _max_norm(value: Any) -> float:
-    try:
-        most = math.nan if isinstance(value, (bool, str)) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        most = math.nan
-    if not most >= 0:
-        raise OptionError(f"max_norm is {value!r}; expected a number from 0 on, such as 1.0.")
-    return most
 
 
 def _as_list(value: Any) -> list[Any]:

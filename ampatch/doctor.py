@@ -54,7 +54,7 @@ def report() -> Iterator[str]:
 
     Describes the live session, if amp is set up. Reading the name of a GPU initialises CUDA in this process.
     """
-    seen = _Seen.now()
+    seen = _Seen()
     sections: dict[str, Iterable[str]] = {
         "Versions": _versions(),
         "Devices": _devices(),
@@ -151,9 +151,8 @@ class _Listed:
     function: object
 
 
-@dataclass(frozen=True, slots=True)
 class _Seen:
-    """Data for the sections on patches.
+    """Data for the sections on patches: the present state.
 
     Attributes:
         live: live session, or None.
@@ -162,23 +161,16 @@ class _Seen:
         faults: reasons why the shipped lists do not load; empty if they load.
     """
 
-    live: Session | None
-    patches: Sequence[_Patch]
-    listed: Sequence[_Listed]
-    faults: Sequence[str]
-
-    @classmethod
-    def now(cls) -> _Seen:
-        """Returns the present state."""
-        live = runtime.live
-        patches = []
-        for patch in live.ledger.patches if live is not None else ():
+    def __init__(self) -> None:
+        self.live = runtime.live
+        self.patches: list[_Patch] = []
+        for patch in self.live.ledger.patches if self.live is not None else ():
             owner = patch.owner()
             if owner is not None:
                 now = vars(owner).get(patch.name, MISSING)
-                patches.append(_Patch(owner, patch.name, patch.installed(), patch.before, now))
-        paths, faults = _shipped_paths()
-        return cls(live, patches, [listed for path in paths if (listed := _look_up(path)) is not None], faults)
+                self.patches.append(_Patch(owner, patch.name, patch.installed(), patch.before, now))
+        paths, self.faults = _shipped_paths()
+        self.listed = [listed for path in paths if (listed := _look_up(path)) is not None]
 
     @property
     def replaced(self) -> list[_Patch]:

@@ -6,12 +6,13 @@ Owns only values and checks. Must not touch a model, an optimizer or torch's fun
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -66,6 +67,10 @@ class Properties:
         return self.patch_torch_functions and self.cast_model_type not in HALVES
 
 
+#: The arguments of ``amp.initialize`` that are fields of `Properties`.
+ARGUMENTS = tuple(field.name for field in fields(Properties))
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """A row of the table. ``weights`` is "half", "float32", "bfloat16", or None to leave weights unchanged."""
@@ -101,24 +106,13 @@ _UNCHANGED_WEIGHTS_ALLOW = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Overrides:
-    """The caller's values in place of the level's; None keeps the level's value."""
-
-    cast_model_type: torch.dtype | str | None = None
-    patch_torch_functions: bool | None = None
-    keep_batchnorm_fp32: bool | str | None = None
-    master_weights: bool | None = None
-    loss_scale: float | str | None = None
-
-
-def resolve(opt_level: str, half_dtype: torch.dtype, overrides: Overrides) -> Properties:
+def resolve(opt_level: str, half_dtype: torch.dtype, **overrides: object) -> Properties:
     """Returns the properties of a level with the overrides applied.
 
     Args:
         opt_level: "O0" to "O5", with the letter O.
         half_dtype: ``torch.float16`` or ``torch.bfloat16``; O4 and O5 ignore it and use bfloat16.
-        overrides: the caller's values in place of the level's.
+        overrides: the caller's values in place of the level's, by the names in `OVERRIDES`; None keeps the level's.
 
     Raises:
         OptionError: the level is unknown, a value is of the wrong kind, or an override contradicts the level.
@@ -131,23 +125,17 @@ def resolve(opt_level: str, half_dtype: torch.dtype, overrides: Overrides) -> Pr
     properties = Properties(
         opt_level, half, weights, level.patched, level.keep_batchnorm_fp32, level.master_weights, default_scale
     )
-    asked = {
-        "cast_model_type": check_model_type(overrides.cast_model_type),
-        "patch_torch_functions": check_flag("patch_torch_functions", overrides.patch_torch_functions),
-        "keep_batchnorm_fp32": check_flag("keep_batchnorm_fp32", overrides.keep_batchnorm_fp32),
-        "master_weights": check_flag("master_weights", overrides.master_weights),
-        "loss_scale": None if overrides.loss_scale is None else check_loss_scale(overrides.loss_scale),
-    }
+    asked = {name: OVERRIDES[name](value) for name, value in overrides.items() if value is not None}
     if level.weights is None:
         for name, allowed in _UNCHANGED_WEIGHTS_ALLOW.items():
-            if asked[name] not in allowed:
+            if asked.get(name) not in allowed:
                 converting = "O2" if level.half_dtype is None else "O5"
                 raise OptionError(
-                    f"{name}={getattr(overrides, name)!r} contradicts opt_level={opt_level!r}, which leaves the "
+                    f"{name}={overrides[name]!r} contradicts opt_level={opt_level!r}, which leaves the "
                     f"model's weights as they are. Leave {name} out, or use opt_level={converting!r}, which "
                     f"converts them."
                 )
-    return replace(properties, **{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
+    return replace(properties, **asked)
 
 
 def check_opt_level(opt_level: object) -> str:
@@ -255,6 +243,37 @@ def check_verbosity(verbosity: object) -> bool:
     raise OptionError(f"verbosity is {verbosity!r}; expected a whole number: 0 is silent, 1 logs skipped steps.")
 
 
+def check_count(name: str, value: object) -> int:
+    """Returns a whole number of at least 1 unchanged.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise OptionError(f"{name} is {value!r}; expected a whole number of at least 1.")
+
+
+def check_limit(name: str, value: Any, otherwise: str = "") -> float:
+    """Returns a number from 0 on, perhaps infinite, or a tensor with one, as a float.
+
+    Args:
+        name: name of the argument.
+        value: what the user gave.
+        otherwise: what else it may be, for the error.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    number = math.nan
+    if not isinstance(value, (bool, str)):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
+    if number >= 0:
+        return number
+    raise OptionError(f"{name} is {value!r}; expected a number from 0 on, such as 1.0{otherwise}.")
+
+
 def check_loss_scale(loss_scale: object) -> LossScale:
     """Returns the loss scale as a positive finite float, or "dynamic".
 
@@ -272,6 +291,43 @@ def check_loss_scale(loss_scale: object) -> LossScale:
     raise OptionError(f"loss_scale is {loss_scale!r}; expected a positive finite number, or 'dynamic'.{hint}")
 
 
+#: The arguments that replace a value of the level, each with its check.
+OVERRIDES: dict[str, Callable[[object], Any]] = {
+    "cast_model_type": check_model_type,
+    "patch_torch_functions": functools.partial(check_flag, "patch_torch_functions"),
+    "keep_batchnorm_fp32": functools.partial(check_flag, "keep_batchnorm_fp32"),
+    "master_weights": functools.partial(check_flag, "master_weights"),
+    "loss_scale": check_loss_scale,
+}
+
+
+def hint(name: str, known: Collection[str], also: str = "") -> str:
+    """Returns the end of an error about an unknown name: similar names, or all known ones.
+
+    Args:
+        name: name that is not known.
+        known: names that are.
+        also: one more known name, which is not looked at for similarity; empty: none.
+    """
+    return did_you_mean(name, known) or f" Expected {f'{also} or ' if also else ''}one of {', '.join(known)}."
+
+
+def check_names(given: Iterable[str], known: Collection[str], whose: str) -> None:
+    """Raises if a name is not known.
+
+    Args:
+        given: names that the user gave.
+        known: names that are known.
+        whose: the beginning of the error, such as "prepare got".
+
+    Raises:
+        OptionError: one is not.
+    """
+    for name in given:
+        if name not in known:
+            raise OptionError(f"{whose} the unknown argument {name!r}.{hint(name, known)}")
+
+
 def difference(live: Properties, asked: Properties) -> dict[str, tuple[object, object]]:
     """Returns the arguments in which two sets of properties differ.
 
@@ -284,9 +340,8 @@ def difference(live: Properties, asked: Properties) -> dict[str, tuple[object, o
     Returns:
         The values in ``live`` and in ``asked``, by the name of the argument; empty if nothing differs.
     """
-    names = [field.name for field in fields(Properties)]
-    differing = {name: (getattr(live, name), getattr(asked, name)) for name in names}
-    own = [resolve(each.opt_level, each.half_dtype, Overrides()) for each in (live, asked)]
+    differing = {name: (getattr(live, name), getattr(asked, name)) for name in ARGUMENTS}
+    own = [resolve(each.opt_level, each.half_dtype) for each in (live, asked)]
     return {
         name: values
         for name, values in differing.items()

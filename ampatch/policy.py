@@ -1,7 +1,8 @@
 """The effective policy: all that decides in which type a function computes, as plain data with a hash.
 
-`amp.state_dict(include_policy=True)` saves it. Owns its format and its canonical form. Must never change a session, nor
-decide what a rule does.
+`amp.state_dict(include_policy=True)` saves it, and `amp.load_state_dict` warns if a saved one differs. Owns its format,
+its canonical form, the checks of a saved one and the wording of the warning. Must never change a session or a loss
+scale, nor decide what a rule does.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import math
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from operator import itemgetter
 from typing import Any
 
@@ -22,15 +22,20 @@ from ampatch.cast_lists.annotations import unlisting, user_entries
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find_owner_or, function_key
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, sorted_conditions, typed_need
+from ampatch.errors import OptionError
 from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
+from ampatch.ledger import MISSING
 from ampatch.opt_levels import HALF_DTYPES, HALVES, dtype_name
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import decorated
-from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.session import Session
+from ampatch.settings import SCALE_ARGUMENTS
 from ampatch.version import __version__
 from ampatch.weights.conversion_plan import KeepFloat32
+
+#: The key of the policy in the dict of `amp.state_dict`.
+KEY = "policy"
 
 #: The number of the format. Raise it if a reader of today would misread what is written tomorrow.
 FORMAT = 1
@@ -93,7 +98,7 @@ def digest(policy: Mapping[str, Any]) -> str:
     form: dict[str, Any] = {
         "format": policy["format"],
         # A file format may turn 2.0 into 2.
-        "settings": sorted([name, int(value) if _is_whole(value) else value] for name, value in policy["settings"]),
+        "settings": sorted([name, _whole(value)] for name, value in policy["settings"]),
         **{section: sorted(row[:2] for row in policy[section]) for section in BY_NAME},
         **{section: [row[:2] for row in policy[section]] for section in IN_ORDER},
     }
@@ -117,8 +122,8 @@ def is_covered(path: Path, pattern_paths: Iterable[Path]) -> bool:
     return any(patterns.covers_by_name(pattern, path) for pattern in pattern_paths)
 
 
-def _is_whole(value: object) -> bool:
-    return isinstance(value, float) and value.is_integer()
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _rows(decided: Mapping[Any, _Decided]) -> list[list[str]]:
@@ -144,17 +149,16 @@ def _settings(session: Session) -> dict[str, Any]:
         "loss_scale": properties.loss_scale,
     }
     # These are left out without a value, so that the hashes of older policies stay.
-    if settings.fused_linear:
-        told["fused_linear"] = True
-    if settings.float32_outputs:
-        told["float32_outputs"] = _names(settings.float32_outputs)
-    if settings.cast_buffers:
-        named = settings.cast_buffers
-        told["cast_buffers"] = True if isinstance(named, bool) else sorted(named)
+    buffers = settings.cast_buffers
+    optional: dict[str, Any] = {
+        "fused_linear": settings.fused_linear,
+        "float32_outputs": _names(settings.float32_outputs),
+        "cast_buffers": buffers if isinstance(buffers, bool) else sorted(buffers),
+    }
+    told |= {name: value for name, value in optional.items() if value}
     if not scale.dynamic:
         return {**told, "check_finite": settings.check_finite}  # a dynamic scale always checks
-    of_scale = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]
-    return {**told, **{name: _finite(getattr(scale, name)) for name in of_scale}}
+    return {**told, **{name: _finite(getattr(scale, name)) for name in SCALE_ARGUMENTS}}
 
 
 def _names(kept: KeepFloat32) -> list[str]:
@@ -330,3 +334,165 @@ def _of_main(name: str) -> str:
 def _finite(value: float) -> float | str:
     """Returns a number, or the text "inf": JSON has no infinity."""
     return value if math.isfinite(value) else str(value)
+
+
+# Saved policies
+
+#: What is decided under a name that a section lacks; about a function without a rule of its own, patterns decide.
+_MISSING = {"patterns": ("no such pattern", ""), "modules": ("no such entry", ""), "decorated": ("not decorated", "")}
+
+# As many lines as fit on a screen. The checkpoint has all rules.
+_MOST_TOLD = 12
+
+
+#: True if no edit of the user's takes part, as another ampatch or torch has other rules. Then a line: a name, what was
+#: saved, an arrow, and what is live, each side with its file and line, or "shipped".
+_Difference = tuple[bool, str]
+
+
+def _check(saved: object) -> None:
+    """Checks that a saved policy is what `effective` returned.
+
+    Raises:
+        OptionError: it is not; the message names the part.
+    """
+    if not isinstance(saved, Mapping):
+        raise _fault("", f"found {_shown(saved)}; expected a dict.")
+    number = saved.get("format")
+    if not isinstance(number, int) or number != FORMAT:  # a tensor compares by element
+        raise _fault("format", f"found {_shown(number)}; expected {FORMAT}.")
+    keys = ("format", "sha256", "versions", *TABLES)
+    for key in (*saved, *keys):
+        if key not in keys:
+            raise _fault(str(key), f"expected only {', '.join(keys)}.")
+        if key not in saved:
+            raise _fault(key, "it is missing.")
+    _check_versions(saved["versions"])
+    for table, columns in TABLES.items():
+        _check_table(saved[table], table, columns)
+    try:
+        found = digest(saved)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _fault("settings", f"found values that are no plain data: {error}.") from None
+    if saved["sha256"] != found:
+        raise _fault("sha256", f"found {_shown(saved['sha256'])}; its settings and rules have {found!r}.")
+
+
+def warnings(saved: Any, present: Mapping[str, Any]) -> list[str]:
+    """Returns what to warn of if a saved policy differs from the live session's: one text, or none.
+
+    Raises:
+        OptionError: the saved policy is not what `effective` returned; the message names the part.
+    """
+    _check(saved)
+    found = sorted(_differences(saved, present), key=itemgetter(0))
+    if not found:
+        return []
+    versions = [
+        f"{name} {then} (here: {present['versions'][name]})"
+        for name, then in saved["versions"].items()
+        if then != present["versions"][name]
+    ]
+    by = f", by {' and '.join(versions)}" if versions else ""
+    number = "1 difference" if len(found) == 1 else f"{len(found)} differences"
+    more = len(found) - _MOST_TOLD
+    remedy = (
+        f"To train under the saved policy, give amp.initialize the former arguments: state_dict[{KEY!r}] has them "
+        "under 'settings', and the text of its cast lists under 'overlays'."
+    )
+    lines = [
+        f"this state was saved under another policy{by}, and this run keeps its own. {number}, saved -> here:",
+        *(f"  {line}" for _, line in found[:_MOST_TOLD]),
+        *([f"  and {more} more"] if more > 0 else []),
+        remedy,
+    ]
+    return ["\n".join(lines)]
+
+
+def _differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> Iterator[_Difference]:
+    """Yields the differences of two policies: of the settings, then of the rules."""
+    then, now = dict(saved["settings"]), dict(present["settings"])
+    for name, value in then.items():
+        # A setting that one side lacks has no effect there, because of another setting that differs.
+        if name in now and value != now[name]:
+            yield False, f"{name}: {value!r} -> {now[name]!r}"
+    # No half type: the side patches no function at all.
+    reach = [(side.get("patch_torch_functions"), side.get("half_dtype") is None) for side in (then, now)]
+    if reach[0] != reach[1]:
+        return  # each rule would differ, as a level applies all of the lists, a few rules, or none
+    for section in (*IN_ORDER, *BY_NAME):
+        yield from _differing(saved, present, section)
+
+
+def _by_name(rows: list[list[str]]) -> dict[str, _Decided]:
+    return {name: (decision, source) for name, decision, source in rows}
+
+
+def _differing(saved: Mapping[str, Any], present: Mapping[str, Any], section: str) -> Iterator[_Difference]:
+    """Yields the differences of two policies in one section."""
+    then, now = _by_name(saved[section]), _by_name(present[section])
+    for name in sorted({**then, **now}):
+        if section == "decorated" and name not in now and _is_unloaded(name):
+            continue
+        before, after = (
+            then.get(name) or _missing(saved, section, name),
+            now.get(name) or _missing(present, section, name),
+        )
+        if before[0] != after[0]:
+            yield {before[1], after[1]} <= {SHIPPED, ""}, f"{name}: {_told(before)} -> {_told(after)}"
+    was, is_now = [name for name in then if name in now], [name for name in now if name in then]
+    if section in IN_ORDER and was != is_now:
+        yield False, f"the order of {section}, of which the last decides: {', '.join(was)} -> {', '.join(is_now)}"
+
+
+def _missing(policy: Mapping[str, Any], section: str, name: str) -> _Decided:
+    return _by_pattern(policy["patterns"], name) if section == "rules" else _MISSING[section]
+
+
+def _by_pattern(rows: list[list[str]], name: str) -> _Decided:
+    """Returns what patterns decide about a function, by its name; the last one that matches counts."""
+    path = path_of(name)
+    for pattern, decision, source in reversed(rows):
+        if patterns.covers_by_name(path_of(pattern), path):
+            return decision, source
+    return UNLISTED, ""
+
+
+def _is_unloaded(name: str) -> bool:
+    """Returns True if a function is in a module that is not imported yet; an import decorates it again."""
+    return find_owner_or(path_of(name.partition(".<locals>")[0]).namespace, MISSING) is None
+
+
+def _told(decided: _Decided) -> str:
+    decision, source = decided
+    return f"{decision} ({source})" if source else decision
+
+
+def _check_versions(versions: object) -> None:
+    for name in ("ampatch", "torch"):
+        found = versions.get(name) if isinstance(versions, Mapping) else None
+        if not isinstance(found, str):
+            raise _fault("versions", f"found {_shown(versions)}; expected the versions of ampatch and torch as text.")
+
+
+def _check_table(rows: object, table: str, columns: tuple[str, ...]) -> None:
+    if not isinstance(rows, list):
+        raise _fault(table, f"found {_shown(rows)}; expected a list.")
+    for place, row in enumerate(rows):
+        is_row = isinstance(row, (list, tuple)) and len(row) == len(columns)
+        pairs = zip(columns, row, strict=True) if is_row else ()
+        if not is_row or not all(isinstance(value, str) for column, value in pairs if column != "value"):
+            raise _fault(f"{table}[{place}]", f"found {_shown(row)}; expected {', '.join(columns)}.")
+
+
+def _fault(where: str, what: str) -> OptionError:
+    return OptionError(
+        f"the policy in the state dict is damaged, or from an ampatch that writes it otherwise. In "
+        f"{KEY}{'.' if where else ''}{where}: {what} Nothing was loaded. To load the loss scales alone, type "
+        f"state_dict.pop({KEY!r}) first."
+    )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

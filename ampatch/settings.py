@@ -22,8 +22,8 @@ from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.scaling.overflows import OnOverflow, name_of_choice
 from ampatch.weights.conversion_plan import CastBuffers, KeepFloat32
 
-# The arguments of ``amp.initialize`` that are fields of a scale's policy. `dynamic` is ``loss_scale``.
-_SCALE_ARGUMENTS = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]
+#: The arguments of ``amp.initialize`` that are fields of a scale's policy. `dynamic` is ``loss_scale``.
+SCALE_ARGUMENTS = [field.name for field in fields(ScalePolicy) if field.name != "dynamic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class Settings:
         if self.adopts_on_use != asked.adopts_on_use:
             told.append(f"it was set up by {_set_up_by(self)} (this call: {_set_up_by(asked)})")
         both = opt_levels.difference(self.properties, asked.properties)
-        for name in _SCALE_ARGUMENTS:
-            if name == "init_scale" and not (self.scale_policy.dynamic and asked.scale_policy.dynamic):
-                continue  # a static scale starts at loss_scale, compared above
-            both[name] = getattr(self.scale_policy, name), getattr(asked.scale_policy, name)
-        for name in _PLAIN_FIELDS:
-            both[name] = getattr(self, name), getattr(asked, name)
+        both |= {
+            name: (getattr(self.scale_policy, name), getattr(asked.scale_policy, name)) for name in SCALE_ARGUMENTS
+        }
+        if not (self.scale_policy.dynamic and asked.scale_policy.dynamic):
+            del both["init_scale"]  # a static scale starts at loss_scale, compared above
+        both |= {name: (getattr(self, name), getattr(asked, name)) for name in _PLAIN_FIELDS}
         if self.properties.patch_torch_functions != asked.properties.patch_torch_functions:
             del both["fused_linear"]  # its default follows from that
         both["on_overflow"] = self._named(asked)
@@ -91,24 +91,17 @@ class Settings:
 
     def as_plain_data(self) -> dict[str, Any]:
         """Returns the arguments that lead to these settings, and the function that took them, as plain data."""
-        properties = self.properties
         return {
             "set_up_by": _set_up_by(self),
-            "opt_level": properties.opt_level,
-            "half_dtype": _name(properties.half_dtype),
-            "patch_torch_functions": properties.patch_torch_functions,
-            "cast_model_type": _name(properties.cast_model_type),
-            "keep_batchnorm_fp32": properties.keep_batchnorm_fp32,
+            **{name: _plain(getattr(self.properties, name)) for name in opt_levels.ARGUMENTS},
             "keep_fp32": kept_names(self.keep_fp32) or [],
             "float32_outputs": kept_names(self.float32_outputs) or [],
             "cast_buffers": self.cast_buffers if isinstance(self.cast_buffers, bool) else list(self.cast_buffers),
-            "master_weights": properties.master_weights,
-            "cast_model_outputs": _name(self.cast_model_outputs),
+            "cast_model_outputs": _plain(self.cast_model_outputs),
             "cast_lists": list(self.lists.files),
             "modules": [_entry(entry) for entry in self.lists.modules],
-            "loss_scale": properties.loss_scale,
             "num_losses": self.num_losses,
-            **{name: getattr(self.scale_policy, name) for name in _SCALE_ARGUMENTS},
+            **{name: getattr(self.scale_policy, name) for name in SCALE_ARGUMENTS},
             **{name: getattr(self, name) for name in _FLAGS},
             "on_overflow": name_of_choice(self.on_overflow),
         }
@@ -168,5 +161,5 @@ def _entry(entry: ModuleRules) -> str:
     return f"{entry.name}: {told or 'as the session'}"
 
 
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+def _plain(value: object) -> object:
+    return opt_levels.dtype_name(value) if isinstance(value, torch.dtype) else value

@@ -286,7 +286,7 @@ def compiled() -> ModuleType:
     library = extension.loaded() or extension.find()
     if library is None or not _serves_every_gpu(library):
         try:
-            library = extension_build.build().library
+            library = extension_build.carry_out(extension_build.plan()).library
         except KernelError as error:
             if "there is no C++ compiler" in str(error):
                 pytest.skip(f"the extension cannot be compiled: {error}")

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import ampatch
 from ampatch import amp, opt_levels
-from ampatch.errors import AmpWarning, UsageError
+from ampatch.apex import amp as apex_amp
+from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.native import calls, kernels
 from ampatch.runtime import runtime
 
@@ -103,6 +104,25 @@ class TestSignatures:
             "scaler",
             "fused_linear",
         }
+
+    @pytest.mark.parametrize(
+        ("call", "name", "meant"),
+        [
+            (lambda: amp.initialize(nn.Linear(2, 2), dtype="float16"), "dtype", "half_dtype"),
+            (lambda: apex_amp.initialize(nn.Linear(2, 2), dtype="float16"), "dtype", "half_dtype"),
+            (lambda: amp.init(half_type="float16"), "half_type", "half_dtype"),
+            (lambda: amp.convert_model(nn.Linear(2, 2), exclude="0"), "exclude", "excluded"),
+        ],
+        ids=["initialize", "initialize of apex", "init", "convert_model"],
+    )
+    def test_an_unknown_name_raises_with_the_one_that_was_meant(
+        self, call: Callable[[], object], name: str, meant: str
+    ) -> None:
+        with pytest.raises(OptionError, match=f"got the unknown argument {name!r}. Did you mean '{meant}'") as caught:
+            call()
+
+        assert str(caught.value).startswith("amp.")
+        assert not amp.is_on()
 
     def test_all_by_position(self, model, optimizer):
         amp.initialize(

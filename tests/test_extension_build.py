@@ -16,13 +16,14 @@ from contextlib import suppress
 from itertools import pairwise
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ampatch.errors import AmpError, KernelError, OptionError
 from ampatch.native import extension, extension_build
-from ampatch.native.extension_build import OBJECTS, build, carry_out, plan
+from ampatch.native.extension_build import OBJECTS, Built, carry_out, plan
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -33,6 +34,12 @@ needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler her
 needs_nvcc = pytest.mark.skipif(NVCC is None or CXX is None, reason="there is no nvcc here")
 
 TRY_OUT = extension_build._try_out
+
+
+def build(*asked: Any, force: bool = False, **options: Any) -> Built:
+    """Carries a plan out."""
+    return carry_out(plan(*asked, **options), force)
+
 
 # What the fake compilers below answer to.
 VERSION = 'case "$*" in *--version*) echo "fake 1.0"; exit 0;; esac\n'

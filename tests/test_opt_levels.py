@@ -17,7 +17,7 @@ from ampatch import amp
 from ampatch.errors import OptionError
 from ampatch.opt_levels import (
     LEVELS,
-    Overrides,
+    OVERRIDES,
     Properties,
     check_flag,
     check_half_dtype,
@@ -50,7 +50,7 @@ BFLOAT16_TABLE = {
 
 
 def resolved(opt_level: str, half_dtype: torch.dtype = FLOAT16, **overrides: object) -> Properties:
-    return resolve(opt_level, half_dtype, Overrides(**overrides))
+    return resolve(opt_level, half_dtype, **overrides)
 
 
 class TestTheTable:
@@ -98,7 +98,7 @@ class TestOverrides:
         assert resolved(level, half_dtype, **override) == replace(resolved(level, half_dtype), **override)
 
     def test_none_leaves_the_level_as_it_is(self) -> None:
-        nothing = dict.fromkeys(Overrides.__dataclass_fields__)
+        nothing = dict.fromkeys(OVERRIDES)
         assert resolved("O2", **nothing) == resolved("O2")
 
     def test_what_scripts_hand_over_as_text_means_the_same(self) -> None:

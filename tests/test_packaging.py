@@ -172,7 +172,7 @@ def test_a_wheel_may_carry_a_library_which_is_found_once_installed(
     checkout: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(checkout, tmp_path / "checkout", ignore=shutil.ignore_patterns(*LEFTOVERS)))
-    library = extension_build.build("cpu", output=copy / "csrc").library
+    library = extension_build.carry_out(extension_build.plan("cpu", output=copy / "csrc")).library
     platform = sysconfig.get_platform().replace("-", "_")
     options = ["--no-isolation", "--wheel", f"--config-setting=--build-option=--plat-name={platform}"]
 

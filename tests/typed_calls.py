@@ -34,6 +34,10 @@ def known(net: Net, head: nn.Linear, sgd: SGD, adam: AdamW) -> None:
     assert_type(amp.initialize(net, sgd), tuple[Net, SGD])
     assert_type(amp.initialize(models=net, optimizers=sgd), tuple[Net, SGD])
     assert_type(amp.initialize(net, sgd, True, "O2", None, None, None, None, "dynamic"), tuple[Net, SGD])
+    assert_type(
+        amp.initialize(net, sgd, True, "O2", None, None, "True", True, 2.0, "float32", 1, 0, None, 2.0**24),
+        tuple[Net, SGD],
+    )
     assert_type(amp.initialize([net], [sgd]), tuple[list[Net], list[SGD]])
     assert_type(amp.initialize([net]), list[Net])
     assert_type(amp.initialize((net, head), [sgd]), tuple[tuple[Net, nn.Linear], list[SGD]])
@@ -63,3 +67,5 @@ def refused(net: Net, sgd: SGD) -> None:
     amp.initialize("net", sgd)  # type: ignore[type-var]
     amp.initialize(net, opt_levle="O1")  # type: ignore[call-overload]
     amp.initialize(net, sgd, half_dtype=16)  # type: ignore[call-overload]
+    amp.initialize(net, sgd, True, 1)  # type: ignore[call-overload]
+    amp.init(dtype="float16")  # type: ignore[call-arg]

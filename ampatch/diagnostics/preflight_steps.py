@@ -34,7 +34,7 @@ from ampatch.diagnostics.watched import WatchedOp, has_half
 from ampatch.errors import LossScaleError
 from ampatch.grouping import grouped
 from ampatch.native import calls, kernels
-from ampatch.opt_levels import HALVES, LossScale, Overrides, Properties, dtype_name, resolve
+from ampatch.opt_levels import HALVES, LossScale, Properties, dtype_name, resolve
 from ampatch.patching import adopted_model
 from ampatch.runtime import close_session, open_session
 from ampatch.scaling.loss_scaler import make_policy
@@ -105,7 +105,7 @@ class Setup:
     @property
     def properties(self) -> Properties:
         """The resolved values of the level."""
-        return resolve(self.opt_level, self.half_dtype, Overrides(loss_scale=self._loss_scale()))
+        return resolve(self.opt_level, self.half_dtype, loss_scale=self._loss_scale())
 
     def settings(self) -> Settings:
         """Returns the settings of a session.

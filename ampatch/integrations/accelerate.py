@@ -25,7 +25,7 @@ from ampatch.integrations.accelerated import STATE_NAME, adopted_optimizers
 from ampatch.integrations.shared_patches import put_around
 from ampatch.integrations.trainer_session import TrainerSession, Wording, uninterrupted
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES, LEVELS
+from ampatch.opt_levels import HALVES, LEVELS, check_names
 from ampatch.runtime import runtime
 
 # isort: split
@@ -87,7 +87,7 @@ def prepare(
             f"found {type(accelerator).__name__} as the first argument of prepare; expected an Accelerator. Type "
             "prepare(accelerator, model, optimizer)."
         )
-    options.check_names(given, _OPTIONS, "prepare got")
+    check_names(given, _OPTIONS, "prepare got")
     if device_placement is not None and not isinstance(device_placement, (list, tuple)):
         raise OptionError(
             f"device_placement is {device_placement!r}; expected a list of True, False and None, one for each object."

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import versions
-from ampatch.integrations.options import hint
 from ampatch.integrations.shared_patches import SharedPatches, put_around
 from ampatch.integrations.trainer_session import uninterrupted
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES, as_flag, check_flag
+from ampatch.opt_levels import HALVES, as_flag, check_count, check_flag, hint
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session
@@ -89,7 +88,7 @@ def supervised_training_step(
     if before_step is not None:
         _check_callable("before_step", before_step, "such as lambda optimizer: amp.clip_grad_norm_(optimizer, 1.0)")
     in_float32 = amp.float_function(loss_fn)  # also if it was bound before amp patched functions
-    _check_count("gradient_accumulation_steps", gradient_accumulation_steps)
+    check_count("gradient_accumulation_steps", gradient_accumulation_steps)
     non_blocking = as_flag("non_blocking", non_blocking)
 
     def update(engine: Engine, batch: Any) -> Any:
@@ -163,7 +162,7 @@ def unless_skipped(optimizer: Any, every: int | None = None) -> Callable[[Engine
     """
     check_optimizer(optimizer)
     if every is not None:
-        _check_count("every", every)
+        check_count("every", every)
     if runtime.live is not None and not runtime.live.settings.adopts_on_use:
         amp.step_was_skipped(optimizer)  # raises for one that amp has not adopted
 
@@ -206,9 +205,9 @@ class AmpHandler:
     _interrupted: ClassVar[weakref.WeakKeyDictionary[Engine, weakref.ref[Session]]] = weakref.WeakKeyDictionary()
 
     def __init__(self, deinitialize: bool = True) -> None:
-        if check_flag("deinitialize", deinitialize) is None:
-            raise OptionError("deinitialize is None; expected True or False.")
         self._deinitializes = check_flag("deinitialize", deinitialize)
+        if self._deinitializes is None:
+            raise OptionError("deinitialize is None; expected True or False.")
         self._ledger = PatchLedger()
         self._stats = _Stats()
         self._last_state: dict[str, Any] | None = None
@@ -337,11 +336,6 @@ def _check_callable(name: str, value: Any, advice: str) -> None:
         raise OptionError(
             f"{name} is the class {value.__name__}; expected a function, or an instance. Type {value.__name__}()."
         )
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name} is {value!r}; expected a whole number of at least 1.")
 
 
 def _check_adopted(model: nn.Module, optimizer: Any) -> None:

@@ -22,12 +22,11 @@ from ampatch import amp
 from ampatch.cast_lists.lists import shipped
 from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import versions
-from ampatch.integrations.options import hint
 from ampatch.integrations.options import names as option_names
 from ampatch.integrations.shared_patches import put_around
 from ampatch.integrations.trainer_session import TrainerSession, Wording, casts_off, casts_on, uninterrupted
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import LEVELS, check_opt_level
+from ampatch.opt_levels import LEVELS, check_opt_level, hint
 from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import evaluates_first
 
@@ -81,12 +80,9 @@ class PrecisionPlugin:
         given = [repr(self._options["opt_level"])]
         given += [f"{name}={value!r}" for name, value in self._options.items() if name != "opt_level"]
         kind = type(self)
-        return f"<{kind.__module__}.{kind.__qualname__}({', '.join(given)}) for Trainer of {self._package}>"
-
-    @property
-    def _package(self) -> str:
-        precision = next(base for base in type(self).__mro__ if base.__name__ == "Precision")
-        return precision.__module__.partition(".plugins.")[0]
+        precision = next(base for base in kind.__mro__ if base.__name__ == "Precision")
+        package = precision.__module__.partition(".plugins.")[0]
+        return f"<{kind.__module__}.{kind.__qualname__}({', '.join(given)}) for Trainer of {package}>"
 
     # The run. Lightning calls `convert_module` first, then wraps the model and makes the optimizers, then `connect`.
 
@@ -226,13 +222,15 @@ class _Run:
         self._module: Any = module
         self._ledger = PatchLedger()
         self._session: TrainerSession | None = None
-        self._opened = contextlib.ExitStack()
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(self._ledger.undo)
         self._frozen: contextlib.ExitStack | None = None
         strategy = trainer.strategy
         # Lightning's teardown moves the weights to the CPU before it calls the plugin's.
         put_around(self._ledger, strategy, "teardown", functools.partial(_after, end))
         # DDP must wrap the weights that amp has converted, and amp needs the optimizers for that.
         self._wrapping = PatchLedger()
+        self._closing.callback(self._wrapping.undo)
         if self._is_fit and hasattr(strategy, "configure_ddp"):
             self._wrapping.set(strategy, "configure_ddp", lambda: None)
 
@@ -257,9 +255,10 @@ class _Run:
         optimizers = [each for each in optimizers if type(each).__name__ != "_MockOptimizer"]  # there is none
         session = TrainerSession(models, optimizers if self._is_fit else None, options, _WORDING)
         session.open(state)
-        self._opened.callback(session.close)
+        self._closing.callback(session.close)
         self._session = session
-        self._opened.enter_context(casts_off())
+        self._closing.enter_context(casts_off())
+        self._closing.callback(self.thaw)
         if self._is_fit:
             put_around(self._ledger, trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._update_lr_schedulers)
 
@@ -270,16 +269,12 @@ class _Run:
         self._wrapping.undo()
         self._trainer.strategy.configure_ddp()
         wrapper = self._trainer.strategy.model
-        self._opened.callback(self.session.forget_wrapper, wrapper)
+        self._closing.callback(self.session.forget_wrapper, wrapper)
         return wrapper  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Takes amp down, and undoes the patches."""
-        with contextlib.ExitStack() as whatever_raises:  # from the last to the first
-            whatever_raises.callback(self._ledger.undo)
-            whatever_raises.callback(self._wrapping.undo)
-            whatever_raises.callback(self._opened.close)
-            whatever_raises.callback(self.thaw)
+        self._closing.close()
 
     def state_dict(self) -> dict[str, Any] | None:
         """Returns the state of the loss scale; None if this run has none."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ampatch import opt_levels
 from ampatch.casting.nested import cast_floating
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.integrations import guards, options, versions
@@ -249,7 +250,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         known = [f"amp__{name}" for name in (*_OPTIONS, "scaler")]
         for name in sorted(names):
             if name not in known and not name.startswith("amp__scaler__"):
-                near = options.hint(name, known)
+                near = opt_levels.hint(name, known)
                 raise OptionError(f"__init__() or set_params() got an unexpected argument {name}.{near}")
 
     def set_params(self, **kwargs: Any) -> Any:

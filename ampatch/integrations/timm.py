@@ -7,7 +7,6 @@ that with ``amp.initialize``; and must keep no state, as the loss scale is the s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
-from ampatch.integrations import options, versions
-from ampatch.opt_levels import as_flag
+from ampatch.integrations import versions
+from ampatch.opt_levels import as_flag, check_limit, hint
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session
@@ -81,7 +80,7 @@ class AmpatchScaler:
         _check_arguments(loss, optimizer, clip_grad, parameters)
         create_graph, need_update = as_flag("create_graph", create_graph), as_flag("need_update", need_update)
         if clip_mode not in _CLIP_MODES:
-            raise OptionError(f"found clip_mode={clip_mode!r}.{options.hint(clip_mode, _CLIP_MODES)}")
+            raise OptionError(f"found clip_mode={clip_mode!r}.{hint(clip_mode, _CLIP_MODES)}")
         session = runtime.live
         if session is not None:
             _check(session, loss, create_graph)
@@ -118,13 +117,8 @@ def _check_arguments(loss: Any, optimizer: Any, clip_grad: Any, parameters: Any)
             "then loss_scaler(loss, optimizer)."
         )
     check_optimizer(optimizer)
-    is_one = isinstance(clip_grad, Real) or (isinstance(clip_grad, Tensor) and clip_grad.numel() == 1)
-    is_number = is_one and not isinstance(clip_grad, bool)
-    if clip_grad is not None and not (is_number and clip_grad >= 0):
-        raise OptionError(
-            f"clip_grad is {clip_grad!r}; expected a number from 0 on, such as 1.0, or None to leave gradients as they "
-            "are."
-        )
+    if clip_grad is not None:
+        check_limit("clip_grad", clip_grad, ", or None to leave gradients as they are")
     if isinstance(parameters, (str, nn.Module)) or not isinstance(parameters, (Iterable, Tensor, type(None))):
         raise OptionError(
             f"found {type(parameters).__name__} as parameters; expected an iterable of them. Type "

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampatch import amp
+from ampatch import amp, opt_levels
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import guards, options, versions
 from ampatch.integrations.amp_state import AmpState
@@ -201,7 +201,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
                 f"amp is {given!r}; expected an opt level, such as amp='O1', or arguments of amp.initialize, such as "
                 "amp={'opt_level': 'O2', 'half_dtype': 'float16'}. amp='O0' turns amp off."
             )
-        options.check_names(given, _OPTIONS, "amp has")
+        opt_levels.check_names(given, _OPTIONS, "amp has")
         options.check_level(given)
         return {"cast_model_outputs": torch.float32, **given}  # as Accelerate has it with autocast
 

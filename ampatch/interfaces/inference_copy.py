@@ -18,6 +18,7 @@ import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -39,6 +40,7 @@ from ampatch.casting.nested import cast_floating
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError, did_you_mean, warn
 from ampatch.function_wrapper import unwrapped
+from ampatch.grouping import grouped
 from ampatch.patching import adopted_model, autocast_checks, recurrent_weights
 from ampatch.patching.adapters import Function
 from ampatch.patching.casting_mode import CastingMode, CastRules, thread
@@ -98,30 +100,21 @@ class _State(Enum):
     FLOAT32 = auto()
 
 
+@dataclass(eq=False, slots=True)
 class _Weight:
     """A weight of the copy that was float32 in the model.
 
     Attributes:
-        half_dtype: half type of the copy.
         places: modules that hold the weight, each with the weight's name in it.
         name: name as in `nn.Module.named_parameters`.
         state: kind of functions that have read the weight.
         kept: float32 values of a half weight, in CPU memory; None if they were dropped, or the weight is not half.
     """
 
-    def __init__(
-        self,
-        half_dtype: torch.dtype,
-        places: list[tuple[nn.Module, str]],
-        name: str,
-        state: _State,
-        kept: Tensor | None,
-    ) -> None:
-        self.half_dtype = half_dtype
-        self.places = places
-        self.name = name
-        self.state = state
-        self.kept = kept
+    places: list[tuple[nn.Module, str]]
+    name: str
+    state: _State
+    kept: Tensor | None
 
     def parameter(self) -> Tensor | None:
         """Returns the parameter that the first of its places holds now; None if there is none."""
@@ -129,40 +122,45 @@ class _Weight:
         found: Tensor | None = module._parameters.get(name)
         return found
 
-    def values(self, parameter: Tensor) -> Tensor:
+    def values(self, parameter: Tensor, half_dtype: torch.dtype) -> Tensor:
         """Returns float32 values: the kept ones, except for elements that the user has changed since."""
         shown = parameter.detach()
         if self.kept is None:
             return shown.float()
         kept = self.kept.to(shown.device)
         # The user saw the values in half, and may have converted the parameter to another type since.
-        return torch.where(kept.to(self.half_dtype).to(shown.dtype) == shown, kept, shown.float())
+        return torch.where(kept.to(half_dtype).to(shown.dtype) == shown, kept, shown.float())
 
 
-class _Weights:
-    """The weights of one copy; implements `casting_mode.Weights` for it.
+#: A module's own weights, each with its name there.
+_Own = list[tuple[str, _Weight]]
+
+
+class _Copy:
+    """The weights of one copy, and the forward passes that run with them; implements `casting_mode.Weights`.
 
     Args:
-        half_dtype: type of half weights.
+        rules: the rules of its casts.
         keep_float32: True to keep the float32 values of half weights.
 
     Attributes:
-        half_dtype: the argument ``half_dtype``.
+        rules: the argument ``rules``.
+        half_dtype: type of half weights.
         keep_float32: the argument ``keep_float32``.
         are_of_the_model: True if the model itself had weights of the type ``half_dtype``.
-        all: weights that were float32 in the model.
+        weights: weights that were float32 in the model.
     """
 
-    def __init__(self, half_dtype: torch.dtype, keep_float32: bool) -> None:
-        self.half_dtype = half_dtype
+    def __init__(self, rules: CastRules, keep_float32: bool) -> None:
+        self.rules = rules
+        self.half_dtype = rules.half_dtype
         self.keep_float32 = keep_float32
         self.are_of_the_model = False
-        self.all: list[_Weight] = []
+        self.weights: list[_Weight] = []
         self._begin()
 
     def _begin(self) -> None:
         self._by_id: dict[int, tuple[weakref.ref[Tensor], _Weight]] = {}
-        self._by_module: dict[nn.Module, list[tuple[str, _Weight]]] = {}
         self._casts = Store()
         self._is_settled = True
         self._lock = threading.Lock()
@@ -176,33 +174,15 @@ class _Weights:
 
     def index(self) -> None:
         """Looks up the parameters again: a deep copy has others, and a tracer replaces them."""
-        by_id = {}
-        for weight in self.all:
-            parameter = weight.parameter()
-            if parameter is not None:
-                by_id[id(parameter)] = (weakref.ref(parameter), weight)
-            for module, name in weight.places:
-                known = self._by_module.setdefault(module, [])
-                if (name, weight) not in known:
-                    known.append((name, weight))
-        self._by_id = by_id
-
-    def forget_places(self) -> None:
-        """Forgets the parameters, so that the next `find` looks them up again."""
-        self._by_id = {}
+        parameters = [(weight.parameter(), weight) for weight in self.weights]
+        self._by_id = {id(each): (weakref.ref(each), weight) for each, weight in parameters if each is not None}
 
     def find(self, parameter: Tensor) -> _Weight | None:
         """Returns the record of a parameter; None if it is not one of these weights."""
-        if not self._by_id and self.all:
+        if not self._by_id and self.weights:
             self.index()
         reference, weight = self._by_id.get(id(parameter), (None, None))
         return weight if reference is not None and reference() is parameter else None
-
-    def of_module(self, module: nn.Module) -> list[tuple[str, _Weight]]:
-        """Returns a module's own weights by their names in it."""
-        if not self._by_module:
-            self.index()
-        return self._by_module.get(module, [])
 
     # Called by the casting mode
 
@@ -261,12 +241,11 @@ class _Weights:
         if self._is_settled:
             return
         self._is_settled = True
-        for weight in self.all:
-            parameter = weight.parameter() if weight.state is _State.IN_HALF else None
-            if parameter is not None:
-                with self._lock:
-                    if weight.state is _State.IN_HALF:
-                        self._make_half(weight, parameter)
+        with self._lock:
+            for weight in self.weights:
+                parameter = weight.parameter() if weight.state is _State.IN_HALF else None
+                if parameter is not None:
+                    self._make_half(weight, parameter)
 
     def _make_half(self, weight: _Weight, parameter: Tensor) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -289,35 +268,21 @@ class _Weights:
                     "the module: amp.convert_model(model, excluded=[...])."
                 )
             with torch.inference_mode(False), torch.no_grad():
-                parameter.data = weight.values(parameter)
+                parameter.data = weight.values(parameter, self.half_dtype)
             _wait_for(parameter)
             weight.kept, weight.state = None, _State.FLOAT32
 
     # State dicts
 
-    def after_state_dict(self, module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
-        """Replaces half weights in a state dict by their float32 values; a post-hook."""
-        for name, weight in self.of_module(module):
+    def after_state_dict(self, own: _Own, module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
+        """Replaces a module's half weights in a state dict by their float32 values; a post-hook."""
+        for name, weight in own:
             parameter = module._parameters.get(name)
             if weight.state is _State.HALF and parameter is not None and prefix + name in saved:
                 with torch.no_grad():
-                    saved[prefix + name] = weight.values(parameter).detach()
+                    saved[prefix + name] = weight.values(parameter, self.half_dtype).detach()
 
-    def before_load_state_dict(self, module: nn.Module, loaded: dict[str, Any], prefix: str, *_: object) -> None:
-        """Keeps float32 values from a state dict, as loading into half weights loses half of the bits; a pre-hook."""
-        for name, weight in self.of_module(module):
-            found, parameter = loaded.get(prefix + name), module._parameters.get(name)
-            keeps = weight.state is _State.HALF and weight.kept is not None
-            if keeps and isinstance(found, Tensor) and parameter is not None and found.shape == parameter.shape:
-                weight.kept = found.detach().to("cpu", torch.float32, copy=True)
-
-
-class _CopyRunner:
-    """Runs the forward passes of a copy under its cast rules and with its weights."""
-
-    def __init__(self, rules: CastRules, weights: _Weights) -> None:
-        self.rules = rules
-        self.weights = weights
+    # Forward passes
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a forward with casts on."""
@@ -330,26 +295,26 @@ class _CopyRunner:
             finally:
                 torch.backends.mha._is_fastpath_enabled = True
         before = thread.mode
-        if before is not None and before.owner is self:
+        if before is not None and before.weights is self:
             return forward(*args, **kwargs)
         is_traced = not is_dynamo_compiling() and _is_traced()
         if is_traced:
-            self.weights.index()
-        mode = thread.mode = CastingMode(self.rules, self.weights, self, is_traced)
+            self.index()
+        mode = thread.mode = CastingMode(self.rules, self, is_traced)
         if before is not None:
             before.off += 1
         try:
-            with mode, self._session_off():
+            with mode, _session_off():
                 result = forward(*args, **kwargs)
         finally:
             thread.mode = before
             if before is not None:
                 before.off -= 1
             if is_traced:
-                self.weights.forget_places()  # the tracer puts the original parameters back
+                self._by_id = {}  # `find` looks them up again: the tracer puts the original parameters back
         if not is_traced and not is_dynamo_compiling():
             _check_complete(result)
-            self.weights.settle()
+            self.settle()
         return result
 
     def run_excluded(
@@ -357,12 +322,12 @@ class _CopyRunner:
     ) -> Any:
         """Calls a forward with casts off and floating arguments in float32."""
         mode = thread.mode
-        if mode is not None and mode.owner is self and mode.off:
+        if mode is not None and mode.weights is self and mode.off:
             return forward(*args, **kwargs)
 
         def without_casts(*args: Any, **kwargs: Any) -> Any:
-            if mode is None or mode.owner is not self:
-                with self._session_off():
+            if mode is None or mode.weights is not self:
+                with _session_off():
                     return forward(*args, **kwargs)
             mode.off += 1
             try:
@@ -375,10 +340,19 @@ class _CopyRunner:
         _check_complete(result)
         return result
 
-    @staticmethod
-    def _session_off() -> AbstractContextManager[None]:
-        live = runtime.live
-        return nullcontext() if live is None else live.switch.disabled()
+
+def _before_load_state_dict(own: _Own, module: nn.Module, loaded: dict[str, Any], prefix: str, *_: object) -> None:
+    """Keeps float32 values from a state dict, as loading into half weights loses half of the bits; a pre-hook."""
+    for name, weight in own:
+        found, parameter = loaded.get(prefix + name), module._parameters.get(name)
+        keeps = weight.state is _State.HALF and weight.kept is not None
+        if keeps and isinstance(found, Tensor) and parameter is not None and found.shape == parameter.shape:
+            weight.kept = found.detach().to("cpu", torch.float32, copy=True)
+
+
+def _session_off() -> AbstractContextManager[None]:
+    live = runtime.live
+    return nullcontext() if live is None else live.switch.disabled()
 
 
 def _check_complete(result: object) -> None:
@@ -391,9 +365,9 @@ def _check_complete(result: object) -> None:
 
 
 class _WrappedMethod:
-    """Replaces a method of a module of the copy by which users call the module; runs it by way of `_CopyRunner`."""
+    """Replaces a method of a module of the copy by which users call the module; runs it by way of `_Copy`."""
 
-    def __init__(self, made: _CopyRunner, module: nn.Module, method: Callable[..., Any], excluded: bool) -> None:
+    def __init__(self, made: _Copy, module: nn.Module, method: Callable[..., Any], excluded: bool) -> None:
         functools.update_wrapper(self, method)
         self._copy, self._module, self._method, self._excluded = made, module, method, excluded
 
@@ -407,30 +381,12 @@ class _WrappedMethod:
         return self._copy.run(self._method, args, kwargs)
 
 
-def _with_parts(source: nn.Module, excluded: object, lists: CastLists) -> list[Any]:
-    """Returns what is excluded, with the parts that ``modules`` in the lists has compute in float32.
-
-    Raises:
-        CastListError: an entry matches no submodule.
-        OptionError: an entry has rules of its own.
-    """
-    given = list(excluded) if isinstance(excluded, (list, tuple, set, frozenset, Iterator)) else [excluded]
-    own = next((entry for entry in lists.modules if not entry.is_float32), None)
-    if own is not None:
-        raise OptionError(
-            f"{own.source}: modules has rules for {own.name!r}, and a copy for inference applies the same lists "
-            f"everywhere. Give it {FLOAT32}, or leave it out."
-        )
-    check_entries([source], lists.modules)
-    return [*given, *ruled_parts(source, lists.modules)]
-
-
 def convert(
     model: object, half_dtype: torch.dtype, excluded: object, lists: CastLists, keep_float32: bool
 ) -> nn.Module:
     """Returns the copy; see `amp.convert_model`."""
     source = _check(model)
-    excluded_paths, functions = _split_excluded(source, _with_parts(source, excluded, lists))
+    excluded_paths, functions = _split_excluded(source, excluded, lists)
     if functions:
         lists = lists.overlaid([{"blacklist": {path.namespace: [path.name]}} for path in functions])
     rules = CastRules(half_dtype, lists.for_half(half_dtype).values(), _registered())
@@ -439,16 +395,18 @@ def convert(
     if live is not None and any(live.conversion.kept_float32_values(each) is not None for each in source.parameters()):
         source = copy.deepcopy(source)  # a deep copy of a converted model is float32
     with torch.inference_mode(False), torch.no_grad():  # otherwise its weights would work only in inference mode
-        made, weights = _copied(source, excluded_paths, rules, _Weights(half_dtype, keep_float32))
-    parts = _CopyRunner(rules, weights)
+        copied = _Copy(rules, keep_float32)
+        made = _copied(source, excluded_paths, copied)
+    owned = grouped((module, (name, weight)) for weight in copied.weights for module, name in weight.places)
     for path, module in made.named_modules():
         for name in _methods_to_wrap(module, path in excluded_paths):
-            module.__dict__[name] = _WrappedMethod(parts, module, getattr(module, name), path in excluded_paths)
+            module.__dict__[name] = _WrappedMethod(copied, module, getattr(module, name), path in excluded_paths)
         if isinstance(module, nn.RNNBase):
             module.__dict__["check_input"] = functools.partial(_check_input, module)
-        if weights.of_module(module):
-            module.register_state_dict_post_hook(functools.partial(_Weights.after_state_dict, weights))
-            module.register_load_state_dict_pre_hook(functools.partial(_Weights.before_load_state_dict, weights))
+        if module in owned:
+            after = functools.partial(_Copy.after_state_dict, copied, owned[module])
+            module.register_state_dict_post_hook(after)
+            module.register_load_state_dict_pre_hook(functools.partial(_before_load_state_dict, owned[module]))
     return made.eval()
 
 
@@ -461,10 +419,8 @@ def check_no_copy(module: nn.Module) -> None:
         )
 
 
-def _copied(
-    source: nn.Module, excluded_paths: Collection[str], rules: CastRules, weights: _Weights
-) -> tuple[nn.Module, _Weights]:
-    """Returns a deep copy, and ``weights`` with its records; weights that torch's layers read in half are half."""
+def _copied(source: nn.Module, excluded_paths: Collection[str], copied: _Copy) -> nn.Module:
+    """Returns a deep copy, whose weights ``copied`` gets; those that torch's layers read in half are half."""
     holders: dict[int, list[tuple[str, str]]] = {}
     modules = dict(source.named_modules())
     for path, module in modules.items():
@@ -472,7 +428,7 @@ def _copied(
         for name, parameter in () if scripted else module._parameters.items():
             if type(parameter) is Parameter and parameter.dtype is torch.float32:
                 holders.setdefault(id(parameter), []).append((path, name))
-    weights.are_of_the_model = any(each.dtype is weights.half_dtype for each in source.parameters())
+    copied.are_of_the_model = any(each.dtype is copied.half_dtype for each in source.parameters())
     memo: dict[int, Any] = {}
     planned = []
     for key, places in holders.items():
@@ -481,20 +437,18 @@ def _copied(
         state, kept = _State.UNREAD, None
         if any(path in excluded_paths for path, _ in places):
             state = _State.FLOAT32
-        elif all(_reads_in_half(modules[path], name, rules) for path, name in places):
+        elif all(_reads_in_half(modules[path], name, copied.rules) for path, name in places):
             state = _State.HALF
-            memo[key] = Parameter(values.to(weights.half_dtype), requires_grad=parameter.requires_grad)
-            kept = values.to("cpu", copy=True) if weights.keep_float32 else None
+            memo[key] = Parameter(values.to(copied.half_dtype), requires_grad=parameter.requires_grad)
+            kept = values.to("cpu", copy=True) if copied.keep_float32 else None
         planned.append((places, state, kept))
     made = adopted_model.without_hooks(copy.deepcopy(source, memo))
     recurrent_weights.flatten(made)
     copies = dict(made.named_modules())
     for places, state, kept in planned:
         name = ".".join(filter(None, places[0]))
-        weights.all.append(
-            _Weight(weights.half_dtype, [(copies[path], each) for path, each in places], name, state, kept)
-        )
-    return made, weights
+        copied.weights.append(_Weight([(copies[path], each) for path, each in places], name, state, kept))
+    return made
 
 
 def _reads_in_half(module: nn.Module, name: str, rules: CastRules) -> bool:
@@ -536,30 +490,26 @@ def _check(model: object) -> nn.Module:
     adopted_model.check_model(module)
     check_no_copy(module)
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    lazy = [name for name, tensor in tensors if is_lazy(tensor)]
-    if lazy:
-        raise OptionError(
-            f"{lazy[0]!r} has no shape yet. Call the model once, which gives lazy modules theirs, and convert it then."
-        )
-    empty = [name for name, tensor in tensors if tensor.is_meta]
-    if empty:
-        raise OptionError(
-            f"{empty[0]!r} is on the meta device, where it has no values. Load them first: model.to_empty(device=...), "
-            "or load_state_dict(..., assign=True)."
-        )
-    computed = [
-        f"{path}.{name}".removeprefix(".")
-        for path, each in module.named_modules()
-        for name, held in vars(each).items()
-        if isinstance(held, Tensor) and not held.is_leaf
-    ]
-    if computed:
-        raise OptionError(
-            f"{computed[0]!r} was computed from weights with gradients, and torch makes no copies of such a tensor. If "
-            "weight_norm, spectral_norm or pruning of torch.nn.utils has put it there, call the model once under "
-            "torch.no_grad(), or type torch.nn.utils.remove_weight_norm(module) or "
-            "torch.nn.utils.prune.remove(module, name)."
-        )
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            raise OptionError(
+                f"{name!r} has no shape yet. Call the model once, which gives lazy modules theirs, and convert it then."
+            )
+        if tensor.is_meta:
+            raise OptionError(
+                f"{name!r} is on the meta device, where it has no values. Load them first: model.to_empty(device=...), "
+                "or load_state_dict(..., assign=True)."
+            )
+    for path, each in module.named_modules():
+        for name, held in vars(each).items():
+            if isinstance(held, Tensor) and not held.is_leaf:
+                computed = f"{path}.{name}".removeprefix(".")
+                raise OptionError(
+                    f"{computed!r} was computed from weights with gradients, and torch makes no copies of such a "
+                    "tensor. If weight_norm, spectral_norm or pruning of torch.nn.utils has put it there, call the "
+                    "model once under torch.no_grad(), or type torch.nn.utils.remove_weight_norm(module) or "
+                    "torch.nn.utils.prune.remove(module, name)."
+                )
     if is_sharded(tensor for _, tensor in tensors):
         raise OptionError(
             "the model's parameters are sharded over ranks, so they cannot be copied. Gather its state dict "
@@ -569,17 +519,28 @@ def _check(model: object) -> nn.Module:
     return module
 
 
-def _split_excluded(model: nn.Module, excluded: object) -> tuple[set[str], list[Path]]:
+def _split_excluded(model: nn.Module, excluded: object, lists: CastLists) -> tuple[set[str], list[Path]]:
     """Returns the paths of the excluded modules with all their submodules, and of the excluded functions.
 
+    Parts that ``modules`` in the lists has compute in float32 are excluded, too.
+
     Raises:
-        OptionError: an entry is neither a submodule of the model nor a function of torch.
+        CastListError: an entry of the lists matches no submodule.
+        OptionError: an entry of the lists has rules of its own; or what is excluded is neither a submodule of the model
+            nor a function of torch.
     """
-    several = isinstance(excluded, (list, tuple, set, frozenset, Iterator))
+    own = next((entry for entry in lists.modules if not entry.is_float32), None)
+    if own is not None:
+        raise OptionError(
+            f"{own.source}: modules has rules for {own.name!r}, and a copy for inference applies the same lists "
+            f"everywhere. Give it {FLOAT32}, or leave it out."
+        )
+    check_entries([model], lists.modules)
+    given = list(excluded) if isinstance(excluded, (list, tuple, set, frozenset, Iterator)) else [excluded]
     modules = [(path, module) for path, module in model.named_modules() if path]
     excluded_paths: set[str] = set()
     functions: list[Path] = []
-    for each in excluded if several else [excluded]:  # type: ignore[attr-defined]
+    for each in [*given, *ruled_parts(model, lists.modules)]:
         found = {path for path, module in modules if _matches(each, path, module)}
         if found:
             excluded_paths |= {path for path, _ in modules for above in found if f"{path}.".startswith(f"{above}.")}

@@ -38,6 +38,13 @@ MASTER = "master"
 _INSIDE = ("optimizer", "optim", "base_optimizer", "_base_optimizer")  # attributes in which wrappers keep an optimizer
 
 
+def _of_the_wrapped(name: str, doc: str) -> property:
+    """Returns a property that stands for an attribute of the wrapped optimizer."""
+    return property(
+        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
+    )
+
+
 class MixedPrecision(torch.optim.Optimizer):
     """Gives an optimizer float32 masters of its half parameters, kept in its own state.
 
@@ -111,23 +118,8 @@ class MixedPrecision(torch.optim.Optimizer):
 
     # Attributes of the wrapped optimizer
 
-    @property
-    def param_groups(self) -> Any:
-        """Groups of the wrapped optimizer."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        """State of the wrapped optimizer, with the masters in it."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
+    param_groups: Any = _of_the_wrapped("param_groups", "Groups of the wrapped optimizer.")
+    state: Any = _of_the_wrapped("state", "State of the wrapped optimizer, with the masters in it.")
 
     @property
     def defaults(self) -> Any:  # type: ignore[override]
@@ -251,13 +243,7 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters: sets them to None, or to zeros with ``set_to_none=False``."""
-        for parameter in self._parameters():
-            if parameter.grad is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-            else:
-                parameter.grad = torch.zeros_like(parameter.grad)
+        super().zero_grad(set_to_none)
         if set_to_none:
             self._narrow()
 

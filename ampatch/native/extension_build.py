@@ -19,11 +19,10 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 import torch
 from filelock import FileLock
@@ -89,7 +88,7 @@ class Plan:
     directory: Path
     is_cached: bool
     note: str
-    part: Part = extension.OPERATORS
+    part: Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +106,8 @@ class Built:
     seconds: float
 
 
-def build(
-    device: str = "auto",
-    architectures: Sequence[str] | None = None,
-    output: Path | None = None,
-    force: bool = False,
-) -> Built:
-    """Builds the library of operators, unless it is already built.
+def plan(device: str = "auto", architectures: Sequence[str] | None = None, output: Path | None = None) -> Plan:
+    """Returns the plan for the library of operators; compiles and writes nothing.
 
     Args:
         device: "cuda" for CPU and GPU kernels, "cpu" for CPU kernels only, "auto" for GPU kernels if architectures are
@@ -121,22 +115,6 @@ def build(
         architectures: GPU architectures to build for, such as "90", "sm_90" or "9.0"; None for those of this machine's
             GPUs or, if there are none, `DEFAULT_ARCHITECTURES`.
         output: directory for the library and its description; None for the cache, where `extension.find` looks.
-        force: True to compile every file and build the library again even if it is already built.
-
-    Raises:
-        OptionError: an argument has an invalid value or contradicts another one.
-        KernelError: there is no compiler, no sources or no disk space, or compiling failed.
-    """
-    return carry_out(plan(device, architectures, output), force)
-
-
-def plan(device: str = "auto", architectures: Sequence[str] | None = None, output: Path | None = None) -> Plan:
-    """Returns the plan that `build` would carry out; compiles and writes nothing.
-
-    Args:
-        device: device to build for, as in `build`.
-        architectures: GPU architectures to build for, as in `build`.
-        output: directory for the library, as in `build`.
 
     Raises:
         OptionError: an argument has an invalid value or contradicts another one.
@@ -165,19 +143,8 @@ def plan(device: str = "auto", architectures: Sequence[str] | None = None, outpu
             note = f"CPU kernels only: {_no_nvcc() if sees_gpu else _NO_GPU}"
         compiler = _cxx()
         asked = ()
-    patterns = (".cpp", ".cu") if compiler.is_nvcc else (".cpp",)
-    source_hash = extension.source_hash()
     chosen = _supported(compiler, _this_machines() if asked is None else asked)
-    cached = extension.cache_directory() / extension.key(source_hash, chosen) if output is None else None
-    return Plan(
-        compiler=compiler,
-        architectures=chosen,
-        sources=tuple(path for path in extension.sources() if path.suffix in patterns),
-        source_hash=source_hash,
-        directory=cached or Path(output or "").absolute(),
-        is_cached=cached is not None,
-        note=note,
-    )
+    return _plan_of(extension.OPERATORS, compiler, chosen, output, note)
 
 
 def plan_calls() -> Plan:
@@ -197,16 +164,23 @@ def plan_calls() -> Plan:
             "this Python is built without the GIL, which the calls in C++ rely on. Amp works without them; to have "
             "them, use a Python with the GIL."
         )
-    part = extension.CALLS
+    return _plan_of(extension.CALLS, _cxx())
+
+
+def _plan_of(
+    part: Part, compiler: Compiler, architectures: tuple[str, ...] = (), output: Path | None = None, note: str = ""
+) -> Plan:
     source_hash = extension.source_hash(part)
+    cached = extension.cache_directory() / extension.key(source_hash, architectures, part)
+    suffixes = (".cpp", ".cu") if compiler.is_nvcc else (".cpp",)
     return Plan(
-        compiler=_cxx(),
-        architectures=(),
-        sources=tuple(path for path in extension.sources(part) if path.suffix == ".cpp"),
+        compiler=compiler,
+        architectures=architectures,
+        sources=tuple(path for path in extension.sources(part) if path.suffix in suffixes),
         source_hash=source_hash,
-        directory=extension.cache_directory() / extension.key(source_hash, (), part),
-        is_cached=True,
-        note="",
+        directory=cached if output is None else output.absolute(),
+        is_cached=output is None,
+        note=note,
         part=part,
     )
 
@@ -216,13 +190,15 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
 
     Args:
         plan: plan that `plan` or `plan_calls` returned.
-        force: True to build it again, as in `build`.
+        force: True to compile every file and build the library again even if it is already built.
 
     Raises:
-        KernelError: the library cannot be built.
+        KernelError: there is no disk space, or compiling failed.
     """
     began = time.monotonic()
-    with _writing_to(plan.directory.parent if plan.is_cached else plan.directory) as place:
+    place = plan.directory.parent if plan.is_cached else plan.directory
+    try:
+        place.mkdir(parents=True, exist_ok=True)
         # The dot ends the name: the pattern for sm80 must not match the files of sm80-sm90, which has another lock.
         prefix = f".{plan.directory.name if plan.is_cached else extension.LIBRARY}."
         # If several processes build at once, the others wait here for the first, and then find its library.
@@ -231,14 +207,19 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
                 shutil.rmtree(left, ignore_errors=True)
             library = extension.read(plan.directory)
             was_cached = (
-                library is not None
+                not force
+                and library is not None
                 and library.architectures == plan.architectures
                 and extension.fits(library, plan.source_hash, plan.part)
             )
-            if library is None or not was_cached or force:
+            if library is None or not was_cached:
                 with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch:
                     library = _built(plan, Path(scratch), force)
-                was_cached = False
+    except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
+        raise KernelError(
+            f"the compiled extension cannot be written to {place} ({error}). Free some space or fix the permissions "
+            "there, or set the environment variable AMPATCH_CACHE to another directory."
+        ) from error
     return Built(library, was_cached, time.monotonic() - began)
 
 
@@ -249,10 +230,8 @@ def _nvcc() -> Compiler | None:
     # A torch built for ROCm calls AMD's GPUs "cuda" and would run NVIDIA's kernels on them.
     if torch.version.hip is not None:
         return None
-    for directory in _nvcc_places():
-        if path := shutil.which("nvcc", path=directory):
-            return Compiler((path,), _version((path,), r"release.*"), is_nvcc=True)
-    return None
+    path = shutil.which("nvcc", path=os.pathsep.join(_nvcc_places()))
+    return Compiler((path,), _version((path,), r"release.*"), is_nvcc=True) if path else None
 
 
 def _nvcc_places() -> list[str]:
@@ -432,33 +411,26 @@ def _made(plan: Plan, path: Path, log: Path, scratch: Path, force: bool) -> Libr
         _FailedError: a file does not compile, or the library cannot be linked or does not run.
     """
     steps = _steps(plan, scratch)
-    _compile(plan, [step for step in steps if force or not _take_over(step)], log, scratch)
+    missing = [step for step in steps if force or not _take_over(step)]
+    _run([step.command for step in missing], log, scratch, _FAILURE, lambda place: _keep(plan, missing[place]))
     try:
-        return _linked(plan, steps, path, log, scratch)
+        _run([_linking(plan, [step.object for step in steps], path)], log, scratch, _FAILURE)
+        library = Library(
+            path=path,
+            size=path.stat().st_size,
+            architectures=plan.architectures,
+            sources=plan.source_hash,
+            abi=plan.part.abi,
+            machine=extension.processor(),
+            compiler=plan.compiler.version,
+            torch=torch.__version__,
+        )
+        _try_out(library, plan.part, log, scratch)
     except _FailedError:
         for step in steps:  # a cached object file may be the cause
-            _drop(step)
+            with suppress(OSError):
+                step.kept.unlink(missing_ok=True)
         raise
-
-
-def _linked(plan: Plan, steps: Sequence[_Step], path: Path, log: Path, scratch: Path) -> Library:
-    """Links the object files and tests the library.
-
-    Raises:
-        _FailedError: it cannot be linked, or does not run.
-    """
-    _run(_linking(plan, [step.object for step in steps], path), log, scratch, _FAILURE)
-    library = Library(
-        path=path,
-        size=path.stat().st_size,
-        architectures=plan.architectures,
-        sources=plan.source_hash,
-        abi=plan.part.abi,
-        machine=extension.processor(),
-        compiler=plan.compiler.version,
-        torch=torch.__version__,
-    )
-    _try_out(library, plan.part, log, scratch)
     return library
 
 
@@ -469,14 +441,12 @@ class _Step:
     Attributes:
         command: command that compiles the file.
         object: path of the object file.
-        said: file for the compiler's output.
-        kept: file in the cache with a checksum and the object file, for later builds; None outside the cache.
+        kept: file with a checksum and the object file, for later builds; outside the cache no later build finds it.
     """
 
     command: tuple[str, ...]
     object: Path
-    said: Path
-    kept: Path | None
+    kept: Path
 
 
 def _steps(plan: Plan, scratch: Path) -> list[_Step]:
@@ -486,13 +456,12 @@ def _steps(plan: Plan, scratch: Path) -> list[_Step]:
     if plan.compiler.is_nvcc:
         settings.append(_host_compiler())
     flags = hashlib.sha256("\0".join(settings).encode()).hexdigest()
+    objects = (plan.directory.parent if plan.is_cached else scratch) / OBJECTS
     steps = []
     for source in plan.sources:
-        made, kept = scratch / f"{source.name}.o", None
-        if plan.is_cached:
-            kept = plan.directory.parent / OBJECTS / f"{flags[:16]}-{source.name}-{_content_hash(source)[:32]}.o"
-        command = (*compiling, str(source), "-o", str(made))
-        steps.append(_Step(command, made, made.with_suffix(".said"), kept))
+        made = scratch / f"{source.name}.o"
+        kept = objects / f"{flags[:16]}-{source.name}-{_content_hash(source)[:32]}.o"
+        steps.append(_Step((*compiling, str(source), "-o", str(made)), made, kept))
     return steps
 
 
@@ -513,98 +482,36 @@ def _content_hash(source: Path) -> str:
     return digest.hexdigest()
 
 
-def _compile(plan: Plan, missing: Sequence[_Step], log: Path, scratch: Path) -> None:
-    """Compiles files, and keeps their object files.
-
-    Raises:
-        _FailedError: a file does not compile.
-    """
-    failed = None
-    with log.open("ab") as written:
-        statuses = _run_side_by_side(missing, scratch)
-        unchanged = extension.source_hash(plan.part) == plan.source_hash
-        for step, status in statuses.items():
-            said = step.said.read_bytes()
-            written.write(f"$ {shlex.join(step.command)}\n".encode() + said)
-            if status == 0 and unchanged:
-                _keep(step)
-            elif status and failed is None:
-                words = _last_words(said.decode("utf-8", "replace"))
-                failed = _FailedError(f"{_FAILURE}: `{step.command[0]}` {_how_it_ended(status)}{words}")
-    if failed is not None:
-        raise failed
-
-
 # Kept object files only save time. If they cannot be read or written, for instance because `objects` belongs to another
 # user, the build goes on without them.
 
 
 def _take_over(step: _Step) -> bool:
     """Copies the object file from the cache; returns True if the cache held an undamaged one."""
-    if step.kept is None:
-        return False
     with suppress(OSError):
-        checksum, content = _split(step.kept.read_bytes())
-        if checksum == hashlib.sha256(content).digest():
+        kept = step.kept.read_bytes()
+        content = kept[hashlib.sha256().digest_size :]
+        if kept == _with_checksum(content):
             step.object.write_bytes(content)
             return True
     return False
 
 
-def _keep(step: _Step) -> None:
+def _keep(plan: Plan, step: _Step) -> None:
     """Stores an object file in the cache atomically, in place of those of earlier versions of the source."""
-    if step.kept is not None:
-        with suppress(OSError):
-            step.kept.parent.mkdir(exist_ok=True)
-            content, copied = step.object.read_bytes(), step.object.with_suffix(".kept")
-            copied.write_bytes(hashlib.sha256(content).digest() + content)
-            for earlier in step.kept.parent.glob(f"{step.kept.name.rpartition('-')[0]}-*.o"):
-                earlier.unlink(missing_ok=True)
-            copied.replace(step.kept)
+    if extension.source_hash(plan.part) != plan.source_hash:
+        return
+    with suppress(OSError):
+        step.kept.parent.mkdir(exist_ok=True)
+        copied = step.object.with_suffix(".kept")
+        copied.write_bytes(_with_checksum(step.object.read_bytes()))
+        for earlier in step.kept.parent.glob(f"{step.kept.name.rpartition('-')[0]}-*.o"):
+            earlier.unlink(missing_ok=True)
+        copied.replace(step.kept)
 
 
-def _split(kept: bytes) -> tuple[bytes, bytes]:
-    """Returns the checksum at the start of a kept file, and the rest."""
-    size = hashlib.sha256().digest_size
-    return kept[:size], kept[size:]
-
-
-def _drop(step: _Step) -> None:
-    """Removes the object file from the cache."""
-    if step.kept is not None:
-        with suppress(OSError):
-            step.kept.unlink(missing_ok=True)
-
-
-def _run_side_by_side(steps: Sequence[_Step], scratch: Path) -> dict[_Step, int]:
-    """Runs as many steps at a time as there are processors; starts no other step after one failed.
-
-    Returns:
-        Exit statuses of the steps that ran, negative after a signal as in `subprocess`.
-
-    Raises:
-        _FailedError: a compiler could not be started.
-    """
-    waiting, running, statuses = list(steps), dict[_Step, subprocess.Popen[bytes]](), dict[_Step, int]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < len(os.sched_getaffinity(0)):
-                step = waiting.pop(0)
-                with step.said.open("wb") as said:
-                    running[step] = _start(step.command, scratch, said, _FAILURE)
-            for step, process in list(running.items()):
-                status = process.poll()
-                if status is not None:
-                    statuses[step] = status
-                    del running[step]
-                    if status:
-                        waiting.clear()
-            time.sleep(0.02)
-    except BaseException:  # Ctrl-C among them
-        for process in running.values():
-            _end(process)
-        raise
-    return statuses
+def _with_checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest() + content
 
 
 def _kept_log(plan: Plan) -> Path:
@@ -676,50 +583,74 @@ def _try_out(library: Library, part: Part, log: Path, scratch: Path) -> None:
         ]
     trial = _TRIAL if part is extension.OPERATORS else _TRIAL_OF_CALLS
     command = [sys.executable, "-P", "-c", trial, json.dumps(sys.path), str(library.path), *devices]
-    _run(command, log, scratch, f"the extension was compiled, and does not run here ({', '.join(devices)})")
+    _run([command], log, scratch, f"the extension was compiled, and does not run here ({', '.join(devices)})")
 
 
 class _FailedError(Exception):
     """A program could not be started or failed."""
 
 
-def _run(command: Sequence[str], log: Path, scratch: Path, failure: str) -> None:
-    """Runs a program and appends its output to a log.
+def _run(
+    commands: Sequence[Sequence[str]],
+    log: Path,
+    scratch: Path,
+    failure: str,
+    succeeded: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Runs programs, as many at a time as there are processors, and appends their output to a log.
+
+    Args:
+        commands: their command lines; none is started after one failed.
+        log: file for the command lines and the output.
+        scratch: directory for temporary files.
+        failure: beginning of the error.
+        succeeded: called with the place of each program that succeeded.
 
     Raises:
-        _FailedError: the program could not be started or failed.
+        _FailedError: a program could not be started or failed.
     """
-    with log.open("a", encoding="utf-8") as written:
-        written.write(f"$ {shlex.join(command)}\n")
-        written.flush()
-        began = written.tell()
-        process = _start(command, scratch, written, failure)
-        try:
-            status = process.wait()
-        except BaseException:  # Ctrl-C among them
+    log.touch()
+    waiting, running = list(range(len(commands))), dict[int, subprocess.Popen[bytes]]()
+    failed: list[str] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                place = waiting.pop(0)
+                running[place] = _start(commands[place], scratch, scratch / f"{place}.said", failure)
+            for place in [each for each, process in running.items() if process.poll() is not None]:
+                said, status = (scratch / f"{place}.said").read_bytes(), running.pop(place).returncode
+                with log.open("ab") as written:
+                    written.write(f"$ {shlex.join(commands[place])}\n".encode() + said)
+                if status == 0:
+                    succeeded(place)
+                else:
+                    waiting.clear()
+                    words = _last_words(said.decode("utf-8", "replace"))
+                    failed.append(f"`{commands[place][0]}` {_how_it_ended(status)}{words}")
+            time.sleep(0.02)
+    except BaseException:  # Ctrl-C among them
+        for process in running.values():
             _end(process)
-            raise
-    if status != 0:
-        with log.open("rb") as read:
-            read.seek(began)
-            said = read.read().decode("utf-8", "replace")
-        raise _FailedError(f"{failure}: `{command[0]}` {_how_it_ended(status)}{_last_words(said)}")
+        raise
+    if failed:
+        raise _FailedError(f"{failure}: {failed[0]}")
 
 
-def _start(command: Sequence[str], scratch: Path, output: IO[Any], failure: str) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], scratch: Path, said: Path, failure: str) -> subprocess.Popen[bytes]:
     # In a process group of its own, so that `_end` reaches all processes of a compiler. Its temporary files go to the
     # scratch directory, which is always removed.
-    try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(scratch)},
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise _FailedError(f"{failure}: {_cannot_be_started(command[:1], error)}") from error
+    with said.open("wb") as output:
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": str(scratch)},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise _FailedError(f"{failure}: {_cannot_be_started(command[:1], error)}") from error
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -746,16 +677,3 @@ def _last_words(said: str) -> str:
 
 def _cannot_be_started(command: Sequence[str], error: OSError) -> str:
     return f"`{shlex.join(command)}` cannot be started ({error.strerror})"
-
-
-@contextmanager
-def _writing_to(place: Path) -> Iterator[Path]:
-    """Creates a directory if it is missing; raises `KernelError` for any OSError within the block."""
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        yield place
-    except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
-        raise KernelError(
-            f"the compiled extension cannot be written to {place} ({error}). Free some space or fix the permissions "
-            "there, or set the environment variable AMPATCH_CACHE to another directory."
-        ) from error

@@ -198,20 +198,17 @@ class CastingMode(TorchFunctionMode):
 
     Args:
         rules: rules that say how each function's arguments are cast.
-        weights: object that keeps the weights.
-        owner: object that activates the mode.
+        weights: object that keeps the weights, and activates the mode.
         is_traced: True if a tracer may have replaced weights by tensors of other classes.
 
     Attributes:
-        owner: the argument.
         rules: the argument.
         weights: the argument.
         off: number of nested regions without casts that the mode is in; it casts if this is 0.
     """
 
-    def __init__(self, rules: CastRules, weights: Weights, owner: object, is_traced: bool) -> None:
+    def __init__(self, rules: CastRules, weights: Weights, is_traced: bool) -> None:
         super().__init__()
-        self.owner = owner
         self.rules = rules
         self.weights = weights
         self.off = 0

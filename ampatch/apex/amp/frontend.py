@@ -34,15 +34,12 @@ __all__ = [
     "state_dict",
 ]
 
-_INITIALIZE = inspect.signature(amp.initialize)
 _R = TypeVar("_R", bound=Callable[[Any, str], None])
-
-_INIT = inspect.signature(amp.init)
 
 
 @functools.wraps(amp.initialize)
 def _initialize(*args: Any, **kwargs: Any) -> Any:
-    given = _INITIALIZE.bind(*args, **kwargs).arguments
+    given = _by_name(amp.initialize, args, kwargs)
     # For an unknown level, amp.initialize raises.
     level = opt_levels.LEVELS.get(str(given.get("opt_level")), opt_levels.LEVELS["O1"])
     if level.half_dtype is None and opt_levels.dtype_of(given.get("cast_model_type")) is not torch.bfloat16:
@@ -79,7 +76,7 @@ else:
 
 @functools.wraps(amp.init)
 def init(*args: Any, **kwargs: Any) -> AmpHandle:  # noqa: D103 - functools.wraps copies the docstring
-    given = _INIT.bind(*args, **kwargs).arguments
+    given = _by_name(amp.init, args, kwargs)
     _mean_float16(given, "patch_type")
     _lay_over(given)
     with replacing():
@@ -105,6 +102,13 @@ register_half_function = _for_the_next(amp.register_half_function)
 register_bfloat16_function = _for_the_next(amp.register_bfloat16_function)
 register_float_function = _for_the_next(amp.register_float_function)
 register_promote_function = _for_the_next(amp.register_promote_function)
+
+
+def _by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by their names, for a function of `ampatch.amp`."""
+    parameters = inspect.signature(function).parameters
+    opt_levels.check_names(kwargs, parameters, f"amp.{function.__name__} got")
+    return inspect.signature(function).bind(*args, **kwargs).arguments
 
 
 def _mean_float16(given: dict[str, Any], alias: str) -> None:
