@@ -290,15 +290,16 @@ def initialize(
         patch_torch_functions_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
-        on_overflow: how a skipped step is reported. The step is skipped first: weights, masters and optimizer state
-            are as they were. "log" writes a line to the log, at verbosity 1. "raise" raises `GradientOverflowError`
-            from ``optimizer.step()``. A function is called with the `Overflow`, once for each optimizer that skips.
-            If it raises, so does ``optimizer.step()``. "trace" watches every operator, and logs ``str(overflow)`` at
-            any verbosity. The text names the function that first produced inf or NaN. Compiled code runs uncompiled,
-            and a step takes several times as long. ("trace", function) and ("trace", "raise") put the trace into the
-            overflow. At the floor of the scale `LossScaleError` is raised instead, with the overflow as its attribute
-            ``overflow``. All values but "log" read the overflow flag before every step, as ``exact_hooks`` does. That
-            syncs with the device, and prevents skipping and unscaling in the optimizer's own kernel.
+        on_overflow: how a skipped step is reported. The step is skipped first: weights, masters and optimizer state are
+            as they were. "log" writes a line to the log, at verbosity 1. "raise" raises `GradientOverflowError` from
+            ``optimizer.step()``. A function is called with the `Overflow`, once for each optimizer that skips. If it
+            raises, so does ``optimizer.step()``. "trace" runs the forward passes of a skipped step again, and logs
+            ``str(overflow)`` at any verbosity. The text names the function that first produced inf or NaN. What a
+            second run cannot tell is looked for in the next steps, which take several times as long. ("trace",
+            function) and ("trace", "raise") put the trace into the overflow. At the floor of the scale `LossScaleError`
+            is raised instead, with the overflow as its attribute ``overflow``. All values but "log" read the overflow
+            flag before every step, as ``exact_hooks`` does. That syncs with the device, and prevents skipping and
+            unscaling in the optimizer's own kernel.
         check_finite: whether each step looks for inf and NaN in its gradients, and is skipped if there are any, under a
             static scale too. A static scale keeps its value. The check reads the gradients as the optimizer is about to
             read them: of any backward pass, in a block or not, after clipping and edits. With a closure it reads the

@@ -21,6 +21,10 @@ class OptionError(AmpError, ValueError):
     """Raised if the value of an argument is not allowed, or contradicts another argument."""
 
 
+class UnknownOptionError(OptionError, TypeError):
+    """Raised if a function has no argument of a name; a TypeError too, as Python raises that."""
+
+
 class UsageError(AmpError, RuntimeError):
     """Raised if a call is out of order: too early, twice, or on an object that was not passed to ``amp.initialize``."""
 

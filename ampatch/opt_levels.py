@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from ampatch.errors import OptionError, did_you_mean
+from ampatch.errors import OptionError, UnknownOptionError, did_you_mean
 
 HALF_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 HALVES = frozenset(HALF_DTYPES.values())
@@ -321,11 +321,11 @@ def check_names(given: Iterable[str], known: Collection[str], whose: str) -> Non
         whose: the beginning of the error, such as "prepare got".
 
     Raises:
-        OptionError: one is not.
+        UnknownOptionError: one is not.
     """
     for name in given:
         if name not in known:
-            raise OptionError(f"{whose} the unknown argument {name!r}.{hint(name, known)}")
+            raise UnknownOptionError(f"{whose} the unknown argument {name!r}.{hint(name, known)}")
 
 
 def difference(live: Properties, asked: Properties) -> dict[str, tuple[object, object]]:

@@ -159,7 +159,7 @@ def origins_of_gradients(watch: Watch) -> dict[int, WatchedOp | None]:
     found: dict[int, WatchedOp | None] = {}
     for gradient in reached:
         # What made the loss inf may have led to the gradient by other numbers: log(0), and then 1 / 0.
-        ops = [origins.get(id(values)) for values in (gradient.values, gradient.loss)]
+        ops = [origins.get(id(values)) for values in (gradient.values, *gradient.roots)]
         found.setdefault(id(gradient.parameter), _first(ops))
     for added in watch.ops:  # finite gradients may have a sum that is not
         if added.parameter is not None and all(values.is_finite for values in added.inputs):

@@ -91,7 +91,7 @@ class NotedForward:
                 )
                 for leaf, gradient in zip(leaves.values(), found, strict=True):
                     if gradient is not None:
-                        watch.note_gradient(leaf, gradient)
+                        watch.note_gradient(leaf, gradient, roots)
 
 
 def _apart(tensor: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ class OverflowTracer:
     @staticmethod
     def _origins(noted: NotedForward, ids: Collection[int] | None, kept: int | None) -> list[WatchedOp | None]:
         """Runs a forward pass again; returns the origins of gradients of some parameters, or None: of all leaves."""
-        watch = Watch(None if kept is None else lambda _: watch.count - 1 == kept)
+        watch = Watch(None if kept is None else lambda values: watch.count - 1 == kept and has_half(values))
         noted.run_again(watch)
         return [origin for key, origin in origins_of_gradients(watch).items() if ids is None or key in ids]
 

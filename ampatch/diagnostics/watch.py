@@ -85,7 +85,7 @@ class Watch:
     ) -> None:
         self.ops: list[WatchedOp] = []
         self.gradients: list[ArrivedGradient] = []
-        self._loss: Values | None = None
+        self._roots: tuple[Values, ...] = ()
         self.missed_threads = False
         self._keep = keep
         self._always = always
@@ -216,7 +216,7 @@ class Watch:
     def read(self) -> None:
         """Copies the largest values to the host; syncs with each device once for each type."""
         of_ops: Iterator[Values | None] = (values for op in self.ops for values in (*op.inputs, *op.outputs))
-        of_gradients = (values for gradient in self.gradients for values in (gradient.values, gradient.loss))
+        of_gradients = (values for gradient in self.gradients for values in (gradient.values, *gradient.roots))
         waiting = grouped(
             ((each.on_device[0].device, each.on_device[0].dtype, len(each.on_device)), each)
             for each in dict.fromkeys(itertools.chain(of_ops, of_gradients))
@@ -315,14 +315,14 @@ class Watch:
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function; operators below it are recorded as parts of it."""
         if function is _BACKWARD:
-            self._loss = next((self._values_of(each) for each in measured(args[:1])), None)
+            self._roots = tuple(map(self._values_of, measured(args[:1])))
         self._functions.append(unwrapped(function))
         try:
             return function(*args, **kwargs)
         finally:
             self._functions.pop()
             if function is _BACKWARD:
-                self._loss = None
+                self._roots = ()
 
     def _is_recording(self) -> bool:
         # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
@@ -333,11 +333,12 @@ class Watch:
         incoming = measured(args)
         if incoming and arrival != self._last_arrival:  # several operators may take a gradient in
             self._last_arrival = arrival
-            self.gradients.append(ArrivedGradient(node.variable, self._values_of(incoming[-1]), self._loss))
+            self.gradients.append(ArrivedGradient(node.variable, self._values_of(incoming[-1]), self._roots))
 
-    def note_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Notes a gradient that a backward pass has returned, and not added to ``.grad``."""
-        self.gradients.append(ArrivedGradient(parameter, self._values_of(gradient), None))
+    def note_gradient(self, parameter: Tensor, gradient: Tensor, roots: Sequence[Tensor]) -> None:
+        """Notes a gradient that a backward pass from some tensors has returned, and not added to ``.grad``."""
+        of_roots = tuple(map(self._values_of, measured(list(roots))))
+        self.gradients.append(ArrivedGradient(parameter, self._values_of(gradient), of_roots))
 
     def _values_of(self, tensor: Tensor) -> Values:
         return self._written.read(

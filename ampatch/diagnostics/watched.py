@@ -176,12 +176,12 @@ class ArrivedGradient(NamedTuple):
     Attributes:
         parameter: the parameter.
         values: what is known of the gradient.
-        loss: what is known of the tensor whose ``backward`` was called; None if `torch.autograd.backward` was.
+        roots: what is known of the tensors that the backward pass began with; empty if that is unknown.
     """
 
     parameter: Tensor
     values: Values
-    loss: Values | None
+    roots: tuple[Values, ...]
 
 
 def has_half(several: Iterable[Values]) -> bool:

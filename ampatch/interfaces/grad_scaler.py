@@ -84,7 +84,7 @@ class GradScaler(torch.amp.GradScaler):
             "log" writes a line to the log if the host reads the overflow flag anyway. It does so on the CPU, and for
             optimizers that do not skip in their own kernel. "raise" raises `GradientOverflowError` from `step`. A
             function is called with the `Overflow`. "trace" logs ``str(overflow)``. It has the origin of the overflow if
-            ``amp.initialize(on_overflow="trace")`` watches the steps. All values but "log" read the flag before every
+            ``amp.initialize(on_overflow="trace")`` notes the steps. All values but "log" read the flag before every
             step, which syncs with the device.
 
     Raises:

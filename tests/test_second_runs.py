@@ -1,0 +1,300 @@
+"""A skipped step runs again for its trace: it finds what a watch of the first run finds, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_state
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from workers import Workers
+
+from ampatch import amp
+from ampatch.diagnostics.overflow_tracer import FINITE_AGAIN, IS_ARMED, OverflowTracer
+
+pytestmark = pytest.mark.filterwarnings("ignore:the loss of a:ampatch.errors.AmpWarning")
+
+EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
+
+
+class Amplified(torch.autograd.Function):
+    """Multiplies gradients by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.factor, None
+
+
+class Around(nn.Module):
+    """A function of the hidden values between two layers."""
+
+    def __init__(self, function: Callable[[nn.Module, Tensor], Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self, self.first(x)))
+
+
+def convolved(model: Any, x: Tensor) -> Tensor:
+    return Amplified.apply(model.conv(x[:, None])[:, 0], 2e4)
+
+
+def used_twice(model: Any, x: Tensor) -> Tensor:
+    return model.shared(model.shared(x) * 1e5)
+
+
+def recomputed(model: Any, x: Tensor) -> Tensor:
+    def inner(hidden: Tensor) -> Tensor:
+        return model.inner(hidden * 100) @ model.inner(hidden * 1000).T @ hidden
+
+    return checkpoint(inner, x, use_reentrant=False)
+
+
+def in_place(model: Any, x: Tensor) -> Tensor:
+    hidden = model.last(x)
+    hidden *= 1e6
+    return hidden
+
+
+def normed(model: Any, x: Tensor) -> Tensor:
+    return model.norm(F.dropout(x) * 1e3) @ torch.full((8, 8), 1e4)
+
+
+PLANTED: dict[str, Callable[[], nn.Module]] = {
+    "a conv's backward": lambda: Around(convolved, conv=nn.Conv1d(1, 1, 3, padding=1)),
+    "a shared module's second use": lambda: Around(used_twice, shared=nn.Linear(8, 8)),
+    "under checkpointing": lambda: Around(recomputed, inner=nn.Linear(8, 8)),
+    "a custom autograd function": lambda: Around(lambda _, x: Amplified.apply(x, 1e9)),
+    "in place": lambda: Around(in_place),
+    "behind dropout and batch norm": lambda: Around(normed, norm=nn.BatchNorm1d(8)),
+    "a function": lambda: Around(lambda _, x: torch.log(x * 0)),
+    "an argument of a function": lambda: Around(lambda model, x: model.last(x.float() * 1e6)),
+}
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has all later sessions watch the steps as they run."""
+
+    def watch() -> None:
+        install = OverflowTracer.install
+
+        def watching(tracer: OverflowTracer, ledger: Any) -> None:
+            install(tracer, ledger)
+            tracer.watch(math.inf)
+
+        monkeypatch.setattr(OverflowTracer, "install", watching)
+
+    return watch
+
+
+def batches(count: int = 3) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        yield torch.randn(16, 8, generator=generator)
+
+
+def begun(model: nn.Module, level: str = "O1", on_overflow: Any = "trace", **options: Any) -> torch.optim.Optimizer:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    chosen = {"half_dtype": "float16", "verbosity": 0, "init_scale": 64.0, **options}
+    amp.initialize(model, optimizer, opt_level=level, on_overflow=on_overflow, **chosen)
+    return optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, *inputs: Tensor) -> None:
+    optimizer.zero_grad()
+    for x in inputs:
+        with amp.scale_loss(model(x).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+
+
+def told_of(model: nn.Module, level: str, **options: Any) -> Any:
+    events: list[Any] = []
+    optimizer = begun(model, level, ("trace", events.append), **options)
+    step(model, optimizer, *batches(1))
+    amp.deinitialize()
+    (event,) = events
+    return event.trace
+
+
+@EACH_LEVEL
+@pytest.mark.parametrize("planted", PLANTED)
+def test_finds_what_a_watch_of_the_first_run_finds(level: str, planted: str, watched: Callable[[], None]) -> None:
+    found = told_of(PLANTED[planted](), level)
+    assert found.direction in ("forward", "backward")
+    watched()
+    assert found == told_of(PLANTED[planted](), level)
+
+
+def test_says_in_which_forward_pass_of_a_step() -> None:
+    events: list[Any] = []
+    model = Around(lambda _, x: Amplified.apply(x, 1e9 if len(x) == 15 else 1.0))
+    optimizer = begun(model, "O1", ("trace", events.append))
+    first, second, third = batches()
+    step(model, optimizer, first, second[:15], third)
+    assert events[0].trace.function == "Amplified"
+    assert events[0].trace.notes == ("in forward pass 2 of the 3 before this step",)
+
+
+class TestLeavesNothing:
+    @EACH_LEVEL
+    @pytest.mark.parametrize("planted", [*PLANTED, "the loss"])
+    def test_training_goes_on_with_the_same_bits(self, level: str, planted: str) -> None:
+        seen = []
+        for on_overflow in (lambda _: None, ("trace", lambda _: None)):
+            model = nn.Sequential(nn.Dropout(0.1), nn.BatchNorm1d(8), PLANTED.get(planted, lambda: nn.Linear(8, 8))())
+            optimizer = begun(model, level, on_overflow, init_scale=2.0**24 if planted == "the loss" else 64.0)
+            for x in batches(4):
+                step(model, optimizer, x)
+            seen.append(
+                {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "random": torch.get_rng_state(),
+                    "amp": amp.state_dict(),
+                    "gradients": [each.grad for each in amp.master_params(optimizer)],
+                    "skipped": amp.skipped_steps(optimizer),
+                }
+            )
+            amp.deinitialize()
+        assert seen[0]["skipped"]
+        assert_same_state(*seen)
+
+    @pytest.mark.filterwarnings("ignore:a hook of a leaf")
+    def test_no_gradient_is_written_and_no_hook_of_its_accumulation_runs(self) -> None:
+        model = PLANTED["a function"]()
+        optimizer = begun(model)
+        ran: list[Tensor] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(ran.append)
+        x = next(batches(1)).requires_grad_()
+        step(model, optimizer, x)
+        assert amp.step_was_skipped(optimizer)
+        assert len(ran) == 4
+        assert x.grad is not None
+
+    def test_no_graph_and_no_input_is_kept_after_the_step(self) -> None:
+        model = nn.Linear(8, 8)
+        optimizer = begun(model)
+        step(model, optimizer, *batches())
+        with torch.no_grad():
+            model(next(batches(1)))
+        tracer: Any = amp.runtime.live.overflows.tracer  # type: ignore[attr-defined]
+        assert tracer._noted == []
+
+
+class TestWhatCannotBeTold:
+    """Is said, and looked for in the next steps."""
+
+    @staticmethod
+    def notes_of(function: Callable[[nn.Module, Tensor], Tensor], after: Callable[[Tensor], object]) -> tuple[str, ...]:
+        events: list[Any] = []
+        model = Around(function)
+        optimizer = begun(model, "O1", ("trace", events.append))
+        for x in batches(2):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(x).float().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            after(x)
+            optimizer.step()
+        amp.deinitialize()
+        first, second = (event.trace for event in events)
+        assert first.direction == "unknown"
+        assert first.notes[-1] == IS_ARMED
+        assert second.function in ("Amplified", "torch.log")
+        return first.notes[:-1]  # type: ignore[no-any-return]
+
+    def test_arguments_that_were_written_to(self) -> None:
+        notes = self.notes_of(lambda _, x: torch.log(x * 0), lambda x: x.zero_())
+        assert notes == ("a forward pass could not run again: its arguments were written to since",)
+
+    def test_a_forward_pass_that_draws_numbers_which_torch_does_not_know(self) -> None:
+        random.seed(3)
+        drawn = [0.0, 1.0, 0.0]
+        notes = self.notes_of(lambda _, x: Amplified.apply(x, 1.0 if drawn.pop(0) else 1e9), lambda _: None)
+        assert notes == (FINITE_AGAIN,)
+
+    def test_a_forward_pass_that_cannot_run_twice(self) -> None:
+        left = [1e9, 1e9]
+
+        def function(_: nn.Module, x: Tensor) -> Tensor:
+            return Amplified.apply(x, left.pop())
+
+        def after(_: Tensor) -> None:
+            if len(left) == 1:
+                kept.append(left.pop())
+            else:
+                left.append(1e9)
+
+        kept: list[float] = []
+        events: list[Any] = []
+        model = Around(function)
+        optimizer = begun(model, "O1", ("trace", events.append))
+        for x in batches(2):
+            with amp.scale_loss(model(x).float().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            after(x)
+            optimizer.step()
+            optimizer.zero_grad()
+            left[:] = kept[:1]
+        assert events[0].trace.notes[0] == "a forward pass could not run again: IndexError: pop from empty list"
+        assert events[1].trace.function == "Amplified"
+
+    def test_a_forward_pass_in_another_thread(self) -> None:
+        events: list[Any] = []
+        model = Around(lambda _, x: torch.log(x * 0))
+        optimizer = begun(model, "O1", ("trace", events.append))
+        made: list[Tensor] = []
+        thread = threading.Thread(target=lambda: made.append(model(next(batches(1)))))
+        thread.start()
+        thread.join()
+        with amp.scale_loss(made[0].float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        assert events[0].trace.notes[0] == "a forward pass could not run again: it ran in another thread"
+
+
+def among_ranks(_: nn.Module, x: Tensor) -> Tensor:
+    greatest = x.detach().abs().max()
+    torch.distributed.all_reduce(greatest)  # waits for the other rank, in each run
+    return Amplified.apply(x / greatest, 1e9 if len(x) == 15 else 1.0)
+
+
+def traced_on_two_ranks(level: str) -> tuple[list[str], dict[str, Tensor]]:
+    rank = torch.distributed.get_rank()
+    found: list[str] = []
+    model = nn.Sequential(nn.BatchNorm1d(8), Around(among_ranks))
+    optimizer = begun(model, level, ("trace", lambda event: found.append(event.trace.function or event.trace.notes[0])))
+    wrapper = DistributedDataParallel(model)
+    for number, x in enumerate(batches()):
+        step(wrapper, optimizer, x[: 15 if rank == 1 and number == 1 else 16] + rank)
+    amp.deinitialize()
+    return found, {name: value.detach() for name, value in model.named_parameters()}
+
+
+@EACH_LEVEL
+def test_ranks_run_their_forward_passes_again_together(two: Workers, level: str) -> None:
+    first, second = two.run(traced_on_two_ranks, level)
+    assert second[0] == ["Amplified"]
+    assert first[0] == [FINITE_AGAIN]
+    assert_same_state(first[1], second[1])
