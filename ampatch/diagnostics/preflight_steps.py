@@ -177,7 +177,7 @@ class Step:
 
     def gradient_error(self, other: Step) -> float:
         """Returns |gradients of the other step - these| / |these|, as 2-norms over all parameters."""
-        squares, errors, zero = 0.0, 0.0, torch.zeros(())
+        squares, errors, zero = 0.0, 0.0, torch.zeros((), device="cpu")
         for name in {**self.gradients, **other.gradients}:
             mine, theirs = self.gradients.get(name, zero), other.gradients.get(name, zero)
             squares += _norm(mine) ** 2

@@ -208,7 +208,6 @@ class LossScaler:
         dynamic: True if the scale reacts to overflows.
         is_one: True if the scale is static and 1, so that scaling changes nothing and costs nothing.
         age: number of times that the scale was set or may have changed; known without a sync with the device.
-        loads: number of times that a state was loaded; what blocks before have found no longer moves the scale.
         overflows: number of overflows for which amp has skipped steps; stays 0 for a scaler that is used by hand.
         uses_by_hand: class attribute: number of calls of `unscale_`, of all scalers.
 
@@ -221,7 +220,7 @@ class LossScaler:
     dynamic: bool
     is_one: bool
     age: int = 0
-    loads: int = 0
+    _loads: int = 0  # states loaded; what blocks have found before them no longer moves the scale
     overflows: int = 0
     _scale: Tensor
     _unskipped: Tensor
@@ -546,7 +545,7 @@ class LossScaler:
         self._hysteresis_left.fill_(state.hysteresis_left)
         self.forget()
         self._counted, self._kept, self._dropped = 0, None, None
-        self.loads += 1
+        self._loads += 1
         self.is_one = not self.policy.dynamic and state.loss_scale == 1
         self.age += 1
 
@@ -554,6 +553,11 @@ class LossScaler:
 def has_reacted(scaler: LossScaler) -> bool:
     """Returns True if a scale has reacted to a verdict, so that it is that of a run."""
     return scaler._has_reacted
+
+
+def loads_of(scaler: LossScaler) -> int:
+    """Returns the number of states that were loaded into a scaler."""
+    return scaler._loads
 
 
 def back_off(scaler: LossScaler, found_inf: Tensor) -> None:

@@ -20,7 +20,7 @@ from ampatch.graph_nodes import nodes_of
 from ampatch.grouping import grouped
 from ampatch.native.host_copy import HostCopy, on_device, stacked
 from ampatch.scaling import overflows
-from ampatch.scaling.loss_scaler import LossScaler, back_off, scaled
+from ampatch.scaling.loss_scaler import LossScaler, back_off, loads_of, scaled
 from ampatch.scaling.overflows import NonFiniteGradient, ScaleChange
 
 logger = logging.getLogger("ampatch")
@@ -100,7 +100,7 @@ class ScaleUse:
         self.is_one = scaler.is_one
         self.is_checked = is_checked or scaler.dynamic
         self.scale = scaler.snapshot()
-        self._age, self._loads = scaler.age, scaler.loads
+        self._age, self._loads = scaler.age, loads_of(scaler)
         self._noted: list[str] = []  # shared with its copies: what has been done for all optimizers that skip
         self._losses: list[Tensor] = []
 
@@ -185,7 +185,7 @@ class ScaleUse:
     @property
     def is_unheard(self) -> bool:
         """True if the scale has not reacted to this use, and no state was loaded into it since."""
-        return "reacted" not in self._noted and self._loads == self.scaler.loads
+        return "reacted" not in self._noted and self._loads == loads_of(self.scaler)
 
     @property
     def original(self) -> ScaleUse:
