@@ -280,7 +280,7 @@ class TestBackward:
 
         fits = trace_of(model()).max_loss_scale
         assert math.log2(fits).is_integer()
-        assert trace_of(model(), init_scale=2 * fits).function == "Amplified"
+        assert trace_of(model(), init_scale=2 * fits).direction == "backward"
         assert all(event.trace.function != "Amplified" for event in events_of(model(), init_scale=fits))
 
     def test_no_scale_is_suggested_below_the_floor(self):

@@ -5,6 +5,7 @@ Owns the remedies, and the names of functions and modules that the user reads. M
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,11 +16,13 @@ import torch
 from torch import nn
 
 from ampatch.cast_lists import spellings
+from ampatch.cast_lists.lists import shipped
 from ampatch.diagnostics import causes
 from ampatch.diagnostics.overflow_trace import SUM_OF_GRADIENTS, OverflowTrace, TracedTensor
 from ampatch.diagnostics.watch import Watch
 from ampatch.diagnostics.watched import CAST, Values, WatchedOp, has_half
 from ampatch.opt_levels import Properties, dtype_name
+from ampatch.patching.adapters import is_in_place
 from ampatch.scaling.loss_scaler import ScalePolicy
 
 _OTHER_THREADS = "forward passes in other threads were not watched"
@@ -118,10 +121,14 @@ class Examiner:
         if not largest or loss_scale is None:
             return {"remedies": ("a lower loss scale",)}
         greatest = torch.finfo(self._properties.half_dtype).max
-        fits = _power_of_two_below(loss_scale * min(greatest / largest, 0.5))
+        return self.of_loss_scale(_power_of_two_below(loss_scale * min(greatest / largest, 0.5)))
+
+    def of_loss_scale(self, fits: float) -> dict[str, Any]:
+        """Returns what mends an overflow by a lower loss scale; by none if it is below the floor, or 0."""
         if fits < self._min_loss_scale:
             instead = "Bring this gradient down, or use half_dtype='bfloat16'"
-            return {"remedies": (f"no loss scale: it would have to be {fits:g}. {instead}",)}
+            needed = f"it would have to be {fits:g}" if fits else "at much lower ones gradients overflow as well"
+            return {"remedies": (f"no loss scale: {needed}. {instead}",), "max_loss_scale": None}
         if self._dynamic:
             told = f"a loss scale of {fits:g} or less; the dynamic scale gets there by itself"
         else:
@@ -133,6 +140,10 @@ class Examiner:
         path = _listed_name(op)
         if self._properties.patch_torch_functions and op.is_called_by_itself and op.op_name != CAST:
             told = f"{path} on float32 tensors: it was called by itself, so that no list can name it"
+        elif self._properties.patch_torch_functions and is_in_place(path.rpartition(".")[2]):
+            told = (
+                "this line out of place, on .float() tensors: a list could not keep it in float32, as it writes to half"
+            )
         elif self._properties.patch_torch_functions:
             overlay = overlay_for(path)
             told = f"this function in float32: amp.initialize(..., cast_lists={overlay})"
@@ -218,14 +229,23 @@ def _to_name(op: WatchedOp) -> WatchedOp:
 def _listed_name(op: WatchedOp) -> str:
     """Returns the path of a function as a list could name it.
 
-    A function in Python may call listed functions: then the operator has the name that lists know.
+    A function in Python may call listed functions. If it is no listed one itself, the operator has the name that lists
+    know.
     """
     if op.op_name == CAST and op.readers:
         return _listed_name(op.readers[0])
     name = op.function_name
-    if isinstance(op.function, types.FunctionType) and op.op_name in spellings.known_names():
-        return next(map(str, spellings.spellings(op.op_name)), name)
-    return name
+    if not isinstance(op.function, types.FunctionType):
+        return name
+    bare = name.rpartition(".")[2]
+    listed = bare if bare in _shipped_names() else op.op_name
+    return next(map(str, spellings.spellings(listed)), name) if listed in spellings.known_names() else name
+
+
+@functools.cache
+def _shipped_names() -> frozenset[str]:
+    """Returns the names of the functions on the shipped lists, without their namespaces."""
+    return frozenset(path.name for path in shipped().for_half(torch.float16))
 
 
 def _function_name(op: WatchedOp, named: WatchedOp) -> str:

@@ -72,8 +72,12 @@ class NotedForward:
             return "its parameters are sharded over ranks"
         return "its arguments were written to since" if versions_of(self._given) != self._versions else ""
 
-    def run_again(self, watch: Watch) -> None:
+    def run_again(self, watch: Watch, factor: float = 1.0) -> None:
         """Runs the forward pass and its backward passes again, watched.
+
+        Args:
+            watch: records what runs.
+            factor: factor of the gradients that came into the outputs: that of another loss scale.
 
         Raises:
             Exception: what the second run raises.
@@ -85,9 +89,10 @@ class NotedForward:
                 outputs = list(tensors_in(self._call(*args, **kwargs)))
             for gradients in self.arrived.values():
                 roots = [outputs[place] for place in gradients]
+                incoming = [gradient * factor if factor != 1 else gradient for gradient in gradients.values()]
                 leaves = leaves_among(nodes_of(each.grad_fn for each in roots if each.grad_fn is not None))
                 found = torch.autograd.grad(
-                    roots, list(leaves.values()), list(gradients.values()), retain_graph=True, allow_unused=True
+                    roots, list(leaves.values()), incoming, retain_graph=True, allow_unused=True
                 )
                 for leaf, gradient in zip(leaves.values(), found, strict=True):
                     if gradient is not None:

@@ -186,14 +186,29 @@ class OverflowTracer:
         origin = min((op.number for op in found), default=-1)
         again = self._origins(noted, ids, origin) if found or runs_twice else []
         if found:
-            return self._examiner.describe([op for op in again if op and not enters(op)], loss_scale=loss_scale), ""
+            trace = self._examiner.describe([op for op in again if op and not enters(op)], loss_scale=loss_scale)
+            return (trace if runs_twice else self._tried(noted, ids, trace, loss_scale)), ""
         return None, _FROM_OUTSIDE if first else ""
 
+    def _tried(
+        self, noted: NotedForward, ids: Collection[int] | None, trace: OverflowTrace, loss_scale: float
+    ) -> OverflowTrace:
+        """Returns a trace with a loss scale at which a second run is finite, if it suggests any."""
+        fits = trace.max_loss_scale
+        if fits is None:
+            return trace
+        for scale in (fits / 2**halvings for halvings in (*range(9), 16)):
+            if not self._origins(noted, ids, None, scale / loss_scale):
+                return trace if scale == fits else replace(trace, **self._examiner.of_loss_scale(scale))
+        return replace(trace, **self._examiner.of_loss_scale(0.0))
+
     @staticmethod
-    def _origins(noted: NotedForward, ids: Collection[int] | None, kept: int | None) -> list[WatchedOp | None]:
+    def _origins(
+        noted: NotedForward, ids: Collection[int] | None, kept: int | None, factor: float = 1.0
+    ) -> list[WatchedOp | None]:
         """Runs a forward pass again; returns the origins of gradients of some parameters, or None: of all leaves."""
         watch = Watch(None if kept is None else lambda values: watch.count - 1 == kept and has_half(values))
-        noted.run_again(watch)
+        noted.run_again(watch, factor)
         return [origin for key, origin in origins_of_gradients(watch).items() if ids is None or key in ids]
 
 
