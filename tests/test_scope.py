@@ -564,3 +564,26 @@ class TestWhatIsAPart:
             assert_same_bits(layer.weight, expected)
         parametrize.remove_parametrizations(layer, "weight")
         assert_same_bits(layer.weight, expected)
+
+
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
+@pytest.mark.parametrize("name", ["einsum", "tensordot", "chain_matmul"])
+def test_blacklisted_functions_in_torchs_own_python_compute_in_float32(name):
+    """They multiply in C++, where torch's autocast would cast in the region of the model."""
+    calls = {
+        "einsum": lambda h: torch.einsum("ij,jk->ik", h, h),
+        "tensordot": lambda h: torch.tensordot(h, h, 1),
+        "chain_matmul": lambda h: torch.chain_matmul(h, h, h),
+    }
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return calls[name](self.layer(x))
+
+    model = Model()
+    amp.initialize(model, half_dtype="float16", cast_lists={"blacklist": {"*": [name]}}, verbosity=0)
+    assert model(torch.ones(4, 4)).dtype is torch.float32

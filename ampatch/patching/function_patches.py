@@ -491,8 +491,10 @@ def _cast_by_autocast(kinds: Iterable[str]) -> set[Path]:
     }
 
 
-# Functions of torch in C++ that multiply matrices on their way, beside those of torch.linalg.
-_MULTIPLYING = frozenset({"corrcoef", "cov", "matrix_exp", "matrix_power", "pinverse"})
+# Functions of torch that multiply matrices on their way in C++, beside those of torch.linalg.
+_MULTIPLYING = frozenset(
+    {"chain_matmul", "corrcoef", "cov", "einsum", "matrix_exp", "matrix_power", "pinverse", "tensordot"}
+)
 
 
 @functools.cache
@@ -506,7 +508,7 @@ def _needs_block(original: Function, path: Path, treatment: Treatment | None) ->
     known = {_lists_of_autocast(kind).get(path) for kind in ("cpu", "cuda")} - {None, Treatment.PROMOTE, treatment}
     if isinstance(original, types.FunctionType):
         if treatment is Treatment.BLACKLIST:  # in float32, all of it
-            return id(original) not in overridable() or _multiplies(original)
+            return id(original) not in overridable() or path.name in _MULTIPLYING or _multiplies(original)
         return treatment is None and bool(known)
     if treatment is not Treatment.BLACKLIST:
         return bool(known)
