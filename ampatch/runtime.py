@@ -236,6 +236,8 @@ def after_forward(model: nn.Module, inputs: object, outputs: object) -> None:
     session = runtime.live
     if session is not None and not torch.compiler.is_compiling():
         session.cache.exit_forward(model)
+        if session.kept_buffers is not None and not tracing.is_recording() and not tracing.is_capturing():
+            session.kept_buffers.after_forward(model)
         error, settings = sys.exc_info()[1], session.settings
         if outputs is None and error is not None:  # if the forward raised, torch is still handling the error
             half = settings.properties.half_dtype

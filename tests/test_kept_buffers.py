@@ -395,3 +395,30 @@ def test_of_a_model_of_two_optimizers_one_of_which_steps_first() -> None:
     second.step()
     assert amp.step_was_skipped(second)
     assert all(buffer.isfinite().all() for buffer in model.buffers())
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("factors", [(math.inf,), (math.inf, 1.0), (1.0, math.inf)], ids=str)
+def test_statistics_whose_writes_torch_counts(
+    kind: type[nn.Module], compiles: bool, factors: tuple[float, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), kind(3, track_running_stats=True), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    amp.initialize(model, optimizer, half_dtype="float16", verbosity=0, init_scale=16.0)
+    called = torch.compile(model, backend="aot_eager") if compiles else model
+    for _ in range(2):
+        before = values(model)
+        for factor in factors:
+            with amp.scale_loss(called(torch.randn(8, 3, 4) * factor).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert amp.step_was_skipped(optimizer)
+        assert are_same(values(model), before)
+        with amp.scale_loss(called(torch.randn(8, 3, 4)).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert not are_same(values(model), before)

@@ -19,10 +19,13 @@ from torch.nn.modules.module import (
 
 from ampatch.grouping import grouped
 from ampatch.ledger import PatchLedger
-from ampatch.weights.untracked_writes import Moment, has_memory, is_shared, is_since, moment_of
+from ampatch.weights.untracked_writes import has_memory, is_shared, is_since, moment_of
 
 # Larger buffers are mostly tables and masks, which no forward pass writes to.
 _LARGE = 2**20
+
+# Larger buffers are copied only if torch has counted a write to them.
+_MEDIUM = 2**14
 
 
 class _Kept:
@@ -31,18 +34,20 @@ class _Kept:
     Attributes:
         buffers: the buffers of its module.
         name: its name there.
-        is_statistic: True for those of torch's norms. The kernels of norms write to them without counting, so that a
-            write that torch has counted is the user's.
-        moment: when it was copied: the buffer, or the mean of the same norm, and its version counter.
+        is_statistic: True for those of torch's norms.
+        moment: the buffer and its version counter after the last forward pass, or when it was copied since. A write
+            that torch has counted after that is the user's.
+        writes: number of times that user code is known to have written to it.
         copied: the copy; None if there is none.
     """
 
-    __slots__ = ("buffers", "copied", "is_statistic", "moment", "name")
+    __slots__ = ("buffers", "copied", "is_statistic", "moment", "name", "writes")
 
     def __init__(self, buffers: dict[str, Tensor | None], name: str, is_statistic: bool) -> None:
         self.buffers, self.name, self.is_statistic = buffers, name, is_statistic
         self.copied: Tensor | None = None
         self.moment = moment_of(None)
+        self.writes = 0
 
     def now(self) -> Tensor | None:
         """Returns the buffer; None if it is none, or of a kind that is not kept."""
@@ -50,16 +55,19 @@ class _Kept:
         is_kept = found is not None and has_memory(found) and not found.is_inference() and found.numel() <= _LARGE
         return found if is_kept and found is not None and (self.is_statistic or found.is_floating_point()) else None
 
-    def guard(self) -> Tensor | None:
-        """Returns the tensor whose version tells of writes by the user."""
-        return self.buffers.get("running_mean" if self.is_statistic else self.name)
+    def is_untouched(self) -> bool:
+        """Returns True if user code has not written to it since `moment`, nor replaced it."""
+        return is_since(self.moment, self.buffers.get(self.name))
 
-    def is_untouched(self, since: Moment) -> bool:
-        """Returns True if no user code can have written to it since."""
-        return self.is_statistic and is_since(since, self.guard())
+    def is_to_copy(self, now: Tensor, is_old: bool) -> bool:
+        """Returns True if the copy may be out of date."""
+        if self.copied is None or not (is_old or self.is_statistic):
+            return self.copied is None
+        is_same = self.is_untouched()
+        return not is_same or (is_old and (self.is_statistic or now.numel() <= _MEDIUM))
 
 
-_Saved = tuple[_Kept, Moment, Tensor]  # a buffer, when it was copied, and the copy
+_Saved = tuple[int, Tensor]  # the number of the user's writes when a buffer was copied, and the copy
 
 
 class ModelBuffers:
@@ -105,19 +113,26 @@ class ModelBuffers:
             now = each.now()
             if now is None:
                 each.copied = None
-            elif self.is_old or each.copied is None or (each.is_statistic and not each.is_untouched(each.moment)):
+            elif each.is_to_copy(now, self.is_old):
                 if each.copied is None or not overwrites or each.copied.shape != now.shape:
                     each.copied = torch.empty_like(now)
-                each.moment = moment_of(each.guard())
+                each.writes += not each.is_untouched()
+                each.moment = moment_of(now)
                 pairs.append((each.copied, now))
         for some in grouped(((copied.dtype, copied.device), (copied, now)) for copied, now in pairs).values():
             targets, sources = zip(*some, strict=True)
             torch._foreach_copy_(targets, sources)
         self.is_old = self.is_incomplete = False
 
-    def copies(self) -> list[_Saved]:
+    def note_forward(self) -> None:
+        """Notes the statistics after a forward pass, so that what user code writes until the next one can be told."""
+        for each in self._kept:
+            if each.is_statistic:
+                each.moment = moment_of(each.buffers.get(each.name))
+
+    def copies(self) -> dict[_Kept, _Saved]:
         """Returns the buffers that are kept."""
-        return [(each, each.moment, each.copied) for each in self._kept if each.copied is not None]
+        return {each: (each.writes, each.copied) for each in self._kept if each.copied is not None}
 
 
 class KeptBuffers:
@@ -152,6 +167,12 @@ class KeptBuffers:
         if buffers is not None and buffers.is_needed and torch.is_grad_enabled():
             buffers.keep(overwrites=not self._needed)
 
+    def after_forward(self, model: nn.Module) -> None:
+        """Notes the end of a forward pass of a model."""
+        buffers = self._of.get(model)
+        if buffers is not None:
+            buffers.note_forward()
+
     def before_step(
         self, is_own: Callable[[nn.Module], bool], is_anothers: Callable[[nn.Module], bool]
     ) -> BuffersBefore:
@@ -178,7 +199,7 @@ class BuffersBefore:
 
     def __init__(self, models: Sequence[tuple[ModelBuffers, bool]]) -> None:
         self._saved = {
-            each: (since, copied, exactly) for buffers, exactly in models for each, since, copied in buffers.copies()
+            each: (*saved, exactly) for buffers, exactly in models for each, saved in buffers.copies().items()
         }
 
     def complete(self, within: BuffersBefore) -> None:
@@ -195,8 +216,8 @@ class BuffersBefore:
         whose gradients another optimizer is about to use.
         """
         found = [
-            (each, copied, now, exactly and each.is_untouched(since))
-            for each, (since, copied, exactly) in self._saved.items()
+            (each, copied, now, exactly and each.is_statistic and each.writes == writes and each.is_untouched())
+            for each, (writes, copied, exactly) in self._saved.items()
             if (now := each.now()) is not None and now.shape == copied.shape and now.device == copied.device
         ]
         flags = [
@@ -220,4 +241,4 @@ def _put_back(each: _Kept, copied: Tensor, now: Tensor) -> None:
         each.buffers[each.name] = copied.clone()
     else:
         now.copy_(copied)
-    each.moment, each.copied = moment_of(each.guard()), copied
+    each.moment, each.copied = moment_of(each.buffers[each.name]), copied
