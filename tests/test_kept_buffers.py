@@ -248,6 +248,7 @@ class TestStepsThatTheHostJudgesLate:
     def forward(buffers: KeptBuffers, model: nn.Module, factor: float) -> None:
         buffers.before_forward(model)
         model(torch.randn(8, 4) * factor)
+        buffers.after_forward(model)
 
     def test_two_that_were_skipped_one_after_the_other(self) -> None:
         model = nn.BatchNorm1d(4)
