@@ -242,3 +242,4 @@ def _put_back(each: _Kept, copied: Tensor, now: Tensor) -> None:
     else:
         now.copy_(copied)
     each.moment, each.copied = moment_of(each.buffers[each.name]), copied
+    each.writes += 1  # copies of later steps, which the host has not judged yet, have what this step wrote
