@@ -218,6 +218,7 @@ class Session:
             for_models=self.casts_for_models,
         )
         self._regions = Regions(self.switch, settings.properties.half_dtype, self.device_types, self.casts_in_half)
+        self._regions.before_part = None if self.kept_buffers is None else self.kept_buffers.before_part
         self.adapters = self._adapters.by_kind()
         self._accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, self.device_types)
         lists = settings.lists

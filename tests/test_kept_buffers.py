@@ -221,6 +221,20 @@ def test_of_a_part_that_is_called_alone_are_not_set_to_old_values() -> None:
     assert values(model)[2] == before[2] + 1
 
 
+def test_of_parts_called_alone_that_overflow_are_those_of_the_step_before() -> None:
+    model, optimizer = started("O1", nn.BatchNorm1d(4))
+    assert isinstance(model, nn.Sequential)
+    for factor in (1.0, 1.0, math.inf):
+        before = values(model)
+        hidden = model[1](model[0](torch.randn(8, 4) * factor))
+        with amp.scale_loss(model[2](hidden).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert amp.step_was_skipped(optimizer)
+    assert are_same(values(model)[:2], before[:2])
+
+
 def test_of_a_teacher_are_those_of_the_step_before() -> None:
     model, optimizer = started("O1", nn.Identity())
     amp.deinitialize()

@@ -122,7 +122,7 @@ def way(request, monkeypatch):
 
         def watching(tracer, ledger):
             install(tracer, ledger)
-            tracer.watch(math.inf)
+            tracer.watch(set(), 10**9)
 
         monkeypatch.setattr(OverflowTracer, "install", watching)
     return request.param
@@ -602,7 +602,7 @@ class TestMemory:
         model = nn.Linear(8, 8)
         model = amp.initialize(model, half_dtype=FLOAT16, verbosity=0, on_overflow="trace")
         tracer: Any = runtime.live.overflows.tracer  # type: ignore[union-attr]
-        tracer.watch(1)
+        tracer.watch(set(), 1)
         watch = tracer._watched._watch
         model(batch())
         before = len(watch.ops)

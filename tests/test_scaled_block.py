@@ -344,3 +344,15 @@ class TestScaledTwice:
             (one + other).backward()
         for layer, gradient in zip(training.model, expected, strict=True):
             torch.testing.assert_close(layer.weight.grad, gradient)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_backward_pass_behind_its_block_raises(level):
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=level, half_dtype="float16", init_scale=1024.0)
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
+        pass
+    with pytest.raises(UsageError, match=r"the block has ended.*Type it inside of the block"):
+        scaled_loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -98,7 +97,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
         def watching(tracer: OverflowTracer, ledger: Any) -> None:
             install(tracer, ledger)
-            tracer.watch(math.inf)
+            tracer.watch(set(), 10**9)
 
         monkeypatch.setattr(OverflowTracer, "install", watching)
 
@@ -245,10 +244,104 @@ class TestLeavesNothing:
         model = nn.Linear(8, 8)
         optimizer = begun(model)
         step(model, optimizer, *batches())
-        with torch.no_grad():
-            model(next(batches(1)))
         tracer: Any = amp.runtime.live.overflows.tracer  # type: ignore[attr-defined]
-        assert tracer._noted == []
+        old = [*tracer._noted]
+        model(next(batches(1)))
+        assert len(tracer._noted) == 1
+        assert tracer._noted[0] not in old
+
+    @pytest.mark.filterwarnings("ignore:this SGD:ampatch.errors.AmpWarning")
+    @pytest.mark.parametrize("is_adopted", [False, True])
+    def test_notes_of_a_frozen_model_and_of_an_optimizer_that_amp_has_not_go(self, is_adopted: bool) -> None:
+        model, frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        amp.initialize([model, frozen], [optimizer] if is_adopted else [], half_dtype="float16", on_overflow="trace")
+        for x in batches(5):
+            optimizer.zero_grad()
+            frozen(model(x)).float().mean().backward()
+            optimizer.step()
+        tracer: Any = amp.runtime.live.overflows.tracer  # type: ignore[attr-defined]
+        assert len(tracer._noted) == 2
+
+
+class TestOtherForwards:
+    """What models do in and around their forwards, and a second run has to do as well."""
+
+    @staticmethod
+    def told_of(model: nn.Module, loss_of: Callable[[Any], Tensor]) -> Any:
+        events: list[Any] = []
+        optimizer = begun(model, "O1", ("trace", events.append))
+        with amp.scale_loss(loss_of(model(next(batches(1)))), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        amp.deinitialize()
+        return events[0].trace
+
+    def test_a_reentrant_checkpoint(self) -> None:
+        model = Around(lambda self, x: checkpoint(lambda h: Amplified.apply(self.last(h), 1e9), x, use_reentrant=True))
+        assert self.told_of(model, lambda y: y.float().mean()).function == "Amplified"
+
+    def test_one_output_that_leads_to_another(self) -> None:
+        class Returning(Around):
+            def forward(self, x: Tensor) -> Any:
+                hidden = self.first(x)
+                return {"all": (hidden, self.last(hidden)), "last": self.function(self, hidden)}
+
+        model = Returning(lambda _, x: Amplified.apply(x, 1e9))
+        trace = self.told_of(model, lambda y: sum(each.float().mean() for each in (*y["all"], y["last"])))
+        assert trace.function == "Amplified"
+
+    def test_an_expanded_buffer(self) -> None:
+        model = Around(lambda self, x: Amplified.apply(x + self.kept, 1e9))
+        model.register_buffer("kept", torch.ones(1).expand(8))
+        assert self.told_of(model, lambda y: y.float().mean()).direction == "backward"
+        assert model.kept.tolist() == [1.0] * 8
+
+    def test_numbers_that_python_and_numpy_draw_go_on_as_without_it(self) -> None:
+        drawn = []
+        for on_overflow in (lambda _: None, "trace"):
+            random.seed(0)
+            optimizer = begun(
+                model := Around(lambda _, x: Amplified.apply(x, 1e9 * (1 + random.random()))), "O1", on_overflow
+            )
+            step(model, optimizer, *batches(1))
+            assert amp.step_was_skipped(optimizer)
+            drawn.append(random.random())
+            amp.deinitialize()
+        assert drawn[0] == drawn[1]
+
+    def test_two_optimizers_of_one_model(self) -> None:
+        events: list[Any] = []
+        model = Around(lambda _, x: Amplified.apply(x, 1e9))
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model.first, model.first)]
+        optimizers[1] = torch.optim.SGD(model.last.parameters(), lr=0.1)
+        amp.initialize(model, optimizers, half_dtype="float16", verbosity=0, on_overflow=("trace", events.append))
+        with amp.scale_loss(model(next(batches(1))).float().mean(), optimizers) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert events[0].trace.function == "Amplified"
+
+    def test_is_no_work_of_a_report(self) -> None:
+        counts = []
+        for on_overflow in (lambda _: None, "trace"):
+            optimizer = begun(model := Around(lambda _, x: Amplified.apply(x, 1e9)), "O1", on_overflow)
+            with amp.report() as report:
+                step(model, optimizer, *batches(1))
+            amp.deinitialize()
+            counts.append({row["name"]: row["calls"] for row in report.to_dict()["functions"]})
+        assert counts[0] == counts[1]
+
+    def test_of_a_model_without_code_of_the_users_the_line_is_the_one_that_calls_it(self) -> None:
+        events: list[Any] = []
+        optimizer = begun(model := nn.Sequential(nn.Linear(8, 8)), "O1", ("trace", events.append))
+        with torch.no_grad():
+            model[0].weight.fill_(1e5)
+        x = next(batches(1))
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:  # called here
+            scaled_loss.backward()
+        optimizer.step()
+        assert events[0].trace.source.endswith("# called here")
 
 
 class TestWhatCannotBeTold:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 #: Modules that call the user's model: lines above them called ampatch, and no operator.
-_CALLERS = frozenset({"ampatch.diagnostics.preflight", "ampatch.diagnostics.preflight_subject"})
+_CALLERS = frozenset(f"ampatch.diagnostics.{name}" for name in ("noted_forwards", "preflight", "preflight_subject"))
 _NOT_USER_CODE = frozenset({"ampatch", "torch", *sys.stdlib_module_names})
 #: Parts of ampatch that are examples of user code.
 _EXAMPLES = "ampatch.demo"

@@ -6,7 +6,6 @@ next steps as they run. Owns which forward passes are noted, and when steps are 
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -15,17 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ampatch import distributed
 from ampatch.diagnostics.examiner import Examiner, enters, origins_of_gradients
 from ampatch.diagnostics.noted_forwards import NotedForward
 from ampatch.diagnostics.overflow_trace import OverflowTrace
-from ampatch.diagnostics.watch import Watch
+from ampatch.diagnostics.watch import Watch, hidden
 from ampatch.diagnostics.watched import WatchedOp, has_half
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
+from ampatch.scaling.optimizer_step import OWN_HOOK
 from ampatch.tracing import is_capturing, is_recording
+from ampatch.weights.optimizer_state import parameters_of
 
 #: Why no operator is named for gradients that other ranks, or other code, made inf or NaN.
 FINITE_HERE = (
@@ -33,21 +35,25 @@ FINITE_HERE = (
 )
 _NOT_WATCHED = "no backward pass of these parameters was watched, such as one in another thread, or without modules"
 _NOT_NOTED = "no forward pass of an adopted model led to these gradients, or it was compiled"
-_FROM_OUTSIDE = "the gradients that came into the model were not finite: look at the loss, and at code around the model"
+_FROM_OUTSIDE = (
+    "the gradients that came into the model were not finite. If the loss is finite, the loss scale is too high for the "
+    "outputs' type, and a dynamic one comes down by itself. If not, look at the loss and at code around the model"
+)
 FINITE_AGAIN = (
     "the forward passes ran again, and all gradients were finite: another rank's are not, other code changed them "
-    "afterwards, or the overflow depends on what has changed since"
+    "afterwards, a term of the loss goes past the model, or the overflow depends on what has changed since"
 )
+_WITH_RANKS = "to find it there, train with one process: with several, amp does not watch steps as they run"
 IS_ARMED = "the next steps are watched as they run, which takes several times as long, to find it there"
 
 #: Forward passes that are kept if no backward pass follows any of them.
 _FORWARDS_KEPT = 8
 
 #: Forward passes of one step that are kept; of accumulated gradients, the last ones.
-_MOST_NOTED = 64
+_MOST_NOTED = 32
 
 #: Steps that are watched as they run, if a second run cannot tell.
-_STEPS_WATCHED = 3
+_STEPS_WATCHED = 20
 
 
 class OverflowTracer:
@@ -67,17 +73,25 @@ class OverflowTracer:
         self._parameters: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()  # ids
         self._thread = _Thread()
         self._watched: _WatchedSteps | None = None
-        self._left = 0.0  # number of steps to watch
+        self._watched_for: set[int] = set()  # ids of parameters whose steps are watched
+        self._left = 0  # number of these steps
 
     def install(self, ledger: PatchLedger) -> None:
         """Has the ledger end what was begun."""
         ledger.on_undo(self._stop_watching)
         ledger.on_undo(self._noted.clear)
 
+        def after_step(optimizer: Any, *_: object) -> None:  # also of optimizers that amp has not adopted
+            self._note_used(set(map(id, parameters_of(optimizer))))
+
+        setattr(after_step, OWN_HOOK, True)
+        ledger.on_undo(register_optimizer_step_post_hook(after_step).remove)
+
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
         if self._watched is not None or not torch.is_grad_enabled() or self._thread.is_inside or not _is_usual():
             return call(*args, **kwargs)
+        self._noted[:] = [each for each in self._noted if not each.is_used]
         noted = NotedForward(module, call, args, kwargs)
         self._thread.is_inside = True
         try:
@@ -106,31 +120,45 @@ class OverflowTracer:
         ids = set(map(id, parameters))
         seen = None if self._watched is None else self._watched.trace_of(ids, loss_scale)
         if seen is not None and seen.direction != "unknown":
-            self._left = self._left if self._left == math.inf else 1
             return seen
-        trace = self._by_second_run(ids, loss_scale)
+        with hidden():
+            trace = self._by_second_run(ids, loss_scale)
         if trace.direction != "unknown":
             return trace
         if seen is not None:
             return seen
-        self.watch(_STEPS_WATCHED + 1)  # this one is about to end
+        if distributed.has_other_ranks():  # they may have found it, and go on to run forward passes again
+            return replace(trace, notes=(*trace.notes, _WITH_RANKS))
+        self.watch(ids)
         return replace(trace, notes=(*trace.notes, IS_ARMED))
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
-        """Forgets the forward passes of parameters, after a step that used their gradients or was skipped."""
+        """Notes that a step has used the gradients of parameters, or was skipped."""
         ids = set(map(id, parameters))
-        self._noted[:] = [each for each in self._noted if self._ids_of(each.module).isdisjoint(ids)]
-        if self._watched is not None:
-            self._watched.end_step(ids)
-            self._left -= 1
+        self._note_used(ids)
+        watched = self._watched
+        if watched is not None and watched.is_this_thread:
+            watched.end_step(ids)
+            self._left -= not ids.isdisjoint(self._watched_for)
             if self._left <= 0:
                 self._stop_watching()
 
-    def watch(self, steps: float) -> None:
-        """Watches the next steps as they run, until one of them is skipped."""
+    def _note_used(self, ids: set[int]) -> None:
+        used = [each for each in self._noted if not self._ids_of(each.module).isdisjoint(ids)]
+        backward = {number for each in used for number in each.arrived}
+        for each in self._noted:
+            each.is_used = each.is_used or each in used or not backward.isdisjoint(each.arrived)
+
+    def watch(self, ids: set[int], steps: int = _STEPS_WATCHED) -> None:
+        """Watches the next steps as they run.
+
+        Args:
+            ids: those of parameters of an optimizer whose steps are counted.
+            steps: number of its steps.
+        """
         if self._watched is None:
             self._watched = _WatchedSteps(self._examiner)
-        self._left = steps
+        self._watched_for, self._left = ids, steps + 1  # one is about to end
 
     def _ids_of(self, module: nn.Module) -> frozenset[int]:
         found = self._parameters.get(module)
@@ -187,6 +215,11 @@ class OverflowTracer:
         again = self._origins(noted, ids, origin) if found or runs_twice else []
         if found:
             trace = self._examiner.describe([op for op in again if op and not enters(op)], loss_scale=loss_scale)
+            if trace.direction == "unknown":  # the two runs differ
+                return None, FINITE_AGAIN
+            if trace.file is None and noted.place is not None:
+                place = noted.place
+                trace = replace(trace, file=place.file, line=place.line, source=place.source)
             return (trace if runs_twice else self._tried(noted, ids, trace, loss_scale)), ""
         return None, _FROM_OUTSIDE if first else ""
 
@@ -202,13 +235,16 @@ class OverflowTracer:
                 return trace if scale == fits else replace(trace, **self._examiner.of_loss_scale(scale))
         return replace(trace, **self._examiner.of_loss_scale(0.0))
 
-    @staticmethod
     def _origins(
-        noted: NotedForward, ids: Collection[int] | None, kept: int | None, factor: float = 1.0
+        self, noted: NotedForward, ids: Collection[int] | None, kept: int | None, factor: float = 1.0
     ) -> list[WatchedOp | None]:
         """Runs a forward pass again; returns the origins of gradients of some parameters, or None: of all leaves."""
         watch = Watch(None if kept is None else lambda values: watch.count - 1 == kept and has_half(values))
-        noted.run_again(watch, factor)
+        self._thread.is_inside = True
+        try:
+            noted.run_again(watch, factor)
+        finally:
+            self._thread.is_inside = False
         return [origin for key, origin in origins_of_gradients(watch).items() if ids is None or key in ids]
 
 
@@ -248,6 +284,11 @@ class _WatchedSteps:
         self._hook.remove()
         self._watch.stop()
         self._watch.forget()
+
+    @property
+    def is_this_thread(self) -> bool:
+        """True in the thread that is watched; in all before the first forward pass."""
+        return self._watch.is_this_thread
 
     def trace_of(self, ids: set[int], loss_scale: float) -> OverflowTrace:
         """Returns what `OverflowTracer.trace_of` does, by the ids of the parameters."""

@@ -218,7 +218,7 @@ class CallRecorder:
 
     def _is_watching(self) -> bool:
         """Returns True if calls of this thread are recorded here."""
-        return self._is_on and not self._thread.is_own and not pauses.paused
+        return self._is_on and not self._thread.is_own and not (pauses.paused or pauses.hidden)
 
     def _is_hidden(self) -> bool:
         """Returns True if this thread is traced, transformed or captured, so that operators run in other ways."""
@@ -332,7 +332,7 @@ class CallRecorder:
 
     def operator(self, op: Any, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs an operator that torch reports to the mode."""
-        if not self._is_on or pauses.paused or op.namespace == "profiler":  # the profiler's are labels
+        if not self._is_on or pauses.paused or pauses.hidden or op.namespace == "profiler":  # the profiler's are labels
             return op(*args, **kwargs)
         thread = self._thread
         self.operators += 1

@@ -355,9 +355,10 @@ class Watch:
 
 class _Thread(threading.local):
     paused = 0
+    hidden = 0
 
 
-#: ``pauses.paused`` is the number of `paused` blocks that this thread is in.
+#: ``pauses.paused`` and ``pauses.hidden`` are the numbers of `paused` and `hidden` blocks that this thread is in.
 pauses = _Thread()
 
 
@@ -369,6 +370,16 @@ def paused() -> Iterator[None]:
         yield
     finally:
         pauses.paused -= 1
+
+
+@contextlib.contextmanager
+def hidden() -> Iterator[None]:
+    """Hides this thread's operators from reports until the block ends; a watch sees them."""
+    pauses.hidden += 1
+    try:
+        yield
+    finally:
+        pauses.hidden -= 1
 
 
 def run_again(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ are the session's.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -471,10 +472,11 @@ class GradScaler(torch.amp.GradScaler):
         (state,) = read_states([self._scaler_or_raise("step()")])
         scale = state.loss_scale
         change = ScaleChange(0, scale, next_state(state, True, self._policy).loss_scale)
+        describe = functools.cache(lambda: _overflow_of(optimizer, change))
         self._state_of(optimizer)["overflow"] = end_skipped(
             optimizer,
             [(change, self._policy.min_loss_scale if self._has_floor else 0)],
-            lambda: _overflow_of(optimizer, change),
+            describe,
             self._overflows,
             lambda: logger.warning("%s", change),
         )
@@ -483,7 +485,7 @@ class GradScaler(torch.amp.GradScaler):
             warn(
                 f"the loss scale has come down to {scale:g} and the gradients still overflow, so no scale can help. "
                 f"{overflows.ADVICE} To get an error instead, type GradScaler(..., min_loss_scale=1).\n"
-                f"{overflows.findings(_overflow_of(optimizer, change))}"
+                f"{overflows.findings(describe())}"
             )
 
     @WithoutCasts()

@@ -67,9 +67,11 @@ class Regions:
         kinds: the argument.
         in_half: the argument.
         recorder: notes the outermost forward passes; None if none does.
+        before_part: called before a part of a model that is called alone; None if nothing is to be done.
     """
 
     recorder: Recorder | None = None
+    before_part: Callable[[], None] | None = None
 
     def __init__(self, switch: Switch, dtype: torch.dtype, kinds: Set[str], in_half: bool = False) -> None:
         self._switch, self._dtype, self.kinds, self.in_half = switch, dtype, kinds, in_half
@@ -162,6 +164,8 @@ class Regions:
         """Returns the call of a module outside of regions; None for torch's own. The user has compiled ``held``."""
         if not self._is_part(module) or self.is_decided():
             return held
+        if self.before_part is not None and not is_dynamo_compiling():
+            self.before_part()
         return _ForwardInRegion(module, module._call_impl if held is None else held, self._switch, self)
 
 

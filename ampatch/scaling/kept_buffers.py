@@ -167,6 +167,11 @@ class KeptBuffers:
         if buffers is not None and buffers.is_needed and torch.is_grad_enabled():
             buffers.keep(overwrites=not self._needed)
 
+    def before_part(self) -> None:
+        """Keeps the buffers of all models before a part of one is called alone."""
+        for model in list(self._of):
+            self.before_forward(model)
+
     def after_forward(self, model: nn.Module) -> None:
         """Notes the end of a forward pass of a model."""
         buffers = self._of.get(model)

@@ -300,7 +300,7 @@ def _with_one_argument(function: Callable[..., object]) -> Callable[[Overflow], 
 
 def with_requested_trace(choice: OnOverflow) -> OnOverflow:
     """Returns a checked choice with a trace in addition, if the environment asks for one."""
-    if os.environ.get(TRACE_VARIABLE, "0") in ("", "0") or "trace" in _choices_of(choice):
+    if os.environ.get(TRACE_VARIABLE, "0").lower() in ("", "0", "false", "no", "off") or "trace" in _choices_of(choice):
         return choice
     return "trace" if choice == "log" else ("trace", *_choices_of(choice))
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from ampatch.errors import warn
+from ampatch.errors import UsageError, warn
 from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.ledger import PatchLedger
+from ampatch.scaling.scale_use import has_scaled
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 
 
@@ -39,6 +40,12 @@ def watch(ledger: PatchLedger, active: Callable[[], Blocks | None], explain: Cal
         if blocks is None or torch._C._current_graph_task_id() != -1:
             return original(outputs, *args, **kwargs)
         accumulates = bool(kwargs.get("accumulate_grad"))
+        if accumulates and not blocks.open and any(map(_is_scaled, outputs)):
+            raise UsageError(
+                "this backward pass begins with a loss that amp.scale_loss has scaled, and the block has ended: its "
+                "gradients would stay scaled. Type it inside of the block: with amp.scale_loss(loss, optimizer) as "
+                "scaled_loss: scaled_loss.backward()."
+            )
         inputs = frozenset(map(id, args[3])) if len(args) > 3 else frozenset()
         if accumulates:
             _check_left_scaled(outputs, inputs, blocks)
@@ -58,6 +65,11 @@ def watch(ledger: PatchLedger, active: Callable[[], Blocks | None], explain: Cal
         return result
 
     ledger.set(torch.autograd, "_engine_run_backward", run)
+
+
+def _is_scaled(output: Tensor | GradientEdge) -> bool:
+    node = output.node if isinstance(output, GradientEdge) else output.grad_fn
+    return node is not None and has_scaled(node)
 
 
 def _check_left_scaled(outputs: Sequence[Tensor | GradientEdge], inputs: Collection[int], blocks: Blocks) -> None:
