@@ -1,4 +1,4 @@
-"""The gate before a step that may be skipped, whoever has scaled the loss: amp's block, a `GradScaler`, Apex's classes.
+"""The gate before a step that may be skipped. Amp's blocks, `GradScaler` and Apex's classes share it.
 
 Owns how a step is left when a closure overflows, how it is undone, torch's protocol for steps that skip by themselves,
 and what follows a skipped step. Must not know where a verdict comes from.
