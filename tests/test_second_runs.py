@@ -439,3 +439,11 @@ def test_ranks_run_their_forward_passes_again_together(two: Workers, level: str)
     assert second[0] == ["Amplified"]
     assert first[0] == [FINITE_AGAIN]
     assert_same_state(first[1], second[1])
+
+
+def test_a_users_file_with_the_name_of_a_module_of_the_standard_library_is_the_users(tmp_path: Any) -> None:
+    file = tmp_path / "trace.py"
+    file.write_text("import torch\n\ndef function(_, x):\n    return torch.log(x * 0)  # here\n", encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "trace"}
+    exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), names)
+    assert told_of(Around(names["function"]), "O1").source == "return torch.log(x * 0)  # here"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import sys
+import sysconfig
 import types
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 #: Modules that call the user's model: lines above them called ampatch, and no operator.
 _CALLERS = frozenset(f"ampatch.diagnostics.{name}" for name in ("noted_forwards", "preflight", "preflight_subject"))
 _NOT_USER_CODE = frozenset({"ampatch", "torch", *sys.stdlib_module_names})
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 #: Parts of ampatch that are examples of user code.
 _EXAMPLES = "ampatch.demo"
 #: Parts of ampatch that compute for themselves, and what of theirs calls functions for the user.
@@ -48,7 +50,7 @@ def owner_of(frame: types.FrameType) -> Code:
     code = frame.f_code
     known = _owners.get(id(code))
     if known is None:
-        known = _owners[id(code)] = code, _owner_of_module(str(frame.f_globals.get("__name__", "")))
+        known = _owners[id(code)] = code, _owner_of_module(str(frame.f_globals.get("__name__", "")), code.co_filename)
     return known[1]
 
 
@@ -86,10 +88,14 @@ def is_compiled_module(module: nn.Module) -> bool:
     return is_around_compiled(module) or module._compiled_call_impl is not None
 
 
-def _owner_of_module(name: str) -> Code:
+def _owner_of_module(name: str, file: str) -> Code:
     if name in _CALLERS:
         return Code.END
-    if _is_within(name, (_EXAMPLES,)) or name.partition(".")[0] not in _NOT_USER_CODE:
+    package = name.partition(".")[0]
+    if _is_within(name, (_EXAMPLES,)) or package not in _NOT_USER_CODE:
+        return Code.USER
+    # A script beside the user's may have the name of a module in the standard library.
+    if package in sys.stdlib_module_names and not file.startswith(("<", _STANDARD_LIBRARY)):
         return Code.USER
     is_own = _is_within(name, _OWN_ARITHMETIC) and not _is_within(name, _CALLING_FOR_USERS)
     return Code.AMP if is_own else Code.LIBRARY
