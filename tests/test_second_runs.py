@@ -447,3 +447,12 @@ def test_a_users_file_with_the_name_of_a_module_of_the_standard_library_is_the_u
     names: dict[str, Any] = {"__name__": "trace"}
     exec(compile(file.read_text(encoding="utf-8"), str(file), "exec"), names)
     assert told_of(Around(names["function"]), "O1").source == "return torch.log(x * 0)  # here"
+
+
+def test_the_same_finding_again_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = begun(model := Around(lambda _, x: torch.log(x * 0)))
+    for x in batches():
+        step(model, optimizer, x)
+    first, *others = (record.getMessage() for record in caplog.records if record.name == "ampatch")
+    assert "First inf: in torch.log" in first
+    assert [text.splitlines()[1:] for text in others] == [["  the trace is that of the step skipped before"]] * 2

@@ -78,6 +78,13 @@ class OverflowTrace:
     others: int = 0
     notes: tuple[str, ...] = ()
 
+    @property
+    def finding(self) -> object:
+        """What another trace has to equal to say the same; None if no operator is named."""
+        if self.direction == "unknown":
+            return None
+        return self.direction, self.function, self.operator, self.module, self.file, self.line
+
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data: text, numbers, None, lists and dicts. inf and NaN are the texts "inf" and "nan"."""
         return plain(asdict(self))  # type: ignore[no-any-return]

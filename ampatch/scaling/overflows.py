@@ -46,6 +46,7 @@ ADVICE = (
 TRACE_VARIABLE = "AMPATCH_TRACE_OVERFLOW"
 
 _CHOICES = ("log", "raise", "trace")
+_SAME = "  the trace is that of the step skipped before"
 _MOST_NAMED = 8
 
 _GO_ON = (
@@ -217,6 +218,7 @@ class OverflowHandler:
     def __init__(self, choice: OnOverflow) -> None:
         self.tracer: Tracer | None = None
         self._choices = _choices_of(choice)
+        self._finding: object = None  # of the trace that was logged last
 
     @property
     def traces(self) -> bool:
@@ -240,7 +242,9 @@ class OverflowHandler:
             GradientOverflowError: the choice is "raise".
         """
         if not self.logs_line:
-            logger.warning("%s", overflow)
+            finding, self._finding = self._finding, getattr(overflow.trace, "finding", None)
+            is_known = finding is not None and finding == self._finding
+            logger.warning("%s", "\n".join([*map(str, overflow.scales), _SAME]) if is_known else overflow)
         for choice in self._choices:
             if callable(choice):
                 choice(overflow)
