@@ -526,10 +526,12 @@ from apex import amp
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-loss = torch.log(model(torch.ones(2, 4)) * 0).sum()
-with amp.scale_loss(loss, optimizer) as scaled_loss:
-    scaled_loss.backward()
-optimizer.step()
+for _ in range(2):
+    loss = torch.log(model(torch.ones(2, 4)) * 0).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 """
 
 
@@ -539,8 +541,9 @@ class TestTraceOverflow:
         (tmp_path / "train.py").write_text(OVERFLOWS)
         said = ampatch_run(["--trace-overflow", "train.py"], tmp_path)
         assert said.returncode == 0, said.stderr
+        assert "the next steps are watched as they run" in said.stderr  # the loss is no part of the model
         assert "First inf: in torch.log." in said.stderr
-        assert "train.py:7: loss = torch.log(model(torch.ones(2, 4)) * 0).sum()" in said.stderr
+        assert "train.py:8: loss = torch.log(model(torch.ones(2, 4)) * 0).sum()" in said.stderr
 
 
 TRAINS = """

@@ -723,7 +723,7 @@ class AdoptedOptimizer:
             return
         losses = [(loss, each) for each in uses if (loss := each.loss_that_is_not_finite) is not None]
         if ran:  # without what has overflowed, and was cleared since
-            losses = [(loss, each) for loss, each in losses if not each.original.overflowed]
+            losses = [(loss, each) for loss, each in losses if not any(map(_OVERFLOWED, each.blocks))]
         if not losses:
             return
         self._warned_of_loss = True
