@@ -7,10 +7,10 @@ source file, nor look at the variables of a frame.
 from __future__ import annotations
 
 import enum
-import os
 import sys
 import sysconfig
 import types
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -96,7 +96,7 @@ def _owner_of_module(name: str, file: str) -> Code:
     if _is_within(name, (_EXAMPLES,)) or package not in _NOT_USER_CODE:
         return Code.USER
     # A script beside the user's may have the name of a module in the standard library.
-    if package in sys.stdlib_module_names and os.path.isabs(file) and not file.startswith(_STANDARD_LIBRARY):
+    if package in sys.stdlib_module_names and Path(file).is_absolute() and not file.startswith(_STANDARD_LIBRARY):
         return Code.USER
     is_own = _is_within(name, _OWN_ARITHMETIC) and not _is_within(name, _CALLING_FOR_USERS)
     return Code.AMP if is_own else Code.LIBRARY
