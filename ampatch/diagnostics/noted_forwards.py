@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from torch.autograd.graph import _engine_run_backward
 from ampatch.casting.nested import cast_tensors
 from ampatch.diagnostics.callers import users_frame
 from ampatch.diagnostics.operands import versions_of
+from ampatch.diagnostics.random_state import RandomState
 from ampatch.diagnostics.watch import Watch
 from ampatch.diagnostics.watched import Place
 from ampatch.distributed import is_sharded
@@ -175,42 +175,33 @@ def _random_states(devices: set[torch.device]) -> _Random:
     return [(None, torch.get_rng_state()), *((device, torch.cuda.get_rng_state(device)) for device in devices)]
 
 
-def _set_random_states(states: _Random) -> None:
-    for device, values in states:
-        if device is None:
-            torch.set_rng_state(values)
-        else:
-            torch.cuda.set_rng_state(values, device)
-
-
 @contextlib.contextmanager
 def _unchanged(module: nn.Module, noted: _Random) -> Iterator[None]:
     """Context that begins with noted random states, and after which random states and buffers are as before.
 
     The forward gets copies of the buffers, and of small frozen parameters, which it may write to.
     """
-    numpy = sys.modules.get("numpy")
-    before = _random_states({device for device, _ in noted if device is not None})
-    of_python, of_numpy = random.getstate(), None if numpy is None else numpy.random.get_state()
+    before = RandomState()
     tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
     frozen = [each for each in module.parameters() if not each.requires_grad and each.numel() <= 2**20]
-    values = [each.detach().clone() for each in frozen]
+    kept = [each.detach().clone() for each in frozen]
     versions = versions_of(frozen)
     copies = {id(each): each.detach().clone() for each in module.buffers()}
     for table, buffers in tables:
         table.update({name: each if each is None else copies[id(each)] for name, each in buffers.items()})
-    _set_random_states(noted)
+    for device, values in noted:
+        if device is None:
+            torch.set_rng_state(values)
+        else:
+            torch.cuda.set_rng_state(values, device)
     try:
         yield
     finally:
-        _set_random_states(before)
-        random.setstate(of_python)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
+        before.restore()
         for table, buffers in tables:
             table.clear()
             table.update(buffers)
         if versions_of(frozen) != versions:
             with torch.no_grad():
-                for parameter, value in zip(frozen, values, strict=True):
+                for parameter, value in zip(frozen, kept, strict=True):
                     parameter.copy_(value)

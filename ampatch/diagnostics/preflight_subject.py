@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map
 
+from ampatch.diagnostics.random_state import RandomState
 from ampatch.distributed import is_sharded
 from ampatch.errors import AmpError, AmpWarning, OptionError, UsageError
 from ampatch.opt_levels import dtype_name
@@ -156,26 +156,6 @@ def _copied(value: Any) -> Any:
         return copy.deepcopy(value)
     except (RuntimeError, TypeError):  # such as a tensor with a graph inside of it, or an open file
         return value
-
-
-class RandomState:
-    """The state of the random number generators of torch, Python and numpy at the time it was made."""
-
-    def __init__(self) -> None:
-        self._states: list[tuple[Callable[[Any], object], Any]] = [
-            (torch.set_rng_state, torch.get_rng_state()),
-            (random.setstate, random.getstate()),
-        ]
-        if torch.cuda.is_initialized():
-            self._states.append((torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            self._states.append((numpy.random.set_state, numpy.random.get_state()))
-
-    def restore(self) -> None:
-        """Restores it."""
-        for restore, state in self._states:
-            restore(state)
 
 
 @contextlib.contextmanager

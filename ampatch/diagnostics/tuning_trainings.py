@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils import _device
 
 from ampatch.cast_lists.lists import CastLists
-from ampatch.diagnostics.preflight_subject import RandomState, noting_warnings
+from ampatch.diagnostics.preflight_subject import noting_warnings
+from ampatch.diagnostics.random_state import RandomState
 from ampatch.diagnostics.tuning_functions import TrainingRecorder, blacklist
 from ampatch.diagnostics.tuning_runs import Run
 from ampatch.diagnostics.tuning_search import Kept

@@ -52,8 +52,9 @@ class _Kept:
     def now(self) -> Tensor | None:
         """Returns the buffer; None if it is none, or of a kind that is not kept."""
         found = self.buffers.get(self.name)
-        is_kept = found is not None and has_memory(found) and not found.is_inference() and found.numel() <= _LARGE
-        return found if is_kept and found is not None and (self.is_statistic or found.is_floating_point()) else None
+        if found is None or not has_memory(found) or found.is_inference() or found.numel() > _LARGE:
+            return None
+        return found if self.is_statistic or found.is_floating_point() else None
 
     def is_untouched(self) -> bool:
         """Returns True if user code has not written to it since `moment`, nor replaced it."""
@@ -61,10 +62,11 @@ class _Kept:
 
     def is_to_copy(self, now: Tensor, is_old: bool) -> bool:
         """Returns True if the copy may be out of date."""
-        if self.copied is None or not (is_old or self.is_statistic):
-            return self.copied is None
-        is_same = self.is_untouched()
-        return not is_same or (is_old and (self.is_statistic or now.numel() <= _MEDIUM))
+        if self.copied is None:
+            return True
+        if not self.is_untouched():
+            return is_old or self.is_statistic
+        return is_old and (self.is_statistic or now.numel() <= _MEDIUM)
 
 
 _Saved = tuple[int, Tensor]  # the number of the user's writes when a buffer was copied, and the copy

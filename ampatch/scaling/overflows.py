@@ -42,7 +42,7 @@ ADVICE = (
     "exceed float16's range: bfloat16 has the range of float32."
 )
 
-#: The environment variable that has every session trace overflows, if it is neither empty nor 0.
+#: The environment variable that has every session trace overflows, if it is neither empty, 0, false, no nor off.
 TRACE_VARIABLE = "AMPATCH_TRACE_OVERFLOW"
 
 _CHOICES = ("log", "raise", "trace")

@@ -106,9 +106,9 @@ register_promote_function = _for_the_next(amp.register_promote_function)
 
 def _by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call by their names, for a function of `ampatch.amp`."""
-    parameters = inspect.signature(function).parameters
-    opt_levels.check_names(kwargs, parameters, f"amp.{function.__name__} got")
-    return inspect.signature(function).bind(*args, **kwargs).arguments
+    signature = inspect.signature(function)
+    opt_levels.check_names(kwargs, signature.parameters, f"amp.{function.__name__} got")
+    return signature.bind(*args, **kwargs).arguments
 
 
 def _mean_float16(given: dict[str, Any], alias: str) -> None:

@@ -109,8 +109,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.overflow = False
         self.first_closure_call_this_step = True
         self._change: ScaleChange | None = self._no_change()  # None: the scale has not reacted to `overflow` yet
+        self._unscaled_by = self.loss_scale  # at the last unscaling
         # Scale of the gradients that were not cleared yet; None if there are none, or if they have the current scale.
-        self._unscaled_by = self.loss_scale
         self._half_scale: float | None = None
         self._full_scale: float | None = None
         self._make_masters()
@@ -195,18 +195,15 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 after the last backward pass.
             retain_graph: True to keep the graph, as for ``loss.backward``.
         """
-        if self.overflow and self._change is None and not self._still_overflows():
-            self._react()  # they were cleared, and no step skips them
+        if self.overflow and self._change is None:
+            parameters = itertools.chain(*self.fp16_groups, *self.fp32_from_fp32_groups)
+            if not self.loss_scaler.has_overflow(parameters):  # they were cleared, and no step skips them
+                self._react()
         scale = self.loss_scale
         self._bring_to(scale)
         (loss.float() * scale).backward(retain_graph=retain_graph)
         if update_master_grads:
             self.update_master_grads()
-
-    def _still_overflows(self) -> bool:
-        """Returns True if a gradient of the model is not finite."""
-        grads = optimizer_state.gradients_of(itertools.chain(*self.fp16_groups, *self.fp32_from_fp32_groups))
-        return bool(grads) and bool(kernels.flag_and_squares(grads, grads[0].device)[0])
 
     @torch.no_grad()
     def _bring_to(self, scale: float) -> None:
