@@ -82,12 +82,12 @@ from ampatch.weights.optimizer_state import gradients_of, parameters_of
 from ampatch.weights.ruled_parts import check_entries
 
 if TYPE_CHECKING:
-    from ampatch.diagnostics.comparison import Side
-    from ampatch.diagnostics.comparison_report import Comparison
-    from ampatch.diagnostics.explanation_report import Explanation
-    from ampatch.diagnostics.preflight_report import LevelVerdict, Preflight
-    from ampatch.diagnostics.report import Report
-    from ampatch.diagnostics.tuning_report import Tuning
+    from ampatch.diagnostics.compare.comparison import Side
+    from ampatch.diagnostics.compare.result import Comparison
+    from ampatch.diagnostics.explain.result import Explanation
+    from ampatch.diagnostics.preflight.result import LevelVerdict, Preflight
+    from ampatch.diagnostics.report.report import Report
+    from ampatch.diagnostics.tune.result import Tuning
 
 __all__ = [
     "AmpError",
@@ -168,12 +168,12 @@ def __dir__() -> list[str]:
 
 #: Classes of `ampatch.diagnostics`, which is imported only by those who use it.
 _IMPORTED_ON_USE = {
-    "Comparison": "comparison_report",
-    "Explanation": "explanation_report",
-    "LevelVerdict": "preflight_report",
-    "Preflight": "preflight_report",
-    "Report": "report",
-    "Tuning": "tuning_report",
+    "Comparison": "compare.result",
+    "Explanation": "explain.result",
+    "LevelVerdict": "preflight.result",
+    "Preflight": "preflight.result",
+    "Report": "report.report",
+    "Tuning": "tune.result",
 }
 
 
@@ -738,8 +738,8 @@ def preflight(
     bound = tolerance if isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool) else math.nan
     if not 0 < bound < math.inf:
         raise OptionError(f"tolerance is {tolerance!r}; expected a positive number, such as 0.05.")
-    from ampatch.diagnostics import preflight as preflights
-    from ampatch.diagnostics.report import note_own_steps
+    from ampatch.diagnostics.preflight import preflight as preflights
+    from ampatch.diagnostics.report.report import note_own_steps
 
     note_own_steps("amp.preflight")
     return preflights.preflight(
@@ -793,10 +793,10 @@ def compare(
             raise OptionError(
                 "amp.compare takes a model, its inputs and loss_fn; or two files of reports and nothing else."
             )
-        from ampatch.diagnostics import comparison_files
+        from ampatch.diagnostics.compare import files as comparison_files
 
         return comparison_files.compare(model, inputs)
-    from ampatch.diagnostics.report import Report, note_own_steps
+    from ampatch.diagnostics.report.report import Report, note_own_steps
 
     if isinstance(model, (Report, Mapping)):
         raise OptionError(
@@ -805,7 +805,7 @@ def compare(
         )
     checked = adopted_model.check_model(model)
     _check_loss_fn(loss_fn)
-    from ampatch.diagnostics import comparison
+    from ampatch.diagnostics.compare import comparison
 
     note_own_steps("amp.compare")
     return comparison.compare(checked, inputs, loss_fn, _side("a", a, checked), _side("b", b, checked))
@@ -878,8 +878,8 @@ def tune(
         CastListError: the cast lists have faults.
         Exception: what ``train`` or ``evaluate`` raises in float32, with a note that says so.
     """
-    from ampatch.diagnostics import tuning
-    from ampatch.diagnostics.tuning_trainings import Training
+    from ampatch.diagnostics.tune import tuning
+    from ampatch.diagnostics.tune.trainings import Training
 
     for name, given, does in (
         ("train", train, "trains a new model with a dict of options, and returns it"),
@@ -929,7 +929,7 @@ def report() -> Report:
     Returns:
         The report, to be entered once.
     """
-    from ampatch.diagnostics.report import Report
+    from ampatch.diagnostics.report.report import Report
 
     return Report()
 
@@ -1223,9 +1223,9 @@ def explain(function_or_name: Any, /, *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         OptionError: it is no function, and no name of one.
     """
-    from ampatch.diagnostics import explanations
+    from ampatch.diagnostics.explain import explanation
 
-    return explanations.explain(function_or_name, args, kwargs)
+    return explanation.explain(function_or_name, args, kwargs)
 
 
 def clear_cache() -> None:
@@ -1351,7 +1351,7 @@ def _open(settings: Settings, device_types: Iterable[str], fused_linear: object)
         if fused_linear is not None and settings.fused_linear:
             opened.check_fuses_linear()
         if opened.overflows.traces:
-            from ampatch.diagnostics.overflow_tracer import OverflowTracer
+            from ampatch.diagnostics.overflow.tracer import OverflowTracer
 
             opened.trace_with(OverflowTracer(settings.properties, settings.scale_policy, opened.named_modules))
         never_fires = opened.overflows.reports and not (settings.scale_policy.dynamic or settings.check_finite)
@@ -1397,8 +1397,8 @@ def _check_loss_fn(loss_fn: object) -> None:
 
 def _side(letter: str, given: object, model: nn.Module) -> Side:
     """Returns one of the two steps of `compare`."""
-    from ampatch.diagnostics.comparison import Side
-    from ampatch.diagnostics.preflight_steps import Setup
+    from ampatch.diagnostics.compare.comparison import Side
+    from ampatch.diagnostics.preflight.steps import Setup
 
     options = {"opt_level": given} if isinstance(given, str) else given
     if not isinstance(options, Mapping):

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.casting import cast_observers
-from ampatch.diagnostics.function_names import name_of
+from ampatch.diagnostics.recorder.functions import name_of
 
 # The proportions are those of usual models: the inner layers of a transformer have four times the features, and a
 # text has more tokens than a head has features.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ampatch.diagnostics.gradient_exponents import Histogram, as_dict
+from ampatch.diagnostics.report.exponents import Histogram, as_dict
 
 #: Source lines that a page must escape.
 SOURCES = (

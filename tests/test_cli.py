@@ -201,7 +201,7 @@ class TestImports:
             ),
             "ampatch.opt_levels",
             *(f"ampatch.cli.{name}" for name in ("commands", "main", "run", "script_report", "users_errors")),
-            *("ampatch.diagnostics.report_file", "ampatch.version"),
+            *("ampatch.diagnostics.json_files", "ampatch.version"),
             *(f"ampatch.cast_lists.{name}" for name in LISTS),
         }
         assert not any(name.startswith("torch") for name in found)  # neither torch._dynamo nor torch.distributed

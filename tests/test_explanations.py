@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.cli import main as cli
-from ampatch.diagnostics.explanation_report import Explanation, Ruling, Spelling
-from ampatch.diagnostics.explanation_rulings import Rulings
-from ampatch.diagnostics.explanation_subjects import Subject, subject_of
+from ampatch.diagnostics.explain.result import Explanation, Ruling, Spelling
+from ampatch.diagnostics.explain.rulings import Rulings
+from ampatch.diagnostics.explain.subjects import Subject, subject_of
 from ampatch.patching import function_places
 from ampatch.runtime import runtime
 

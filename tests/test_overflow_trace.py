@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import GradScaler, amp
-from ampatch.diagnostics.overflow_tracer import OverflowTracer
+from ampatch.diagnostics.overflow.tracer import OverflowTracer
 from ampatch.runtime import runtime
 
 FLOAT16 = torch.float16

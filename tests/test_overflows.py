@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler
 
 import ampatch
 from ampatch import amp
-from ampatch.diagnostics import overflow_tracer
+from ampatch.diagnostics.overflow import tracer
 from ampatch.errors import AmpWarning
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows
@@ -458,8 +458,8 @@ class TestTrace:
             "  1 gradient of this SGD with inf or NaN:",
             "    2.weight, shape (2, 4), float32: 1 inf, 0 nan",
             "No watched operator produced the inf or NaN of these gradients.",
-            f"  note      {overflow_tracer.FINITE_AGAIN}",
-            f"  note      {overflow_tracer.IS_ARMED}",
+            f"  note      {tracer.FINITE_AGAIN}",
+            f"  note      {tracer.IS_ARMED}",
         ]
 
     @pytest.mark.parametrize("on_overflow", ["trace", "raise", "function"])

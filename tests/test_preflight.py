@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.cli import main as cli
-from ampatch.diagnostics import preflight
+from ampatch.diagnostics.preflight import preflight
 from ampatch.errors import OptionError, UsageError
 
 HALF, BFLOAT16 = torch.float16, torch.bfloat16

@@ -15,9 +15,9 @@ from sample_reports import NUMBERS, small, step
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.diagnostics import report_file
-from ampatch.diagnostics.report_advice import advice
-from ampatch.diagnostics.report_text import text
+from ampatch.diagnostics import json_files
+from ampatch.diagnostics.report.advice import advice
+from ampatch.diagnostics.report.text import text
 from ampatch.errors import OptionError, UsageError
 from ampatch.runtime import runtime
 from ampatch.scaling import step_observers
@@ -213,7 +213,7 @@ class TestReport:
             with amp.report() as watched:
                 torch.ones(2) + 1
             watched.save(name)
-            assert report_file.read(name) == watched.to_dict()
+            assert json_files.read(name) == watched.to_dict()
         result = amp.compare("monday.json", "tuesday.json")
         assert result.verdict.startswith("The reports agree in all")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["monday.json", "tuesday.json"]
@@ -297,7 +297,7 @@ class TestBadInput:
         def fails(_: object) -> None:
             raise RuntimeError
 
-        monkeypatch.setattr("ampatch.diagnostics.report_calls.CallRecorder.__enter__", fails)
+        monkeypatch.setattr("ampatch.diagnostics.report.calls.CallRecorder.__enter__", fails)
         with pytest.raises(RuntimeError):
             amp.report().__enter__()
         monkeypatch.undo()

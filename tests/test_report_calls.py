@@ -22,8 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from ampatch import amp
 from ampatch.casting import cast_observers
-from ampatch.diagnostics import mode_stacks
-from ampatch.diagnostics.report_calls import CallRecorder
+from ampatch.diagnostics.recorder import mode_stacks
+from ampatch.diagnostics.report.calls import CallRecorder
 from ampatch.errors import UsageError
 from ampatch.native import calls
 

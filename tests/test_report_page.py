@@ -26,9 +26,12 @@ from jinja2 import UndefinedError
 from torch import nn
 
 from ampatch import amp
-from ampatch.diagnostics import module_tree, report_drawings, report_numbers, report_tables
-from ampatch.diagnostics.gradient_exponents import Histogram, Range
-from ampatch.diagnostics.report_page import page
+from ampatch.diagnostics.report import drawings as report_drawings
+from ampatch.diagnostics.report import numbers as report_numbers
+from ampatch.diagnostics.report import tables as report_tables
+from ampatch.diagnostics.report import tree as module_tree
+from ampatch.diagnostics.report.exponents import Histogram, Range
+from ampatch.diagnostics.report.page import page
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampatch
 from ampatch import amp
-from ampatch.diagnostics import gradient_exponents, report_steps
-from ampatch.diagnostics.gradient_exponents import GradientExponents, Histogram, Range
-from ampatch.diagnostics.report_steps import Steps
+from ampatch.diagnostics.report import exponents
+from ampatch.diagnostics.report import steps as report_steps
+from ampatch.diagnostics.report.exponents import GradientExponents, Histogram, Range
+from ampatch.diagnostics.report.steps import Steps
 from ampatch.errors import AmpWarning, LossScaleError
 from ampatch.scaling import step_observers
 
@@ -254,7 +255,7 @@ class TestSteps:
         assert torch.amp.GradScaler._maybe_opt_step is method
 
     def test_are_read_in_between_so_that_numbers_on_the_device_cannot_pile_up(self, monkeypatch):
-        monkeypatch.setattr("ampatch.diagnostics.report_steps._WAITING", 3)
+        monkeypatch.setattr("ampatch.diagnostics.report.steps._WAITING", 3)
         model, optimizer = begun()
         with Steps() as steps:
             for _ in range(7):
@@ -303,7 +304,7 @@ class TestUnderflow:
         assert {name: each.elements for name, each in exponents.read().items()} == {"a": 0, "b": 0}
 
     def test_counts_more_elements_than_float32_can(self, monkeypatch):
-        monkeypatch.setattr("ampatch.diagnostics.gradient_exponents._CHUNK", 7)
+        monkeypatch.setattr("ampatch.diagnostics.report.exponents._CHUNK", 7)
         exponents = GradientExponents()
         exponents.add([("a", torch.ones(100))])
         assert exponents.read()["a"].by_exponent == {0: 100}
@@ -402,9 +403,9 @@ class TestLargeGradients:
         if with_subnormals:
             values = torch.cat([values.flatten(), torch.tensor([2.0**-149, -(2.0**-130), 1.75 * 2.0**-127])])
         values = values.flatten().repeat(3)
-        expected = gradient_exponents._histogram(values)
-        assert torch.equal(gradient_exponents._counted_on_host(values), expected)
-        assert torch.equal(gradient_exponents._counted_on_host(values[::2]), gradient_exponents._histogram(values[::2]))
+        expected = exponents._histogram(values)
+        assert torch.equal(exponents._counted_on_host(values), expected)
+        assert torch.equal(exponents._counted_on_host(values[::2]), exponents._histogram(values[::2]))
 
     def test_have_the_norm_that_float64_gives(self) -> None:
         gradient = torch.randn(3 * 2**20 + 5) * 1e-3

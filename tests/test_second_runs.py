@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from workers import Workers
 
 from ampatch import amp
-from ampatch.diagnostics.overflow_tracer import FINITE_AGAIN, IS_ARMED, OverflowTracer
+from ampatch.diagnostics.overflow.tracer import FINITE_AGAIN, IS_ARMED, OverflowTracer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loss of a:ampatch.errors.AmpWarning")
 

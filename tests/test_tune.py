@@ -34,9 +34,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ampatch import amp
 from ampatch.casting import cast_observers
 from ampatch.cli import main as cli
-from ampatch.diagnostics import tuning_search
-from ampatch.diagnostics.tuning_functions import TrainingRecorder
-from ampatch.diagnostics.tuning_trainings import fingerprint
+from ampatch.diagnostics.tune import search
+from ampatch.diagnostics.tune.functions import TrainingRecorder
+from ampatch.diagnostics.tune.trainings import fingerprint
 from ampatch.errors import AmpWarning, CastListError, OptionError, UsageError
 from ampatch.runtime import runtime
 
@@ -283,14 +283,14 @@ def test_a_minimal_set_passes_and_needs_each_function(needed: list[frozenset[str
     def passes(kept: frozenset[str]) -> bool:
         return all(each & kept for each in needed)
 
-    found = tuning_search.minimal(passes, _PATHS)
+    found = search.minimal(passes, _PATHS)
     assert passes(found)
     assert not any(passes(found - {each}) for each in found)
-    assert tuning_search.restored(passes, frozenset(_PATHS), _PATHS) <= frozenset(_PATHS)
+    assert search.restored(passes, frozenset(_PATHS), _PATHS) <= frozenset(_PATHS)
 
 
 def test_of_two_that_suffice_the_earlier_is_kept() -> None:
-    assert tuning_search.minimal(lambda kept: bool(kept & {"b", "g"}), _PATHS) == {"b"}
+    assert search.minimal(lambda kept: bool(kept & {"b", "g"}), _PATHS) == {"b"}
 
 
 def test_halving_asks_seldom() -> None:
@@ -300,7 +300,7 @@ def test_halving_asks_seldom() -> None:
         asked.append(kept)
         return "37" in kept
 
-    assert tuning_search.minimal(passes, list(map(str, range(64)))) == {"37"}
+    assert search.minimal(passes, list(map(str, range(64)))) == {"37"}
     assert len(asked) <= 2 * math.log2(64) + 2
 
 
@@ -313,7 +313,7 @@ def test_groups_come_by_their_effect() -> None:
         return kept >= {"b", "d"}
 
     effects = {"a": 0.0, "b": 1.0, "c": -math.inf, "d": 2.0}
-    found = tuning_search.accumulated(groups, lambda kept: effects[min(kept)], passes, frozenset("abcd"))
+    found = search.accumulated(groups, lambda kept: effects[min(kept)], passes, frozenset("abcd"))
     assert found == {"b", "d"}
     assert tried == ["a", "b", "c", "d", "d", "bd"]
 

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampatch import amp
-from ampatch.diagnostics.watch import Watch, paused
-from ampatch.diagnostics.watched import WatchedOp
+from ampatch.diagnostics.recorder.records import WatchedOp
+from ampatch.diagnostics.recorder.watch import Watch, paused
 
 
 class Block(nn.Module):

@@ -215,12 +215,12 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 
 def _explain(arguments: argparse.Namespace) -> int:
     from ampatch.cast_lists.lists import shipped
-    from ampatch.diagnostics import explanations
+    from ampatch.diagnostics.explain import explanation
 
     _import(arguments.modules)
     with _searching_here():
         lists = shipped().overlaid(arguments.cast_lists)
-        found = explanations.explain(arguments.name, lists=lists, half_dtypes=arguments.half_dtype or ())
+        found = explanation.explain(arguments.name, lists=lists, half_dtypes=arguments.half_dtype or ())
     _print([json.dumps(found.to_dict(), indent=2)] if arguments.json else found.lines())
     return 0
 
@@ -306,7 +306,7 @@ def _add_preflight(parser: argparse.ArgumentParser) -> None:
 
 def _preflight(arguments: argparse.Namespace) -> int:
     from ampatch import amp
-    from ampatch.diagnostics.preflight import checked_levels, is_users
+    from ampatch.diagnostics.preflight.preflight import checked_levels, is_users
 
     levels = arguments.level or ("O1", "O2", "O3")
     checked_levels(levels)  # before the user's model is built
@@ -422,7 +422,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def _tune(arguments: argparse.Namespace) -> int:
     from ampatch import amp
-    from ampatch.diagnostics.tuning_trainings import is_users
+    from ampatch.diagnostics.tune.trainings import is_users
 
     out, target = _file_of_tuning(arguments), arguments.target
     with _searching_here():  # while it runs too: the training may import what it needs late
@@ -455,7 +455,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 def _file_of_tuning(arguments: argparse.Namespace) -> Path:
     """Returns the file to write; raises if that would replace a list of the user's."""
-    from ampatch.diagnostics.tuning_report import MARK, checked_file
+    from ampatch.diagnostics.tune.result import MARK, checked_file
 
     out = checked_file(arguments.out)
     if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(MARK):
@@ -512,7 +512,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from ampatch.diagnostics import comparison_files
+    from ampatch.diagnostics.compare import files as comparison_files
 
     result = comparison_files.compare(arguments.a, arguments.b)
     _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())

@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ampatch.diagnostics import report_file
+from ampatch.diagnostics import json_files
 from ampatch.errors import OptionError, UsageError
 
 if TYPE_CHECKING:
-    from ampatch.diagnostics.report import Report
+    from ampatch.diagnostics.report.report import Report
 
 #: The environment variables that `startup/sitecustomize.py` reads: the file, and which process reports.
 FILE = "AMPATCH_RUN_REPORT"
@@ -37,7 +37,7 @@ def variables(path: str) -> dict[str, str]:
     Raises:
         OptionError: the file's name has another ending, or it cannot be written.
     """
-    file = report_file.checked_path(path, _SUFFIXES, "Name a page, such as report.html, or a JSON file.")
+    file = json_files.checked_path(path, _SUFFIXES, "Name a page, such as report.html, or a JSON file.")
     return {FILE: str(file.absolute()), REPORTER: _name_of(os.getpid(), rank(os.environ))}
 
 
@@ -86,8 +86,8 @@ class ScriptReport:
             UsageError: a module of ampatch that the report needs is being imported right now.
         """
         try:
-            for name in ("report_calls", "report_steps", "report"):
-                module = importlib.import_module(f"ampatch.diagnostics.{name}")
+            for name in ("calls", "steps", "report"):
+                module = importlib.import_module(f"ampatch.diagnostics.report.{name}")
         except ImportError as error:
             raise UsageError(
                 f"ampatch run --report cannot begin while ampatch itself is imported ({error}). Type `import torch` "

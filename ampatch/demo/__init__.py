@@ -25,7 +25,7 @@ from ampatch.demo.checkpoints import Checkpoint
 from ampatch.demo.plan import CHOICES, OPT_LEVELS, SETTINGS, Plan
 from ampatch.demo.run_report import RunReport
 from ampatch.demo.training import Result, State
-from ampatch.diagnostics import report_file
+from ampatch.diagnostics import json_files
 from ampatch.errors import OptionError
 from ampatch.opt_levels import HALF_DTYPES
 
@@ -209,7 +209,7 @@ def _recorded(start: Checkpoint, *, is_typed: bool) -> RunReport | None:
             )
         return None  # its page was written when it ended
     try:
-        return RunReport(run, report_file.checked_path(start.report, run_report.SUFFIXES, ""))
+        return RunReport(run, json_files.checked_path(start.report, run_report.SUFFIXES, ""))
     except OptionError as error:
         raise OptionError(f"the demo began with --report: {error} Or type --report with another file.") from error
 
@@ -384,7 +384,7 @@ def _integer(minimum: int, maximum: int, example: int) -> Callable[[str], int]:
 def _page(text: str) -> Path:
     """Reads the name of a page that can be written; raises before any training if it cannot."""
     try:
-        return report_file.checked_path(text, run_report.SUFFIXES, "Type for example report.html")
+        return json_files.checked_path(text, run_report.SUFFIXES, "Type for example report.html")
     except OptionError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ampatch import amp
 from ampatch.demo.plan import Run
-from ampatch.diagnostics import report_file
+from ampatch.diagnostics import json_files
 
 #: The endings of a page's name.
 SUFFIXES = (".html", ".htm")
@@ -47,7 +47,7 @@ class RunReport:
             steps_before: number of the run's steps before an interruption, which were not seen.
         """
         # jinja2 is imported only if there is a page to write.
-        from ampatch.diagnostics.report_page import page
+        from ampatch.diagnostics.report.page import page
 
         data: dict[str, Any] = self.recording.to_dict()
         if steps_before:
@@ -56,7 +56,7 @@ class RunReport:
             data["notes"] = [*data["notes"], note]
             self.lines.append(note)
         try:
-            report_file.write_text(page(data), self.target)
+            json_files.write_text(page(data), self.target)
         except OSError as error:
             self.failed = True
             self.lines.append(f"The report could not be written: {error}")

@@ -15,7 +15,7 @@ from ampatch import demo
 from ampatch.cli import main as cli
 from ampatch.demo.plan import SETTINGS, Plan, Run
 from ampatch.demo.run_report import reported
-from ampatch.diagnostics import report_page
+from ampatch.diagnostics.report import page as report_page
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -116,7 +116,7 @@ class TestReport:
         def full(*_: object) -> None:
             raise OSError("No space left on device")
 
-        monkeypatch.setattr(demo.report_file, "write_text", full)
+        monkeypatch.setattr(demo.json_files, "write_text", full)
         assert cli.main(["demo", *CHOSEN, "--json", "results.json", "--report", "r.html"]) == 1
         printed = capsys.readouterr()
         assert "O4" in printed.out

@@ -1,0 +1,187 @@
+"""`amp.compare` of two steps: runs both on copies of the model, and says where b parts from a.
+
+Owns the order of the runs, and the verdict. Must never touch the user's model, nor leave a session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampatch.diagnostics.compare.calls import Call, Precision, calls_of, distance, first_of, matched, rows_of
+from ampatch.diagnostics.compare.result import ComparedRow, Comparison, GradientError, where
+from ampatch.diagnostics.preflight.float32 import draws_itself
+from ampatch.diagnostics.preflight.steps import RandomInFloat32, Setup, Step, opened_copy, until_finite
+from ampatch.diagnostics.preflight.subject import Subject, noting, noting_warnings, undisturbed
+from ampatch.diagnostics.recorder import mode_stacks
+from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.opt_levels import HALVES, dtype_name
+
+_MEMORY = "ampatch: amp.compare keeps all tensors of both steps. Give it a smaller batch."
+_OTHER_THREADS = "forward passes in other threads were not compared"
+_DREW_ITSELF = (
+    "an attention kernel drew its own dropout, which is another one in another type: errors from there on show the "
+    "masks. Set its dropout to 0"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One of the two steps.
+
+    Attributes:
+        letter: "a" or "b".
+        name: its name in the result, such as "O1 bfloat16".
+        setup: the arguments of ``amp.initialize``.
+    """
+
+    letter: str
+    name: str
+    setup: Setup
+
+
+def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) -> Comparison:
+    """Runs what `amp.compare` describes.
+
+    Args:
+        model: the user's model.
+        inputs: a tensor, positional arguments, or keyword arguments.
+        loss_fn: returns the loss for the model's output.
+        a: the step to compare with.
+        b: the step to judge.
+
+    Raises:
+        UsageError: amp is set up.
+        OptionError: the model or its step cannot be run.
+    """
+    subject = Subject(model, inputs, loss_fn)
+    notes: list[str] = []
+    with undisturbed("amp.compare"), noting(_MEMORY, (torch.OutOfMemoryError,)), noting_warnings(notes):
+        scale = _loss_scale(subject, (a, b))
+        of_a, of_b = (_recorded(subject, side, scale) for side in (a, b))
+        precision = Precision.of(of_a.calls, of_b.calls)
+        pairs = matched(of_a.calls, of_b.calls)
+        rows = tuple(rows_of(pairs, precision))
+    if any(draws_itself([call.op for call in recorded.calls]) for recorded in (of_a, of_b)):
+        notes.append(_DREW_ITSELF)
+    if of_a.missed_threads or of_b.missed_threads:
+        notes.append(_OTHER_THREADS)
+    # The greatest numbers of operators in half one behind the other.
+    noise = precision.noise(sum(max((call.depth for call in each.calls), default=0) for each in (of_a, of_b)))
+    error = of_a.step.gradient_error(of_b.step)
+    first = first_of(pairs, rows)
+    telling = [row for row in rows if row.error and not row.cancelled]
+    return Comparison(
+        f"{type(model).__name__}: {a.name} (a) and {b.name} (b)",
+        a.name,
+        b.name,
+        _verdict(of_a, of_b, error, noise, first, rows),
+        rows,
+        first,
+        max(telling, key=lambda row: row.error or 0.0, default=None),
+        of_a.step.loss,
+        of_b.step.loss,
+        scale,
+        error,
+        noise,
+        _gradients(of_a.step, of_b.step, precision),
+        tuple(notes),
+    )
+
+
+def _loss_scale(subject: Subject, sides: Sequence[Side]) -> float:
+    """Returns the greatest scale at which all steps with a dynamic scale are finite; 1 if none is dynamic.
+
+    Both steps use this one scale, so that their scaled gradients can be compared. A step that is finite at no scale is
+    ignored if the other step is finite at one.
+    """
+    settled: dict[bool, list[float]] = {True: [], False: []}
+    for side in sides:
+        if side.setup.properties.loss_scale == "dynamic":
+            with _named(side), opened_copy(subject, side.setup) as opened:
+                step, scale, _ = until_finite(subject, opened)
+                settled[step.is_finite].append(scale)
+    return min(settled[True] or settled[False], default=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A step that ran.
+
+    Attributes:
+        name: its name in the result.
+        half_name: the half type that it computes in; empty if it computes in float32.
+        calls: its operators.
+        step: its loss and gradients.
+        missed_threads: True if forward passes in other threads were not watched.
+    """
+
+    name: str
+    half_name: str
+    calls: list[Call]
+    step: Step
+    missed_threads: bool
+
+
+def _recorded(subject: Subject, side: Side, scale: float) -> _Recorded:
+    setup = replace(side.setup, parts=(*side.setup.parts, ("loss_scale", scale)))
+    with _named(side), opened_copy(subject, setup) as opened:
+        examiner = setup.examiner(opened.model)
+        arguments = subject.begin_step()
+        with Watch(keep=lambda _: True, keep_results=True) as watch, contextlib.ExitStack() as stack:
+            # Below the watch, so that the watch does not see its casts.
+            random_in_float32 = RandomInFloat32()
+            mode_stacks.OPERATORS.insert(random_in_float32)
+            stack.callback(mode_stacks.OPERATORS.remove, random_in_float32)
+            loss = subject.loss_of(opened.model, arguments)
+            with opened.session.scale_loss(loss, [opened.optimizer], 0) as scaled:
+                scaled.backward()
+                watch.stop()  # what amp does at the block's end is no call of the step
+        step = opened.outcome(loss.detach())
+        properties = setup.properties
+        is_half = properties.patch_torch_functions or properties.cast_model_type in HALVES
+        half_name = dtype_name(setup.half_dtype) if is_half else ""
+        return _Recorded(side.name, half_name, calls_of(watch, examiner), step, watch.missed_threads)
+
+
+def _named(side: Side) -> contextlib.AbstractContextManager[None]:
+    return noting(f"ampatch: Step {side.letter} of amp.compare raised this, at {side.name}.")
+
+
+def _gradients(a: Step, b: Step, precision: Precision) -> tuple[GradientError, ...]:
+    found = []
+    for name in {**a.gradients, **b.gradients}:
+        one, other = (step.gradients.get(name) for step in (a, b))
+        error = math.inf if one is None or other is None else distance(one, other).error
+        found.append(GradientError(name, error, int(precision.is_cancelled(error))))
+    return tuple(sorted(found, key=lambda each: (each.cancelled, -each.error, each.parameter)))
+
+
+def _verdict(
+    a: _Recorded, b: _Recorded, error: float, noise: float, first: ComparedRow | None, rows: Sequence[ComparedRow]
+) -> str:
+    """Returns the verdict in one or two sentences."""
+    begins = "" if first is None else f" It begins in {where(first)}."
+    if a.step.is_finite != b.step.is_finite:
+        broken, sound = (a, b) if b.step.is_finite else (b, a)
+        return f"{broken.name} has inf or NaN in loss or gradients, and {sound.name} has none.{begins}"
+    if not a.step.is_finite:
+        return f"Loss or gradients of both steps have inf or NaN, so that no precision is to blame.{begins}"
+    if error == 0 and not any(row.error for row in rows):
+        return f"{a.name} and {b.name} give the same numbers in every call that both have."
+    kind = " and ".join(dict.fromkeys(each.half_name for each in (a, b) if each.half_name)) or "float32"
+    compared = (
+        f"its gradients differ from those of {a.name} by {error:.2g} of their norm, and rounding explains {noise:.2g}."
+    )
+    if error > noise:
+        return f"{b.name} is beyond the noise of {kind}: {compared}{begins}"
+    starting = sum(row.starts for row in rows) or 1
+    calls = "one call is" if starting == 1 else f"{starting} calls are"
+    yet = "" if first is None else f" Yet {calls} above the noise, first {where(first)}."
+    return f"{b.name} is within the noise of {kind}: {compared}{yet}"

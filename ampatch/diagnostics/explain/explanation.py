@@ -1,0 +1,271 @@
+"""Explains what amp does to one function: `explain`, behind ``amp.explain`` and ``ampatch explain``.
+
+Owns the order of the answer, and what it says of the session, of one call, and of the places that hold the function.
+`ampatch.patching.predictions` predicts the casts, and `ampatch.patching.function_places` searches for places. Must
+never call the function, cast an argument, or change the session.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch.cast_lists import list_edits
+from ampatch.cast_lists.annotations import shipped_entries
+from ampatch.cast_lists.lists import CastLists
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import EVERY_DEVICE, Rule, Treatment
+from ampatch.cast_lists.spellings import called_by, operators_in
+from ampatch.diagnostics.explain.result import BoundPlace, Called, ExplainedCall, Explanation
+from ampatch.diagnostics.explain.rulings import Rulings, located
+from ampatch.diagnostics.explain.subjects import Subject, subject_of
+from ampatch.diagnostics.shown_names import shown_path
+from ampatch.errors import OptionError
+from ampatch.function_wrapper import is_wrapper
+from ampatch.opt_levels import HALF_DTYPES, dtype_name
+from ampatch.patching import adopted_model, casting_mode, function_places
+from ampatch.patching.function_places import Kind
+from ampatch.patching.predictions import Prediction, Predictor, unchanged
+from ampatch.runtime import runtime
+
+
+def explain(
+    target: object,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    lists: CastLists | None = None,
+    half_dtypes: Sequence[torch.dtype] = (),
+) -> Explanation:
+    """Returns what amp does to a function.
+
+    Args:
+        target: the function, its name or its path, or an operator ("@").
+        args: arguments of a call, by position. The call is not made.
+        kwargs: arguments of the call, by keyword.
+        lists: cast lists; None for those of the live session, or else the shipped ones.
+        half_dtypes: half dtypes to explain; empty for both.
+
+    Raises:
+        OptionError: ``target`` is no function, and no name of one.
+    """
+    rulings = Rulings(lists, tuple(half_dtypes) or tuple(HALF_DTYPES.values()))
+    subject = subject_of(target, rulings)
+    has_call = bool(args or kwargs) or any(isinstance(value, Tensor) for value in subject.args)
+    args, kwargs = (*subject.args, *args), {**subject.kwargs, **(kwargs or {})}
+    return Explanation(
+        subject.text,
+        types.MappingProxyType(_policy(rulings)),
+        (*_state(rulings), *subject.sentences),
+        tuple(map(rulings.spelling, subject.spelled)),
+        tuple(_called(subject, rulings)),
+        tuple(_bound_places(subject, rulings)),
+        _explained_call(subject, rulings, args, kwargs) if has_call else None,
+        tuple(_notes(subject, rulings)),
+    )
+
+
+def _policy(rulings: Rulings) -> dict[str, Any]:
+    """Returns the settings as plain data; dtypes are names."""
+    live = rulings.live
+    return {
+        "is_on": live is not None,
+        "opt_level": None if live is None else live.settings.properties.opt_level,
+        "half_dtype": dtype_name(rulings.half_dtype),
+        "patches_functions": None if live is None else live.patches_functions,
+        "allow_banned": rulings.allows_banned,
+        "casts_here": live is not None and live.patches_functions and not live.switch.is_off(),
+        "cast_lists": list(rulings.lists.files),
+        "modules": {entry.name: entry.source for entry in rulings.of_session.modules},
+    }
+
+
+def _state(rulings: Rulings) -> Iterator[str]:
+    """Yields sentences that say whether and how amp is on."""
+    live, named = rulings.live, " and ".join(["the shipped lists", *rulings.lists.files])
+    if live is None:
+        off = "amp is off (enabled=False)" if runtime.disabled else "amp is off"
+        yield f"{off}; this is what {named} would do{_in_one_half(rulings)}."
+    else:
+        level = live.settings.properties.opt_level
+        yield f"amp is on at {level} in {dtype_name(rulings.half_dtype)}, with {named}."
+        if not live.patches_any:
+            yield f"{level} patches no functions, so none of this is applied."
+        elif not live.patches_functions:
+            marked = f"{level} applies only what is marked needs_float32"
+            yield f"{marked}, and beside a half weight other arguments become half."
+        elif live.switch.is_off():
+            yield "Casts are off here."
+        elif rulings.part is not None:
+            yield f"Here the rules of modules {rulings.part} apply."
+    if casting_mode.thread.mode is not None:
+        yield "In this forward of an amp.convert_model copy the copy's own lists decide instead."
+
+
+def _called(subject: Subject, rulings: Rulings) -> Iterator[Called]:
+    seen: set[int] = set()
+    for spelled in subject.asked:
+        function = subject.undecorated(spelled)
+        if function is None or id(function) in seen:
+            continue
+        seen.add(id(function))
+        for path in rulings.listed_among(called_by(function).values()):
+            yield Called(str(spelled.path), str(path), rulings.of(located(path)))
+        for symbol, methods in operators_in(function).items():
+            listed = [path for method in methods for path in rulings.listed_among([method])]
+            # The method of the right operand is told only if another rule decides about it.
+            by_ruling = {rulings.of(located(path)): path for path in reversed(listed)}
+            for ruling, path in reversed(by_ruling.items()):
+                yield Called(str(spelled.path), str(path), ruling, symbol)
+
+
+def _notes(subject: Subject, rulings: Rulings) -> Iterator[str]:
+    """Yields sentences on undone edits, on rules of parts of a model, and on entries for other versions of torch."""
+    paths = {spelled.path for spelled in subject.spelled}
+    registered = [known.as_edit() for known in rulings.registered]
+    undone = list_edits.undone(rulings.lists, rulings.half_dtypes, registered)
+    yield from (sentence for path, sentence in undone.items() if path in paths)
+    yield from _notes_on_parts(rulings, sorted(paths))
+    for entry in (*rulings.user_entries, *shipped_entries()):
+        if not entry.is_in_force and any(entry.covers(path) for path in paths):
+            limits = [f"from torch {entry.since} on"] if entry.since else []
+            limits += [f"before torch {entry.until}"] if entry.until else []
+            yield (
+                f"{entry.source} has {entry.path} in {entry.list_name!r} {' and '.join(limits)}; this is torch "
+                f"{torch.__version__}."
+            )
+
+
+def _notes_on_parts(rulings: Rulings, paths: Sequence[Path]) -> Iterator[str]:
+    """Yields a sentence for each entry for parts of a model that treats functions otherwise than the session."""
+    lists = rulings.of_session
+    if not lists.modules or (rulings.live is not None and not rulings.live.patches_functions):
+        return
+    rules = lists.expanded().rules
+    for entry in lists.modules:
+        where = f"In submodules that {entry.name!r} matches ({entry.source})"
+        if entry.is_float32:
+            yield f"{where} nothing is cast, and inputs are float32."
+            continue
+        own = lists.of_module(entry).expanded().rules
+        keys = [(path, half) for half in rulings.half_dtypes for path in paths]
+        changed = [(key[0], own.get(key)) for key in keys if rules.get(key) != own.get(key)]
+        told = dict.fromkeys(f"{path} is {_place(rule)}{_in_one_half(rulings)}" for path, rule in changed)
+        if told:
+            yield f"{where} {', '.join(told)}."
+
+
+def _in_one_half(rulings: Rulings) -> str:
+    return f" in {dtype_name(rulings.half_dtypes[0])}" if len(rulings.half_dtypes) == 1 else ""
+
+
+def _place(rule: Rule | None) -> str:
+    if rule is None:
+        return "on no list"
+    kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
+    return f"{kind} ({rule.source})"
+
+
+def _explained_call(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExplainedCall:
+    if subject.primary.function is None:
+        raise OptionError(f"{subject.primary.path} cannot be explained with arguments before its module is imported.")
+    why = _why_nothing(subject, rulings)
+    if why is None:
+        prediction = _predicted(subject, rulings, args, kwargs)
+    else:
+        prediction = unchanged(subject.undecorated(subject.primary), args, kwargs, why)
+    return ExplainedCall(str(subject.primary.path), dtype_name(rulings.half_dtype), prediction)
+
+
+def _why_nothing(subject: Subject, rulings: Rulings) -> str | None:
+    """Returns why a call casts nothing, whatever its arguments are; None if the arguments decide."""
+    live = rulings.live
+    if live is not None and not live.patches_functions:
+        rule = rulings.rule(subject.primary, rulings.half_dtype)
+        if not rulings.applies(rule):
+            only = " but those that need float32" if live.patches_any else ""
+            return f"{live.settings.properties.opt_level} patches no functions{only}"
+        if rule is not None and rule.needs_float32 != EVERY_DEVICE and live.device_types.isdisjoint(rule.needs_float32):
+            return f"torch has a half kernel for it on {' and '.join(sorted(live.device_types))}"
+    if live is not None and live.switch.is_off():
+        return "casts are off here"
+    if subject.is_bypass:
+        return "this object is the function without amp"
+    if subject.decoration is None and not rulings.is_patched(subject.primary, rulings.half_dtype):
+        return "the function is on no list"
+    return None
+
+
+def _predicted(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
+    """Predicts a call by what decides first: the registration, the rule, or the decorator."""
+    device_types = adopted_model.all_device_types() if rulings.live is None else rulings.live.device_types
+    predictor = Predictor(rulings.half_dtype, device_types, rulings.allows_banned)
+    spelled = subject.primary
+    known = rulings.registration(spelled)
+    if known is not None:
+        return predictor.by_registration(known.path, known.treatment, known.dtype, spelled.function, args, kwargs)
+    rule = rulings.rule(spelled, rulings.half_dtype)
+    if rule is not None:
+        return predictor.by_rule(rule, spelled.function, args, kwargs)
+    return predictor.by_decoration(str(subject.decoration), subject.undecorated(spelled), args, kwargs)
+
+
+# Where else the function is bound
+
+_IF_OFF = {
+    Kind.MODULE: (True, "would be patched"),
+    Kind.MODEL: (True, "would be patched if the model is passed to amp.initialize"),
+    Kind.MODEL_CONTAINER: (True, "would be patched if the model is passed to amp.initialize"),
+    Kind.CONTAINER: (False, "would stay uncast, unless the module defines a class of a model passed to amp"),
+    Kind.CLASS: (False, "would stay uncast"),
+    Kind.FUNCTION: (False, "would stay uncast"),
+}
+_KEPT = {
+    Kind.MODULE: "keeps the uncast function: bound since, or the module refuses changes",
+    Kind.MODEL: "keeps the uncast function: the model was not passed to amp.initialize",
+    Kind.MODEL_CONTAINER: "keeps the uncast function: the model was not passed to amp.initialize",
+    Kind.CONTAINER: "keeps the uncast function: in a container that amp does not search",
+    Kind.CLASS: "keeps the uncast function: amp does not replace it in classes",
+    Kind.FUNCTION: "keeps the uncast function: amp cannot replace it there",
+}
+
+
+def _bound_places(subject: Subject, rulings: Rulings) -> Iterator[BoundPlace]:
+    """Yields the places that hold the function; none if amp does not patch it."""
+    half_dtypes = rulings.half_dtypes if rulings.live is None else (rulings.half_dtype,)
+    wanted: dict[int, object] = {}
+    paths: dict[int, str] = {}
+    for spelled in subject.asked:
+        if spelled.function is None or not rulings.is_patched(spelled, *half_dtypes):
+            continue
+        held = spelled.held()
+        for value in (spelled.function, held) if is_wrapper(held) else (spelled.function,):
+            wanted[id(value)] = value
+            paths.setdefault(id(value), str(spelled.path))
+    own = {(id(each.owner), each.path.name) for each in subject.spelled if each.owner is not None}
+    told: set[tuple[int, str, Kind]] = set()
+    for place in function_places.places(wanted) if wanted else ():
+        key = id(place.owner), place.name, place.kind
+        if key in told or (key[:2] in own and place.kind in (Kind.MODULE, Kind.CLASS)):
+            continue
+        told.add(key)  # a module may be loaded under several names
+        casts, note = _IF_OFF[place.kind]
+        if rulings.live is not None:
+            casts = is_wrapper(place.held)
+            note = "patched" if casts else _KEPT[place.kind]
+        yield BoundPlace(_where(place), paths[id(place.held)], place.kind.value, casts, note)
+
+
+def _where(place: function_places.Place) -> str:
+    owner: Any = place.owner
+    if place.kind is Kind.FUNCTION:
+        code = owner.__code__
+        return f"{place.name} of {code.co_qualname} ({shown_path(code.co_filename)}:{code.co_firstlineno})"
+    if place.kind in (Kind.MODEL, Kind.MODEL_CONTAINER):
+        return f"{type(owner).__name__}.{place.name}"
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}.{place.name}"
+    return f"{object.__getattribute__(owner, '__dict__').get('__name__')}.{place.name}"

@@ -1,0 +1,244 @@
+"""Finds the function that a user means by an object, a name, a path or an operator, with all its spellings.
+
+Owns the forms in which a function can be given, and the errors for what is no function. Must never call what it finds,
+nor decide what amp does to it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor, nn
+
+from ampatch.cast_lists import spellings
+from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, identity
+from ampatch.diagnostics.explain.rulings import Located, Rulings, attribute, located
+from ampatch.errors import OptionError, did_you_mean
+from ampatch.function_wrapper import is_wrapper, unwrapped
+from ampatch.runtime import decoration_of
+
+_BYPASS = (
+    "The object itself is the function without amp, bound before amp was set up: its arguments are not cast. "
+    "Functions that it calls inside still follow their own rules."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The function that was asked about.
+
+    Attributes:
+        text: how it was asked about.
+        spelled: its spellings; at least one.
+        args: arguments that the given object brings along: the tensor of a bound method.
+        kwargs: the same, by keyword.
+        decoration: kind that it is decorated for.
+        is_bypass: True if the object itself is the function without amp, while its path leads to a patch.
+        sentences: what there is to say about the object.
+    """
+
+    text: str
+    spelled: tuple[Located, ...]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    decoration: str | None = None
+    is_bypass: bool = False
+    sentences: tuple[str, ...] = ()
+
+    @property
+    def primary(self) -> Located:
+        """The spelling whose call is explained."""
+        return self.asked[0]
+
+    @property
+    def asked(self) -> list[Located]:
+        """The spellings that were asked about; all of them if the name alone was given."""
+        return [each for each in self.spelled if each.asked] or list(self.spelled)
+
+    def undecorated(self, spelled: Located) -> Any:
+        """Returns the function of a spelling without amp's decorator."""
+        return spelled.function.__wrapped__ if self.decoration else spelled.function
+
+
+def subject_of(target: object, rulings: Rulings) -> Subject:
+    """Returns the function that a user means.
+
+    Args:
+        target: the function, its name, its path, or an operator ("@").
+        rulings: what decides; its lists and registrations name functions outside of torch.
+
+    Raises:
+        OptionError: it is no function, and no name of one.
+    """
+    return _by_name(rulings, target) if isinstance(target, str) else _by_object(rulings, target)
+
+
+def _by_name(rulings: Rulings, given: str) -> Subject:
+    name = given.strip()
+    operator = spellings.method_of_operator(name)
+    if operator is not None:
+        return _by_path(rulings, given, operator)
+    name = f"torch.nn.functional.{name[2:]}" if name.startswith("F.") else name
+    namespace, _, last = name.rpartition(".")
+    if namespace and last:
+        return _by_dotted_name(rulings, given, Path(namespace, last))
+    plain = spellings.plain_name(name)
+    paths = spellings.spellings(plain) if name else []
+    others = [path for path in rulings.listed if path.name == name and path not in paths]
+    spelled = [
+        *(located(path, asked=plain != name and path.name == name) for path in (*paths, *others)),
+        *(each for each in _registered(rulings) if each.path.name == name),
+    ]
+    if not spelled:
+        known = {each for each in spellings.known_names() if not each.startswith("_")}
+        near = did_you_mean(given, known | {path.name for path in rulings.listed})
+        raise OptionError(
+            f"there is no function named {given!r}; expected a function, its name or its path, such as softmax, "
+            f"torch.softmax, F.softmax or '@'.{near}"
+        )
+    return Subject(given, tuple(spelled))
+
+
+def _by_dotted_name(rulings: Rulings, given: str, path: Path) -> Subject:
+    """Finds a full path, or one whose first parts are left out, such as "functional.softmax"."""
+    namespaces = dict.fromkeys([*spellings.NAMESPACES, *(each.namespace for each in rulings.listed)])
+    ends = [Path(each, path.name) for each in namespaces if each.endswith(f".{path.namespace}")]
+    known = (each for each in (path, *ends) if find_or(each, default=each) is not each)
+    return _by_path(rulings, given, next(known, path))
+
+
+def _by_path(rulings: Rulings, given: str, path: Path) -> Subject:
+    try:
+        function = find(path)
+    except PathError as error:
+        raise OptionError(f"{given!r} cannot be explained: {error}") from None
+    if function is not None:
+        return _by_object(rulings, function, given, path)
+    if path not in rulings.listed:
+        raise OptionError(
+            f"{given!r} cannot be explained: {path.namespace} is not imported, and no list names {path}. Import it "
+            "first."
+        )
+    told = f"{path.namespace} is not imported yet; amp patches it then."
+    return Subject(given, (located(path, asked=True),), sentences=(told,))
+
+
+def _by_object(rulings: Rulings, target: Any, given: str | None = None, at: Path | None = None) -> Subject:
+    """Finds a function; ``given`` is its name and ``at`` its path, if the user gave one."""
+    target, args, kwargs = _opened(target)
+    method = _method_of(target)
+    if method is not None:
+        target, given, at = method.function, given or str(method.path), None
+    _check(rulings, target, given)
+    function = unwrapped(target)
+    spelled = _spellings_of(rulings, function, at)
+    text = given or next((str(each.path) for each in spelled if each.asked), str(spelled[0].path))
+    wrapped = any(each.function is function and is_wrapper(each.held()) for each in spelled)
+    is_bypass = wrapped and given is None and not is_wrapper(target)
+    told = (_BYPASS,) if is_bypass else ()
+    return Subject(text, tuple(spelled), args, kwargs, decoration_of(function), is_bypass, told)
+
+
+def _spellings_of(rulings: Rulings, function: object, at: Path | None) -> list[Located]:
+    """Returns all spellings of a function, those that lead to this very function marked."""
+    given = [] if at is None else [at]
+    own = [*given, *_paths_of(function)]
+    is_torchs = any(path.namespace in spellings.NAMESPACES for path in own)
+    names = dict.fromkeys(spellings.plain_name(path.name) for path in own) if is_torchs else {}
+    in_torch = [path for name in names for path in spellings.spellings(name)]
+    same = [path for path in rulings.listed if identity(path) is function]
+    paths = dict.fromkeys([*(path for path in given if path not in in_torch), *in_torch, *own, *same])
+    registered = [each for each in _registered(rulings) if each.function is function and each.path not in paths]
+    found = [*map(located, paths), *registered]
+    marked = [replace(each, asked=each.path == at or each.function is function) for each in found]
+    return marked or [Located(_path_by_itself(function), None, function, asked=True)]
+
+
+def _registered(rulings: Rulings) -> list[Located]:
+    """Returns the registered functions outside of torch's namespaces."""
+    return [
+        Located(path, known.owner, unwrapped(attribute(known.owner, known.name)))
+        for known in rulings.registered
+        if (path := _path_in(known.owner, known.name)).namespace not in spellings.NAMESPACES
+    ]
+
+
+def _check(rulings: Rulings, target: object, given: str | None) -> None:
+    """Raises if an object is no function; the message names the functions that a module's forward calls."""
+    if isinstance(target, nn.Module):
+        shown, kind = f"a {type(target).__name__}", type(target)
+    elif isinstance(target, type):
+        shown, kind = f"{given or target.__qualname__}, which is a class", target
+    elif callable(target):
+        return
+    else:
+        shown = type(target).__name__ if given is None else repr(given)
+        raise OptionError(
+            f"found {shown}; expected a function, its name or its path, such as torch.softmax, 'softmax' or '@'."
+        )
+    forward = unwrapped(vars(kind).get("forward"))
+    operators = spellings.operators_in(forward).values()
+    called = [*spellings.called_by(forward).values(), *(methods[0] for methods in operators)]
+    inside = ", ".join(map(str, rulings.listed_among(called)))
+    hint = f" Its forward calls {inside}." if inside else ""
+    raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
+
+
+def _opened(target: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Returns the function in a partial, a bound, class or static method, with the arguments that it brings along."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    while True:
+        if isinstance(target, (staticmethod, classmethod)):
+            target = target.__func__
+        elif isinstance(target, functools.partial):
+            args, kwargs = (*target.args, *args), {**target.keywords, **kwargs}
+            target = target.func
+        elif isinstance(target, types.MethodType):
+            args, target = (target.__self__, *args), target.__func__
+        elif isinstance(getattr(target, "__self__", None), Tensor):
+            args, target = (target.__self__, *args), find(Path("torch.Tensor", target.__name__))
+        else:
+            return target, args, kwargs
+
+
+def _method_of(target: Any) -> Located | None:
+    """Returns the tensor's method that a function of the module ``operator`` calls; None for all else."""
+    if getattr(target, "__module__", None) != "_operator" or not callable(target):
+        return None
+    method = located(Path("torch.Tensor", f"__{target.__name__.strip('_')}__"))
+    return None if method.function is None else method
+
+
+def _paths_of(function: object) -> list[Path]:
+    """Returns the paths in torch's namespaces that lead to a function."""
+    if getattr(function, "__hash__", None) is None:
+        return []
+    return [
+        Path(namespace, name)
+        for namespace in spellings.NAMESPACES
+        for name, value in sorted(_attributes(find_owner(namespace)).items(), key=itemgetter(0))
+        if unwrapped(value) is function
+    ]
+
+
+def _attributes(owner: object) -> dict[str, object]:
+    """Returns the attributes of a module or class by name, without the module's ``__getattr__``, which may import."""
+    holders = reversed(owner.__mro__) if isinstance(owner, type) else (owner,)
+    return {name: value for holder in holders for name, value in vars(holder).items()}
+
+
+def _path_by_itself(function: Any) -> Path:
+    home = getattr(function, "__module__", None) or type(function).__module__
+    own = "__qualname__" if isinstance(function, (types.FunctionType, types.BuiltinFunctionType)) else "__name__"
+    return Path(str(home), getattr(function, own, None) or type(function).__name__)
+
+
+def _path_in(owner: object, name: str) -> Path:
+    if isinstance(owner, type):
+        return Path(f"{owner.__module__}.{owner.__qualname__}", name)
+    return Path(getattr(owner, "__name__", repr(owner)), name)

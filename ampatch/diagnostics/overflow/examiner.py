@@ -1,0 +1,265 @@
+"""Names the operator of a watched step that first produced inf or NaN, and what would have mended it.
+
+Owns the remedies, and the names of functions and modules that the user reads. Must never watch a step, nor change one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampatch.cast_lists import spellings
+from ampatch.cast_lists.lists import shipped
+from ampatch.diagnostics.overflow import causes
+from ampatch.diagnostics.overflow.trace import SUM_OF_GRADIENTS, OverflowTrace, TracedTensor
+from ampatch.diagnostics.recorder.records import CAST, Values, WatchedOp, has_half
+from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.opt_levels import Properties, dtype_name
+from ampatch.patching.adapters import is_in_place
+from ampatch.scaling.loss_scaler import ScalePolicy
+
+_OTHER_THREADS = "forward passes in other threads were not watched"
+_NOT_RUN_AGAIN = "the remedy was not tried: the operator could not run again in float32, or its inputs were written to"
+_NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedOp:
+    """An operator in the user's terms. The attributes are those of `OverflowTrace` with the same names."""
+
+    function: str
+    operator: str
+    module: str | None
+    module_class: str | None
+    file: str | None
+    line: int | None
+    source: str
+
+
+class Examiner:
+    """Says in the user's terms where inf or NaN arose, and what would have kept it finite.
+
+    Args:
+        properties: the values of the opt level, on which the remedy depends.
+        policy: how the loss scale behaves.
+        named_modules: returns the names of the user's modules, by the module's id.
+    """
+
+    def __init__(
+        self, properties: Properties, policy: ScalePolicy, named_modules: Callable[[], Mapping[int, str]]
+    ) -> None:
+        self._properties = properties
+        self._dynamic, self._min_loss_scale = policy.dynamic, policy.min_loss_scale
+        self._named_modules = named_modules
+
+    def describe(
+        self, origins: Iterable[WatchedOp | None], missed_threads: bool = False, loss_scale: float | None = None
+    ) -> OverflowTrace:
+        """Describes the first of several origins, after it ran again in float32.
+
+        Args:
+            origins: those of an optimizer's gradients; None stands for gradients without one.
+            missed_threads: whether forward passes ran in threads that were not watched.
+            loss_scale: scale of the loss in the backward pass; None if it is unknown.
+        """
+        notes: tuple[str, ...] = (_OTHER_THREADS,) if missed_threads else ()
+        found = {op.number: op for op in origins if op is not None}
+        if not found:
+            return OverflowTrace("unknown", notes=notes)
+        op = found[min(found)]
+        is_input = _is_input(op)
+        if _unwritten(op) and not is_input:
+            return OverflowTrace("unknown", notes=(*notes, _NO_FORWARD))
+        largest = None if is_input else causes.in_float32(op)
+        if largest is None and not is_input and op.ran_in_half:
+            notes += (_NOT_RUN_AGAIN,)
+        trace = OverflowTrace(
+            "input" if is_input else op.direction,
+            **asdict(self.named(op)),
+            inputs=tuple(map(_traced, op.inputs)),
+            outputs=tuple(map(_traced, op.outputs)),
+            largest_in_float32=largest,
+            others=len(found) - 1,
+            notes=notes,
+        )
+        return replace(trace, **(_of_input(op) if is_input else self._remedies(op, trace, loss_scale)))
+
+    def named(self, op: WatchedOp) -> NamedOp:
+        """Names an operator: in a backward pass, by the function whose gradient it computes."""
+        named = _to_name(op)
+        place = op.place or named.place  # the user's own backward function, or the forward
+        return NamedOp(
+            _function_name(op, named),
+            "cast" if op.op_name == CAST else op.op_name,
+            *self._named_module(named.modules or op.modules),
+            *((None, None, "") if place is None else (place.file, place.line, place.source)),
+        )
+
+    def _named_module(self, modules: Sequence[nn.Module]) -> tuple[str | None, str | None]:
+        """Returns name and class of the innermost module that the user's model knows; else None and a class."""
+        names = self._named_modules() if modules else {}
+        for module in reversed(modules):
+            if id(module) in names:
+                return names[id(module)], type(module).__name__
+        return None, type(modules[-1]).__name__ if modules else None
+
+    def _remedies(self, op: WatchedOp, trace: OverflowTrace, loss_scale: float | None) -> dict[str, Any]:
+        """Returns what mends an overflow, by the attributes of the trace."""
+        largest = trace.largest_in_float32
+        if not op.ran_in_half or not (largest is None or math.isfinite(largest)):
+            return {"remedies": ("none in precision: it is not finite in float32 either",)}
+        return self._of_backward(largest, loss_scale) if op.is_backward else self._of_forward(op, trace.module)
+
+    def _of_backward(self, largest: float | None, loss_scale: float | None) -> dict[str, Any]:
+        if not largest or loss_scale is None:
+            return {"remedies": ("a lower loss scale",)}
+        greatest = torch.finfo(self._properties.half_dtype).max
+        return self.of_loss_scale(_power_of_two_below(loss_scale * min(greatest / largest, 0.5)))
+
+    def of_loss_scale(self, fits: float) -> dict[str, Any]:
+        """Returns what mends an overflow by a lower loss scale; by none if it is below the floor, or 0."""
+        if fits < self._min_loss_scale:
+            instead = "Bring this gradient down, or use half_dtype='bfloat16'"
+            needed = f"it would have to be {fits:g}" if fits else "at much lower ones gradients overflow as well"
+            return {"remedies": (f"no loss scale: {needed}. {instead}",), "max_loss_scale": None}
+        if self._dynamic:
+            told = f"a loss scale of {fits:g} or less; the dynamic scale gets there by itself"
+        else:
+            told = f"a lower loss scale: amp.initialize(..., loss_scale={fits:g}), or loss_scale='dynamic'"
+        return {"remedies": (told,), "max_loss_scale": fits}
+
+    def _of_forward(self, op: WatchedOp, module: str | None) -> dict[str, Any]:
+        overlay: dict[str, Any] | None = None
+        path = _listed_name(op)
+        if self._properties.patch_torch_functions and op.is_called_by_itself and op.op_name != CAST:
+            told = f"{path} on float32 tensors: it was called by itself, so that no list can name it"
+        elif self._properties.patch_torch_functions and is_in_place(path.rpartition(".")[2]):
+            told = (
+                "this line out of place, on .float() tensors: a list could not keep it in float32, as it writes to half"
+            )
+        elif self._properties.patch_torch_functions:
+            overlay = overlay_for(path)
+            told = f"this function in float32: amp.initialize(..., cast_lists={overlay})"
+        elif module:
+            told = f"this module in float32: amp.initialize(..., keep_fp32=[{module!r}])"
+        else:
+            name = path.rpartition(".")[2]
+            told = f"{name} in float32, by .float() on its arguments: no submodule has it, for keep_fp32 to name"
+        wider = ("float32's range: amp.initialize(..., half_dtype='bfloat16')",)
+        is_float16 = self._properties.half_dtype is torch.float16
+        return {"remedies": (told, *wider) if is_float16 else (told,), "cast_lists": overlay}
+
+
+def origins_of_gradients(watch: Watch) -> dict[int, WatchedOp | None]:
+    """Returns the origins of gradients that are not finite, by the id of the parameter; syncs with the device.
+
+    None stands in the place of an origin if no watched operator is one.
+    """
+    watch.read()
+    reached = [gradient for gradient in watch.gradients if not gradient.values.is_finite]
+    if not reached and all(values.is_finite for op in watch.ops if op.parameter is not None for values in op.outputs):
+        return {}
+    origins = causes.origins(watch.ops)
+    found: dict[int, WatchedOp | None] = {}
+    for gradient in reached:
+        # What made the loss inf may have led to the gradient by other numbers: log(0), and then 1 / 0.
+        ops = [origins.get(id(values)) for values in (gradient.values, *gradient.roots)]
+        found.setdefault(id(gradient.parameter), _first(ops))
+    for added in watch.ops:  # finite gradients may have a sum that is not
+        if added.parameter is not None and all(values.is_finite for values in added.inputs):
+            sums = [origins[id(values)] for values in added.outputs if id(values) in origins]
+            if sums:
+                found.setdefault(id(added.parameter), _first(sums))
+    return found
+
+
+def overlay_for(path: str) -> dict[str, Any]:
+    """Returns the overlay that blacklists a function under every spelling that torch has for its name."""
+    namespace, _, name = path.rpartition(".")
+    bare = spellings.name_of_operator(name) or name.rstrip("_")
+    if namespace in spellings.NAMESPACES and spellings.spellings(bare):
+        return {"blacklist": {"*": [bare]}}
+    return {"blacklist": {namespace: [name]}}
+
+
+def _first(ops: Iterable[WatchedOp | None]) -> WatchedOp | None:
+    return min(filter(None, ops), key=lambda op: op.number, default=None)
+
+
+def enters(op: WatchedOp) -> bool:
+    """Returns True if inf or NaN came into a backward pass from outside, and this operator was the first to read it."""
+    return op.is_backward and bool(_unwritten(op))
+
+
+def _unwritten(op: WatchedOp) -> list[Values]:
+    """Returns the inputs that are not finite, and that no watched operator wrote."""
+    return [values for values in op.inputs if not values.is_finite and not values.results]
+
+
+def _is_input(op: WatchedOp) -> bool:
+    """Returns True if data or a parameter was not finite to begin with."""
+    unwritten = _unwritten(op)
+    return bool(unwritten) and not op.is_backward and all(values.is_leaf for values in unwritten)
+
+
+def _of_input(op: WatchedOp) -> dict[str, Any]:
+    if has_half(_unwritten(op)):
+        return {"remedies": ("look at the data, or at the forward pass without gradients that computed it, unwatched",)}
+    return {"remedies": ("look at the data, or at the weights (a learning rate that is too high)",)}
+
+
+def _to_name(op: WatchedOp) -> WatchedOp:
+    """Returns the operator to name for an operator: in a backward pass, the operator of the forward pass.
+
+    For the gradient of a cast, returns the operator whose result the forward pass cast.
+    """
+    named = op.named_op
+    if named is op or named.op_name != CAST:
+        return named
+    return next((writer for values in named.inputs for writer in values.writers), named)
+
+
+def _listed_name(op: WatchedOp) -> str:
+    """Returns the path of a function as a list could name it.
+
+    A function in Python may call listed functions. If it is no listed one itself, the operator has the name that lists
+    know.
+    """
+    if op.op_name == CAST and op.readers:
+        return _listed_name(op.readers[0])
+    name = op.function_name
+    if not isinstance(op.function, types.FunctionType):
+        return name
+    bare = name.rpartition(".")[2]
+    listed = bare if bare in _shipped_names() else op.op_name
+    return next(map(str, spellings.spellings(listed)), name) if listed in spellings.known_names() else name
+
+
+@functools.cache
+def _shipped_names() -> frozenset[str]:
+    """Returns the names of the functions on the shipped lists, without their namespaces."""
+    return frozenset(path.name for path in shipped().for_half(torch.float16))
+
+
+def _function_name(op: WatchedOp, named: WatchedOp) -> str:
+    """Returns the name of the function to blame: an autograd.Function's own if the user wrote the backward."""
+    if op.is_backward and op.place is not None and op.node is not None:
+        return op.node.removesuffix("Backward")
+    if op.is_backward and (op.parameter is not None or (op.forward is None and op.op_name in ("add", "add_"))):
+        return SUM_OF_GRADIENTS
+    return _listed_name(named)
+
+
+def _power_of_two_below(number: float) -> float:
+    return 2.0 ** math.floor(math.log2(number)) if number > 0 else 0.0
+
+
+def _traced(values: Values) -> TracedTensor:
+    return TracedTensor(dtype_name(values.dtype), values.shape, values.largest)

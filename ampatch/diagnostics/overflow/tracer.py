@@ -1,0 +1,336 @@
+"""Says where the inf or NaN of a skipped step came from, by running its forward passes again.
+
+Ordinary steps are only noted. What a second run cannot tell, such as an overflow in the loss, is found by watching the
+next steps as they run. Owns which forward passes are noted, and when steps are watched. Must never change a result.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ampatch import distributed
+from ampatch.diagnostics.overflow.examiner import Examiner, enters, origins_of_gradients
+from ampatch.diagnostics.overflow.forwards import NotedForward
+from ampatch.diagnostics.overflow.trace import OverflowTrace
+from ampatch.diagnostics.recorder.records import WatchedOp, has_half
+from ampatch.diagnostics.recorder.watch import Watch, hidden
+from ampatch.ledger import PatchLedger
+from ampatch.opt_levels import Properties
+from ampatch.scaling.loss_scaler import ScalePolicy
+from ampatch.scaling.optimizer_step import OWN_HOOK
+from ampatch.tracing import is_capturing, is_recording
+from ampatch.weights.optimizer_state import parameters_of
+
+#: Why no operator is named for gradients that other ranks, or other code, made inf or NaN.
+FINITE_HERE = (
+    "the gradients that this process computed are finite: another rank's are not, or other code changed them afterwards"
+)
+_NOT_WATCHED = "no backward pass of these parameters was watched, such as one in another thread, or without modules"
+_NOT_NOTED = "no forward pass of an adopted model led to these gradients, or it was compiled"
+_FROM_OUTSIDE = (
+    "the gradients that came into the model were not finite. If the loss is finite, the loss scale is too high for the "
+    "outputs' type, and a dynamic one comes down by itself. If not, look at the loss and at code around the model"
+)
+FINITE_AGAIN = (
+    "the forward passes ran again, and all gradients were finite: another rank's are not, other code changed them "
+    "afterwards, a term of the loss goes past the model, or the overflow depends on what has changed since"
+)
+_WITH_RANKS = "to find it there, train with one process: with several, amp does not watch steps as they run"
+IS_ARMED = "the next steps are watched as they run, which takes several times as long, to find it there"
+
+#: Forward passes that are kept if no backward pass follows any of them.
+_FORWARDS_KEPT = 8
+
+#: Forward passes of one step that are kept; of accumulated gradients, the last ones.
+_MOST_NOTED = 32
+
+#: Steps that are watched as they run, if a second run cannot tell.
+_STEPS_WATCHED = 20
+
+
+class OverflowTracer:
+    """Notes the forward passes of a session, and says why a step was skipped.
+
+    Args:
+        properties: the values of the opt level.
+        policy: how the loss scale behaves.
+        named_modules: returns the names of the adopted models' modules, by the module's id.
+    """
+
+    def __init__(
+        self, properties: Properties, policy: ScalePolicy, named_modules: Callable[[], Mapping[int, str]]
+    ) -> None:
+        self._examiner = Examiner(properties, policy, named_modules)
+        self._noted: list[NotedForward] = []
+        self._parameters: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()  # ids
+        self._thread = _Thread()
+        self._watched: _WatchedSteps | None = None
+        self._watched_for: set[int] = set()  # ids of parameters whose steps are watched
+        self._left = 0  # number of these steps
+
+    def install(self, ledger: PatchLedger) -> None:
+        """Has the ledger end what was begun."""
+        ledger.on_undo(self._stop_watching)
+        ledger.on_undo(self._noted.clear)
+
+        def after_step(optimizer: Any, *_: object) -> None:  # also of optimizers that amp has not adopted
+            self._note_used(set(map(id, parameters_of(optimizer))))
+
+        setattr(after_step, OWN_HOOK, True)
+        ledger.on_undo(register_optimizer_step_post_hook(after_step).remove)
+
+    def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
+        if self._watched is not None or not torch.is_grad_enabled() or self._thread.is_inside or not _is_usual():
+            return call(*args, **kwargs)
+        self._noted[:] = [each for each in self._noted if not each.is_used]
+        noted = NotedForward(module, call, args, kwargs)
+        self._thread.is_inside = True
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            self._thread.is_inside = False
+        noted.follow(result)
+        self._noted.append(noted)
+        if len(self._noted) > _FORWARDS_KEPT:
+            self._drop_old()
+        return result
+
+    def _drop_old(self) -> None:
+        idle = [each for each in self._noted if not each.arrived]
+        dropped = idle[: -_FORWARDS_KEPT or None] + self._noted[: -_MOST_NOTED or None]
+        if dropped:
+            self._noted[:] = [each for each in self._noted if each not in dropped]
+
+    def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> OverflowTrace:
+        """Returns where the first inf or NaN in the gradients of parameters came from; syncs with the device.
+
+        Args:
+            parameters: parameters of a model, as an optimizer has them.
+            loss_scale: scale of the loss in the backward passes.
+        """
+        ids = set(map(id, parameters))
+        seen = None if self._watched is None else self._watched.trace_of(ids, loss_scale)
+        if seen is not None and seen.direction != "unknown":
+            return seen
+        with hidden():
+            trace = self._by_second_run(ids, loss_scale)
+        if trace.direction != "unknown":
+            return trace
+        if seen is not None:
+            return seen
+        if distributed.has_other_ranks():  # they may have found it, and go on to run forward passes again
+            return replace(trace, notes=(*trace.notes, _WITH_RANKS))
+        self.watch(ids)
+        return replace(trace, notes=(*trace.notes, IS_ARMED))
+
+    def end_step(self, parameters: Iterable[Tensor]) -> None:
+        """Notes that a step has used the gradients of parameters, or was skipped."""
+        ids = set(map(id, parameters))
+        self._note_used(ids)
+        watched = self._watched
+        if watched is not None and watched.is_this_thread:
+            watched.end_step(ids)
+            self._left -= not ids.isdisjoint(self._watched_for)
+            if self._left <= 0:
+                self._stop_watching()
+
+    def _note_used(self, ids: set[int]) -> None:
+        used = [each for each in self._noted if not self._ids_of(each.module).isdisjoint(ids)]
+        backward = {number for each in used for number in each.arrived}
+        for each in self._noted:
+            each.is_used = each.is_used or each in used or not backward.isdisjoint(each.arrived)
+
+    def watch(self, ids: set[int], steps: int = _STEPS_WATCHED) -> None:
+        """Watches the next steps as they run.
+
+        Args:
+            ids: those of parameters of an optimizer whose steps are counted.
+            steps: number of its steps.
+        """
+        if self._watched is None:
+            self._watched = _WatchedSteps(self._examiner)
+        self._watched_for, self._left = ids, steps + 1  # one is about to end
+
+    def _ids_of(self, module: nn.Module) -> frozenset[int]:
+        found = self._parameters.get(module)
+        if found is None:
+            found = self._parameters[module] = frozenset(map(id, module.parameters()))
+        return found
+
+    def _stop_watching(self) -> None:
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            watched.stop()
+
+    # The second run
+
+    def _by_second_run(self, ids: Collection[int], loss_scale: float) -> OverflowTrace:
+        """Runs the noted forward passes again, the last one first, until one shows an origin.
+
+        Those of models through which the gradients came follow, such as a discriminator's. Other ranks run as many
+        passes, since one may wait for theirs; then all run, each of them twice.
+
+        Args:
+            ids: those of the parameters.
+            loss_scale: scale of the loss in the backward passes.
+        """
+        noted = [each for each in self._noted if each.arrived]
+        own = [each for each in noted if not self._ids_of(each.module).isdisjoint(ids)]
+        backward = {number for each in own for number in each.arrived}
+        through = [each for each in noted if each not in own and not backward.isdisjoint(each.arrived)]
+        has_others = distributed.has_other_ranks()
+        told, notes = None, dict.fromkeys([] if own else [_NOT_NOTED])
+        for each in (*reversed(own), *reversed(through)):
+            if told is not None and not has_others:
+                break
+            try:
+                trace, why = self._examined(each, ids if each in own else None, loss_scale, runs_twice=has_others)
+            except Exception as error:  # noqa: BLE001 - a model may raise anything
+                trace, why = None, f"a forward pass could not run again: {type(error).__name__}: {error}"
+            if trace is not None and told is None:
+                which = f"in forward pass {noted.index(each) + 1} of the {len(noted)} before this step"
+                told = replace(trace, notes=(*trace.notes, which)) if noted[1:] else trace
+            notes |= dict.fromkeys([why] if why else [])
+        return told or OverflowTrace("unknown", notes=tuple(notes) or (FINITE_AGAIN,))
+
+    def _examined(
+        self, noted: NotedForward, ids: Collection[int] | None, loss_scale: float, *, runs_twice: bool
+    ) -> tuple[OverflowTrace | None, str]:
+        """Returns what a second run shows, and why it shows nothing; both are empty if all gradients are finite."""
+        if noted.obstacle:
+            return None, f"a forward pass could not run again: {noted.obstacle}"
+        first = self._origins(noted, ids, None)
+        found = [op for op in first if op is not None and not enters(op)]
+        # Arguments are kept in another run, for the operator to be tried in float32: they take memory.
+        origin = min((op.number for op in found), default=-1)
+        again = self._origins(noted, ids, origin) if found or runs_twice else []
+        if found:
+            trace = self._examiner.describe([op for op in again if op and not enters(op)], loss_scale=loss_scale)
+            if trace.direction == "unknown":  # the two runs differ
+                return None, FINITE_AGAIN
+            if trace.file is None and noted.place is not None:
+                place = noted.place
+                trace = replace(trace, file=place.file, line=place.line, source=place.source)
+            return (trace if runs_twice else self._tried(noted, ids, trace, loss_scale)), ""
+        return None, _FROM_OUTSIDE if first else ""
+
+    def _tried(
+        self, noted: NotedForward, ids: Collection[int] | None, trace: OverflowTrace, loss_scale: float
+    ) -> OverflowTrace:
+        """Returns a trace with a loss scale at which a second run is finite, if it suggests any."""
+        fits = trace.max_loss_scale
+        if fits is None:
+            return trace
+        for scale in (fits / 2**halvings for halvings in (*range(9), 16)):
+            if not self._origins(noted, ids, None, scale / loss_scale):
+                return trace if scale == fits else replace(trace, **self._examiner.of_loss_scale(scale))
+        return replace(trace, **self._examiner.of_loss_scale(0.0))
+
+    def _origins(
+        self, noted: NotedForward, ids: Collection[int] | None, kept: int | None, factor: float = 1.0
+    ) -> list[WatchedOp | None]:
+        """Runs a forward pass again; returns the origins of gradients of some parameters, or None: of all leaves."""
+        watch = Watch(None if kept is None else lambda values: watch.count - 1 == kept and has_half(values))
+        self._thread.is_inside = True
+        try:
+            noted.run_again(watch, factor)
+        finally:
+            self._thread.is_inside = False
+        return [origin for key, origin in origins_of_gradients(watch).items() if ids is None or key in ids]
+
+
+class _Thread(threading.local):
+    is_inside = False  # a forward pass that is noted
+
+
+def _is_usual() -> bool:
+    """Returns True unless a graph is captured or traced, or a checkpoint recomputes a forward pass."""
+    return torch._C._current_graph_task_id() == -1 and not (is_capturing() or is_recording())
+
+
+class _WatchedSteps:
+    """Watches steps as they run, and says why one was skipped.
+
+    It watches the thread that runs the first forward pass, from there until it is stopped. Compiled code runs
+    uncompiled meanwhile, because torch.compile compiles nothing while a mode is active.
+
+    Args:
+        examiner: says in the user's terms where inf or NaN arose.
+    """
+
+    def __init__(self, examiner: Examiner) -> None:
+        self._watch = Watch(keep=has_half)
+        self._examiner = examiner
+        self._origins: dict[int, WatchedOp | None] = {}  # by the id of the parameter, since its optimizer's last step
+        self._arrived: set[int] = set()  # ids of the parameters with a gradient since then
+        self._has_gone_backward = False  # since the first of these forward passes
+        self._forwards: list[int] = []  # the number of the first operator of each
+
+        # The first forward pass begins to watch. This hook comes first: it asks whether a module is running.
+        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
+        self._watch.hook_modules()
+
+    def stop(self) -> None:
+        """Stops watching."""
+        self._hook.remove()
+        self._watch.stop()
+        self._watch.forget()
+
+    @property
+    def is_this_thread(self) -> bool:
+        """True in the thread that is watched; in all before the first forward pass."""
+        return self._watch.is_this_thread
+
+    def trace_of(self, ids: set[int], loss_scale: float) -> OverflowTrace:
+        """Returns what `OverflowTracer.trace_of` does, by the ids of the parameters."""
+        self._note_origins()
+        is_watched = bool(ids & self._arrived)  # sharded parameters get their gradients from other tensors
+        origins = [origin for key, origin in self._origins.items() if key in ids or not is_watched]
+        if not origins:
+            note = FINITE_HERE if self._arrived else _NOT_WATCHED
+            return OverflowTrace("unknown", notes=(note,))
+        return self._examiner.describe(origins, self._watch.missed_threads, loss_scale)
+
+    def end_step(self, ids: set[int]) -> None:
+        """Forgets the gradients of parameters, given by id, after a step that used them or was skipped."""
+        self._note_origins()
+        if not ids & self._arrived:  # those of sharded parameters
+            ids = {*self._origins, *self._arrived}
+        self._origins = {key: origin for key, origin in self._origins.items() if key not in ids}
+        self._arrived -= ids
+
+    def _before_forward(self, *_: object) -> None:
+        watch = self._watch
+        if watch.is_in_forward or not watch.is_this_thread or torch._C._current_graph_task_id() != -1:
+            return
+        records = torch.is_grad_enabled()
+        if records and not watch.is_on:
+            watch.push()
+        self._note_origins()
+        if self._has_gone_backward:
+            watch.forget()
+            self._has_gone_backward = False
+            self._forwards.clear()
+        if records:
+            self._forwards.append(watch.count)
+        if len(self._forwards) > _FORWARDS_KEPT:  # such as in an evaluation that records gradients
+            watch.forget(before=self._forwards.pop(0))
+
+    def _note_origins(self) -> None:
+        """Remembers the origins of the gradients that have arrived and are not finite."""
+        arrived = self._watch.gradients
+        if arrived:
+            # The latest pass counts: gradients of an earlier one may have been cleared since.
+            self._origins |= origins_of_gradients(self._watch)
+            self._arrived.update(id(gradient.parameter) for gradient in arrived)
+            arrived.clear()
+            self._has_gone_backward = True

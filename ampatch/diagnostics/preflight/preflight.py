@@ -1,0 +1,219 @@
+"""`amp.preflight`: which opt levels one step of a model stands, and what to type for those that it does not.
+
+Owns the order of the runs, and the search for the smallest change with which a level stands. Must never report a change
+as verified unless a run has shown that the level stands with it, nor change the user's model or the state of the
+process: copies run, and the process gets its state back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ampatch.diagnostics.overflow.examiner import overlay_for
+from ampatch.diagnostics.overflow.trace import OverflowTrace
+from ampatch.diagnostics.preflight.float32 import Operators, underflows
+from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, STANDS, LevelVerdict, Preflight, level_and_halves
+from ampatch.diagnostics.preflight.steps import Part, Setup, Step, Trial, examined, measured, tried
+from ampatch.diagnostics.preflight.subject import Subject, noting, undisturbed
+from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.errors import OptionError
+
+Level = tuple[str, torch.dtype]
+
+_FORWARD, _LOSS, _BACKWARD = (
+    f"ampatch: {stage} raised this in float32, with amp off, before any opt level was tried."
+    for stage in ("The forward pass", "loss_fn", "The backward pass")
+)
+_MEMORY = "ampatch: Preflight keeps all tensors of a float32 step. Give it a smaller batch."
+
+#: Parts that are added to a change before the search gives up.
+_LIMIT = 8
+
+#: A share of flushed gradient values that makes another loss scale the first thing to try.
+_MANY_FLUSHED = 0.01
+
+
+def preflight(
+    model: nn.Module, inputs: object, loss_fn: Any, levels: Sequence[Level], tolerance: float, measure: bool
+) -> Preflight:
+    """Runs what `amp.preflight` describes.
+
+    Args:
+        model: the user's model.
+        inputs: a tensor, positional arguments, or keyword arguments.
+        loss_fn: returns the loss for the model's output.
+        levels: opt levels, each with its half type.
+        tolerance: the error above which an operator is imprecise.
+        measure: whether to measure time and memory.
+
+    Raises:
+        UsageError: amp is set up.
+        OptionError: the model or its step cannot be judged.
+    """
+    subject = Subject(model, inputs, loss_fn)
+    with undisturbed("amp.preflight"), noting(_MEMORY, (torch.OutOfMemoryError,)):
+        name = type(model).__name__
+        reference, operators, trace = _in_float32(subject, tolerance)
+        if operators is None:
+            return Preflight(name, reference.loss, False, trace, tolerance=tolerance)
+        run = functools.partial(tried, subject, reference)
+        unchanged = LevelVerdict("O0", "float32", STANDS), Setup("O0", torch.float16)
+        planned = [unchanged, *(_verdict(Setup(*level), operators, run) for level in levels)]
+        float32, *verdicts = measured(subject, planned) if measure else [verdict for verdict, _ in planned]
+        rows, noise_unknown = underflows(subject, reference, operators.draws_itself, _settled_scale(verdicts))
+        return Preflight(
+            name,
+            reference.loss,
+            True,
+            levels=tuple(verdicts),
+            out_of_range=operators.out_of_range,
+            imprecise=operators.imprecise,
+            uncompared=operators.uncompared,
+            underflows=rows,
+            unlisted=operators.unlisted,
+            tolerance=tolerance,
+            float32_milliseconds=float32.milliseconds,
+            float32_peak_bytes=float32.peak_bytes,
+            noise_unknown=noise_unknown,
+        )
+
+
+def checked_levels(levels: object) -> list[Level]:
+    """Returns opt levels with their half types, each once.
+
+    Args:
+        levels: a level, such as "O1"; a pair of a level and a half type; or a list or tuple of these.
+
+    Raises:
+        OptionError: one of them is neither, or there is none.
+    """
+    if isinstance(levels, str) or not isinstance(levels, (list, tuple)):
+        levels = [levels]
+    found: dict[Level, None] = {}
+    for each in levels:
+        pair = each if isinstance(each, (list, tuple)) else (each,)
+        if len(pair) not in (1, 2):
+            raise OptionError(f"levels has {each!r}; expected a level ('O1'), or a pair ('O1', torch.float16).")
+        level, halves = level_and_halves(*pair)
+        found.update(dict.fromkeys((level, half) for half in halves))
+    if not found:
+        raise OptionError("levels is empty; expected opt levels, such as ('O1', 'O2').")
+    return list(found)
+
+
+def is_users(error: BaseException) -> bool:
+    """Returns True if the user's code, and not `preflight` itself, is to blame for an exception that came out of it."""
+    return not {_FORWARD, _LOSS, _BACKWARD, _MEMORY}.isdisjoint(getattr(error, "__notes__", ()))
+
+
+def _in_float32(subject: Subject, tolerance: float) -> tuple[Step, Operators | None, OverflowTrace | None]:
+    """Watches a float32 step: returns it with its operators or, if it is not finite, with the trace."""
+    watch, model = Watch(keep=lambda _: True), subject.copied()
+    examiner = Setup("O0", torch.float16).examiner(model)
+    args, kwargs = subject.begin_step()
+    with watch:
+        with noting(_FORWARD):
+            output = model(*args, **kwargs)
+        with noting(_LOSS):
+            loss = subject.loss_for(output)
+        with noting(_BACKWARD):
+            loss.backward()
+    step = Step.of(loss, model.named_parameters())
+    if not step.is_finite:
+        return step, None, examined(watch, examiner, 1.0)
+    operators = Operators(watch, examiner, loss, tolerance)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.new_empty(0)  # the operators still name the modules, and need no weights
+    return step, operators, None
+
+
+def _verdict(setup: Setup, operators: Operators, run: Callable[[Setup], Trial]) -> tuple[LevelVerdict, Setup | None]:
+    """Returns the verdict for a level, and the setup with which it is to be measured; None if it raises."""
+    first = run(setup)
+    mended, runs = (None, 0) if first.stands else _mended(first, operators, run)
+    change = None if mended is None else mended.setup.as_call()
+    best = mended or first
+    scale = best.level.loss_scale
+    verdict = replace(first.level, change=change, tried=runs)
+    return verdict, None if scale is None else replace(best.setup, init_scale=scale)
+
+
+def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -> tuple[Trial | None, int]:
+    """Searches a change: adds parts until the level stands, then drops those that are not needed.
+
+    Args:
+        first: the run without a change, which does not stand.
+        operators: what is known of the float32 step.
+        run: runs a step with a setup.
+
+    Returns:
+        The last run with the change, which stands, or None if no change was found; and the number of runs.
+    """
+    runs, current, seen = 0, first, set(first.setup.parts)
+    while not current.stands:
+        part = next((each for each in _candidates(current, operators) if each not in seen), None)
+        if part is None or runs == _LIMIT:
+            return None, runs
+        seen.add(part)
+        others = [each for each in current.setup.parts if not each[0] == part[0] == "loss_scale"]
+        trial = run(replace(current.setup, parts=(*others, part)))  # a change has one loss scale
+        runs += 1
+        if trial.level.verdict != FAILS or (current.level.verdict == FAILS and not trial.is_refused):
+            current = trial
+    for part in current.setup.parts[:-1]:  # the last one is what made it stand
+        fewer = run(replace(current.setup, parts=tuple(each for each in current.setup.parts if each != part)))
+        runs += 1
+        if fewer.stands:
+            current = fewer
+    return current, runs
+
+
+def _candidates(trial: Trial, operators: Operators) -> Iterator[Part]:
+    """Yields parts of a change, the likeliest first."""
+    level, properties = trial.level, trial.setup.properties
+    if properties.loss_scale != "dynamic":
+        if level.trace is not None and level.trace.max_loss_scale is not None:
+            yield "loss_scale", level.trace.max_loss_scale
+        if level.verdict == INACCURATE and (level.underflow or 0.0) >= _MANY_FLUSHED:
+            yield "loss_scale", "dynamic"
+    yield from _functions(level, operators) if properties.patch_torch_functions else _modules(trial, operators)
+
+
+def _functions(level: LevelVerdict, operators: Operators) -> Iterator[Part]:
+    if level.verdict == FAILS:
+        applied = ((each.function, each.kind == "autograd.Function") for each in operators.unlisted)
+        unlisted = (f"{path}.apply" if is_class else path for path, is_class in applied)
+        overlays = [overlay_for(path) for path in (*operators.banned, *unlisted)]
+    else:
+        traced = [] if level.trace is None else [level.trace.cast_lists or overlay_for(level.trace.function)]
+        overlays = [*traced, *(overlay_for(function) for function, _ in operators.suspects)]
+    for namespace, names in (item for overlay in overlays for item in overlay["blacklist"].items()):
+        if namespace and not namespace.startswith("torch.ops.aten"):  # an operator without a function
+            yield from (("blacklist", (namespace, name)) for name in names)
+
+
+def _modules(trial: Trial, operators: Operators) -> Iterator[Part]:
+    """Yields the modules around the place, from the innermost; then those of suspects, and those around these."""
+    around = [] if trial.level.verdict == FAILS else [_enclosing(module) for _, module in operators.suspects]
+    names = _enclosing(trial.module)
+    names += [name for each in around for name in each[:1]] + [name for each in around for name in each[1:]]
+    yield from (("keep_fp32", name) for name in names)
+
+
+def _enclosing(name: str) -> list[str]:
+    """Returns the name of a module and of those around it, from the innermost; the model itself has none."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _settled_scale(verdicts: Sequence[LevelVerdict]) -> float:
+    """Returns the loss scale of the first float16 level that stands with one; 1 if there is none."""
+    scales = (each.loss_scale for each in verdicts if each.verdict == STANDS and each.half_dtype == "float16")
+    return next((scale for scale in scales if scale is not None and scale != 1), 1.0)

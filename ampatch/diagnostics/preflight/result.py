@@ -1,0 +1,482 @@
+"""What `amp.preflight` returns, as frozen values, and their text.
+
+Owns the wording of the report. Must never run a model, nor judge a number.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from ampatch.diagnostics.json_files import plain
+from ampatch.diagnostics.overflow.trace import OverflowTrace
+from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
+from ampatch.errors import OptionError
+from ampatch.opt_levels import check_half_dtype, check_opt_level
+
+STANDS, OVERFLOWS, INACCURATE, FAILS = "stands", "overflows", "inaccurate", "fails"
+
+#: The greatest gradient error of a level that stands: the two gradients then differ by 12 degrees at most. In bfloat16
+#: sound models have errors of some hundredths, small ones with ReLU up to 0.1; sums that cancel give 0.3 and more.
+GRADIENT_BOUND = 0.2
+
+_WIDTH = 98
+_ROWS = 10  # of each list that is printed
+_LEAST_SHARE = 0.001  # of flushed values that is printed
+_NEARLY_ALL = 0.99  # of them that are noise
+_LEAST_NOISE = 0.01  # share of them that is printed
+
+#: O4 and O5 are O1 and O2 in bfloat16.
+_IN_BFLOAT16 = {"O4": "O1", "O5": "O2"}
+
+
+def level_and_halves(opt_level: object, half_dtype: object = None) -> tuple[str, tuple[torch.dtype, ...]]:
+    """Returns a level among O1, O2 and O3, and its half types: both, unless one is given or the level has its own.
+
+    Raises:
+        OptionError: the level or the half type is none; the level is O0; or the two contradict each other.
+    """
+    level = check_opt_level(opt_level)
+    if level == "O0":
+        raise OptionError("O0 is float32, with which every level is compared; expected O1, O2, O3, O4 or O5.")
+    half = None if half_dtype is None else check_half_dtype(half_dtype)
+    if level in _IN_BFLOAT16:
+        if half not in (None, torch.bfloat16):
+            raise OptionError(f"{level} is bfloat16, and half_dtype is {half}. Type {_IN_BFLOAT16[level]!r} instead.")
+        return _IN_BFLOAT16[level], (torch.bfloat16,)
+    return level, (torch.float16, torch.bfloat16) if half is None else (half,)
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where an operator of the float32 step was called.
+
+    Attributes:
+        function: path of the torch function; in the backward pass of the one whose gradient was computed.
+        operator: name of the operator, such as "bmm".
+        direction: "forward" or "backward".
+        module: name of the innermost module; "" for the model itself, None outside of one.
+        file: the user's file; None if no user code called it.
+        line: number of the line in it.
+        source: text of the line.
+        at_o1: type in which O1 runs the function by the shipped lists: "half", "float32", or "the type of its inputs".
+            O2 and O3 run it in half.
+    """
+
+    function: str
+    operator: str
+    direction: str
+    module: str | None
+    file: str | None
+    line: int | None
+    source: str
+    at_o1: str
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfRange:
+    """An operator whose results leave float16's range in the float32 step.
+
+    Attributes:
+        location: where it was called.
+        largest: greatest absolute value of its results.
+        calls: number of its calls that did.
+    """
+
+    location: Location
+    largest: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Imprecise:
+    """An operator that loses more than the tolerance to bfloat16's precision.
+
+    Attributes:
+        location: where it was called.
+        error: the greatest error of its calls: |result in bfloat16 - result| / |result|, in 2-norms.
+        calls: number of calls above the tolerance.
+    """
+
+    location: Location
+    error: float
+    calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Underflow:
+    """A parameter whose gradient has values that float16 would flush to zero.
+
+    Attributes:
+        parameter: its name.
+        share: share of the nonzero elements whose absolute value is below 2**-24.
+        share_scaled: the same for the gradient times `scale`.
+        scale: loss scale of the first float16 level that has a dynamic one; 1 if there is none.
+        noise: share of the elements below 2**-24 that are rounding noise in float32 too: the gradient of a float64 step
+            differs from them by at least its own size. None if there was no such step.
+    """
+
+    parameter: str
+    share: float
+    share_scaled: float
+    scale: float
+    noise: float | None = None
+
+    @property
+    def is_noise(self) -> bool:
+        """True if nearly all of these elements are noise, so that flushing them loses nothing that float32 has."""
+        return self.noise is not None and self.noise >= _NEARLY_ALL
+
+
+@dataclass(frozen=True, slots=True)
+class Unlisted:
+    """A function that no shipped cast list names, and that the user has not registered.
+
+    Attributes:
+        kind: "custom operator", "autograd.Function" or "torch function".
+        function: its path.
+        count: number of its calls; for a torch function, of the operators that it ran.
+        module: name of the module that called it first; None outside of one, or if unknown.
+        file: file of that call; for an autograd.Function the one that defines it.
+        line: number of the line in it.
+    """
+
+    kind: str
+    function: str
+    count: int
+    module: str | None = None
+    file: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LevelVerdict:
+    """How one step went at an opt level.
+
+    Attributes:
+        opt_level: "O1", "O2" or "O3".
+        half_dtype: "float16" or "bfloat16".
+        verdict: "stands"; "overflows" (inf or NaN that no loss scale avoids); "inaccurate" (the gradient error is above
+            `Preflight.gradient_bound`); or "fails" (it raised).
+        loss_scale: scale of the last step; None if none was run.
+        loss: the loss of that step.
+        loss_error: |loss - float32 loss| / |float32 loss|.
+        gradient_error: |gradients - float32 gradients| / |float32 gradients|, 2-norms over all parameters.
+        underflow: share of the nonzero gradient values that float16 flushes to zero at this scale; None in bfloat16.
+        error: text of what was raised.
+        trace: where the first inf or NaN arose at most of the scales that overflowed, even if a lower one avoids it.
+        change: the call of ``amp.initialize`` that mends the level, verified by a step; None if it stands, or if no
+            change was found.
+        tried: number of steps in search of the change.
+        milliseconds: median time of a step with the change, or as it is without one; None if not measured.
+        peak_bytes: peak memory of such a step; None if not measured.
+        notes: warnings that amp gave, and why something could not be measured.
+    """
+
+    opt_level: str
+    half_dtype: str
+    verdict: str
+    loss_scale: float | None = None
+    loss: float | None = None
+    loss_error: float | None = None
+    gradient_error: float | None = None
+    underflow: float | None = None
+    error: str = ""
+    trace: OverflowTrace | None = None
+    change: str | None = None
+    tried: int = 0
+    milliseconds: float | None = None
+    peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The level with its half type, such as "O1 float16"."""
+        return f"{self.opt_level} {self.half_dtype}"
+
+    @property
+    def call(self) -> str:
+        """The call of ``amp.initialize`` for this level: with the change that mends it, if there is one."""
+        return self.change or call_of(self.opt_level, self.half_dtype)
+
+
+def call_of(opt_level: str, half_dtype: str, *arguments: str) -> str:
+    """Returns a call of ``amp.initialize`` as text to paste."""
+    given = ["model", "optimizer", f'opt_level="{opt_level}"', f'half_dtype="{half_dtype}"', *arguments]
+    return f"amp.initialize({', '.join(given)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What `amp.preflight` found out; prints as a report.
+
+    Attributes:
+        model: class of the model.
+        loss: loss of the float32 step.
+        is_finite: True if this loss and its gradients are finite. If not, no level was tried.
+        trace: where the first inf or NaN arose in float32; None if there is none.
+        levels: verdicts, in the order in which the levels were tried; empty if float32 is not finite.
+        out_of_range: operators that leave float16's range, the largest value first.
+        imprecise: operators that lose more than ``tolerance`` to bfloat16's precision, the greatest error first.
+        uncompared: number of operators that could not be run in bfloat16, or are random.
+        underflows: parameters with gradient values that float16 flushes to zero, the greatest share first, and those
+            last whose values are nearly all noise.
+        unlisted: functions that no list knows: custom operators and autograd.Functions first.
+        tolerance: the bound of ``imprecise``.
+        gradient_bound: the gradient error above which a level is inaccurate.
+        float32_milliseconds: median time of a float32 step (O0); None if not measured.
+        float32_peak_bytes: its peak memory; None if not measured.
+        noise_unknown: why no float64 step told noise among the underflows; empty if one did, or none was needed.
+    """
+
+    model: str
+    loss: float
+    is_finite: bool
+    trace: OverflowTrace | None = None
+    levels: tuple[LevelVerdict, ...] = ()
+    out_of_range: tuple[OutOfRange, ...] = ()
+    imprecise: tuple[Imprecise, ...] = ()
+    uncompared: int = 0
+    underflows: tuple[Underflow, ...] = ()
+    unlisted: tuple[Unlisted, ...] = ()
+    tolerance: float = 0.05
+    gradient_bound: float = GRADIENT_BOUND
+    float32_milliseconds: float | None = None
+    float32_peak_bytes: int | None = None
+    noise_unknown: str = ""
+
+    def verdict(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> LevelVerdict:
+        """Returns the verdict for a level that was tried.
+
+        Args:
+            opt_level: "O1" to "O5".
+            half_dtype: a half type or its name; may be left out for O4, O5, and a level tried with one half type.
+
+        Raises:
+            OptionError: the level was not tried, or was tried with both half types and none is given.
+        """
+        level, halves = level_and_halves(opt_level, half_dtype)
+        names = {str(half).removeprefix("torch.") for half in halves}
+        found = [each for each in self.levels if each.opt_level == level and each.half_dtype in names]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise OptionError(f"{level} was tried in float16 and in bfloat16; type half_dtype='float16', or the other.")
+        tried = ", ".join(each.name for each in self.levels) or "none, since float32 itself is not finite"
+        raise OptionError(f"{level} in {' or '.join(sorted(names))} was not tried; the levels tried are: {tried}.")
+
+    def stands(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> bool:
+        """Returns True if the model stands a level as it is, without a change.
+
+        Returns:
+            False for every level if float32 itself is not finite.
+
+        Raises:
+            OptionError: as `verdict`.
+        """
+        if not self.is_finite:
+            level_and_halves(opt_level, half_dtype)
+            return False
+        return self.verdict(opt_level, half_dtype).verdict == STANDS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain data for JSON: text, numbers, booleans, None, lists and dicts. inf and NaN are texts."""
+        return plain(asdict(self))  # type: ignore[no-any-return]
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+# Text
+
+
+def _lines(result: Preflight) -> Iterator[str]:
+    yield from _wrapped(_headline(result))
+    if not result.is_finite:
+        for line in str(result.trace).splitlines() if result.trace else ():
+            yield from _wrapped(line, "  ", "            ")
+        return
+    yield ""
+    yield from _table(result)
+    yield from ["", "What to type"]
+    yield from _advice(result)
+    greatest = torch.finfo(torch.float16).max
+    yield from _section(f"Beyond float16's range of {greatest:g}, in float32", map(_beyond, result.out_of_range))
+    underflows = [row for row in result.underflows if row.share >= _LEAST_SHARE]
+    yield from _section("Gradients with values that float16 flushes to zero", map(_flushed, underflows))
+    if underflows:
+        yield from _wrapped(_about_noise(underflows, result.noise_unknown), "  ", "    ")
+    skipped = f" (not compared: {result.uncompared})" if result.uncompared else ""
+    lost = f"More than {result.tolerance:.0%} lost to bfloat16's precision{skipped}"
+    yield from _section(lost, map(_lost, result.imprecise))
+    unlisted = "Functions in no cast list, which compute in the types that they are given"
+    yield from _section(unlisted, map(_unlisted, result.unlisted))
+
+
+def _headline(result: Preflight) -> str:
+    begin = f"Preflight of {result.model}: in float32 the loss is {result.loss:.5g}, and"
+    if result.is_finite:
+        return f"{begin} all gradients are finite."
+    return f"{begin} loss or gradients are not finite. No precision helps, so no opt level was tried."
+
+
+def _table(result: Preflight) -> Iterator[str]:
+    rows = [
+        ["level", "half type", "verdict", "loss scale", "gradient error", "loss error", "ms", "MiB"],
+        ["O0", "(float32)", "", "", "", "", *_cost(result.float32_milliseconds, result.float32_peak_bytes)],
+    ]
+    for each in result.levels:
+        verdict = f"{each.verdict}, mended" if each.change else each.verdict
+        errors = [_number(error, ".2g") for error in (each.gradient_error, each.loss_error)]
+        numbers = [_number(each.loss_scale, "g"), *errors, *_cost(each.milliseconds, each.peak_bytes)]
+        rows.append([each.opt_level, each.half_dtype, verdict, *numbers])
+    measured = result.float32_milliseconds is not None
+    columns = list(zip(*rows, strict=True))[: None if measured else -2]
+    padded = []
+    for place, column in enumerate(columns):
+        width = max(map(len, column))
+        padded.append([text.ljust(width) if place < 3 else text.rjust(width) for text in column])
+    yield from ("  ".join(row).rstrip() for row in zip(*padded, strict=True))
+    yield f"A level is inaccurate if its gradient error is above {result.gradient_bound:g}."
+    if measured and any(each.change for each in result.levels):
+        yield "A mended level was measured with its change."
+    if measured and result.float32_peak_bytes is None:
+        yield "Memory was not measured."
+
+
+def _cost(milliseconds: float | None, peak_bytes: int | None) -> list[str]:
+    return [_number(milliseconds, ".3g"), _number(None if peak_bytes is None else peak_bytes / 2**20, ".3g")]
+
+
+def _number(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
+
+
+def _advice(result: Preflight) -> Iterator[str]:
+    standing = [each for each in result.levels if each.verdict == STANDS]
+    for each in standing:
+        yield from _wrapped(each.call, "  ", "      ")
+    for each in result.levels:
+        if each.verdict == STANDS:
+            continue
+        yield ""
+        yield from _wrapped(f"{each.name} {each.verdict}{_reason(each, result.gradient_bound)}", "  ", "    ")
+        if each.change is not None:
+            yield f"    It stands with this change (verified, {counted(each.tried, 'run')}):"
+            yield from _wrapped(each.change, "    ", "        ")
+        else:
+            yield from _wrapped(f"No change was found that mends it ({counted(each.tried, 'run')} tried). ", "    ")
+            yield from _wrapped(_instead(result.levels), "    ")
+    for note in dict.fromkeys(note for each in result.levels for note in each.notes):
+        yield ""
+        yield from _wrapped(f"Note: {note}", "  ", "    ")
+
+
+def _instead(levels: Sequence[LevelVerdict]) -> str:
+    standing = [each for each in levels if each.verdict == STANDS]
+    if standing:
+        return f"{min(standing, key=lambda each: (each.name != 'O1 bfloat16', each.opt_level)).name} stands instead."
+    mended = next((each.name for each in levels if each.change is not None), None)
+    if mended is not None:
+        return f"{mended} stands with its change instead."
+    return "No level that was tried stands: train in float32 (O0)."
+
+
+def _reason(each: LevelVerdict, bound: float) -> str:
+    if each.verdict == FAILS:
+        return f": {each.error}"
+    if each.verdict == INACCURATE:
+        flushed = ""
+        if each.underflow is not None and each.underflow >= 0.01:
+            flushed = f"; float16 flushes {each.underflow:.0%} of the gradient values to zero at this scale"
+        return f": the gradient error is {each.gradient_error:.2g}, above {bound:g}{flushed}."
+    parts, trace = [f" at a loss scale of {each.loss_scale:g}."], each.trace
+    if trace is not None:
+        parts.append(str(trace).splitlines()[0])
+        parts += [] if trace.module is None else [f"Module: {shown_module(trace.module)}."]
+        parts += [] if trace.file is None else [f"Line: {shown_place(trace.file, trace.line)}."]
+    return " ".join(parts)
+
+
+def _section(heading: str, told: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yields the lines for rows, each of which is told in two lines or, if the second is empty, in one."""
+    rows = list(told)
+    yield from ["", heading] if rows else []
+    for first, second in rows[:_ROWS]:
+        yield from _wrapped(first, "  ", "      ")
+        if second:
+            yield _cut(f"      {second}")
+    if len(rows) > _ROWS:
+        yield f"  and {len(rows) - _ROWS} more"
+
+
+def _beyond(row: OutOfRange) -> tuple[str, str]:
+    return f"{_called(row.location)}: largest {row.largest:.4g}{_times(row.calls)}", _place(row.location)
+
+
+def _lost(row: Imprecise) -> tuple[str, str]:
+    lost = f"error {row.error:.0%}" if row.error < 1 else "nothing of the result remains"
+    return f"{_called(row.location)}: {lost}{_times(row.calls)}", _place(row.location)
+
+
+def _flushed(row: Underflow) -> tuple[str, str]:
+    scaled = "" if row.scale == 1 else f", {row.share_scaled:.1%} with a loss scale of {row.scale:g}"
+    noise = ""
+    if row.noise is not None and row.noise >= _LEAST_NOISE:
+        noise = "; rounding noise in float32 too" if row.is_noise else f"; {row.noise:.0%} of these are rounding noise"
+    return f"{row.parameter}: {row.share:.1%}{scaled}{noise}", ""
+
+
+def _about_noise(rows: Sequence[Underflow], unknown: str) -> str:
+    if unknown:
+        return f"Rounding noise was not told from small gradients by a float64 step: {unknown}"
+    if any(row.noise is not None and row.noise >= _LEAST_NOISE for row in rows):
+        return (
+            "Rounding noise: the gradient of a float64 step differs by at least its own size. Flushing it does no harm."
+        )
+    return "A float64 step has the same gradients, so none of these is rounding noise."
+
+
+def _unlisted(row: Unlisted) -> tuple[str, str]:
+    if row.kind == "torch function":
+        return ", ".join(filter(None, (row.function, _module(row.module)))), ""
+    return f"{row.kind} {row.function}{_times(row.count)}", _within(row)
+
+
+def _called(location: Location) -> str:
+    operator = "" if location.operator in location.function else f" (operator {location.operator})"
+    backward = "the backward of " if location.direction == "backward" else ""
+    return f"{backward}{location.function}{operator}, at O1 in {location.at_o1}"
+
+
+def _place(location: Location) -> str:
+    return _within(location) + (f": {location.source}" if location.source else "")
+
+
+def _within(row: Location | Unlisted) -> str:
+    return ", ".join(filter(None, (_module(row.module), shown_place(row.file, row.line))))
+
+
+def _module(name: str | None) -> str:
+    return "" if name is None else f"module {shown_module(name)}"
+
+
+def _times(calls: int) -> str:
+    return "" if calls == 1 else f", {calls} calls"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+
+
+def _wrapped(text: str, first: str = "", later: str | None = None) -> Iterator[str]:
+    later = first if later is None else later
+    for paragraph in text.splitlines() or [""]:
+        yield from textwrap.wrap(
+            paragraph.strip(), _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
+        )
+        first = later

@@ -1,0 +1,419 @@
+"""Runs steps of copies of a model, at any opt level, on the same random numbers: is one sound, and what does it cost.
+
+Owns the arguments of ``amp.initialize`` with which they run, and the verdict on one run. Must never search for a
+change, touch the user's model, nor leave a session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ampatch.cast_lists.lists import Overlay, shipped
+from ampatch.diagnostics.overflow import causes
+from ampatch.diagnostics.overflow.examiner import Examiner, origins_of_gradients
+from ampatch.diagnostics.overflow.trace import OverflowTrace
+from ampatch.diagnostics.preflight import result as preflight_report
+from ampatch.diagnostics.preflight.peak_memory import peak_allocated
+from ampatch.diagnostics.preflight.result import FAILS, GRADIENT_BOUND, INACCURATE, OVERFLOWS, STANDS, LevelVerdict
+from ampatch.diagnostics.preflight.subject import Arguments, Subject, noting_warnings, text_of
+from ampatch.diagnostics.recorder.operands import with_types
+from ampatch.diagnostics.recorder.records import WatchedOp, has_half
+from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.errors import LossScaleError
+from ampatch.grouping import grouped
+from ampatch.native import calls, kernels
+from ampatch.opt_levels import HALVES, LossScale, Properties, dtype_name, resolve
+from ampatch.patching import adopted_model
+from ampatch.runtime import close_session, open_session
+from ampatch.scaling.loss_scaler import make_policy
+from ampatch.session import Session
+from ampatch.settings import Settings
+
+#: Below this absolute value float16 flushes to zero, or to its least subnormal number.
+_FLUSHED_BELOW = 2.0**-24
+
+#: The least dynamic scale that is tried. A gradient that overflows even with it is beyond 1e7 in float32.
+_LEAST_SCALE = 2.0**-8
+
+_ROUNDS = 3  # of measuring times
+
+#: An argument of ``amp.initialize``, and a value that is added to it: "blacklist" (a part of ``cast_lists``) with the
+#: namespace and the name of a function, "keep_fp32" with the name of a module, or "loss_scale" with a loss scale.
+Part = tuple[str, Any]
+
+
+class RandomInFloat32(TorchDispatchMode):
+    """Runs random operators on tensors of other types in float32, so that masks of dropout do not depend on the type.
+
+    On a GPU, one seed gives other masks for other types, as kernels draw as many numbers at once as fit a register.
+
+    Args:
+        of: the other types.
+    """
+
+    def __init__(self, of: frozenset[torch.dtype] = HALVES) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._of = of
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or "attention" in func._schema.name:
+            return func(*args, **kwargs)
+        types = [each.dtype if isinstance(each, Tensor) else each for each in tree_leaves((args, kwargs))]
+        other = next((each for each in types if isinstance(each, torch.dtype) and each in self._of), None)
+        if other is None:
+            return func(*args, **kwargs)
+        cast_args, cast_kwargs = with_types((args, kwargs), dict.fromkeys(self._of, torch.float32))
+        result = func(*cast_args, **cast_kwargs)
+        written = func._schema.arguments[0].alias_info if func._schema.arguments else None
+        if written is not None and written.is_write:
+            args[0].copy_(cast_args[0])
+            return args[0]
+        return with_types(result, {torch.float32: other})
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The arguments of one call of ``amp.initialize``.
+
+    Attributes:
+        opt_level: "O0" to "O3".
+        half_dtype: the half type.
+        parts: changes to the level's defaults.
+        init_scale: first value of a dynamic scale.
+        overlay: the user's cast lists, below the parts.
+    """
+
+    opt_level: str
+    half_dtype: torch.dtype
+    parts: tuple[Part, ...] = ()
+    init_scale: float = 2.0**16
+    overlay: Overlay = ()
+
+    @property
+    def properties(self) -> Properties:
+        """The resolved values of the level."""
+        return resolve(self.opt_level, self.half_dtype, loss_scale=self._loss_scale())
+
+    def settings(self) -> Settings:
+        """Returns the settings of a session.
+
+        Raises:
+            CastListError: the overlay has faults.
+        """
+        properties = self.properties
+        return Settings(
+            properties,
+            shipped().overlaid(self.overlay).overlaid({"blacklist": self._blacklist()}),
+            make_policy(properties.loss_scale, init_scale=self.init_scale),
+            keep_fp32=tuple(self._values("keep_fp32")),
+            fused_linear=properties.casts_float32_weights,
+        )
+
+    def examiner(self, model: nn.Module) -> Examiner:
+        """Returns what names the operators of a step of a copy of the user's model, with these arguments."""
+        names = {id(module): name for name, module in model.named_modules()}
+        return Examiner(self.properties, make_policy(self.properties.loss_scale), lambda: names)
+
+    def as_call(self) -> str:
+        """Returns the call of ``amp.initialize`` as text."""
+        blacklist, kept, scale = self._blacklist(), self._values("keep_fp32"), self._loss_scale()
+        overlay = {"blacklist": blacklist} if blacklist else None
+        changed = {"cast_lists": overlay, "keep_fp32": kept, "loss_scale": scale}
+        given = (f"{name}={value!r}".replace("'", '"') for name, value in changed.items() if value)
+        return preflight_report.call_of(self.opt_level, dtype_name(self.half_dtype), *given)
+
+    def _blacklist(self) -> dict[str, list[str]]:
+        """Returns the names of the functions in float32, by namespace."""
+        return grouped(self._values("blacklist"))
+
+    def _loss_scale(self) -> LossScale | None:
+        return next(iter(self._values("loss_scale")[::-1]), None)
+
+    def _values(self, argument: str) -> list[Any]:
+        return [value for name, value in self.parts if name == argument]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one step.
+
+    Attributes:
+        loss: the loss.
+        gradients: the unscaled gradients by the parameters' names, dense.
+    """
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+
+    @classmethod
+    def of(cls, loss: Tensor, parameters: Iterable[tuple[str, Tensor]]) -> Step:
+        """Returns the result of a step whose backward pass has run; keeps copies, those of half gradients in float32.
+
+        Args:
+            loss: the loss.
+            parameters: the parameters with unscaled gradients, by name.
+        """
+        gradients = {name: each.grad.detach().to_dense() for name, each in parameters if each.grad is not None}
+        wide = {name: torch.promote_types(each.dtype, torch.float32) for name, each in gradients.items()}
+        return cls(float(loss.detach()), {name: each.to(wide[name], copy=True) for name, each in gradients.items()})
+
+    @functools.cached_property
+    def is_finite(self) -> bool:
+        """True if the loss and all gradients are finite."""
+        return math.isfinite(self.loss) and all(bool(each.isfinite().all()) for each in self.gradients.values())
+
+    def gradient_error(self, other: Step) -> float:
+        """Returns |gradients of the other step - these| / |these|, as 2-norms over all parameters."""
+        squares, errors, zero = 0.0, 0.0, torch.zeros((), device="cpu")
+        for name in {**self.gradients, **other.gradients}:
+            mine, theirs = self.gradients.get(name, zero), other.gradients.get(name, zero)
+            squares += _norm(mine) ** 2
+            errors += _norm(theirs - mine) ** 2
+        return math.sqrt(relative(errors, squares))
+
+    def flushed(self, scale: float) -> float:
+        """Returns the share of the nonzero gradient values that float16 flushes to zero at a loss scale."""
+        gradients = self.gradients.values()
+        nonzero = sum(int((each != 0).sum()) for each in gradients)
+        return sum(int(flushed_of(each, scale).sum()) for each in gradients) / nonzero if nonzero else 0.0
+
+
+def relative(difference: float, size: float) -> float:
+    """Returns a difference as a share of a size; inf for one from zero."""
+    return 0.0 if difference == 0 else difference / size if size else math.inf
+
+
+def flushed_of(gradient: Tensor, scale: float) -> Tensor:
+    """Returns which elements are not zero, and float16 flushes to zero at a loss scale."""
+    return (gradient != 0) & (gradient.abs() < _FLUSHED_BELOW / scale)
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.complex128 if tensor.is_complex() else torch.float64))
+
+
+@dataclass(slots=True)
+class OpenedCopy:
+    """A copy of the model in a session.
+
+    Attributes:
+        session: the session.
+        model: the copy.
+        optimizer: an optimizer that changes nothing.
+        setup: the arguments of ``amp.initialize`` that the session has.
+    """
+
+    session: Session
+    model: nn.Module
+    optimizer: torch.optim.SGD
+    setup: Setup
+
+    def step_of(self, subject: Subject, arguments: Arguments) -> Tensor:
+        """Runs forward and backward pass; returns the loss."""
+        loss = subject.loss_of(self.model, arguments)
+        with self.session.scale_loss(loss, [self.optimizer], 0) as scaled:
+            scaled.backward()
+        return loss.detach()
+
+    def outcome(self, loss: Tensor) -> Step:
+        """Returns the loss and the unscaled gradients of the step that ran last."""
+        names = [name for name, each in self.model.named_parameters() if each.requires_grad]
+        return Step.of(loss, zip(names, self.session.master_params(self.optimizer), strict=True))
+
+
+@contextlib.contextmanager
+def opened_copy(subject: Subject, setup: Setup) -> Iterator[OpenedCopy]:
+    """Opens a session for a copy of the model and an optimizer that changes nothing."""
+    kernels.prepare()
+    calls.prepare()
+    settings = setup.settings()
+    model = subject.copied()
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.0)
+    session = open_session(settings, adopted_model.device_types(model))
+    session.verbose = False
+    try:
+        session.adopt([model], [optimizer])
+        yield OpenedCopy(session, model, optimizer, setup)
+    finally:
+        close_session(session)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One or more steps with one setup, until one is finite.
+
+    Attributes:
+        setup: the arguments of ``amp.initialize``.
+        level: how the last step went.
+        module: name of the module that overflowed or raised; empty if it is unknown, or the model itself.
+        is_refused: True if amp refused the setup, before any step.
+    """
+
+    setup: Setup
+    level: LevelVerdict
+    module: str = ""
+    is_refused: bool = False
+
+    @property
+    def stands(self) -> bool:
+        """True if the verdict is "stands"."""
+        return self.level.verdict == STANDS
+
+
+def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
+    """Runs a step with a setup; with a dynamic scale again, while only the backward pass overflows.
+
+    Args:
+        subject: the model and its step.
+        reference: the float32 step.
+        setup: the arguments of ``amp.initialize``.
+    """
+    level = LevelVerdict(setup.opt_level, dtype_name(setup.half_dtype), FAILS)
+    notes: list[str] = []
+    opened: OpenedCopy | None = None
+    try:
+        with noting_warnings(notes), opened_copy(subject, setup) as opened:
+            step, scale, trace = until_finite(subject, opened)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
+        level = replace(level, error=text_of(error), notes=tuple(notes))
+        return Trial(setup, level, "" if opened is None else _innermost(error, opened.model), opened is None)
+    flushed = reference.flushed(scale) if setup.half_dtype is torch.float16 else None
+    level = replace(level, verdict=OVERFLOWS, loss_scale=scale, loss=step.loss, underflow=flushed)
+    level = replace(level, trace=trace, notes=tuple(notes))
+    if step.is_finite:
+        lost = reference.gradient_error(step)
+        loss_error = relative(abs(step.loss - reference.loss), abs(reference.loss))
+        verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
+        level = replace(level, verdict=verdict, loss_error=loss_error, gradient_error=lost)
+    return Trial(setup, level, "" if trace is None else trace.module or "")
+
+
+def until_finite(subject: Subject, opened: OpenedCopy) -> tuple[Step, float, OverflowTrace | None]:
+    """Returns the last step, its scale, and the trace that most scales have in common."""
+    dynamic = opened.setup.properties.loss_scale == "dynamic"
+    buffers = [(buffer, buffer.clone()) for buffer in opened.model.buffers()]
+    examiner = opened.setup.examiner(opened.model)
+    traces: dict[Any, list[OverflowTrace]] = {}
+    while True:
+        scale, arguments = opened.session.scaler(0).state.loss_scale, subject.begin_step()
+        with Watch(keep=has_half) as watch, RandomInFloat32():
+            loss = opened.step_of(subject, arguments)
+        step = opened.outcome(loss)
+        trace = None if step.is_finite else examined(watch, examiner, scale)
+        if trace is not None:
+            traces.setdefault((trace.direction, trace.function, trace.module, trace.line), []).append(trace)
+        only_backward = math.isfinite(step.loss) and (trace is None or trace.direction == "backward")
+        if step.is_finite or not (dynamic and only_backward and scale > _LEAST_SCALE):
+            break
+        try:
+            opened.optimizer.step()  # which is skipped
+        except LossScaleError:
+            break
+        opened.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    return step, scale, max(traces.values(), key=len)[0] if traces else None
+
+
+def examined(watch: Watch, examiner: Examiner, loss_scale: float) -> OverflowTrace | None:
+    """Returns where the first inf or NaN of a watched step arose; None if no operator produced one."""
+    found: list[WatchedOp | None] = list(origins_of_gradients(watch).values())
+    if not found:  # the gradients are finite, and the loss is not
+        found += causes.origins(watch.ops).values()
+    return examiner.describe(found, watch.missed_threads, loss_scale) if found else None
+
+
+def _innermost(error: BaseException, model: nn.Module) -> str:
+    """Returns the name of the innermost module whose code raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    running = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(running)), "")
+
+
+def measured(subject: Subject, planned: Sequence[tuple[LevelVerdict, Setup | None]]) -> list[LevelVerdict]:
+    """Returns verdicts with time and memory of a step: forward pass, loss, backward pass, and the step of SGD.
+
+    Goes through all setups three times, so that noise of the machine hits all alike. Each time a step to warm up comes
+    first. A verdict whose setup is None gets no numbers.
+    """
+    verdicts = [verdict for verdict, _ in planned]
+    waiting = {place: setup for place, (_, setup) in enumerate(planned) if setup is not None}
+    seconds: dict[int, list[float]] = {place: [] for place in waiting}
+    for last in [False] * _ROUNDS + [True]:
+        for place, setup in list(waiting.items()):
+            try:
+                with noting_warnings([]):  # those of amp are in the verdict's notes
+                    if last:
+                        verdicts[place] = replace(verdicts[place], peak_bytes=_peak_bytes(subject, setup))
+                    else:
+                        seconds[place].append(_seconds(subject, setup))
+            except Exception as error:  # noqa: BLE001 - a report without a number is better than none
+                notes = *verdicts[place].notes, f"not measured further: {text_of(error)}"
+                verdicts[place] = replace(verdicts[place], notes=notes)
+                del waiting[place]
+    for place, times in seconds.items():
+        if times:
+            verdicts[place] = replace(verdicts[place], milliseconds=statistics.median(times) * 1e3)
+    return verdicts
+
+
+def _seconds(subject: Subject, setup: Setup) -> float:
+    """Returns the time of a step, after one to warm up."""
+    gpus = {each.device for each in subject.model.parameters() if each.is_cuda}
+
+    def now() -> float:
+        for device in gpus:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    with opened_copy(subject, setup) as opened:
+        step = _warmed_up(opened, subject)
+        begun = now()
+        step()
+        return now() - begun
+
+
+def _warmed_up(opened: OpenedCopy, subject: Subject) -> Callable[[], None]:
+    """Runs a training step of a copy, and returns a function that runs another one, on the same random numbers."""
+
+    def step(arguments: Arguments) -> None:
+        opened.step_of(subject, arguments)
+        opened.optimizer.step()
+
+    step(subject.begin_step())
+    opened.optimizer.zero_grad(set_to_none=True)
+    return functools.partial(step, subject.begin_step())
+
+
+def _peak_bytes(subject: Subject, setup: Setup) -> int:
+    """Returns the peak memory of a step, with the weights of the copy, and without the user's own model."""
+    gpu = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
+    before = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
+    with contextlib.ExitStack() as stack:
+
+        def prepare() -> Callable[[], None]:
+            return _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject)
+
+        if gpu is None:
+            return peak_allocated(prepare)
+        step = prepare()
+        torch.cuda.reset_peak_memory_stats(gpu)
+        step()
+        return torch.cuda.max_memory_allocated(gpu) - before

@@ -1,0 +1,108 @@
+"""Finds the line of the user's code that called torch.
+
+Owns which code is the user's: all that is neither torch's, nor ampatch's, nor the standard library's. Must never read a
+source file, nor look at the variables of a frame.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import sysconfig
+import types
+from pathlib import Path
+
+import torch
+from torch import nn
+
+#: Modules that call the user's model: lines above them called ampatch, and no operator.
+_CALLERS = frozenset(
+    f"ampatch.diagnostics.{name}" for name in ("overflow.forwards", "preflight.preflight", "preflight.subject")
+)
+_NOT_USER_CODE = frozenset({"ampatch", "torch", *sys.stdlib_module_names})
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+#: Parts of ampatch that are examples of user code.
+_EXAMPLES = "ampatch.demo"
+#: Parts of ampatch that compute for themselves, and what of theirs calls functions for the user.
+_OWN_ARITHMETIC = (
+    *("ampatch.amp", "ampatch.session", "ampatch.scaling", "ampatch.weights", "ampatch.native", "ampatch.distributed"),
+    *("ampatch.casting", "ampatch.patching", "ampatch.interfaces", "ampatch.apex.amp", "ampatch.apex.fp16_utils"),
+)
+_CALLING_FOR_USERS = ("ampatch.patching.wrappers", "ampatch.patching.casting_mode")
+
+
+class Code(enum.Enum):
+    """The owner of some code."""
+
+    USER = "user"
+    LIBRARY = "library"  # torch, the standard library, and the parts of ampatch that call functions for the user
+    AMP = "amp"  # parts of ampatch that compute for themselves
+    #: Code that ends the search: the autograd engine's, whose callers did not write the backward pass.
+    END = "end"
+
+
+_COMPILER = "torch._dynamo.eval_frame"
+#: The code that calls the autograd engine.
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+# By id, as the hash of a code object walks through its instructions. The code is kept, so that its id stays its own.
+_owners: dict[int, tuple[types.CodeType, Code]] = {id(_ENGINE): (_ENGINE, Code.END)}
+
+
+def owner_of(frame: types.FrameType) -> Code:
+    """Returns whose code a frame runs."""
+    code = frame.f_code
+    known = _owners.get(id(code))
+    if known is None:
+        known = _owners[id(code)] = code, _owner_of_module(str(frame.f_globals.get("__name__", "")), code.co_filename)
+    return known[1]
+
+
+def users_frame(frame: types.FrameType | None) -> types.FrameType | None:
+    """Returns the innermost frame of user code, from a frame outwards; None in a backward pass without any."""
+    owners = _owners
+    while frame is not None:
+        known = owners.get(id(frame.f_code))
+        owner = owner_of(frame) if known is None else known[1]
+        if owner is Code.USER:
+            return frame
+        if owner is Code.END:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def is_compiled(frame: types.FrameType | None) -> bool:
+    """Returns True if code that torch.compile was given is calling: it may run compiled, or not."""
+    while frame is not None:
+        # Optimizers' steps run in a wrapper of the same module, which keeps them from being compiled.
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == _COMPILER:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_around_compiled(module: nn.Module) -> bool:
+    """Returns True if a module is what `torch.compile` returns for the user's module."""
+    return type(module).__module__ == _COMPILER
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Returns True if torch.compile was given a module, or its method ``compile`` was called."""
+    return is_around_compiled(module) or module._compiled_call_impl is not None
+
+
+def _owner_of_module(name: str, file: str) -> Code:
+    if name in _CALLERS:
+        return Code.END
+    package = name.partition(".")[0]
+    if _is_within(name, (_EXAMPLES,)) or package not in _NOT_USER_CODE:
+        return Code.USER
+    # A script beside the user's may have the name of a module in the standard library.
+    if package in sys.stdlib_module_names and Path(file).is_absolute() and not file.startswith(_STANDARD_LIBRARY):
+        return Code.USER
+    is_own = _is_within(name, _OWN_ARITHMETIC) and not _is_within(name, _CALLING_FOR_USERS)
+    return Code.AMP if is_own else Code.LIBRARY
+
+
+def _is_within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)

@@ -1,0 +1,258 @@
+"""The modules of a report: the types that went in and came out, and the memory of their results and weights.
+
+Owns what was seen of each module, and which modules run in each thread. Must never change a module.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ampatch.diagnostics.recorder.operands import bytes_of
+from ampatch.opt_levels import HALVES, dtype_name
+
+#: Modules around the user's model, which are not recorded: names of modules are those in the model.
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+_ByType = Counter[torch.dtype]
+
+
+@dataclass(slots=True, eq=False)
+class _Root:
+    """A module that ran inside of no other.
+
+    Attributes:
+        reference: the module.
+        class_name: its class.
+        names: names of the modules in it, by id.
+    """
+
+    reference: weakref.ref[nn.Module]
+    class_name: str
+    names: dict[int, str]
+
+
+@dataclass(slots=True, eq=False)
+class _Module:
+    """What was seen of one module; see the report's dict for its fields."""
+
+    reference: weakref.ref[nn.Module]
+    class_name: str
+    root: _Root
+    name: str
+    weight_bytes: _ByType = field(default_factory=Counter)
+    given: _ByType = field(default_factory=Counter)
+    returned: _ByType = field(default_factory=Counter)
+    operators: _ByType = field(default_factory=Counter)
+    activation_bytes: _ByType = field(default_factory=Counter)
+    half_bytes: int = 0
+    cast_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A module whose forward pass runs.
+
+    Attributes:
+        module: what is known of the module.
+        root: the outermost module that runs.
+        task: the backward pass that recomputes it; -1 in a forward pass.
+        number: of the forward pass.
+        on_leave: function to call when it ends; None if there is none.
+    """
+
+    module: _Module
+    root: _Root
+    task: int
+    number: int
+    on_leave: Callable[[], None] | None
+    bytes: _ByType = field(default_factory=Counter)
+    cast_bytes: int = 0
+
+    def note_results(self, results: list[Tensor], is_new_memory: bool) -> None:
+        """Counts an operator's results."""
+        for each in results:
+            self.module.operators[each.dtype] += 1
+            if is_new_memory:
+                self.bytes[each.dtype] += each.nbytes
+
+
+class Modules:
+    """The modules that ran while a report was open.
+
+    Attributes:
+        last: class of the module that began or ended last.
+        forward: number of its forward pass.
+    """
+
+    def __init__(self) -> None:
+        self.last = ""
+        self.forward = 0
+        self._count = 0
+        self._thread = threading.local()
+        self._modules: dict[int, _Module] = {}  # those that are alive, by id
+        self._dead: list[_Module] = []
+        self._roots: dict[int, _Root] = {}
+
+    @property
+    def running(self) -> list[Running]:
+        """The modules that run in this thread, from the outermost."""
+        found: list[Running] = self._thread.__dict__.setdefault("running", [])
+        return found
+
+    def enter(self, module: nn.Module, given: list[Tensor], task: int, on_leave: Callable[[], None] | None) -> None:
+        """Notes that a module's forward pass begins.
+
+        Args:
+            module: the module.
+            given: tensors among its arguments.
+            task: number of the backward pass that recomputes it; -1 in a forward pass.
+            on_leave: function to call when it ends.
+        """
+        running, key = self.running, id(module)
+        root = running[0].root if running else self._root(module)
+        known = self._modules.get(key)
+        if known is None or known.reference() is not module:
+            if known is not None:  # it has died, and this one has its id
+                self._dead.append(known)
+            name = _name_in(root, module)
+            known = self._modules[key] = _Module(weakref.ref(module), type(module).__name__, root, name)
+        elif len(root.names) > len(known.root.names):  # it ran outside of its model before
+            known.root, known.name = root, _name_in(root, module)
+        known.given.update(each.dtype for each in given)
+        self._count += 1
+        running.append(Running(known, root, task, self._count, on_leave))
+        self.last, self.forward = known.class_name, self._count
+
+    def leave(self, module: nn.Module, given: list[Tensor], returned: list[Tensor]) -> None:
+        """Notes that a module's forward pass has ended, whether it returned or raised.
+
+        Args:
+            module: the module.
+            given: tensors among its keyword arguments, which `enter` cannot see.
+            returned: tensors in its result.
+        """
+        running = self.running
+        if not any(each.module.reference() is module for each in running):
+            return
+        while running:
+            ended = running.pop()
+            known = ended.module
+            if ended.on_leave is not None:
+                ended.on_leave()
+            if ended.bytes.total() > known.activation_bytes.total():
+                known.activation_bytes = ended.bytes
+            half_bytes = _in_half(ended.bytes)
+            if half_bytes - ended.cast_bytes > known.half_bytes - known.cast_bytes or not known.half_bytes:
+                known.half_bytes, known.cast_bytes = half_bytes, ended.cast_bytes
+            if known.reference() is module:
+                break
+        if not known.weight_bytes:  # lazy modules had none before
+            known.weight_bytes = _own_bytes(module)
+        known.given.update(each.dtype for each in given)
+        known.returned.update(each.dtype for each in returned)
+        self.last, self.forward = known.class_name, ended.number
+
+    def note_casts(self, size: int) -> None:
+        """Notes bytes that amp's casts have written in the module that runs."""
+        if self.running:
+            self.running[-1].cast_bytes += size
+
+    def name_of(self, known: _Module) -> str:
+        """Returns the name of a module that was seen."""
+        return self._named(known, self._prefixes())
+
+    def as_dicts(self, has_masters: bool) -> list[dict[str, Any]]:
+        """Returns the modules as plain data, first those with the most bytes.
+
+        Args:
+            has_masters: whether half weights have float32 masters.
+        """
+        prefixes = self._prefixes()
+        seen = {self._named(known, prefixes): known for known in (*self._dead, *self._modules.values())}
+        rows = []
+        for name, known in seen.items():
+            # Against float32, two bytes less for each element, and four more for its master.
+            saved_by_weights = _in_half(known.weight_bytes) * (-1 if has_masters else 1)
+            rows.append(
+                {
+                    "name": name,
+                    "class": known.class_name,
+                    "parent": _parent(name, seen, prefixes.values()),
+                    "in": _plain(known.given),
+                    "out": _plain(known.returned),
+                    "operators": _plain(known.operators),
+                    "activation_bytes": _plain(known.activation_bytes),
+                    "weight_bytes": _plain(known.weight_bytes),
+                    "saved_bytes": known.half_bytes - known.cast_bytes + saved_by_weights,
+                }
+            )
+        return sorted(rows, key=lambda row: -sum(row["activation_bytes"].values()) - sum(row["weight_bytes"].values()))
+
+    def _root(self, module: nn.Module) -> _Root:
+        found = self._roots.get(id(module))
+        if found is None or found.reference() is not module:
+            found = self._roots[id(module)] = _Root(weakref.ref(module), type(module).__name__, _names_in(module))
+        return found
+
+    def _prefixes(self) -> dict[_Root, str]:
+        """Returns what names of modules begin with, by the outermost module: the greatest model has no prefix."""
+        roots = list(dict.fromkeys(known.root for known in (*self._dead, *self._modules.values())))
+        greatest = max(roots, key=lambda root: len(root.names), default=None)
+        prefixes: dict[_Root, str] = {}
+        for root in roots:
+            prefix, number = root.class_name, 1
+            while prefix in prefixes.values():
+                number += 1
+                prefix = f"{root.class_name}{number}"
+            prefixes[root] = "" if root is greatest else prefix
+        return prefixes
+
+    @staticmethod
+    def _named(known: _Module, prefixes: dict[_Root, str]) -> str:
+        return ".".join(part for part in (prefixes[known.root], known.name) if part)
+
+
+def _names_in(root: nn.Module) -> dict[int, str]:
+    return {id(module): name for name, module in root.named_modules()}
+
+
+def _name_in(root: _Root, module: nn.Module) -> str:
+    """Returns a module's name in the outermost one; its class if that does not hold it."""
+    if id(module) not in root.names:  # added since
+        outermost = root.reference()
+        root.names = {} if outermost is None else _names_in(outermost)
+    return root.names.get(id(module), type(module).__name__)
+
+
+def _parent(name: str, seen: Container[str], outermost: Collection[str]) -> str | None:
+    """Returns the nearest name above that was seen; None for an outermost module."""
+    while name not in outermost:
+        name = name.rpartition(".")[0]
+        if name in seen:
+            return name
+    return None
+
+
+def _own_bytes(module: nn.Module) -> _ByType:
+    sizes = _ByType()
+    for parameter in module._parameters.values():
+        if parameter is not None and not is_lazy(parameter):
+            sizes[parameter.dtype] += bytes_of(parameter)
+    return sizes
+
+
+def _in_half(sizes: _ByType) -> int:
+    return sum(sizes[dtype] for dtype in HALVES)
+
+
+def _plain(counts: _ByType) -> dict[str, int]:
+    return {dtype_name(dtype): count for dtype, count in counts.most_common()}

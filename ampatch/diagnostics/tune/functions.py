@@ -1,0 +1,212 @@
+"""What a training calls in half: functions with their lists, and the FLOPs of each by type.
+
+Owns the choice of the functions that a search may move to float32. Must never change a result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch._C import _current_autograd_node
+from torch.utils.flop_counter import flop_registry
+
+from ampatch.cast_lists.coverage import reason_of
+from ampatch.cast_lists.lists import CastLists
+from ampatch.cast_lists.paths import Path, find_or
+from ampatch.cast_lists.rules import Treatment
+from ampatch.casting.nested import tensors_in
+from ampatch.diagnostics.recorder.functions import name_of
+from ampatch.diagnostics.report.calls import CallRecorder, remember
+from ampatch.diagnostics.report.rows import Row
+from ampatch.errors import CastListError
+from ampatch.grouping import grouped
+from ampatch.opt_levels import HALVES
+from ampatch.patching.adapters import is_in_place
+from ampatch.patching.fused_linear import LINEAR, NODE
+
+#: Reasons of ``lists/reviewed.yaml`` for which a function does the same in half as in float32, or is no arithmetic.
+_HARMLESS = (
+    *("compares", "exact", "views", "makes", "converts", "fixed_type", "integers", "reads", "bookkeeping"),
+    *("removed", "symbols", "settings", "quantized", "draws"),
+)
+#: Rules that a cast list cannot change.
+_FIXED = {
+    "decorated": "an amp decorator fixes its type",
+    "registered": "it was registered, and a registration takes precedence over cast lists",
+}
+_RECURRENT = ("lstm", "gru", "rnn")
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a training called. The values are those that JSON has.
+
+    Attributes:
+        rules: functions that it called with half tensors, and that a cast list can move to float32: the list that each
+            is in by its path; None for no list.
+        flops: their FLOPs in half, forward and backward.
+        half_flops: FLOPs in half.
+        all_flops: all FLOPs that were counted.
+        notes: what could not be observed or moved, as sentences.
+        is_disturbed: True if the training ran otherwise than unwatched, as compiled code does. Its metric counts for
+            nothing then.
+    """
+
+    rules: dict[str, str | None]
+    flops: dict[str, int]
+    half_flops: int = 0
+    all_flops: int = 0
+    notes: list[str] = field(default_factory=list)
+    is_disturbed: bool = False
+
+    def with_functions(self, other: Observed) -> Observed:
+        """Returns this with the functions of another training too."""
+        return replace(self, rules={**other.rules, **self.rules}, flops={**other.flops, **self.flops})
+
+    def share(self, kept: frozenset[str] = frozenset()) -> float | None:
+        """Returns the share of the FLOPs in half once some functions run in float32; None if no FLOPs were counted."""
+        lost = sum(self.flops.get(path, 0) for path in kept)
+        return (self.half_flops - lost) / self.all_flops if self.all_flops else None
+
+    def group(self, path: str) -> str:
+        """Returns the functions that a search moves together with one, in words."""
+        namespace, _, name = path.rpartition(".")
+        if namespace.partition(".")[0] != "torch":
+            return f"functions of {namespace}"
+        if self.rules[path] != "whitelist":
+            return "functions that promote" if self.rules[path] == "promote" else "functions on no list"
+        if "conv" in name:
+            return "convolutions"
+        if "attention" in name:
+            return "attention"
+        if name.removesuffix("_cell").partition("_")[0] in _RECURRENT:
+            return "recurrent layers"
+        return "matrix products" if self.flops[path] else "other whitelisted functions"
+
+
+class TrainingRecorder(CallRecorder):
+    """Records what a training and its evaluation call, with FLOPs by function and type.
+
+    Args:
+        lists: the cast lists of the training.
+
+    Attributes:
+        counts_flops: False once the training has ended: the FLOPs of the evaluation do not count.
+    """
+
+    def __init__(self, lists: CastLists) -> None:
+        super().__init__()
+        self._lists = lists
+        self.counts_flops = True
+        self._flops: Counter[tuple[Any, bool]] = Counter()
+        self._by_sequence: dict[int, Any] = {}  # functions of the forward pass, by the numbers of their autograd nodes
+
+    def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator, and counts its FLOPs."""
+        result = super().operator(op, args, kwargs)
+        count = _formulas().get(getattr(op, "_overloadpacket", None)) if self.counts_flops else None
+        if count is not None:
+            with torch._C.DisableTorchFunction():
+                self._count(int(count(*args, **kwargs, out_val=result)), tensors_in(args))
+        return result
+
+    def _count(self, flops: int, tensors: Any) -> None:
+        floating = [each for each in tensors if each.is_floating_point()]
+        node: Any = _current_autograd_node()
+        row = self._thread.call.row
+        if node is None:
+            function = None if row is None else row.function
+            if torch.is_grad_enabled() and any(each.requires_grad for each in floating):
+                # autograd has just made the node whose backward pass belongs to this operator
+                remember(self._by_sequence, torch._C._autograd._get_sequence_nr() - 1, function)
+        else:
+            function = LINEAR if node.name() == NODE else self._by_sequence.get(node._sequence_nr())
+        self._flops[function, any(each.dtype in HALVES for each in floating)] += flops
+
+    def observed(self) -> Observed:
+        """Returns what was recorded."""
+        rows = grouped((row.function, row) for row in self._rows.read() if not isinstance(row.function, str))
+        # The session's lists, also for functions that parts treat otherwise: these are what a search changes.
+        rules = {} if self._rulings is None else self._rulings.of(rows, of_parts=False)
+        rules |= dict.fromkeys(self._decorated & set(rows), "decorated")
+        half = sum(count for (_, is_half), count in self._flops.items() if is_half)
+        notes = list(self._missed)
+        observed = Observed({}, {}, half, sum(self._flops.values()), notes, bool(self._missed))
+        for function, of_function in rows.items():
+            rule, path = rules.get(function), name_of(function)
+            if rule not in _FIXED and _meets_half(of_function, "whitelist"):
+                notes += self._held_by_parts(path)
+            if rule in ("blacklist", "banned") or not _meets_half(of_function, rule):
+                continue
+            reason = _FIXED.get(str(rule)) or self._unmovable(path, function)
+            if reason:
+                notes.append(f"{path} stays as it is: {reason}.")
+            elif reason is None:
+                observed.rules[path], observed.flops[path] = rule, self._flops[function, True]
+        uncounted = [
+            path for path, flops in observed.flops.items() if not flops and observed.group(path) == "recurrent layers"
+        ]
+        if uncounted:
+            notes.append(f"The FLOPs of {', '.join(sorted(uncounted))} are not counted: torch has no formula for them.")
+        return observed
+
+    def _held_by_parts(self, name: str) -> Iterator[str]:
+        """Yields a sentence for each part of a model whose own rules a search cannot change to float32."""
+        lists = self._blacklisting(name)
+        if lists is None or self._rulings is None:
+            return
+        path = Path(*name.rpartition(".")[::2])
+        for entry in lists.modules:
+            rule = None if entry.is_float32 else lists.of_module(entry).for_half(self._rulings.half_dtype).get(path)
+            if not entry.is_float32 and (rule is None or rule.treatment is not Treatment.BLACKLIST):
+                yield (
+                    f"{name} stays as it is in submodules that {entry.name!r} matches ({entry.source}): the rules of "
+                    "that entry come before those of the list that is searched. Change it there to try it in float32."
+                )
+
+    def _unmovable(self, name: str, function: Any) -> str | None:
+        """Returns why a cast list cannot move a function to float32; "" if there is no reason to; None if it can."""
+        namespace, _, last = name.rpartition(".")
+        path = Path(namespace, last)
+        if find_or(path) is not function:
+            return ""
+        reason = reason_of(path)
+        if reason is not None and reason.name in _HARMLESS:
+            return ""
+        if is_in_place(last):
+            return "a blacklisted in-place function raises on half tensors"
+        return "" if self._blacklisting(name) is None else None
+
+    def _blacklisting(self, name: str) -> CastLists | None:
+        """Returns the lists with a function on the blacklist; None if none can be there, such as a property."""
+        try:
+            return self._lists.overlaid(blacklist([name]))
+        except CastListError:
+            return None
+
+
+def blacklist(paths: Any) -> dict[str, dict[str, list[str]]]:
+    """Returns an overlay that moves functions to the blacklist."""
+    split = (path.rpartition(".") for path in sorted(paths))
+    return {"blacklist": grouped((namespace, name) for namespace, _, name in split)}
+
+
+def _meets_half(rows: list[Row], rule: str | None) -> bool:
+    if rule == "whitelist" and any(row.numbers.casts or row.numbers.cache_hits for row in rows):
+        return True
+    return any(dtype in HALVES for row in rows for types in row.types for side in types for dtype in side)
+
+
+@cache
+def _formulas() -> dict[Any, Callable[..., Any]]:
+    """Returns torch's formulas for FLOPs, with those of attention on the CPU, which torch leaves out."""
+    aten, flash = torch.ops.aten, "_scaled_dot_product_flash_attention"
+    on_cpu = {
+        getattr(aten, f"{flash}_for_cpu{end}"): flop_registry[getattr(aten, flash + end)] for end in ("", "_backward")
+    }
+    return {**on_cpu, **flop_registry}
