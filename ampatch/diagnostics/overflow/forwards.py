@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from torch.autograd.graph import _engine_run_backward
 from ampatch.casting.nested import cast_tensors
 from ampatch.diagnostics.random_state import RandomState
 from ampatch.diagnostics.recorder.callers import users_frame
-from ampatch.diagnostics.recorder.operands import versions_of
 from ampatch.diagnostics.recorder.records import Place
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.distributed import is_sharded
@@ -61,10 +60,12 @@ class NotedForward:
         self.is_used = False
         frame = users_frame(sys._getframe(1))
         self.place = None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)
-        given: Any = cast_tensors((args, kwargs), _apart)
-        self._call, self._given = call, given
+        given: Any = (args, kwargs)
         tensors = list(_tensors_in(given))
-        self._versions = versions_of(tensors)
+        if any(each.requires_grad for each in tensors):
+            given = cast_tensors(given, _apart)
+        self._call, self._given = call, given
+        self._versions = _versions_of(tensors)
         self._state = state() if is_in_region() or torch._C._is_any_autocast_enabled() else PLAIN
         on_gpus = [each.device for each in tensors if each.is_cuda] if torch.cuda.is_initialized() else ()
         self._random = _random_states(set(on_gpus))
@@ -73,11 +74,13 @@ class NotedForward:
     def follow(self, result: object) -> None:
         """Notes the gradients that come into the outputs from now on."""
         for place, output in enumerate(_tensors_in(result)):
-            if output.grad_fn is not None:
-                output.register_hook(functools.partial(self._note, place))
+            if output.grad_fn is not None:  # hooks of nodes cost half of what hooks of tensors do
+                output.grad_fn.register_prehook(functools.partial(self._note, place, output.output_nr))
 
-    def _note(self, place: int, gradient: Tensor) -> None:
-        self.arrived.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient.detach()
+    def _note(self, place: int, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[number]
+        if gradient is not None:
+            self.arrived.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient.detach()
 
     @property
     def obstacle(self) -> str:
@@ -88,7 +91,7 @@ class NotedForward:
             return "its parameters are sharded over ranks"
         if any(isinstance(each, torch.jit.ScriptModule) for each in self.module.modules()):
             return "TorchScript has compiled a part of it"
-        is_same = versions_of(list(_tensors_in(self._given))) == self._versions
+        is_same = _versions_of(_tensors_in(self._given)) == self._versions
         return "" if is_same else "its arguments were written to since"
 
     def run_again(self, watch: Watch, factor: float = 1.0) -> None:
@@ -166,6 +169,10 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(getattr(value, field.name, None))
 
 
+def _versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    return [0 if each.is_inference() else each._version for each in tensors]
+
+
 def _apart(tensor: Tensor) -> Tensor:
     """Returns a tensor without its graph, which the first backward pass frees."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
@@ -185,7 +192,7 @@ def _unchanged(module: nn.Module, noted: _Random) -> Iterator[None]:
     tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
     frozen = [each for each in module.parameters() if not each.requires_grad and each.numel() <= 2**20]
     kept = [each.detach().clone() for each in frozen]
-    versions = versions_of(frozen)
+    versions = _versions_of(frozen)
     copies = {id(each): each.detach().clone() for each in module.buffers()}
     for table, buffers in tables:
         table.update({name: each if each is None else copies[id(each)] for name, each in buffers.items()})
@@ -201,7 +208,7 @@ def _unchanged(module: nn.Module, noted: _Random) -> Iterator[None]:
         for table, buffers in tables:
             table.clear()
             table.update(buffers)
-        if versions_of(frozen) != versions:
+        if _versions_of(frozen) != versions:
             with torch.no_grad():
                 for parameter, value in zip(frozen, kept, strict=True):
                     parameter.copy_(value)

@@ -82,7 +82,7 @@ class OverflowTracer:
         ledger.on_undo(self._noted.clear)
 
         def after_step(optimizer: Any, *_: object) -> None:  # also of optimizers that amp has not adopted
-            self._note_used(set(map(id, parameters_of(optimizer))))
+            self._note_used(lambda: parameters_of(optimizer))
 
         setattr(after_step, OWN_HOOK, True)
         ledger.on_undo(register_optimizer_step_post_hook(after_step).remove)
@@ -134,17 +134,23 @@ class OverflowTracer:
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Notes that a step has used the gradients of parameters, or was skipped."""
-        ids = set(map(id, parameters))
-        self._note_used(ids)
+        parameters = list(parameters)
+        self._note_used(lambda: parameters)
         watched = self._watched
         if watched is not None and watched.is_this_thread:
+            ids = set(map(id, parameters))
             watched.end_step(ids)
             self._left -= not ids.isdisjoint(self._watched_for)
             if self._left <= 0:
                 self._stop_watching()
 
-    def _note_used(self, ids: set[int]) -> None:
-        used = [each for each in self._noted if not self._ids_of(each.module).isdisjoint(ids)]
+    def _note_used(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        # Usually the first parameter is of the model.
+        used = [
+            each
+            for each in self._noted
+            if not each.is_used and any(id(parameter) in self._ids_of(each.module) for parameter in parameters())
+        ]
         backward = {number for each in used for number in each.arrived}
         for each in self._noted:
             each.is_used = each.is_used or each in used or not backward.isdisjoint(each.arrived)
