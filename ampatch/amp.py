@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ampatch import opt_levels, policy
+from ampatch import distributed, opt_levels, policy
 from ampatch.cast_lists import list_edits, rules
 from ampatch.cast_lists.lists import CastLists, Overlay, shipped
 from ampatch.cast_lists.paths import Path
@@ -165,6 +166,10 @@ _Models = TypeVar("_Models", bound=nn.Module | Sequence[nn.Module])
 _Optimizers = TypeVar("_Optimizers")
 
 
+#: Steps that "explain" has noted after it has begun.
+_STEPS_NOTED = 100
+
+
 def __dir__() -> list[str]:
     return __all__  # completion offers public names only
 
@@ -246,7 +251,7 @@ def initialize(
     cast_buffers: Any = False,
     patch_torch_functions_type: torch.dtype | str | None = None,
     profile_casts: bool = False,
-    on_overflow: OnOverflow = "log",
+    on_overflow: OnOverflow = "explain",
     check_finite: bool = False,
     scaler: str | None = None,
     fused_linear: bool | None = None,
@@ -297,15 +302,17 @@ def initialize(
         profile_casts: whether each cast has a label in ``torch.profiler``, such as "ampatch: cast weight of
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
         on_overflow: how a skipped step is reported. The step is skipped first: weights, masters and optimizer state are
-            as they were. "log" writes a line to the log, at verbosity 1. "raise" raises `GradientOverflowError` from
-            ``optimizer.step()``. A function is called with the `Overflow`, once for each optimizer that skips. If it
-            raises, so does ``optimizer.step()``. "trace" runs the forward passes of a skipped step again, and logs
-            ``str(overflow)`` at any verbosity. The text names the function that first produced inf or NaN. What a
-            second run cannot tell is looked for in the next steps, which take several times as long. ("trace",
-            function) and ("trace", "raise") put the trace into the overflow. At the floor of the scale `LossScaleError`
-            is raised instead, with the overflow as its attribute ``overflow``. All values but "log" read the overflow
-            flag before every step, as ``exact_hooks`` does. That syncs with the device, and prevents skipping and
-            unscaling in the optimizer's own kernel.
+            as they were. "log" writes a line to the log, at verbosity 1. "explain" does so too. After a skip for which
+            the search of the loss scale does not account, it notes the next steps, and logs the trace of one that is
+            skipped: the loss is inf or NaN, the scale is static, or it is the third in a row (at the start the eighth).
+            "raise" raises `GradientOverflowError` from ``optimizer.step()``. A function is called with the `Overflow`,
+            once for each optimizer that skips. If it raises, so does ``optimizer.step()``. "trace" runs the forward
+            passes of a skipped step again, and logs ``str(overflow)`` at any verbosity. The text names the function
+            that first produced inf or NaN. What a second run cannot tell is looked for in the next steps, which take
+            several times as long. ("trace", function) and ("trace", "raise") put the trace into the overflow. At the
+            floor of the scale `LossScaleError` is raised instead, with the overflow as its attribute ``overflow``. All
+            values but "log" and "explain" read the overflow flag before every step, as ``exact_hooks`` does. That syncs
+            with the device, and prevents skipping and unscaling in the optimizer's own kernel.
         check_finite: whether each step looks for inf and NaN in its gradients, and is skipped if there are any, under a
             static scale too. A static scale keeps its value. The check reads the gradients as the optimizer is about to
             read them: of any backward pass, in a block or not, after clipping and edits. With a closure it reads the
@@ -487,7 +494,7 @@ def init(
     cast_lists: Overlay | None = None,
     patch_type: torch.dtype | str | None = None,
     profile_casts: bool = False,
-    on_overflow: OnOverflow = "log",
+    on_overflow: OnOverflow = "explain",
     check_finite: bool = False,
     fused_linear: bool | None = None,
 ) -> Handle:
@@ -1400,6 +1407,9 @@ def _open(settings: Settings, device_types: Iterable[str], fused_linear: object)
             from ampatch.diagnostics.overflow.tracer import OverflowTracer
 
             opened.trace_with(OverflowTracer(opened))
+        elif opened.overflows.explains:
+            reference = weakref.ref(opened)
+            opened.overflows.trace_next = lambda: _trace_next(reference)
         never_fires = opened.overflows.reports and not (settings.scale_policy.dynamic or settings.check_finite)
         if never_fires:
             warn(
@@ -1411,6 +1421,21 @@ def _open(settings: Settings, device_types: Iterable[str], fused_linear: object)
         close_session(opened)
         raise
     return opened
+
+
+def _trace_next(reference: weakref.ref[Session]) -> None:
+    """Has a session's next steps noted, as one was skipped for which the search of the loss scale does not account."""
+    from ampatch.diagnostics.overflow.tracer import OverflowTracer
+
+    session = reference()
+    # Ranks that do not skip together would wait for one another in a second run.
+    if session is None or distributed.has_other_ranks():
+        return
+    tracer = session.overflows.tracer
+    if isinstance(tracer, OverflowTracer):
+        tracer.note_next()
+    else:
+        session.trace_with(OverflowTracer(session, steps=_STEPS_NOTED))
 
 
 def _disable() -> None:

@@ -760,9 +760,14 @@ class Session:
         return list(self._models)
 
     def trace_with(self, tracer: SessionTracer) -> None:
-        """Has a tracer watch the steps until the session is taken down."""
-        self.overflows.tracer = self._regions.recorder = tracer
+        """Has a tracer note the steps until the session is taken down, or `note_forwards` ends that."""
+        self.overflows.tracer = tracer
         tracer.install(self.ledger)
+        self.note_forwards(tracer)
+
+    def note_forwards(self, recorder: Recorder | None) -> None:
+        """Has the outermost forward passes noted; None ends that."""
+        self._regions.recorder = recorder
 
     def named_modules(self) -> dict[int, str]:
         """Returns the names of all modules of the adopted models, by the module's id."""

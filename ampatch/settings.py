@@ -63,7 +63,7 @@ class Settings:
     cast_model_outputs: torch.dtype | None = None
     exact_hooks: bool = False
     profile_casts: bool = False
-    on_overflow: OnOverflow = "log"
+    on_overflow: OnOverflow = "explain"
     check_finite: bool = False
     fused_linear: bool = False
 

@@ -184,6 +184,7 @@ class AdoptedOptimizer:
         self._known_gradient: tuple[TensorWeakRef, int] | None = None
         self.skips = SkipCount()
         self._last_was_skipped = False
+        self._in_a_row = 0  # of skipped steps
         self._skips_this_step = False
         self._uses: list[ScaleUse] = []  # that led to the step that runs
         self._warned_of_loss = False
@@ -433,6 +434,7 @@ class AdoptedOptimizer:
             self._unread.append(([], None))  # behind earlier steps, in their order
         else:
             self._last_was_skipped = False
+            self._in_a_row = 0
         if self._near_floor and pending:
             self._near_floor = any(scale_use.ended_at_floor for scale_use in pending)
 
@@ -518,10 +520,11 @@ class AdoptedOptimizer:
         with self.masters.set_aside():
             return hook(optimizer, *args)
 
-    def note_scaled_losses(self, losses: Iterable[Tensor]) -> None:
-        """Remembers scaled losses, to recognise one that a closure returns."""
-        if self._warns_of_scaled_result:
+    def note_scaled_losses(self, losses: Sequence[Tensor]) -> None:
+        """Remembers scaled losses, to recognise one that a closure returns, and to explain a skipped step."""
+        if self.is_at_work and self._warns_of_scaled_result:
             self._scaled_in_closure = list(map(TensorWeakRef, losses))
+        self._on_overflow.note_losses(losses)
 
     def _check_result(self, result: object) -> None:
         scaled, self._scaled_in_closure = [each() for each in self._scaled_in_closure], []
@@ -595,7 +598,7 @@ class AdoptedOptimizer:
             not args
             and not kwargs
             and not self._exact_hooks
-            and not self._near_floor
+            and not (self._near_floor or self._on_overflow.is_looking)
             and (self._checks_by is None or getattr(optimizer, "found_inf", None) is None)  # set by a GradScaler
             and getattr(optimizer, "_step_supports_amp_scaling", False)
             and isinstance(optimizer, torch.optim.Optimizer)
@@ -628,6 +631,7 @@ class AdoptedOptimizer:
             if overflowed and buffers is not None:
                 buffers.restore()
             if not overflowed:
+                self._in_a_row = 0
                 self._warn_of_loss(uses, ran=True)
             else:
                 if len(overflowed) > 1 and isinstance(overflowed[-1], StepCheck):
@@ -638,6 +642,7 @@ class AdoptedOptimizer:
                 self._near_floor = any(scale_use.ended_at_floor for scale_use in overflowed)
                 self._announce_skip(overflowed)
                 self._warn_of_loss(overflowed)
+                self._explain(overflowed, None)
 
     def _look_for_scale(self, before_closure: bool = False) -> None:
         """Warns once if the next step uses gradients that came from no block and no other scaler.
@@ -684,6 +689,13 @@ class AdoptedOptimizer:
             self._on_overflow,
             lambda: self._announce_skip(overflowed),
         )
+        self._explain(overflowed, lambda: self._overflow_of(overflowed))
+
+    def _explain(self, overflowed: Sequence[ScaleUse], describe: Callable[[], Overflow] | None) -> None:
+        self._in_a_row += 1
+        if self._on_overflow.explains and self._announce:
+            is_certain = any(not use.scaler.dynamic or use.loss_that_is_not_finite is not None for use in overflowed)
+            self._on_overflow.explain(self._in_a_row, self._in_a_row == self.skips.skipped, is_certain, describe)
 
     def _overflow_of(self, overflowed: Sequence[ScaleUse]) -> Overflow:
         """Returns the skipped step as a value, while its gradients are there; syncs with the device."""

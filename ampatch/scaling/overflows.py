@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -45,7 +45,12 @@ ADVICE = (
 #: The environment variable that has every session trace overflows, if it is neither empty, 0, false, no nor off.
 TRACE_VARIABLE = "AMPATCH_TRACE_OVERFLOW"
 
-_CHOICES = ("log", "raise", "trace")
+_CHOICES = ("explain", "log", "raise", "trace")
+#: Choices that report nothing but the log line in the search of the loss scale, and so cost a step nothing.
+_LOGS_ONLY = (("explain",), ("log",))
+#: Skipped steps in a row that the search of the loss scale accounts for: before the first step that ran, and later.
+_FIRST_SEARCH, _SEARCH = 7, 2
+_LOOKED = "  note      on_overflow='explain', the default, looks for the cause of such steps; 'log' turns that off"
 _SAME = "  the trace is that of the step skipped before"
 _MOST_NAMED = 8
 
@@ -219,9 +224,11 @@ class Tracer(Protocol):
 
     Attributes:
         skipped: the step that was traced last, which it can write to a file.
+        notes_steps: True if it notes what it needs for that.
     """
 
     skipped: Any
+    notes_steps: bool
 
     def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
         """Returns the origin of inf and NaN in the gradients of parameters; None if nothing is known of it.
@@ -230,6 +237,9 @@ class Tracer(Protocol):
             parameters: parameters of the model that the optimizer updates.
             loss_scale: scale of the loss in the backward passes; 1 if it was not scaled.
         """
+
+    def note_losses(self, losses: Iterable[Tensor]) -> None:
+        """Notes scaled losses, whose backward passes follow."""
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Forgets what is known of the gradients of parameters, after a step."""
@@ -243,10 +253,13 @@ class OverflowHandler:
 
     Attributes:
         tracer: gives each overflow its trace; None: overflows have none.
+        trace_next: has the next steps noted, so that a tracer can tell why they were skipped; None: "explain" does
+            nothing.
     """
 
     def __init__(self, choice: OnOverflow) -> None:
         self.tracer: Tracer | None = None
+        self.trace_next: Callable[[], object] | None = None
         self._choices = _choices_of(choice)
         self._finding: object = None  # of the trace that was logged last
 
@@ -258,7 +271,17 @@ class OverflowHandler:
     @property
     def reports(self) -> bool:
         """True if a skipped step is to be described, not only noted by the log line."""
-        return self._choices != ("log",)
+        return self._choices not in _LOGS_ONLY
+
+    @property
+    def explains(self) -> bool:
+        """True if steps are to be explained that the search of the loss scale does not account for."""
+        return self._choices == ("explain",)
+
+    @property
+    def is_looking(self) -> bool:
+        """True if the verdict on a step has to be known before it, so that the step can be explained."""
+        return self.tracer is not None and self.tracer.notes_steps
 
     @property
     def logs_line(self) -> bool:
@@ -281,11 +304,40 @@ class OverflowHandler:
         if "raise" in self._choices:
             raise GradientOverflowError(f"{overflow}\n{_GO_ON}", overflow)
 
+    def explain(
+        self, in_a_row: int, is_first: bool, is_certain: bool, describe: Callable[[], Overflow] | None = None
+    ) -> None:
+        """Logs why a step was skipped, if the search of the loss scale does not account for it, and steps are noted.
+
+        Ordinary steps are not noted. The first skipped step of this kind has the next ones noted.
+
+        Args:
+            in_a_row: number of skipped steps in a row.
+            is_first: whether no step has run yet: then the search begins at its highest scale.
+            is_certain: whether one skipped step is enough: the loss is inf or NaN, or the scale is static.
+            describe: returns the step as a value, while its gradients are there; None if it is over.
+        """
+        most = _FIRST_SEARCH if is_first else _SEARCH
+        if self.trace_next is None or not (is_certain or in_a_row >= most):
+            return
+        if self.is_looking and self.tracer is not None and describe is not None and (is_certain or in_a_row > most):
+            trace = describe().trace
+            finding, self._finding = self._finding, getattr(trace, "finding", None) or str(trace)
+            if finding != self._finding:
+                logger.warning("%s\n%s", trace, _LOOKED)
+            self.tracer.end_step(())
+        self.trace_next()
+
     def traced(self, parameters: Iterable[Tensor], loss_scale: float) -> dict[str, Any]:
         """Returns what the tracer knows of an overflow, as attributes of `Overflow`. See `Tracer.trace_of`."""
         if self.tracer is None:
             return {}
         return {"trace": self.tracer.trace_of(parameters, loss_scale), "step": self.tracer.skipped}
+
+    def note_losses(self, losses: Sequence[Tensor]) -> None:
+        """Notes scaled losses, whose backward passes follow."""
+        if self.tracer is not None and self.tracer.notes_steps:
+            self.tracer.note_losses(losses)
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Ends the tracing of one step."""
@@ -301,8 +353,8 @@ def check_on_overflow(choice: Any) -> OnOverflow:
     """Returns a checked ``on_overflow``; a list becomes a tuple.
 
     Raises:
-        OptionError: it is neither "log", "raise", "trace", a function of one argument, nor "trace" with one other
-            choice.
+        OptionError: it is neither "explain", "log", "raise", "trace", a function of one argument, nor "trace" with one
+            other choice.
     """
     if isinstance(choice, str) and choice in _CHOICES:
         return choice
@@ -315,8 +367,8 @@ def check_on_overflow(choice: Any) -> OnOverflow:
         if callable(other):
             return "trace", _with_one_argument(other)
     raise OptionError(
-        f"on_overflow is {choice!r}; expected 'log', 'raise', 'trace', a function that takes an amp.Overflow, "
-        f"('trace', function) or ('trace', 'raise').{did_you_mean(choice, _CHOICES)}"
+        f"on_overflow is {choice!r}; expected 'explain', 'log', 'raise', 'trace', a function that takes an "
+        f"amp.Overflow, ('trace', function) or ('trace', 'raise').{did_you_mean(choice, _CHOICES)}"
     )
 
 
@@ -338,7 +390,7 @@ def with_requested_trace(choice: OnOverflow) -> OnOverflow:
     """Returns a checked choice with a trace in addition, if the environment asks for one."""
     if os.environ.get(TRACE_VARIABLE, "0").lower() in ("", "0", "false", "no", "off") or "trace" in _choices_of(choice):
         return choice
-    return "trace" if choice == "log" else ("trace", *_choices_of(choice))
+    return "trace" if _choices_of(choice) in _LOGS_ONLY else ("trace", *_choices_of(choice))
 
 
 def name_of_choice(choice: OnOverflow) -> str:

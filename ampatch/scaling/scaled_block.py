@@ -428,8 +428,7 @@ class ScaledBlock(Generic[_L]):
     def _watch(self, losses: Sequence[Tensor]) -> None:
         """Prepares warnings: a backward pass began with another loss, or a closure returns the scaled one."""
         for optimizer in self._optimizers:
-            if optimizer.is_at_work:
-                optimizer.note_scaled_losses(losses)
+            optimizer.note_scaled_losses(losses)
         if self._loss_id in self._blocks.warned:
             return
         self.watched = tuple(each.grad_fn for each in losses if each.grad_fn is not None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,6 +27,11 @@ from ampatch.scaling.loss_scaler import ScalePolicy
 
 _OTHER_THREADS = "forward passes in other threads were not watched"
 _NOT_RUN_AGAIN = "the remedy was not tried: the operator could not run again in float32, or its inputs were written to"
+#: How remedies begin of which a second run has shown that all gradients are finite with them, that they are not, or of
+#: which nothing has been shown.
+TRIED, NOT_ENOUGH, NOT_TRIED = "(tried) ", "(tried, and not enough) ", "(not tried) "
+NOT_IN_FLOAT32 = "none in precision: the forward pass as a whole is not finite in float32 either"
+_NONE = "none in precision: "
 _NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"
 
 
@@ -114,7 +119,8 @@ class Examiner:
         """Returns what mends an overflow, by the attributes of the trace."""
         largest = trace.largest_in_float32
         if not op.ran_in_half or not (largest is None or math.isfinite(largest)):
-            return {"remedies": ("none in precision: it is not finite in float32 either",)}
+            told = ", on these inputs, which were computed in half," if op.ran_in_half else ""
+            return {"remedies": (f"{_NONE}it is not finite in float32{told} either",)}
         return self._of_backward(largest, loss_scale) if op.is_backward else self._of_forward(op, trace.module)
 
     def _of_backward(self, largest: float | None, loss_scale: float | None) -> dict[str, Any]:
@@ -146,7 +152,7 @@ class Examiner:
             )
         elif self._properties.patch_torch_functions:
             overlay = overlay_for(path)
-            told = f"this function in float32: amp.initialize(..., cast_lists={overlay})"
+            told = told_of(overlay)
         elif module:
             told = f"this module in float32: amp.initialize(..., keep_fp32=[{module!r}])"
         else:
@@ -155,6 +161,28 @@ class Examiner:
         wider = ("float32's range: amp.initialize(..., half_dtype='bfloat16')",)
         is_float16 = self._properties.half_dtype is torch.float16
         return {"remedies": (told, *wider) if is_float16 else (told,), "cast_lists": overlay}
+
+    def blacklists_around(self, op: WatchedOp) -> Iterator[dict[str, list[str]]]:
+        """Yields blacklists of one function each: that of an operator, then those of its inputs, nearest first."""
+        waiting, seen = [op.named_op], set()
+        for each in waiting:  # it grows meanwhile
+            path = _listed_name(each)
+            if path not in seen and not each.is_called_by_itself and not is_in_place(path.rpartition(".")[2]):
+                seen.add(path)
+                yield overlay_for(path)["blacklist"]
+            waiting += [writer for values in each.inputs for writer in values.writers if writer not in waiting]
+
+
+def marked(remedies: Iterable[str], mark: str = NOT_TRIED) -> tuple[str, ...]:
+    """Returns remedies that say whether they were tried; "none" as it is."""
+    return tuple(each if each.startswith(("none", "no loss scale", "look at")) else mark + each for each in remedies)
+
+
+def told_of(overlay: Mapping[str, Any]) -> str:
+    """Returns the remedy that an overlay is, as text."""
+    names = [name for names in overlay["blacklist"].values() for name in names]
+    which = "these functions" if names[1:] else "this function"
+    return f"{which} in float32: amp.initialize(..., cast_lists={overlay})"
 
 
 def origins_of_gradients(watch: Watch) -> dict[int, WatchedOp | None]:

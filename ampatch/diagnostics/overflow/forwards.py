@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 import threading
 import types
@@ -49,12 +50,13 @@ class NotedForward:
         given: as given.
         random: as given.
         state: as given.
+        outputs: the numbers of the nodes that made its outputs.
         arrived: the gradients that came into its outputs, by the number of the backward pass and the output's place.
     """
 
     __slots__ = (
         *("_call", "_thread", "_versions", "arrived"),
-        *("_called", "given", "module", "random", "state"),
+        *("_called", "given", "module", "outputs", "random", "state"),
     )
 
     def __init__(
@@ -70,6 +72,7 @@ class NotedForward:
         self._call, self._called = call, called
         self._versions = _versions_in(given)
         self._thread = threading.get_ident()
+        self.outputs: list[int] = []
         self.arrived: dict[int, dict[int, Tensor]] = {}
 
     @classmethod
@@ -97,8 +100,10 @@ class NotedForward:
     def follow(self, result: object) -> None:
         """Notes the gradients that come into the outputs from now on."""
         for place, output in enumerate(tensors_in(result)):
-            if output.grad_fn is not None:  # hooks of nodes cost half of what hooks of tensors do
-                output.grad_fn.register_prehook(functools.partial(self._note, place, output.output_nr))
+            node: Any = output.grad_fn
+            if node is not None:  # hooks of nodes cost half of what hooks of tensors do
+                node.register_prehook(functools.partial(self._note, place, output.output_nr))
+                self.outputs.append(node._sequence_nr())
 
     def _note(self, place: int, number: int, gradients: tuple[Tensor | None, ...]) -> None:
         gradient = gradients[number]
@@ -117,15 +122,25 @@ class NotedForward:
         is_same = _versions_in(self.given) == self._versions
         return "" if is_same else "its arguments were written to since"
 
-    def run_again(self, watch: Watch | None, factor: float = 1.0) -> bool:
+    def run_again(
+        self,
+        watch: Watch | None,
+        factor: float = 1.0,
+        *,
+        replaces: Callable[[Tensor], Tensor] | None = None,
+        state: State | None = None,
+    ) -> bool:
         """Runs the forward pass and its backward passes again.
 
         Args:
             watch: records what runs; None: nothing does, and compiled code runs compiled.
             factor: factor of the gradients that came into the outputs: that of another loss scale.
+            replaces: returns the gradients for the backward passes to begin with in place of those that came.
+            state: a state of autocast in place of the one that was noted.
 
         Returns:
-            True if all gradients are finite; without looking at them, if there is a watch.
+            True if all gradients and outputs are finite, -inf of masks aside; without looking at them, if there is a
+            watch.
 
         Raises:
             Exception: what the second run raises.
@@ -133,7 +148,8 @@ class NotedForward:
         args, kwargs = self.given
         is_finite = True
         with contextlib.ExitStack() as stack:
-            for each in (_unchanged(self.module, self.random), Region(self.state), torch.enable_grad()):
+            region = Region(self.state if state is None else state)
+            for each in (_unchanged(self.module, self.random), region, torch.enable_grad()):
                 stack.enter_context(each)
             if watch is not None:
                 stack.enter_context(watch)
@@ -142,7 +158,8 @@ class NotedForward:
             for gradients in self.arrived.values():
                 roots = [outputs[place] for place in gradients]
                 # At another opt level the outputs may have another type.
-                incoming = [each.to(root) for each, root in zip(gradients.values(), roots, strict=True)]
+                given = gradients.values() if replaces is None else map(replaces, gradients.values())
+                incoming = [each.to(root) for each, root in zip(given, roots, strict=True)]
                 incoming = [each * factor if factor != 1 else each for each in incoming]
                 leaves = leaves_among(nodes_of(each.grad_fn for each in roots if each.grad_fn is not None))
                 # In place of what arrives there: one output may lead to another, whose gradient is noted as well. One
@@ -159,7 +176,19 @@ class NotedForward:
                         is_finite &= bool(gradient.isfinite().all())
                 for hook in hooks:
                     hook.remove()
+                is_finite &= watch is not None or all(bool((each < math.inf).all()) for each in roots)
         return is_finite
+
+
+def stand_in(loss_scale: float) -> Callable[[Tensor], Tensor]:
+    """Returns a function that returns a gradient, or that of the output's mean in place of one that is not finite."""
+
+    def finite(gradient: Tensor) -> Tensor:
+        if bool(gradient.isfinite().all()):
+            return gradient
+        return torch.full_like(gradient, min(loss_scale / gradient.numel(), torch.finfo(torch.float16).max))
+
+    return finite
 
 
 def _replacing(own: Tensor) -> Callable[[Tensor], Tensor]:

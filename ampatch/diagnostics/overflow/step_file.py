@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from ampatch import policy
 from ampatch.diagnostics import json_files
-from ampatch.diagnostics.overflow.forwards import NotedForward
+from ampatch.diagnostics.overflow.forwards import NotedForward, stand_in
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError
 from ampatch.opt_levels import HALVES
@@ -141,7 +141,7 @@ def loaded(
         as_saved: True if amp is set up as in the step; at other opt levels inputs and the state of autocast are others.
         by_call: True calls the models; False runs their forwards, since the arguments are those behind the hooks.
     """
-    found = []
+    found, finite = [], stand_in(saved["loss_scale"])
     for each in saved["forwards"]:
         root = models[each["model"]]
         module = root.get_submodule(each["module"])
@@ -158,7 +158,7 @@ def loaded(
         noted.arrived = dict(enumerate(_moved(gradients, device) for gradients in each["arrived"]))
         if not as_saved:
             for gradients in noted.arrived.values():
-                gradients.update((place, _finite(each, saved["loss_scale"])) for place, each in gradients.items())
+                gradients.update((place, finite(each)) for place, each in gradients.items())
         found.append(noted)
     return found
 
@@ -231,13 +231,6 @@ def has_lost_gradients(saved: Mapping[str, Any]) -> bool:
     """Returns True if gradients that came into outputs are not finite: at other levels, others stand for them."""
     arrived = (gradients.values() for forward in saved["forwards"] for gradients in forward["arrived"])
     return not all(bool(each.isfinite().all()) for gradients in arrived for each in gradients)
-
-
-def _finite(gradient: Tensor, loss_scale: float) -> Tensor:
-    """Returns a gradient, or that of the output's mean in place of one that is not finite."""
-    if bool(gradient.isfinite().all()):
-        return gradient
-    return torch.full_like(gradient, min(loss_scale / gradient.numel(), torch.finfo(torch.float16).max))
 
 
 def _check_same(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], told: str) -> None:

@@ -6,6 +6,7 @@ next steps as they run. Owns which forward passes are noted, and when steps are 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
@@ -14,18 +15,32 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ampatch import distributed
-from ampatch.diagnostics.overflow.examiner import Examiner, enters, origins_of_gradients
-from ampatch.diagnostics.overflow.forwards import NotedForward
+from ampatch.diagnostics.overflow.examiner import (
+    NOT_ENOUGH,
+    NOT_IN_FLOAT32,
+    TRIED,
+    Examiner,
+    enters,
+    marked,
+    origins_of_gradients,
+    told_of,
+)
+from ampatch.diagnostics.overflow.forwards import NotedForward, stand_in
 from ampatch.diagnostics.overflow.step_file import SkippedStep
 from ampatch.diagnostics.overflow.trace import OverflowTrace
+from ampatch.diagnostics.overflow.trials import Blacklist, in_float32, smallest
 from ampatch.diagnostics.recorder.records import WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch, hidden
+from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
 from ampatch.scaling.optimizer_step import OWN_HOOK
+from ampatch.scaling.scale_use import has_scaled
 from ampatch.session import Session
+from ampatch.switch import OFF
 from ampatch.tracing import is_capturing, is_recording
 
 #: Why no operator is named for gradients that other ranks, or other code, made inf or NaN.
@@ -51,6 +66,9 @@ _FORWARDS_KEPT = 8
 #: Forward passes of one step that are kept; of accumulated gradients, the last ones.
 _MOST_NOTED = 32
 
+#: Nodes between the loss and the model that are named.
+_MOST_NAMED = 12
+
 #: Steps that are watched as they run, if a second run cannot tell.
 _STEPS_WATCHED = 20
 
@@ -60,17 +78,23 @@ class OverflowTracer:
 
     Args:
         session: the session.
+        steps: number of steps that it notes until `note_next` is called; None notes all. With a number, it never
+            watches steps as they run.
 
     Attributes:
         skipped: the step that was skipped last; None before there is one.
+        notes_steps: True as long as it notes them.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, steps: int | None = None) -> None:
+        self.notes_steps = True
+        self._steps = self._noted_left = steps
         settings = session.settings
         self._session = session
         self._examiner = Examiner(settings.properties, settings.scale_policy, session.named_modules)
         self.skipped: SkippedStep | None = None
         self._has_stepped = False  # since the last forward pass
+        self._losses: list[Node] = []  # the last nodes of scaled losses
         self._noted: list[NotedForward] = []
         self._parameters: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()  # ids
         self._thread = _Thread()
@@ -85,9 +109,21 @@ class OverflowTracer:
 
         def after_step(*_: object) -> None:  # also of optimizers that amp has not adopted
             self._has_stepped = True
+            if self._noted_left is not None and self.notes_steps:
+                self._noted_left -= 1
+                if self._noted_left <= 0:
+                    self.notes_steps = False
+                    self._session.note_forwards(None)
+                    self._drop_used()
+                    self._noted.clear()
 
         setattr(after_step, OWN_HOOK, True)
         ledger.on_undo(register_optimizer_step_post_hook(after_step).remove)
+
+    def note_next(self) -> None:
+        """Notes the next steps, as many as at first."""
+        self.notes_steps, self._noted_left = True, self._steps
+        self._session.note_forwards(self)
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
@@ -108,9 +144,16 @@ class OverflowTracer:
             self._drop_old()
         return result
 
+    def note_losses(self, losses: Iterable[Tensor]) -> None:
+        """Notes scaled losses, whose backward passes follow."""
+        if self._has_stepped:
+            self._drop_used()
+        self._losses += [each.grad_fn for each in losses if each.grad_fn is not None]
+
     def _drop_used(self) -> None:
         """Drops the forward passes before the last step, except for those that no backward pass has followed."""
         self._has_stepped = False
+        self._losses.clear()
         self._noted[:] = [each for each in self._noted if not each.arrived]
         if self.skipped is not None:
             self.skipped.close()
@@ -145,6 +188,8 @@ class OverflowTracer:
             return trace
         if seen is not None:
             return seen
+        if self._steps is not None:
+            return trace
         if distributed.has_other_ranks():  # they may have found it, and go on to run forward passes again
             return replace(trace, notes=(*trace.notes, _WITH_RANKS))
         self.watch(ids)
@@ -229,26 +274,67 @@ class OverflowTracer:
         origin = min((op.number for op in found), default=-1)
         again = self._origins(noted, ids, origin) if found or runs_twice else []
         if found:
-            trace = self._examiner.describe([op for op in again if op and not enters(op)], loss_scale=loss_scale)
+            found = [op for op in again if op is not None and not enters(op)]
+            trace = self._examiner.describe(found, loss_scale=loss_scale)
             if trace.direction == "unknown":  # the two runs differ
                 return None, FINITE_AGAIN
             if trace.file is None and noted.place is not None:
                 place = noted.place
                 trace = replace(trace, file=place.file, line=place.line, source=place.source)
-            return (trace if runs_twice else self._tried(noted, ids, trace, loss_scale)), ""
-        return None, _FROM_OUTSIDE if first else ""
+            if runs_twice:
+                return replace(trace, remedies=marked(trace.remedies)), ""
+            first_op = min(found, key=lambda op: op.number)
+            return self._tried(noted, ids, trace, first_op, loss_scale), ""
+        return None, f"{_FROM_OUTSIDE}{self._between()}" if first else ""
+
+    def _between(self) -> str:
+        """Returns text that names the nodes between the losses and the models, the loss first."""
+        ends = {number for each in self._noted for number in each.outputs}
+
+        def is_between(node: Any) -> bool:
+            return node._sequence_nr() not in ends and type(node).__name__ != "AccumulateGrad"
+
+        names = [type(node).__name__ for node in nodes_of(self._losses, is_between) if not has_scaled(node)]
+        return f". Between the loss and the model: {', '.join(names[:_MOST_NAMED])}" if names else ""
 
     def _tried(
-        self, noted: NotedForward, ids: Collection[int] | None, trace: OverflowTrace, loss_scale: float
+        self, noted: NotedForward, ids: Collection[int] | None, trace: OverflowTrace, op: WatchedOp, loss_scale: float
     ) -> OverflowTrace:
-        """Returns a trace with a loss scale at which a second run is finite, if it suggests any."""
+        """Returns a trace whose remedies say whether a second run with them was finite."""
         fits = trace.max_loss_scale
         if fits is None:
-            return trace
+            return self._with_functions(noted, trace, op, loss_scale)
         for scale in (fits / 2**halvings for halvings in (*range(9), 16)):
             if not self._origins(noted, ids, None, scale / loss_scale):
-                return trace if scale == fits else replace(trace, **self._examiner.of_loss_scale(scale))
+                mended = self._examiner.of_loss_scale(scale)
+                return replace(trace, **{**mended, "remedies": marked(mended["remedies"], TRIED)})
         return replace(trace, **self._examiner.of_loss_scale(0.0))
+
+    def _with_functions(
+        self, noted: NotedForward, trace: OverflowTrace, op: WatchedOp, loss_scale: float
+    ) -> OverflowTrace:
+        """Returns a trace that suggests functions in float32 with which a second run was finite."""
+        first, *others = trace.remedies
+        if not self._session.patches_functions or trace.direction == "input":
+            return replace(trace, remedies=marked(trace.remedies))
+
+        def is_finite(blacklist: Blacklist | None) -> bool:
+            """Without a blacklist, everything runs in float32."""
+            with contextlib.nullcontext() if blacklist is None else in_float32(blacklist):
+                state = OFF if blacklist is None else None
+                return noted.run_again(None, replaces=stand_in(loss_scale), state=state)
+
+        self._thread.is_inside = True
+        try:
+            if not is_finite(None):
+                return replace(trace, remedies=(NOT_IN_FLOAT32,), cast_lists=None)
+            blacklist = smallest(self._examiner.blacklists_around(op), is_finite)
+        finally:
+            self._thread.is_inside = False
+        if blacklist is None:
+            return replace(trace, remedies=(*marked([first], NOT_ENOUGH), *marked(others)))
+        overlay = {"blacklist": blacklist}
+        return replace(trace, remedies=(*marked([told_of(overlay)], TRIED), *marked(others)), cast_lists=overlay)
 
     def _origins(
         self, noted: NotedForward, ids: Collection[int] | None, kept: int | None, factor: float = 1.0

@@ -1,0 +1,118 @@
+"""Tries a change before a trace suggests it: some functions in float32, as a blacklist would run them.
+
+Owns the search for a small set of functions. Must never change a result outside of its block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ampatch.cast_lists import spellings
+from ampatch.cast_lists.paths import Path, identity
+from ampatch.casting import cast_observers
+from ampatch.casting.nested import cast_floating
+from ampatch.function_wrapper import unwrapped
+from ampatch.switch import WithoutCasts
+from ampatch.tracing import ObservingMode
+
+#: The blacklist of an overlay: names of functions by namespace.
+Blacklist = Mapping[str, Iterable[str]]
+
+#: Functions of one change.
+_MOST = 5
+
+
+@contextmanager
+def in_float32(blacklist: Blacklist) -> Iterator[None]:
+    """Context in which the functions of a blacklist run in float32, however they are called."""
+    paths = (
+        spellings.spellings(name) if namespace == "*" else [Path(namespace, name)]
+        for namespace, names in blacklist.items()
+        for name in names
+    )
+    run = _InFloat32({id(unwrapped(identity(path))) for path in itertools.chain.from_iterable(paths)})
+    before = cast_observers.observer
+    with ExitStack() as stack:
+        stack.enter_context(_Observing())  # type: ignore[no-untyped-call]
+        stack.enter_context(run)
+        stack.callback(setattr, cast_observers, "observer", before)
+        cast_observers.observer = run
+        yield
+
+
+class _InFloat32(TorchFunctionMode):
+    """Runs functions in float32: patched ones as an observer of their calls, all others as a mode."""
+
+    def __init__(self, ids: set[int]) -> None:
+        super().__init__()
+        self._ids = ids
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        run = self._run if id(unwrapped(func)) in self._ids else _plainly
+        return run(func, args, kwargs or {})
+
+    def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        with WithoutCasts():
+            return _plainly(unwrapped(function), *cast_floating((args, kwargs), torch.float32))
+
+    # What `cast_observers` asks
+
+    def is_calling(self, function: object) -> bool:
+        return id(function) not in self._ids
+
+    def call(self, function: Any, _: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return self._run(function, args, kwargs)
+
+    def cast(self, _: Any, make: Callable[[], Any]) -> Any:
+        return make()
+
+    def hit(self, kept: object) -> None:
+        pass
+
+
+class _Observing(ObservingMode):
+    """Has calls of patched functions come to the observer; changes no operator."""
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _plainly(function: Any, args: Any, kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def smallest(candidates: Iterable[Blacklist], is_finite: Callable[[Blacklist], bool]) -> Blacklist | None:
+    """Returns the blacklist of a few functions with which a forward pass is finite; None if none was found.
+
+    Args:
+        candidates: blacklists of one function each, the likeliest first. They are added up, and then those dropped that
+            are not needed.
+        is_finite: runs the forward pass with a blacklist.
+    """
+    chosen: list[Blacklist] = []
+    for each in itertools.islice(candidates, _MOST):
+        chosen.append(each)
+        if is_finite(merged(chosen)):
+            break
+    else:
+        return None
+    for each in chosen[:-1]:
+        fewer = [other for other in chosen if other is not each]
+        if is_finite(merged(fewer)):
+            chosen = fewer
+    return merged(chosen)
+
+
+def merged(blacklists: Iterable[Blacklist]) -> dict[str, list[str]]:
+    """Returns the blacklist of all functions of several."""
+    found: dict[str, list[str]] = {}
+    for each in blacklists:
+        for namespace, names in each.items():
+            found[namespace] = list(dict.fromkeys([*found.get(namespace, ()), *names]))
+    return found
