@@ -17,21 +17,9 @@ import torch
 import yaml
 from torch.torch_version import TorchVersion
 
-from ampatch.cast_lists import patterns, signatures
+from ampatch.cast_lists import patterns, rules, signatures
 from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, function_key
-from ampatch.cast_lists.rules import (
-    EVERY_DEVICE,
-    FLOAT32,
-    MODULES,
-    UNLISTED,
-    Change,
-    Changes,
-    ModuleRules,
-    Rule,
-    Treatment,
-    When,
-    unlistable_reason,
-)
+from ampatch.cast_lists.rules import FLOAT32, MODULES, UNLISTED, Change, Changes, ModuleRules, Rule, Treatment, When
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, known_names, spellings
 from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, scalar_of
 from ampatch.errors import AmpError, CastListError, Fault, did_you_mean
@@ -74,8 +62,8 @@ class _Listing:
 
     def disagrees(self, other: _Listing) -> bool:
         """Returns True if two listings of one function differ in their list, or in their options."""
-        rules = [None if each.rule is None else replace(each.rule, path=self.path) for each in (self, other)]
-        return self.name != other.name or rules[0] != rules[1]
+        mine, others = (each.rule and replace(each.rule, path=self.path) for each in (self, other))
+        return self.name != other.name or mine != others
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +343,8 @@ class Reading:
             self._fault_once(entry.namespace, mistaken)
             return False
         try:
-            unfit = unlistable_reason(path, owner, find(path), options.get("when", ()), options.get("via_dtype", False))
+            conditions = options.get("when", ()), options.get("via_dtype", False)
+            unfit = rules.unlistable_reason(path, owner, find(path), *conditions)
         except PathError as error:
             if entry.is_optional:
                 return False
@@ -496,7 +485,7 @@ def unfit_reason(rule: Rule, path: Path) -> str | None:
     """Returns a sentence on why the rule of a pattern does not fit a function that it matches; None if it does."""
     function: Any = find(path)
     fitting = _fitting({"via_dtype": rule.via_dtype}, path)
-    return unlistable_reason(path, find_owner(path.namespace), function, rule.when, fitting["via_dtype"])
+    return rules.unlistable_reason(path, find_owner(path.namespace), function, rule.when, fitting["via_dtype"])
 
 
 def fitting_rule(rule: Rule, path: Path) -> Rule:
@@ -543,7 +532,7 @@ def _read_flag(node: yaml.Node) -> bool:
 
 def _read_need(node: yaml.Node) -> tuple[str, ...]:
     if kind_of(node) == "bool":
-        return EVERY_DEVICE if scalar_of(node) else ()
+        return rules.EVERY_DEVICE if scalar_of(node) else ()
     expected = "true, or a list of device types, such as [cpu]"
     if kind_of(node) != "seq" or not node.value:
         raise AmpError(f"found {described(node)}; expected {expected}.")

@@ -47,10 +47,8 @@ def add_to(commands: Any, command: str | None) -> None:
 
 def _parser(commands: Any, name: str, add_arguments: Callable[..., None]) -> argparse.ArgumentParser:
     """Returns the parser of a subcommand; its help is the docstring of the function that adds its arguments."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=add_arguments.__doc__, description=add_arguments.__doc__
-    )
-    return parser
+    about = add_arguments.__doc__
+    return commands.add_parser(name, help=about, description=about)  # type: ignore[no-any-return]
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

@@ -38,13 +38,6 @@ MASTER = "master"
 _INSIDE = ("optimizer", "optim", "base_optimizer", "_base_optimizer")  # attributes in which wrappers keep an optimizer
 
 
-def _of_the_wrapped(name: str, doc: str) -> property:
-    """Returns a property that stands for an attribute of the wrapped optimizer."""
-    return property(
-        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
-    )
-
-
 class MixedPrecision(torch.optim.Optimizer):
     """Gives an optimizer float32 masters of its half parameters, kept in its own state.
 
@@ -118,8 +111,8 @@ class MixedPrecision(torch.optim.Optimizer):
 
     # Attributes of the wrapped optimizer
 
-    param_groups: Any = _of_the_wrapped("param_groups", "Groups of the wrapped optimizer.")
-    state: Any = _of_the_wrapped("state", "State of the wrapped optimizer, with the masters in it.")
+    param_groups: Any = optimizer_state.of_the_wrapped("param_groups", "Groups of the wrapped optimizer.")
+    state: Any = optimizer_state.of_the_wrapped("state", "State of the wrapped optimizer, with the masters in it.")
 
     @property
     def defaults(self) -> Any:  # type: ignore[override]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -140,25 +140,10 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     # Attributes of the inner optimizer
 
-    @property
-    def state(self) -> MutableMapping[Any, Any]:
-        """State of the inner optimizer."""
-        state: MutableMapping[Any, Any] = self.optimizer.state
-        return state
-
-    @state.setter
-    def state(self, state: MutableMapping[Any, Any]) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the inner optimizer, with the model's parameters."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
+    state = optimizer_state.of_the_wrapped("state", "State of the inner optimizer.")
+    param_groups = optimizer_state.of_the_wrapped(
+        "param_groups", "Groups of the inner optimizer, with the model's parameters."
+    )
 
     @property
     def loss_scale(self) -> float:

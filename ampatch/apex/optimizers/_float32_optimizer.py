@@ -122,11 +122,7 @@ class Float32Optimizer(Optimizer):
             )
 
     def _moments(
-        self,
-        parameters: list[Tensor],
-        likes: Tensors,
-        name: str,
-        first: Callable[[Tensor], Tensor] = torch.zeros_like,
+        self, parameters: list[Tensor], likes: Tensors, name: str, first: Callable[[Tensor], Tensor] = torch.zeros_like
     ) -> list[Tensor]:
         """Returns each parameter's state of one name, in the dtype and with the strides of its tensor in ``likes``.
 

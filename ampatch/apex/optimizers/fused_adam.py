@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from ampatch.apex.optimizers._float32_optimizer import (
-    Float32Optimizer,
-    Group,
-    UnsupportedOptionError,
-    check_no_amsgrad,
-)
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, UnsupportedOptionError, check_no_amsgrad
 from ampatch.native.host_copy import for_fused_step
 
 

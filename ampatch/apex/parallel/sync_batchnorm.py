@@ -117,13 +117,7 @@ def _synchronised(norm: _BatchNorm, process_group: Any, channel_last: bool) -> S
             "there is one."
         )
     new = SyncBatchNorm(
-        norm.num_features,
-        norm.eps,
-        norm.momentum,
-        norm.affine,
-        norm.track_running_stats,
-        process_group,
-        channel_last,
+        norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, process_group, channel_last
     )
     new._parameters.update(norm._parameters)
     new._buffers.update(norm._buffers)
