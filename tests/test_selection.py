@@ -10,7 +10,8 @@ from ampatch.native.selection import Chosen, Selection
 
 
 def selection(compiled: str | None) -> Selection[str]:
-    return Selection("AMPATCH_PROBE", ("auto",), lambda _: Chosen(compiled, "it suits"), "Probes are read by %s.")
+    choices = ("auto", "compiled", "plain")
+    return Selection("AMPATCH_PROBE", choices, "plain", lambda: Chosen(compiled, "it suits"), "Probes are read by %s.")
 
 
 def test_that_nothing_compiled_is_there_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

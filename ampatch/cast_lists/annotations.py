@@ -254,5 +254,4 @@ _OPENING = (
 
 
 def _told(lines: Sequence[str]) -> str | None:
-    words = " ".join(line.lstrip("#").strip() for line in lines).split()
-    return " ".join(words) or None
+    return " ".join(" ".join(line.lstrip("#") for line in lines).split()) or None

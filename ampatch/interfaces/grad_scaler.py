@@ -621,8 +621,7 @@ class GradScaler(torch.amp.GradScaler):
                 "the state is of a static loss scale, from which a dynamic one must not start. Leave load_state_dict "
                 "out."
             )
-        reader = LossScaler.from_policy(self._policy)
-        state = reader.read_state_dict(state_dict)
+        state = LossScaler.from_policy(self._policy).read_state_dict(state_dict)
         self._set(
             growth_factor=state_dict.get("growth_factor", self._policy.growth_factor),
             backoff_factor=state_dict.get("backoff_factor", self._policy.backoff_factor),

@@ -47,16 +47,18 @@ def exchange(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 @contextlib.contextmanager
 def exchanged(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Context in which parameters and masters have changed places; within another such context, back."""
-    parameters: list[Tensor] = []
-    masters: list[Tensor] = []
-    for parameter, master in pairs:
-        parameters.append(parameter)
-        masters.append(master)
+    parameters, masters = unzipped(pairs)
     exchange(parameters, masters)
     try:
         yield
     finally:
         exchange(parameters, masters)
+
+
+def unzipped(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the parameters and the masters of pairs of both."""
+    pairs = list(pairs)
+    return [parameter for parameter, _ in pairs], [master for _, master in pairs]
 
 
 def _exchange_inner(parameter: Tensor, master: Tensor) -> None:

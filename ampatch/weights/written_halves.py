@@ -151,8 +151,7 @@ class WrittenHalves:
             found = self._of(each)
             if found is not None and found.is_written(each):
                 self._widen(each, each.detach().float())
-        halves = [each for each in alive if self._of(each) is not None]
-        self._moments = moments_of(halves)
+        self._moments = moments_of([each for each in alive if self._of(each) is not None])
         self._heard = [each for each in self._watched.values() if each.given is not None]
 
     def _widen(self, tensor: Tensor, values: Tensor) -> None:

@@ -25,7 +25,7 @@ from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
 from ampatch.scaling.step_gate import ClosureGate, check_floor, end_skipped
 from ampatch.weights import optimizer_state
-from ampatch.weights.exchange import exchanged
+from ampatch.weights.exchange import exchanged, unzipped
 
 logger = logging.getLogger("ampatch")
 
@@ -353,7 +353,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     @torch.no_grad()
     def _write_masters(self) -> None:
-        kernels.copy_to_half([master for _, master in self._pairs()], [parameter for parameter, _ in self._pairs()])
+        halves, masters = unzipped(self._pairs())
+        kernels.copy_to_half(masters, halves)
 
     # Checkpoints
 
