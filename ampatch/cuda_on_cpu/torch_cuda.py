@@ -85,17 +85,10 @@ def _new_seed() -> None:
 
 
 _SILENT = (
-    *(
-        "caching_allocator_enable",
-        "check_error",
-        "empty_cache",
-        "init",
-        "ipc_collect",
-        "set_per_process_memory_fraction",
-    ),
-    *("reset_accumulated_host_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated"),
-    *("reset_max_memory_cached", "reset_peak_host_memory_stats", "reset_peak_memory_stats", "set_sync_debug_mode"),
-    *("synchronize",),
+    *("caching_allocator_enable", "check_error", "empty_cache", "init", "ipc_collect", "set_sync_debug_mode"),
+    *("set_per_process_memory_fraction", "reset_accumulated_host_memory_stats", "reset_accumulated_memory_stats"),
+    *("reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_host_memory_stats"),
+    *("reset_peak_memory_stats", "synchronize"),
 )
 _ZERO = (
     *("max_memory_allocated", "max_memory_cached", "max_memory_reserved", "memory_allocated", "memory_cached"),

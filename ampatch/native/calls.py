@@ -168,14 +168,6 @@ class Accelerator:
         if self._module is not None:
             how = (plain_cast.kind, plain_cast.dtype, plain_cast.positional)
             explain = functools.partial(cast_errors.add_note, reason)
+            further = (plain_cast.product, plain_cast.for_half)
             in_python: Any = type(wrapper).__call__
-            self._module.accelerate(
-                wrapper,
-                in_python,
-                self._caster,
-                wrapper.original,
-                *how,
-                explain,
-                plain_cast.product,
-                plain_cast.for_half,
-            )
+            self._module.accelerate(wrapper, in_python, self._caster, wrapper.original, *how, explain, *further)

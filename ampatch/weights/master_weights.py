@@ -191,14 +191,10 @@ class MasterWeights:
             if optimizer is not None:
                 optimizer_state.retype(optimizer, pair.parameter, torch.float32, pair.converted.before)
             self._conversion.release(pair.parameter)
-        self._pairs.clear()
-        self._parameters.clear()
-        self._masters.clear()
-        self._held = None
-        self._groups.clear()
-        self._given.clear()
-        self._places.clear()
-        self._memory, self._marks = None, Marks([], [])
+        known: list[Any] = [self._pairs, self._parameters, self._masters, self._groups, self._given, self._places]
+        for each in known:
+            each.clear()
+        self._held, self._memory, self._marks = None, None, Marks([], [])
 
     def __len__(self) -> int:
         return len(self._pairs)

@@ -278,7 +278,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             change = self._react()
             skipped = end_skipped(
                 self.optimizer,
-                [(change, self._floor)],
+                [(change, self.loss_scaler.min_scale)],
                 self._overflow_event,
                 self._overflows,
                 lambda: self._log(str(change)),
@@ -314,7 +314,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 loss = closure()
                 try:
                     while self.overflow:
-                        check_floor([(self._react(), self._floor)], self._overflow_event)
+                        check_floor([(self._react(), self.loss_scaler.min_scale)], self._overflow_event)
                         self._log(f"Gradient overflow. Evaluating the closure again, at loss scale {self.loss_scale}")
                         loss = closure()
                 except LossScaleError as error:
@@ -342,10 +342,6 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
     def _log(self, line: str) -> None:
         if self.verbose:
             logger.warning("%s", line)
-
-    @property
-    def _floor(self) -> float:
-        return self.loss_scaler.min_scale if isinstance(self.loss_scaler, DynamicLossScaler) else 0.0
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Returns pairs of a half parameter and its master."""
