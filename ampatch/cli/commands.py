@@ -555,13 +555,8 @@ def _build(arguments: argparse.Namespace) -> int:
     if plan.note:
         _print([plan.note])
     gpus = f" and for GPUs of architecture {', '.join(plan.architectures)}" if plan.architectures else ""
-    _print(
-        [
-            f"Compiler: {plan.compiler.version} ({plan.compiler.command[0]})",
-            f"Kernels:  for the CPU{gpus}",
-            f"Library:  {plan.directory / extension.LIBRARY}",
-        ]
-    )
+    _print([f"Compiler: {plan.compiler.version} ({plan.compiler.command[0]})", f"Kernels:  for the CPU{gpus}"])
+    _print([f"Library:  {plan.directory / extension.LIBRARY}"])
     sys.stdout.flush()  # compiling takes a while, and a pipe would hold these lines back until the end
     built = extension_build.carry_out(plan, arguments.force)
     if built.was_cached:

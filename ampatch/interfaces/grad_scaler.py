@@ -410,12 +410,7 @@ class GradScaler(torch.amp.GradScaler):
         return _is_torchs(optimizer) and not optimizer_state.has_state(optimizer)
 
     def _step_with_closure(
-        self,
-        optimizer: OptimizerLike,
-        state: dict[str, Any],
-        closure: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, optimizer: OptimizerLike, state: dict[str, Any], closure: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         if state["stage"] is OptState.UNSCALED:
             raise ScalerUsageError(
