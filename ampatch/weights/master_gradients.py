@@ -15,7 +15,7 @@ import enum
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ampatch.native import calls, kernels
 from ampatch.native.host_copy import HostCopy, stacked
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
-from ampatch.weights.conversion import ConvertedTensor
+from ampatch.weights.conversion import Kept
 
 # For `map` over all pairs: a line of Python for each pair takes several times as long.
 _GRAD = operator.attrgetter("grad")
@@ -60,7 +60,7 @@ class Pair:
 
     Attributes:
         parameter: the model's parameter.
-        converted: the conversion's record of the parameter.
+        kept: the conversion's record of the parameter's float32 values, which are the master.
         master: the parameter that the optimizer updates.
         gradient: meaning of the half parameter's gradient.
         left: half gradient that amp last left in the parameter, or None.
@@ -68,7 +68,7 @@ class Pair:
     """
 
     parameter: nn.Parameter
-    converted: ConvertedTensor
+    kept: Kept
     master: nn.Parameter
     gradient: _Gradient = _Gradient.NEW
     left: Tensor | None = None
@@ -585,8 +585,6 @@ class MasterGradients:
         for pair, before in scaled:
             grad, full = pair.parameter.grad, pair.master.grad
             if _is_plain(grad) and _is_plain(full):
-                assert grad is not None
-                assert full is not None
                 # Compared by value, as torch does not count every write; on the device, without a sync.
                 values = kernels.values_of(grad)
                 changed, left = kernels.fingerprints([values])[0] != before, values.any()
@@ -643,7 +641,7 @@ def _gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _is_plain(grad: Tensor | None) -> bool:
+def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
     """Returns True if kernels can compare a gradient by element: it is there, dense, and without a graph."""
     return grad is not None and grad.layout is torch.strided and not grad.requires_grad
 
@@ -666,7 +664,7 @@ def by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
 
 
 def _take(pair: Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:
-    """Does what `MasterGradients.take` does, for a sparse gradient or one with a graph of its own."""
+    """Does what `MasterGradients.unscale_to_masters` does, for a sparse gradient or one with a graph of its own."""
     grad, full = _gradient_of(pair.parameter), pair.master.grad
     unscaled = grad.detach().to(torch.float32, copy=True)
     if inv_scale is not None:
