@@ -39,8 +39,8 @@ class NotBuiltError(KernelError):
         why: what is missing, for users who have not asked for it.
     """
 
-    def __init__(self, message: str, why: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)  # unpickling calls the class with this, on the way out of a worker process
         self.why = why
 
 
