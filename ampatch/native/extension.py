@@ -241,7 +241,8 @@ def find(part: Part = OPERATORS) -> Library | None:
     with suppress(OSError, KernelError):  # an unreadable cache counts as empty
         directories += sorted(cache_directory().glob(f"{expected[:16]}-torch{part.abi}-*"))
     fitting = [library for library in map(read, directories) if library is not None and fits(library, expected, part)]
-    capabilities = _capabilities()
+    # An initialisation would keep forked workers from the GPU.
+    capabilities = capabilities_of_gpus() if torch.cuda.is_initialized() else []
 
     def rank(library: Library) -> tuple[bool, bool, bool, int, tuple[str, ...]]:
         return (
@@ -263,10 +264,8 @@ def fits(library: Library, expected: str, part: Part = OPERATORS) -> bool:
     )
 
 
-def _capabilities() -> list[tuple[int, int]]:
-    """Returns the compute capabilities of the visible GPUs; none if CUDA is not initialised."""
-    if not torch.cuda.is_initialized():
-        return []
+def capabilities_of_gpus() -> list[tuple[int, int]]:
+    """Returns the compute capabilities of the visible GPUs, by index; initialises CUDA."""
     return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
 
 

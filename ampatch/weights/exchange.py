@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from ampatch.casting.nested import attributes_of
+
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 
 
@@ -63,14 +65,7 @@ def unzipped(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list
 
 def _exchange_inner(parameter: Tensor, master: Tensor) -> None:
     """Exchanges the attributes in which a subclass such as DTensor keeps the tensors that it wraps."""
-    for name in _inner(master):
+    for name in attributes_of(master):
         one, other = getattr(parameter, name), getattr(master, name)
         setattr(parameter, name, other)
         setattr(master, name, one)
-
-
-def _inner(tensor: Tensor) -> Iterator[str]:
-    for base in type(tensor).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
-    yield from vars(tensor)
