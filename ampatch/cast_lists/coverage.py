@@ -24,6 +24,7 @@ from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, spellings
 from ampatch.cast_lists.yaml_tree import compose_own
 from ampatch.function_wrapper import unwrapped
+from ampatch.grouping import grouped
 
 #: File of the package that holds the reasons.
 FILE = "reviewed.yaml"
@@ -90,14 +91,12 @@ def coverage(lists: CastLists) -> Coverage:
     Args:
         lists: rules to look for, usually the shipped ones.
     """
-    treatments: dict[Path | int, set[Treatment]] = {}
-    for (path, _), rule in lists.rules.items():
-        treatments.setdefault(function_key(path), set()).add(rule.treatment)
+    treatments = grouped((function_key(path), rule.treatment) for (path, _), rule in lists.rules.items())
     listed: dict[Treatment, list[Path]] = {treatment: [] for treatment in Treatment}
     reasons: dict[Reason, list[Path]] = {reason: [] for reason in _read()}
     undecided: list[Path] = []
     for path, value in callables().items():
-        found = treatments.get(id(value), set())
+        found = set(treatments.get(id(value), ()))
         for treatment in found:
             listed[treatment].append(path)
         if not found:
