@@ -653,13 +653,11 @@ class GradScaler(torch.amp.GradScaler):
 
 @WithoutCasts()
 def _overflow_of(optimizer: OptimizerLike, change: ScaleChange) -> Overflow:
-    found = overflows.non_finite_gradients(
-        optimizer_state.parameters_of(optimizer), optimizer_state.names_in(optimizer)
-    )
+    parameters = list(optimizer_state.parameters_of(optimizer))
+    found = overflows.non_finite_gradients(parameters, optimizer_state.names_in(optimizer))
     tracer = None if runtime.live is None else runtime.live.overflows.tracer
     trace = None
     if tracer is not None:
-        parameters = list(optimizer_state.parameters_of(optimizer))
         trace = tracer.trace_of(parameters, change.before)
         tracer.end_step(parameters)
     remark = overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CLEARED

@@ -144,7 +144,7 @@ class WrittenHalves:
     def _settle(self, alive: list[Tensor]) -> None:
         for key, given in list(self._copies.items()):
             self._take_back(given)
-            if not given.is_held():
+            if not is_shared(given.copy):  # user code has no tensor of its memory any more
                 del self._copies[key]
         self._watched = {id(each): self._watched[id(each)] for each in alive if each.dtype in HALVES}
         for each in alive:
@@ -243,10 +243,6 @@ class _Float32Copy:
         """
         self._looks += 1
         return (self._looks == 1 or self.copy._version > 0) and not torch.equal(self.copy, self.values.float())
-
-    def is_held(self) -> bool:
-        """Returns True if user code has a tensor of the copy's memory."""
-        return is_shared(self.copy)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Returns True if the copy is of this tensor and up to date."""

@@ -26,6 +26,7 @@ from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, Sca
 from ampatch.scaling.step_gate import ClosureGate, check_floor, end_skipped
 from ampatch.weights import optimizer_state
 from ampatch.weights.exchange import exchanged, unzipped
+from ampatch.weights.optimizer_state import of_the_wrapped
 
 logger = logging.getLogger("ampatch")
 
@@ -140,10 +141,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     # Attributes of the inner optimizer
 
-    state = optimizer_state.of_the_wrapped("state", "State of the inner optimizer.")
-    param_groups = optimizer_state.of_the_wrapped(
-        "param_groups", "Groups of the inner optimizer, with the model's parameters."
-    )
+    state = of_the_wrapped("state", "State of the inner optimizer.")
+    param_groups = of_the_wrapped("param_groups", "Groups of the inner optimizer, with the model's parameters.")
 
     @property
     def loss_scale(self) -> float:
