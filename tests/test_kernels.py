@@ -733,6 +733,20 @@ assert torch.mm is before
         with pytest.raises(KernelError, match="truncated"):
             unchosen("extension")
 
+    def test_a_user_without_a_home_directory_has_torchs_unless_the_extension_is_asked_for(self, unchosen, monkeypatch):
+        def cache_directory() -> Path:
+            raise KernelError("there is no directory for compiled libraries (no home)")
+
+        monkeypatch.setattr(extension, "loaded", lambda: None)
+        monkeypatch.setattr(extension, "find", lambda: None)
+        monkeypatch.setattr(extension, "cache_directory", cache_directory)
+        unchosen("auto")
+        assert kernels.in_use() == (
+            "torch's own multi-tensor kernels, as there is no directory for compiled libraries (no home)"
+        )
+        with pytest.raises(KernelError, match=r"no directory for compiled libraries"):
+            unchosen("extension")
+
     def test_one_line_is_logged_where_there_is_no_extension(self, unchosen, none_built, caplog):
         caplog.set_level(logging.INFO, "ampatch")
         for _ in range(2):

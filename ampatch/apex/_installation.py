@@ -132,10 +132,7 @@ class _Finder(DistributionFinder, Loader):
         self._modules = modules
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None = None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == _LAUNCHER:
             return spec_from_file_location(fullname, Path(__file__).parent / "parallel" / "multiproc.py")

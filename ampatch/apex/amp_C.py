@@ -42,8 +42,7 @@ _INSTEAD = {
 def __getattr__(name: str) -> object:
     instead = _INSTEAD.get(name, "torch._foreach_* for work on lists of tensors, or the optimizers of torch.optim")
     raise AttributeError(
-        f"ampatch does not replace amp_C.{name}; it replaces {', '.join(__all__)} of amp_C. Use {instead}.",
-        name=name,
+        f"ampatch does not replace amp_C.{name}; it replaces {', '.join(__all__)} of amp_C. Use {instead}.", name=name
     )
 
 

@@ -7,7 +7,7 @@ list or a rule.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path as FilePath
@@ -17,12 +17,12 @@ import yaml
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
 from ampatch.cast_lists.paths import Path, identity
-from ampatch.cast_lists.reader import is_in_force
+from ampatch.cast_lists.reader import LISTS, Reading, is_in_force
 from ampatch.cast_lists.rules import MODULES, UNLISTED, Rule, Treatment
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, spellings
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, kind_of, line_of, text_of
 from ampatch.errors import CastListError
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.opt_levels import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,40 +108,13 @@ def _entries_of_user(file: str) -> list[Entry]:
 
 
 def _entries(file: str, text: str, lists: Mapping[str, yaml.Node | None]) -> list[Entry]:
-    comments = Comments(text)
-    return [
-        _entry(file, comments, list_name, namespace.value, node)
-        for list_name, tree in lists.items()
-        for namespace, names in _pairs(tree)
-        for node in _flat(names)
-    ]
-
-
-def _entry(file: str, comments: Comments, list_name: str, namespace: str, node: yaml.Node) -> Entry:
-    options = {key.value: value.value for key, value in _pairs(node)} or {"name": node.value}
-    line = line_of(node)
-    return Entry(
-        f"{file}:{line}",
-        list_name,
-        Path(namespace, options["name"]),
-        tuple(each.value for each in options.get("dtypes", ())) or tuple(HALF_DTYPES),
-        options.get("since"),
-        options.get("until"),
-        comments.reason(line),
-    )
-
-
-def _pairs(node: yaml.Node | None) -> Sequence[tuple[yaml.Node, yaml.Node]]:
-    return node.value if isinstance(node, yaml.MappingNode) else ()
-
-
-def _flat(node: yaml.Node) -> Iterator[yaml.Node]:
-    """Yields the entries of a list, and of the lists in it. An alias has the node, and so the line, of its anchor."""
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _flat(item)
-    elif kind_of(node) != "null":
-        yield node
+    comments, reading, found = Comments(text), Reading(file), []
+    for name, tree in lists.items():
+        for each in reading.entries(tree, LISTS[name]):
+            line = line_of(each.node)  # an alias has the node, and so the line, of its anchor
+            dtypes, reason = tuple(map(dtype_name, each.dtypes)), comments.reason(line)
+            found.append(Entry(f"{file}:{line}", name, each.path, dtypes, each.since, each.until, reason))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,5 +227,4 @@ _OPENING = (
 
 
 def _told(lines: Sequence[str]) -> str | None:
-    words = " ".join(line.lstrip("#").strip() for line in lines).split()
-    return " ".join(words) or None
+    return " ".join(" ".join(line.lstrip("#") for line in lines).split()) or None

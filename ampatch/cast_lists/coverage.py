@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -16,14 +16,15 @@ from typing import Any
 import torch
 import yaml
 from torch import overrides
-from torch.torch_version import TorchVersion
 
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, find_owner, function_key
+from ampatch.cast_lists.reader import Reading, is_in_force
 from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, spellings
 from ampatch.cast_lists.yaml_tree import compose_own
 from ampatch.function_wrapper import unwrapped
+from ampatch.grouping import grouped
 
 #: File of the package that holds the reasons.
 FILE = "reviewed.yaml"
@@ -90,14 +91,12 @@ def coverage(lists: CastLists) -> Coverage:
     Args:
         lists: rules to look for, usually the shipped ones.
     """
-    treatments: dict[Path | int, set[Treatment]] = {}
-    for (path, _), rule in lists.rules.items():
-        treatments.setdefault(function_key(path), set()).add(rule.treatment)
+    treatments = grouped((function_key(path), rule.treatment) for (path, _), rule in lists.rules.items())
     listed: dict[Treatment, list[Path]] = {treatment: [] for treatment in Treatment}
     reasons: dict[Reason, list[Path]] = {reason: [] for reason in _read()}
     undecided: list[Path] = []
     for path, value in callables().items():
-        found = treatments.get(id(value), set())
+        found = set(treatments.get(id(value), ()))
         for treatment in found:
             listed[treatment].append(path)
         if not found:
@@ -154,25 +153,14 @@ def _is_public_function(name: str, value: object) -> bool:
 @functools.cache
 def _read() -> Mapping[Reason, tuple[Path, ...]]:
     """Returns the names of the file in their order, by reason."""
-    tree = compose_own(files("ampatch.lists") / FILE)
-    document = yaml.constructor.SafeConstructor().construct_document(tree)
-    return {
-        Reason(name, keys["why"]): tuple(
-            Path(namespace, each) for namespace, names in keys.items() if namespace != "why" for each in _flat(names)
-        )
-        for name, keys in document.items()
-    }
-
-
-def _flat(names: Sequence[Any]) -> Iterator[str]:
-    for each in names:
-        if isinstance(each, dict):  # a list has the function up to that version of torch
-            if torch.__version__ >= TorchVersion(each["since"]):
-                yield each["name"]
-        elif isinstance(each, str):
-            yield each
-        else:
-            yield from _flat(each)
+    tree: Any = compose_own(files("ampatch.lists") / FILE)
+    found = {}
+    for name, keys in tree.value:
+        (_, why), *lists = keys.value
+        entries = Reading(FILE).entries(yaml.MappingNode(keys.tag, lists, keys.start_mark), None)
+        paths = tuple(each.path for each in entries if is_in_force(each.since, each.until))
+        found[Reason(name.value, why.value)] = paths
+    return found
 
 
 @functools.cache

@@ -17,21 +17,9 @@ import torch
 import yaml
 from torch.torch_version import TorchVersion
 
-from ampatch.cast_lists import patterns, signatures
+from ampatch.cast_lists import patterns, rules, signatures
 from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, function_key
-from ampatch.cast_lists.rules import (
-    EVERY_DEVICE,
-    FLOAT32,
-    MODULES,
-    UNLISTED,
-    Change,
-    Changes,
-    ModuleRules,
-    Rule,
-    Treatment,
-    When,
-    unlistable_reason,
-)
+from ampatch.cast_lists.rules import FLOAT32, MODULES, UNLISTED, Change, Changes, ModuleRules, Rule, Treatment, When
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, known_names, spellings
 from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, scalar_of
 from ampatch.errors import AmpError, CastListError, Fault, did_you_mean
@@ -74,8 +62,8 @@ class _Listing:
 
     def disagrees(self, other: _Listing) -> bool:
         """Returns True if two listings of one function differ in their list, or in their options."""
-        rules = [None if each.rule is None else replace(each.rule, path=self.path) for each in (self, other)]
-        return self.name != other.name or rules[0] != rules[1]
+        mine, others = (each.rule and replace(each.rule, path=self.path) for each in (self, other))
+        return self.name != other.name or mine != others
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +77,8 @@ class _Entry:
         options: what its rules have beside path and treatment.
         node: where it stands.
         namespace: where its namespace stands.
+        since: first version of torch that it is for, if it names one.
+        until: first version of torch that it is no longer for, if it names one.
     """
 
     path: Path
@@ -97,6 +87,8 @@ class _Entry:
     options: Mapping[str, Any]
     node: yaml.Node
     namespace: yaml.ScalarNode
+    since: str | None
+    until: str | None
 
     @property
     def is_optional(self) -> bool:
@@ -139,12 +131,12 @@ class Reading:
 
     def add_overlay(self, node: yaml.Node | None) -> None:
         """Reads a user's file: a mapping from names of lists to their contents."""
-        known = [*_LISTS, MODULES]
+        known = [*LISTS, MODULES]
         for name, value in self._pairs(node, "names of lists on top, such as `whitelist: {torch: [mm, bmm]}`"):
             if name.value == MODULES:
                 self._add_modules(value)
-            elif name.value in _LISTS:
-                self.add_list(value, _LISTS[name.value], list_name=name.value)
+            elif name.value in LISTS:
+                self.add_list(value, LISTS[name.value], list_name=name.value)
             else:
                 expected = f"expected one of {', '.join(known)} on top.{did_you_mean(name.value, known)}"
                 self.fault(name, f"unknown list {name.value!r}; {expected}")
@@ -168,15 +160,15 @@ class Reading:
         inside = Reading(self.source, self._resolve)
         expected = f"names of lists, such as {name.value!r}: {{blacklist: [softmax]}}"
         for list_name, value in inside._pairs(node, expected):
-            if list_name.value not in _LISTS:
-                hint = did_you_mean(list_name.value, _LISTS)
-                inside.fault(list_name, f"unknown list {list_name.value!r}; expected one of {', '.join(_LISTS)}.{hint}")
+            if list_name.value not in LISTS:
+                hint = did_you_mean(list_name.value, LISTS)
+                inside.fault(list_name, f"unknown list {list_name.value!r}; expected one of {', '.join(LISTS)}.{hint}")
                 continue
             every = yaml.ScalarNode("tag:yaml.org,2002:str", EVERY_NAMESPACE, value.start_mark, value.end_mark)
             listed = value
             if kind_of(value) == "seq":
                 listed = yaml.MappingNode("tag:yaml.org,2002:map", [(every, value)], value.start_mark, value.end_mark)
-            inside.add_list(listed, _LISTS[list_name.value], f"a list of names, such as [mm, bmm], or {_NAMESPACES}")
+            inside.add_list(listed, LISTS[list_name.value], f"a list of names, such as [mm, bmm], or {_NAMESPACES}")
         self._faults += inside._faults
         return tuple(inside._changes)
 
@@ -199,9 +191,22 @@ class Reading:
             hint = _with_namespaces(list_name, node)
             self.fault(node, f"found {described(node)}; expected {expected}, under {list_name!r}.{hint}")
             return
+        for entry in self.entries(node, treatment, expected):
+            if is_in_force(entry.since, entry.until):
+                self._add_entry(entry)
+
+    def entries(
+        self, node: yaml.Node | None, treatment: Treatment | None, expected: str = _NAMESPACES
+    ) -> Iterator[_Entry]:
+        """Yields the entries of a list whose own keys have no fault, for all versions of torch; see `add_list`."""
         for namespace, names in self._pairs(node, expected):
-            for entry in self._flat(names, []):
-                self._add_entry(entry, namespace, treatment)
+            for each in self._flat(names, []):
+                options = self._options(each, treatment)
+                if options is not None:
+                    limits = options.pop("since", None), options.pop("until", None)
+                    dtypes = options.pop("dtypes", tuple(HALF_DTYPES.values()))
+                    path = Path(namespace.value, options.pop("name"))
+                    yield _Entry(path, treatment, dtypes, options, each, namespace, *limits)
 
     def _at(self, line: int) -> str:
         return f"{self.source}:{line}" if line else self.source
@@ -237,18 +242,14 @@ class Reading:
         elif kind_of(node) != "null":
             self.fault(node, f"found {described(node)}; expected a list of names, such as [mm, bmm].")
 
-    def _add_entry(self, node: yaml.Node, namespace: yaml.ScalarNode, treatment: Treatment | None) -> None:
-        options = self._options(node, treatment)
-        if options is None or not is_in_force(options.pop("since", None), options.pop("until", None)):
-            return
-        dtypes = options.pop("dtypes", tuple(HALF_DTYPES.values()))
-        faults = len(self._faults)
-        entry = _Entry(Path(namespace.value, options.pop("name")), treatment, dtypes, options, node, namespace)
+    def _add_entry(self, entry: _Entry) -> None:
         if patterns.is_pattern(entry.path):
             self._add_pattern(entry)
             return
+        faults = len(self._faults)
+        is_of_all = entry.path.namespace == EVERY_NAMESPACE
         for path in self._paths(entry):
-            fitting = entry if namespace.value != EVERY_NAMESPACE else replace(entry, options=_fitting(options, path))
+            fitting = replace(entry, options=_fitting(entry.options, path)) if is_of_all else entry
             if not self._resolve or self._exists(path, fitting):
                 self._add_path(path, fitting)
             if len(self._faults) > faults:
@@ -355,7 +356,8 @@ class Reading:
             self._fault_once(entry.namespace, mistaken)
             return False
         try:
-            unfit = unlistable_reason(path, owner, find(path), options.get("when", ()), options.get("via_dtype", False))
+            conditions = options.get("when", ()), options.get("via_dtype", False)
+            unfit = rules.unlistable_reason(path, owner, find(path), *conditions)
         except PathError as error:
             if entry.is_optional:
                 return False
@@ -371,8 +373,8 @@ class Reading:
             self.fault(namespace, message)
 
 
-# What each list does to its functions; None: they are to be on no list.
-_LISTS: dict[str, Treatment | None] = {**{treatment.value: treatment for treatment in Treatment}, UNLISTED: None}
+#: What each list does to its functions; None: they are to be on no list.
+LISTS: dict[str, Treatment | None] = {**{treatment.value: treatment for treatment in Treatment}, UNLISTED: None}
 
 
 def _no_rules(name: str, value: yaml.Node) -> str:
@@ -381,7 +383,7 @@ def _no_rules(name: str, value: yaml.Node) -> str:
     if kind_of(value) == "str":
         is_half = value.value in HALF_DTYPES
         whitelisting = " To have functions compute in half in there, whitelist them: {whitelist: [softmax]}."
-        hint = whitelisting if is_half else did_you_mean(value.value, [FLOAT32, *_LISTS])
+        hint = whitelisting if is_half else did_you_mean(value.value, [FLOAT32, *LISTS])
     return (
         f"found {described(value)} for {name!r}; expected {FLOAT32}, or lists of its own, such as "
         f"{{blacklist: [softmax]}}.{hint}"
@@ -496,7 +498,7 @@ def unfit_reason(rule: Rule, path: Path) -> str | None:
     """Returns a sentence on why the rule of a pattern does not fit a function that it matches; None if it does."""
     function: Any = find(path)
     fitting = _fitting({"via_dtype": rule.via_dtype}, path)
-    return unlistable_reason(path, find_owner(path.namespace), function, rule.when, fitting["via_dtype"])
+    return rules.unlistable_reason(path, find_owner(path.namespace), function, rule.when, fitting["via_dtype"])
 
 
 def fitting_rule(rule: Rule, path: Path) -> Rule:
@@ -543,7 +545,7 @@ def _read_flag(node: yaml.Node) -> bool:
 
 def _read_need(node: yaml.Node) -> tuple[str, ...]:
     if kind_of(node) == "bool":
-        return EVERY_DEVICE if scalar_of(node) else ()
+        return rules.EVERY_DEVICE if scalar_of(node) else ()
     expected = "true, or a list of device types, such as [cpu]"
     if kind_of(node) != "seq" or not node.value:
         raise AmpError(f"found {described(node)}; expected {expected}.")

@@ -90,8 +90,7 @@ _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 def _readers_of_operator(name: str) -> Mapping[str, ArgumentReader]:
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return _cached_readers(name, tuple(map(str, schemas)))
+    return _cached_readers(name, tuple(map(str, torch._C._jit_get_schemas_for_operator(f"aten::{name}"))))
 
 
 @functools.cache  # the schemas are in the key, as a library can add overloads, and define one anew

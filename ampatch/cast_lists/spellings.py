@@ -137,10 +137,7 @@ def called_by(function: object) -> dict[int, object]:
     are. Called functions in Python of the same module are read too. Operators are not among them (`operators_in`), and
     calls inside functions in C++ are not found.
     """
-    called: dict[int, object] = {}
-    for _, named in _read(function):
-        for value in named:
-            called.setdefault(id(value), value)
+    called = {id(value): value for _, named in _read(function) for value in named}
     called.pop(id(function), None)  # torch passes a function itself to the overrides of tensor classes
     return called
 

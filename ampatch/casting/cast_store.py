@@ -18,11 +18,8 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class _Entry:
     parameter: weakref.ref[Tensor]
-    address: int
     storage: weakref.ref[torch.UntypedStorage]
-    layout: tuple[torch.dtype, torch.Size, tuple[int, ...]]
-    version: int
-    requires_grad: bool
+    state: tuple[object, ...]
     cast: Tensor
     cast_version: int
     stream: int | None
@@ -30,30 +27,24 @@ class _Entry:
     @classmethod
     def of(cls, parameter: Tensor, cast: Tensor, stream: int | None) -> _Entry:
         """Returns an entry for a new cast, which is valid on one CUDA stream; None: on any."""
-        return cls(
-            weakref.ref(parameter),
-            parameter.data_ptr(),
-            weakref.ref(parameter.untyped_storage()),
-            (parameter.dtype, parameter.shape, parameter.stride()),
-            parameter._version,
-            parameter.requires_grad,
-            cast,
-            cast._version,
-            stream,
-        )
+        storage = weakref.ref(parameter.untyped_storage())
+        return cls(weakref.ref(parameter), storage, _state_of(parameter), cast, cast._version, stream)
 
     def counts(self, parameter: Tensor) -> bool:
         """Returns True if the entry is still valid for this parameter."""
         return (
             self.parameter() is parameter
-            and self.address == parameter.data_ptr()
             and self.storage() is not None
-            and self.layout == (parameter.dtype, parameter.shape, parameter.stride())
-            and self.version == parameter._version
-            and self.requires_grad == parameter.requires_grad
+            and self.state == _state_of(parameter)
             and self.cast_version == self.cast._version
             and (self.stream is None or self.stream == _current_stream(parameter))
         )
+
+
+def _state_of(parameter: Tensor) -> tuple[object, ...]:
+    """Returns what must stay the same for a cast to be valid: address, version counter, layout and requires_grad."""
+    layout = parameter.dtype, parameter.shape, parameter.stride()
+    return parameter.data_ptr(), parameter._version, parameter.requires_grad, *layout
 
 
 def _current_stream(parameter: Tensor) -> int | None:

@@ -47,10 +47,8 @@ def add_to(commands: Any, command: str | None) -> None:
 
 def _parser(commands: Any, name: str, add_arguments: Callable[..., None]) -> argparse.ArgumentParser:
     """Returns the parser of a subcommand; its help is the docstring of the function that adds its arguments."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=add_arguments.__doc__, description=add_arguments.__doc__
-    )
-    return parser
+    about = add_arguments.__doc__
+    return commands.add_parser(name, help=about, description=about)  # type: ignore[no-any-return]
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -594,13 +592,8 @@ def _build(arguments: argparse.Namespace) -> int:
     if plan.note:
         _print([plan.note])
     gpus = f" and for GPUs of architecture {', '.join(plan.architectures)}" if plan.architectures else ""
-    _print(
-        [
-            f"Compiler: {plan.compiler.version} ({plan.compiler.command[0]})",
-            f"Kernels:  for the CPU{gpus}",
-            f"Library:  {plan.directory / extension.LIBRARY}",
-        ]
-    )
+    _print([f"Compiler: {plan.compiler.version} ({plan.compiler.command[0]})", f"Kernels:  for the CPU{gpus}"])
+    _print([f"Library:  {plan.directory / extension.LIBRARY}"])
     sys.stdout.flush()  # compiling takes a while, and a pipe would hold these lines back until the end
     built = extension_build.carry_out(plan, arguments.force)
     if built.was_cached:

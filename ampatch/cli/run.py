@@ -76,8 +76,7 @@ def _environment(environment: Mapping[str, str], wanted: Mapping[str, str]) -> d
     """Returns the environment variables of the new Python, given those of this one and those to set."""
     before = environment.get("PYTHONPATH")
     others = [entry for entry in before.split(os.pathsep) if entry != _STARTUP] if before else []
-    path = os.pathsep.join([_STARTUP, *others])
-    return {**environment, "PYTHONPATH": path, **wanted}
+    return {**environment, "PYTHONPATH": os.pathsep.join([_STARTUP, *others]), **wanted}
 
 
 def _options(command: Sequence[str], arguments: Sequence[str]) -> list[str]:

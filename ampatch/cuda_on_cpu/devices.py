@@ -20,11 +20,9 @@ from ampatch.cuda_on_cpu.torch_cuda import always
 from ampatch.ledger import bindings
 
 #: Functions that take the device only as the keyword ``device``. torch lists further ones, for its default device.
-_FACTORIES = (
-    *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"),
-    *("from_file", "normal"),
-)
-_FACTORY_METHODS = (*("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),)
+_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
+_FACTORIES = (*_LIKE, "from_file", "normal")
+_FACTORY_METHODS = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 #: Classes whose method ``to`` takes a device as its first argument or as a keyword, or other arguments in its place.
 _MOVED = (Tensor, nn.Module, UntypedStorage, TypedStorage)
@@ -81,9 +79,7 @@ def _with_device_keyword(original: Function, *args: Any, **kwargs: Any) -> Any:
 def _with_device_first(original: Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     if args:
         args = (on_cpu(args[0]), *args[1:])
-    if "device" in kwargs:
-        kwargs["device"] = on_cpu(kwargs["device"])
-    return original(self, *args, **kwargs)
+    return _with_device_keyword(original, self, *args, **kwargs)
 
 
 def _generator_class(original: type[torch.Generator]) -> type:

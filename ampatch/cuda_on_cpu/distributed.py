@@ -46,16 +46,10 @@ def _called_once(
     return module(*inputs, **module_kwargs or {})
 
 
-def _without_gpus(
-    original: Function,
-    self: Any,
-    module: nn.Module,
-    device_ids: Any = None,
-    output_device: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    original(self, module, None, None, *args, **kwargs)
+def _without_gpus(original: Function, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    # The first two of the positional arguments name devices as well.
+    others = {name: value for name, value in kwargs.items() if name not in ("device_ids", "output_device")}
+    original(self, module, None, None, *args[2:], **others)
 
 
 # Process groups

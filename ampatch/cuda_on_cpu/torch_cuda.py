@@ -85,17 +85,10 @@ def _new_seed() -> None:
 
 
 _SILENT = (
-    *(
-        "caching_allocator_enable",
-        "check_error",
-        "empty_cache",
-        "init",
-        "ipc_collect",
-        "set_per_process_memory_fraction",
-    ),
-    *("reset_accumulated_host_memory_stats", "reset_accumulated_memory_stats", "reset_max_memory_allocated"),
-    *("reset_max_memory_cached", "reset_peak_host_memory_stats", "reset_peak_memory_stats", "set_sync_debug_mode"),
-    *("synchronize",),
+    *("caching_allocator_enable", "check_error", "empty_cache", "init", "ipc_collect", "set_sync_debug_mode"),
+    *("set_per_process_memory_fraction", "reset_accumulated_host_memory_stats", "reset_accumulated_memory_stats"),
+    *("reset_max_memory_allocated", "reset_max_memory_cached", "reset_peak_host_memory_stats"),
+    *("reset_peak_memory_stats", "synchronize"),
 )
 _ZERO = (
     *("max_memory_allocated", "max_memory_cached", "max_memory_reserved", "memory_allocated", "memory_cached"),
@@ -107,11 +100,8 @@ _ZERO = (
 STAND_INS: dict[str, object] = {
     **{name: always(None) for name in _SILENT},
     **{name: always(0) for name in _ZERO},
-    "is_available": always(True),
-    "is_bf16_supported": always(True),
-    "is_tf32_supported": always(False),
-    "is_current_stream_capturing": always(False),
-    "can_device_access_peer": always(False),
+    **{name: always(True) for name in ("is_available", "is_bf16_supported")},
+    **{name: always(False) for name in ("is_tf32_supported", "is_current_stream_capturing", "can_device_access_peer")},
     "device_count": streams.device_count,
     "current_device": streams.current_device,
     "set_device": streams.set_device,
@@ -127,21 +117,16 @@ STAND_INS: dict[str, object] = {
     "get_device_name": always(NAME),
     "get_device_capability": always(CAPABILITY),
     "get_device_properties": _properties,
-    "get_arch_list": fresh(list),
     "get_per_process_memory_fraction": always(1.0),
     "get_allocator_backend": always("native"),
     # Unlike a dict, a Counter gives 0 for missing statistics.
-    "memory_stats": fresh(Counter),
-    "memory_stats_as_nested_dict": fresh(dict),
-    "host_memory_stats": fresh(Counter),
-    "host_memory_stats_as_nested_dict": fresh(dict),
-    "memory_snapshot": fresh(list),
+    **{name: fresh(Counter) for name in ("memory_stats", "host_memory_stats")},
+    **{name: fresh(dict) for name in ("memory_stats_as_nested_dict", "host_memory_stats_as_nested_dict")},
+    **{name: fresh(list) for name in ("memory_snapshot", "get_arch_list")},
     "memory_summary": always(f"{NAME}: no figures of memory"),
     "mem_get_info": lambda device=None: _main_memory(),
-    "manual_seed": _seed,
-    "manual_seed_all": _seed,
-    "seed": _new_seed,
-    "seed_all": _new_seed,
+    **dict.fromkeys(("manual_seed", "manual_seed_all"), _seed),
+    **dict.fromkeys(("seed", "seed_all"), _new_seed),
     "initial_seed": lambda: torch.initial_seed(),  # noqa: PLW0108 - Dynamo wants each builtin under one name only
     "get_rng_state": lambda device=None: torch.default_generator.get_state(),
     "get_rng_state_all": lambda: [torch.default_generator.get_state() for _ in range(streams.device_count())],

@@ -57,17 +57,12 @@ def _without_pinned_memory(original: Function, self: Any, *args: Any, **kwargs: 
     self.pin_memory, self.pin_memory_device = False, ""
 
 
-def _without_kernels(
-    original: Function,
-    self: Any,
-    enabled: bool = True,
-    *,
-    use_cuda: bool = False,
-    use_device: Any = None,
-    **kwargs: Any,
-) -> None:
+def _without_kernels(original: Function, self: Any, enabled: bool = True, **kwargs: Any) -> None:
     """Profiles the CPU only: for CUDA kernels, torch would complain at each operator."""
-    original(self, enabled, use_device=None if use_device == "cuda" else use_device, **kwargs)
+    kwargs.pop("use_cuda", None)
+    if kwargs.get("use_device") == "cuda":
+        kwargs["use_device"] = None
+    original(self, enabled, **kwargs)
 
 
 def _switched_off(original: Function, self: Any, enabled: bool = True, record_shapes: bool = False) -> None:

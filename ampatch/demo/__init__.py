@@ -39,12 +39,7 @@ _TIMES = {
     "cuda": "The times are those of this GPU. The network is too small to keep a GPU busy, so they show no speed-up.",
 }
 # The fields of a plan, and the arguments that set them.
-_PLAN_ARGUMENTS = {
-    "opt_levels": "--opt-levels",
-    "half_dtypes": "--half-dtype",
-    "epochs": "--epochs",
-    "seed": "--seed",
-}
+_PLAN_ARGUMENTS = {"opt_levels": "--opt-levels", "half_dtypes": "--half-dtype", "epochs": "--epochs", "seed": "--seed"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -254,11 +249,7 @@ def _train(start: Checkpoint, keeper: _Keeper, recorded: RunReport | None) -> li
 
 
 def _after_step(
-    show: Callable[[float], None],
-    keeper: _Keeper,
-    finished: list[Result],
-    loss: float,
-    state: Callable[[], State],
+    show: Callable[[float], None], keeper: _Keeper, finished: list[Result], loss: float, state: Callable[[], State]
 ) -> None:
     show(loss)
     keeper.stop_if_asked(finished, state)

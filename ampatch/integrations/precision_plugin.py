@@ -353,11 +353,7 @@ def _converted_parts(module: nn.Module, options: Mapping[str, Any]) -> tuple[lis
     for argument in ("keep_fp32", "float32_outputs"):
         wanted = conversion_plan.check_keep_fp32(options.get(argument), argument)
         conversion_plan.check_matches([module], wanted, argument)
-        matched[argument] = {
-            below
-            for name, below in module.named_modules()
-            if name and any(conversion_plan.matches(one, name, below) for one in wanted)
-        }
+        matched[argument] = {below for _, below in conversion_plan.matching(module, wanted)}
     kept = {each for below in set().union(*matched.values()) for each in below.modules()}
     parts = [part for part in _parts(module) if part not in kept]
     if not parts:

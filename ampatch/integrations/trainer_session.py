@@ -12,7 +12,7 @@ import gc
 import inspect
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from ampatch import GradScaler, amp
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.graph_nodes import leaves_among, nodes_of
+from ampatch.grouping import grouped
 from ampatch.integrations import other_leaves
 from ampatch.integrations.other_leaves import OtherLeaves
 from ampatch.integrations.shared_patches import put_around
@@ -451,16 +452,15 @@ class TrainerSession:
     def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
         """Returns the ids of those leaves that the optimizers update, also if optimizers got new parameters since."""
         if not leaves.keys() <= self._updaters.keys():
-            session = runtime.live
-            self._updaters = {}
-            for optimizer in self.optimizers:
-                for each in (
-                    parameters_of(optimizer)
-                    if session is None or self._scaler is not None
-                    else session.adopted(optimizer).gradients.model_parameters()
-                ):
-                    self._updaters.setdefault(id(each), []).append(optimizer)
+            pairs = ((id(each), optimizer) for optimizer in self.optimizers for each in self._updated_by(optimizer))
+            self._updaters = grouped(pairs)
         return self._updaters.keys() & leaves.keys()
+
+    def _updated_by(self, optimizer: Any) -> Iterable[Tensor]:
+        session = runtime.live
+        if session is None or self._scaler is not None:
+            return parameters_of(optimizer)
+        return session.adopted(optimizer).gradients.model_parameters()
 
     def _updating(self, ours: set[int]) -> list[Any]:
         """Returns the optimizers that update any of these leaves; all if there are none."""

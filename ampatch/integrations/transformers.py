@@ -25,14 +25,7 @@ from ampatch.integrations.trainer_session import Wording, apart, casts_off, cast
 _INSTALL = "Type pip install 'transformers>=4.57' 'accelerate>=1.15'."
 versions.need("ampatch.integrations.transformers", "transformers", "transformers", (4, 57), _INSTALL)
 
-from ampatch.integrations.accelerated import (  # noqa: E402
-    STATE_NAME,
-    adopted_optimizers,
-    bare,
-    check_accelerator,
-    check_weights,
-    load_scale,
-)
+from ampatch.integrations import accelerated  # noqa: E402
 from ampatch.integrations.pretrained import honest_configs  # noqa: E402
 
 # isort: split
@@ -166,7 +159,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     def _amp_held(self, training: bool) -> Iterator[None]:
         with (
             self._amp_state.held(self, training),
-            adopted_optimizers.installed(),
+            accelerated.adopted_optimizers.installed(),
             honest_configs.installed(),
             casts_off(),
         ):
@@ -181,7 +174,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         if training:
             self._amp_training.close()  # of a batch size that did not fit into memory (auto_find_batch_size)
             if self._amp_is_on():
-                check_weights(self.model.named_parameters())
+                accelerated.check_weights(self.model.named_parameters())
                 self._amp_training.enter_context(self._amp_held(training=True))
         return super()._wrap_model(model, training, *args, **kwargs)
 
@@ -209,7 +202,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         return options.turn_on(self._amp_options())
 
     def _amp_trained(self, training: bool) -> tuple[list[nn.Module], list[Any]]:
-        return [self.model], [bare(self.optimizer)] if training else []
+        return [self.model], [accelerated.bare(self.optimizer)] if training else []
 
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the accelerator; Trainer's constructor calls it before anything else.
@@ -221,20 +214,20 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         if self._amp_is_on():
-            check_accelerator(self.accelerator, "amp='O0'")
+            accelerated.check_accelerator(self.accelerator, "amp='O0'")
 
     # Checkpoints
 
     def _save_scaler(self, output_dir: str) -> None:
         super()._save_scaler(output_dir)
         if self._amp_state.is_live and self.args.should_save:
-            torch.save(amp.state_dict(), Path(output_dir, STATE_NAME))
+            torch.save(amp.state_dict(), Path(output_dir, accelerated.STATE_NAME))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self._amp_state.is_live:
             super()._load_scaler(checkpoint)
             return
-        load_scale(checkpoint)
+        accelerated.load_scale(checkpoint)
 
 
 class AmpatchTrainer(AmpatchMixin, Trainer):

@@ -49,6 +49,27 @@ def _ready() -> dict[str, Any]:
     return {"stage": OptState.READY, "found_inf_per_device": {}}
 
 
+def _initial(name: str) -> property:
+    """Returns a property that stands for a field of a scaler's first state."""
+
+    def write(scaler: GradScaler, value: Any) -> None:
+        scaler._first_state = replace(scaler._first_state, **{name: value})
+
+    return property(lambda scaler: getattr(scaler._first_state, name), write)
+
+
+def _on_device(which: int) -> property:
+    """Returns a property that stands for a tensor of the loss scaler; None before the first `GradScaler.scale`."""
+
+    def write(scaler: GradScaler, value: Tensor | None) -> None:
+        if value is None:
+            scaler._loss_scaler = None  # the next `scale` starts from the initial values
+        else:
+            scaler._scaler_or_raise("setting _scale or _growth_tracker").on_device[which].copy_(value)
+
+    return property(lambda scaler: None if scaler._loss_scaler is None else scaler._loss_scaler.on_device[which], write)
+
+
 class GradScaler(torch.amp.GradScaler):
     """Scales losses and steps optimizers as ``torch.amp.GradScaler`` does; can replace it in any loop.
 
@@ -141,45 +162,11 @@ class GradScaler(torch.amp.GradScaler):
 
     # The scale
 
-    # torch's tests and some frameworks read and set a scaler's initial values by these names.
-    @property
-    def _init_scale(self) -> float:
-        return self._first_state.loss_scale
-
-    @_init_scale.setter
-    def _init_scale(self, value: float) -> None:
-        self._first_state = replace(self._first_state, loss_scale=value)
-
-    @property
-    def _init_growth_tracker(self) -> int:
-        return self._first_state.unskipped
-
-    @_init_growth_tracker.setter
-    def _init_growth_tracker(self, value: int) -> None:
-        self._first_state = replace(self._first_state, unskipped=value)
-
-    @property
-    def _scale(self) -> Tensor | None:
-        """The scale, as a tensor on the device; None before the first `scale`. Frameworks use this name."""
-        return None if self._loss_scaler is None else self._loss_scaler.on_device[0]
-
-    @_scale.setter
-    def _scale(self, value: Tensor | None) -> None:
-        self._set_on_device(0, value)
-
-    @property
-    def _growth_tracker(self) -> Tensor | None:
-        return None if self._loss_scaler is None else self._loss_scaler.on_device[1]
-
-    @_growth_tracker.setter
-    def _growth_tracker(self, value: Tensor | None) -> None:
-        self._set_on_device(1, value)
-
-    def _set_on_device(self, which: int, value: Tensor | None) -> None:
-        if value is None:
-            self._loss_scaler = None  # the next `scale` starts from the initial values
-        else:
-            self._scaler_or_raise("setting _scale or _growth_tracker").on_device[which].copy_(value)
+    # torch's tests and some frameworks read and set a scaler's values by these names.
+    _init_scale: Any = _initial("loss_scale")
+    _init_growth_tracker: Any = _initial("unskipped")
+    _scale: Any = _on_device(0)
+    _growth_tracker: Any = _on_device(1)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._loss_scaler is not None:
@@ -400,7 +387,8 @@ class GradScaler(torch.amp.GradScaler):
         is_unscaled = state["stage"] is OptState.UNSCALED
         if not is_unscaled:
             self._check_inf_per_device(optimizer)
-        found_inf = _combined(state, scaler.no_overflow())
+        with WithoutCasts():
+            found_inf = _maximum(state["found_inf_per_device"].values(), scaler.no_overflow())
         divisor = preset = getattr(optimizer, "grad_scale", None)
         if not is_unscaled:
             divisor = scaler.snapshot() if preset is None else scaler.snapshot() * preset
@@ -422,12 +410,7 @@ class GradScaler(torch.amp.GradScaler):
         return _is_torchs(optimizer) and not optimizer_state.has_state(optimizer)
 
     def _step_with_closure(
-        self,
-        optimizer: OptimizerLike,
-        state: dict[str, Any],
-        closure: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, optimizer: OptimizerLike, state: dict[str, Any], closure: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         if state["stage"] is OptState.UNSCALED:
             raise ScalerUsageError(
@@ -543,7 +526,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             OptionError: ``new_factor`` is no number above 1.
         """
-        self._set(growth_factor=make_policy("dynamic", growth_factor=new_factor).growth_factor)
+        self._set(growth_factor=new_factor)
 
     def get_backoff_factor(self) -> float:
         """Returns the factor by which the scale backs off."""
@@ -555,7 +538,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             OptionError: ``new_factor`` is no number between 0 and 1.
         """
-        self._set(backoff_factor=make_policy("dynamic", backoff_factor=new_factor).backoff_factor)
+        self._set(backoff_factor=new_factor)
 
     def get_growth_interval(self) -> int:
         """Returns the number of updates in a row without overflow before the scale grows."""
@@ -570,7 +553,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             OptionError: ``new_interval`` is no whole number above 0.
         """
-        self._set(scale_window=make_policy("dynamic", scale_window=new_interval).scale_window)
+        self._set(scale_window=new_interval)
 
     # Some frameworks read and set these names instead.
     _growth_factor = property(get_growth_factor, set_growth_factor)
@@ -578,7 +561,8 @@ class GradScaler(torch.amp.GradScaler):
     _growth_interval = property(get_growth_interval, set_growth_interval)
 
     def _set(self, **changes: Any) -> None:
-        self._policy = replace(self._policy, **changes)
+        checked = make_policy("dynamic", **changes)
+        self._policy = replace(self._policy, **{name: getattr(checked, name) for name in changes})
         if self._loss_scaler is not None:
             self._loss_scaler.policy = self._policy
 
@@ -589,7 +573,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._first_state if self._loss_scaler is None else self._loss_scaler.state
 
     def _get_scale_async(self) -> Tensor | None:
-        return self._scale
+        return self._scale  # type: ignore[no-any-return]
 
     def _get_growth_tracker(self) -> int:
         return self._state.unskipped if self._enabled else 0
@@ -632,20 +616,12 @@ class GradScaler(torch.amp.GradScaler):
                 "the state is of a static loss scale, from which a dynamic one must not start. Leave load_state_dict "
                 "out."
             )
-        reader = LossScaler.from_policy(self._policy)
-        state = reader.read_state_dict(state_dict)
-        policy = make_policy(
-            "dynamic",
+        state = LossScaler.from_policy(self._policy).read_state_dict(state_dict)
+        self._set(
             growth_factor=state_dict.get("growth_factor", self._policy.growth_factor),
             backoff_factor=state_dict.get("backoff_factor", self._policy.backoff_factor),
             scale_window=state_dict.get("growth_interval", self._policy.scale_window),
         )
-        self._set(
-            growth_factor=policy.growth_factor, backoff_factor=policy.backoff_factor, scale_window=policy.scale_window
-        )
-        self._load_state(state)
-
-    def _load_state(self, state: ScaleState) -> None:
         self._first_state = state
         if self._loss_scaler is not None:
             self._loss_scaler.set_state(state)
@@ -677,12 +653,10 @@ class GradScaler(torch.amp.GradScaler):
 
 @WithoutCasts()
 def _overflow_of(optimizer: OptimizerLike, change: ScaleChange) -> Overflow:
-    found = overflows.non_finite_gradients(
-        optimizer_state.parameters_of(optimizer), optimizer_state.names_in(optimizer)
-    )
+    parameters = list(optimizer_state.parameters_of(optimizer))
+    found = overflows.non_finite_gradients(parameters, optimizer_state.names_in(optimizer))
     traced: dict[str, Any] = {}
     if runtime.live is not None:
-        parameters = list(optimizer_state.parameters_of(optimizer))
         traced = runtime.live.overflows.traced(parameters, change.before)
         runtime.live.overflows.end_step(parameters)
     remark = overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CLEARED
@@ -733,12 +707,7 @@ def _overflowed(state: dict[str, Any]) -> bool:
     return any(bool(flag) for flag in state["found_inf_per_device"].values())
 
 
-@WithoutCasts()
-def _combined(state: dict[str, Any], none: Tensor) -> Tensor:
-    return _maximum(list(state["found_inf_per_device"].values()), none)
-
-
-def _maximum(flags: list[Tensor], none: Tensor) -> Tensor:
+def _maximum(flags: Iterable[Tensor], none: Tensor) -> Tensor:
     for flag in flags:
         none = torch.maximum(none, on_device(flag, none.device).reshape(()))
     return none

@@ -27,7 +27,7 @@ from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
-from ampatch.weights.exchange import exchanged
+from ampatch.weights.exchange import exchanged, unzipped
 
 # Types of callables that can make an optimizer. Other callable objects are not accepted: they might be anything.
 _MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
@@ -36,13 +36,6 @@ _MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
 MASTER = "master"
 
 _INSIDE = ("optimizer", "optim", "base_optimizer", "_base_optimizer")  # attributes in which wrappers keep an optimizer
-
-
-def _of_the_wrapped(name: str, doc: str) -> property:
-    """Returns a property that stands for an attribute of the wrapped optimizer."""
-    return property(
-        lambda self: getattr(self.optimizer, name), lambda self, value: setattr(self.optimizer, name, value), doc=doc
-    )
 
 
 class MixedPrecision(torch.optim.Optimizer):
@@ -118,8 +111,8 @@ class MixedPrecision(torch.optim.Optimizer):
 
     # Attributes of the wrapped optimizer
 
-    param_groups: Any = _of_the_wrapped("param_groups", "Groups of the wrapped optimizer.")
-    state: Any = _of_the_wrapped("state", "State of the wrapped optimizer, with the masters in it.")
+    param_groups: Any = optimizer_state.of_the_wrapped("param_groups", "Groups of the wrapped optimizer.")
+    state: Any = optimizer_state.of_the_wrapped("state", "State of the wrapped optimizer, with the masters in it.")
 
     @property
     def defaults(self) -> Any:  # type: ignore[override]
@@ -225,7 +218,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 _keep_bits(parameter, master, [synced.dtype])
                 parameter.copy_(master)
         written = [pair for pair in pairs if not self._only_master_was_written(*pair)]
-        kernels.copy_differing(*_unzip(written))
+        kernels.copy_differing(*unzipped(written))
         self._record_synced(written)
         return pairs
 
@@ -356,7 +349,7 @@ class MixedPrecision(torch.optim.Optimizer):
     @torch.no_grad()
     @WithoutCasts()
     def _round(self) -> None:
-        parameters, masters = _unzip(self._in_place)
+        parameters, masters = unzipped(self._in_place)
         if self._dtype is torch.float32:
             kernels.copy_to_half(masters, parameters)
         elif masters:
@@ -455,8 +448,7 @@ def _keep_bits(parameter: Tensor, master: Tensor, before: Iterable[torch.dtype])
         master: master of the same shape, changed in place.
         before: types that the parameter may have had before.
     """
-    rounded = [parameter == master.to(dtype).to(parameter.dtype) for dtype in before]
-    is_same = torch.stack(rounded).any(dim=0)
+    is_same = torch.stack([parameter == master.to(dtype).to(parameter.dtype) for dtype in before]).any(dim=0)
     master.copy_(torch.where(is_same, master, parameter.to(master.dtype)))
 
 
@@ -538,7 +530,3 @@ def _values(masters_from: Any, optimizer: Any) -> list[Tensor]:
                 "a floating tensor of that shape."
             )
     return [value.detach() for value in values]
-
-
-def _unzip(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    return [parameter for parameter, _ in pairs], [master for _, master in pairs]

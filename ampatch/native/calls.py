@@ -19,10 +19,9 @@ from torch import Tensor
 from ampatch import switch as switches
 from ampatch.casting import cast_errors
 from ampatch.casting.cast_store import CacheState, Store
-from ampatch.errors import KernelError
 from ampatch.function_wrapper import FunctionWrapper
 from ampatch.native import extension
-from ampatch.native.selection import Chosen, Selection
+from ampatch.native.selection import Chosen, NotBuiltError, Selection
 from ampatch.switch import Switch
 
 _W = TypeVar("_W", bound=FunctionWrapper)
@@ -31,31 +30,20 @@ CHOICES = ("auto", "compiled", "python")
 _VARIABLE = "AMPATCH_CALLS"
 
 
-def _choose(asked: str) -> Chosen[ModuleType]:
-    python = "plain Python"
-    if asked == "python":
-        return Chosen(None, f"{python}, as {_VARIABLE}=python asks for")
+def _load() -> Chosen[ModuleType]:
     library = extension.find(extension.CALLS)
     if library is None:
-        missing = (
-            f"there is no compiled library for this version of ampatch, Python and torch in "
-            f"{extension.cache_directory()}"
+        cache = extension.cache_directory()
+        missing = f"there is no compiled library for this version of ampatch, Python and torch in {cache}"
+        raise NotBuiltError(
+            f"{_VARIABLE}=compiled asks for calls in C++, and {missing}. Type `ampatch build`; or leave the variable "
+            "out, to go on in plain Python.",
+            f"{missing}. `ampatch build` compiles it",
         )
-        if asked == "compiled":
-            raise KernelError(
-                f"{_VARIABLE}=compiled asks for calls in C++, and {missing}. Type `ampatch build`; or leave the "
-                "variable out, to go on in plain Python."
-            )
-        return Chosen(None, f"{python}, as {missing}. `ampatch build` compiles it")
-    try:
-        return Chosen(extension.load_calls(library), f"C++, the compiled library {library.path}")
-    except KernelError as error:
-        if asked == "compiled":
-            raise
-        return Chosen(None, f"{python}, as {error}")
+    return Chosen(extension.load_calls(library), f"C++, the compiled library {library.path}")
 
 
-_selection = Selection(_VARIABLE, CHOICES, _choose, "Patched functions are called by %s.")
+_selection = Selection(_VARIABLE, CHOICES, "plain Python", _load, "Patched functions are called by %s.")
 
 
 #: "to": casts tensors to a dtype. "for_models": the same, but outside of regions only in calls that belong to a model
@@ -180,14 +168,6 @@ class Accelerator:
         if self._module is not None:
             how = (plain_cast.kind, plain_cast.dtype, plain_cast.positional)
             explain = functools.partial(cast_errors.add_note, reason)
+            further = (plain_cast.product, plain_cast.for_half)
             in_python: Any = type(wrapper).__call__
-            self._module.accelerate(
-                wrapper,
-                in_python,
-                self._caster,
-                wrapper.original,
-                *how,
-                explain,
-                plain_cast.product,
-                plain_cast.for_half,
-            )
+            self._module.accelerate(wrapper, in_python, self._caster, wrapper.original, *how, explain, *further)

@@ -12,15 +12,14 @@ import os
 import platform
 import sysconfig
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.machinery import ExtensionFileLoader
 from importlib.resources import files
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -63,12 +62,7 @@ class Part:
 
 OPERATORS = Part("", ABI, ("-std=c++17",), "cpu")
 # Uses torch's C++ behind Python objects, which the stable ABI does not cover: only for this torch and this Python.
-CALLS = Part(
-    "calls",
-    f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}",
-    ("-std=c++20",),
-    "calls",
-)
+CALLS = Part("calls", f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}", ("-std=c++20",), "calls")
 
 
 def target_flag() -> str:
@@ -212,25 +206,20 @@ def describe(library: Library) -> str:
 def read(directory: Path) -> Library | None:
     """Returns the library in a directory; None if there is none, its size is wrong or its description is unreadable."""
     path = directory / LIBRARY
-    try:
-        described = json.loads((directory / SIDECAR).read_text(encoding="utf-8"))
-        library = _library(path, described)
-        return library if library is not None and path.is_file() and path.stat().st_size == library.size else None
-    except (OSError, ValueError, RecursionError):
-        return None
+    with suppress(OSError, TypeError, ValueError, RecursionError):  # TypeError: it is no mapping, or has other keys
+        library = Library(path=path, **json.loads((directory / SIDECAR).read_text(encoding="utf-8")))
+        if _has_values_of_their_types(library) and path.is_file() and path.stat().st_size == library.size:
+            return replace(library, architectures=tuple(library.architectures))
+    return None
 
 
-def _library(path: Path, described: Any) -> Library | None:
-    texts = [field.name for field in fields(Library) if field.type == "str"]
-    if not isinstance(described, Mapping) or not all(isinstance(described.get(name), str) for name in texts):
-        return None
-    size, architectures = described.get("size"), described.get("architectures")
-    if not isinstance(size, int) or not isinstance(architectures, list):
-        return None
-    if not all(isinstance(each, str) and each.isdecimal() and each.isascii() for each in architectures):
-        return None
-    texts_found = {name: described[name] for name in texts}
-    return Library(path=path, size=size, architectures=tuple(architectures), **texts_found)
+def _has_values_of_their_types(library: Library) -> bool:
+    """Returns True if a description gave texts where it should, and a list of numbers, as texts, as architectures."""
+    texts = [getattr(library, field.name) for field in fields(Library) if field.type == "str"]
+    numbers: object = library.architectures
+    if not isinstance(numbers, list) or not all(isinstance(each, str) for each in [*texts, *numbers]):
+        return False
+    return all(each.isdecimal() and each.isascii() for each in numbers)
 
 
 def find(part: Part = OPERATORS) -> Library | None:
@@ -252,7 +241,8 @@ def find(part: Part = OPERATORS) -> Library | None:
     with suppress(OSError, KernelError):  # an unreadable cache counts as empty
         directories += sorted(cache_directory().glob(f"{expected[:16]}-torch{part.abi}-*"))
     fitting = [library for library in map(read, directories) if library is not None and fits(library, expected, part)]
-    capabilities = _capabilities()
+    # An initialisation would keep forked workers from the GPU.
+    capabilities = capabilities_of_gpus() if torch.cuda.is_initialized() else []
 
     def rank(library: Library) -> tuple[bool, bool, bool, int, tuple[str, ...]]:
         return (
@@ -274,10 +264,8 @@ def fits(library: Library, expected: str, part: Part = OPERATORS) -> bool:
     )
 
 
-def _capabilities() -> list[tuple[int, int]]:
-    """Returns the compute capabilities of the visible GPUs; none if CUDA is not initialised."""
-    if not torch.cuda.is_initialized():
-        return []
+def capabilities_of_gpus() -> list[tuple[int, int]]:
+    """Returns the compute capabilities of the visible GPUs, by index; initialises CUDA."""
     return [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
 
 

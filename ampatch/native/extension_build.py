@@ -321,8 +321,7 @@ def _this_machines() -> tuple[str, ...]:
     """Returns the architectures of this machine's GPUs; if torch sees none, the default ones."""
     if not torch.cuda.is_available():
         return DEFAULT_ARCHITECTURES
-    capabilities = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
-    return tuple(f"{major}{minor}" for major, minor in sorted(capabilities))
+    return tuple(f"{major}{minor}" for major, minor in sorted(set(extension.capabilities_of_gpus())))
 
 
 def _supported(compiler: Compiler, architectures: tuple[str, ...]) -> tuple[str, ...]:
@@ -576,11 +575,8 @@ if found != (torch.bfloat16, [[6.0] * 2] * 2, 3, 1):
 def _try_out(library: Library, part: Part, log: Path, scratch: Path) -> None:
     devices = ["cpu"]
     if library.architectures and torch.cuda.is_available():
-        devices += [
-            f"cuda:{index}"
-            for index in range(torch.cuda.device_count())
-            if library.serves(torch.cuda.get_device_capability(index))
-        ]
+        found = enumerate(extension.capabilities_of_gpus())
+        devices += [f"cuda:{index}" for index, capability in found if library.serves(capability)]
     trial = _TRIAL if part is extension.OPERATORS else _TRIAL_OF_CALLS
     command = [sys.executable, "-P", "-c", trial, json.dumps(sys.path), str(library.path), *devices]
     _run([command], log, scratch, f"the extension was compiled, and does not run here ({', '.join(devices)})")

@@ -62,20 +62,16 @@ def unscale_(grads: _Tensors, inv_scale: Tensor, found_inf: Tensor) -> None:
     _run("unscale_", grads, None, [grads], inv_scale, found_inf)
 
 
-def unscale_copy(
-    grads: _Tensors, master_grads: _Tensors, inv_scale: Tensor, found_inf: Tensor, write_back: bool
+def _unscale_into(
+    name: str, grads: _Tensors, master_grads: _Tensors, inv_scale: Tensor, found_inf: Tensor, write_back: bool
 ) -> None:
-    """Calls the operator, which writes ``master_grads``, and ``grads`` if ``write_back`` is true."""
+    """Calls an operator that writes ``master_grads``, and ``grads`` if ``write_back`` is true."""
     written = [master_grads, grads] if write_back else [master_grads]
-    _run("unscale_copy", grads, master_grads, written, inv_scale, found_inf, write_back)
+    _run(name, grads, master_grads, written, inv_scale, found_inf, write_back)
 
 
-def unscale_add(
-    grads: _Tensors, master_grads: _Tensors, inv_scale: Tensor, found_inf: Tensor, write_back: bool
-) -> None:
-    """Calls the operator, which writes ``master_grads``, and ``grads`` if ``write_back`` is true."""
-    written = [master_grads, grads] if write_back else [master_grads]
-    _run("unscale_add", grads, master_grads, written, inv_scale, found_inf, write_back)
+unscale_copy = functools.partial(_unscale_into, "unscale_copy")
+unscale_add = functools.partial(_unscale_into, "unscale_add")
 
 
 def found_inf_norm(grads: _Tensors, inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:

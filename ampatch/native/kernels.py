@@ -16,11 +16,10 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from ampatch.errors import KernelError
 from ampatch.grouping import grouped
 from ampatch.native import calls, extension, extension_kernels, torch_kernels
 from ampatch.native.host_copy import on_device
-from ampatch.native.selection import Chosen, Selection
+from ampatch.native.selection import Chosen, NotBuiltError, Selection
 from ampatch.opt_levels import HALVES
 
 logger = logging.getLogger("ampatch")
@@ -42,34 +41,22 @@ _reciprocal = torch._C.TensorBase.reciprocal
 _IS_RECORDED = operator.attrgetter("requires_grad")
 
 
-def _choose(asked: str) -> Chosen[extension.Library]:
-    torchs = "torch's own multi-tensor kernels"
-    if asked == "torch":
-        return Chosen(None, f"{torchs}, as {_VARIABLE}=torch asks for")
+def _load() -> Chosen[extension.Library]:
     library = extension.loaded() or extension.find()
     if library is None:
-        if asked == "extension":
-            raise KernelError(
-                f"{_VARIABLE}=extension asks for the compiled extension, and there is none of this version of ampatch "
-                f"for this machine in {extension.cache_directory()}. Type `ampatch build`; or leave the variable out, "
-                "to go on with torch's own kernels."
-            )
-        return Chosen(
-            None,
-            f"{torchs}, as there is no compiled extension of this version for this machine in "
-            f"{extension.cache_directory()}: at O2 they make three passes over gradients, the extension "
-            "only one. `ampatch build` compiles it",
+        cache = extension.cache_directory()
+        raise NotBuiltError(
+            f"{_VARIABLE}=extension asks for the compiled extension, and there is none of this version of ampatch for "
+            f"this machine in {cache}. Type `ampatch build`; or leave the variable out, to go on with torch's own "
+            "kernels.",
+            f"there is no compiled extension of this version for this machine in {cache}: at O2 they make three passes "
+            "over gradients, the extension only one. `ampatch build` compiles it",
         )
-    try:
-        extension.load(library)
-    except KernelError as error:
-        if asked == "extension":
-            raise
-        return Chosen(None, f"{torchs}, as {error}")
+    extension.load(library)
     return Chosen(library, f"the compiled extension {library.path}")
 
 
-_selection = Selection(_VARIABLE, CHOICES, _choose, "Gradients are unscaled by %s.")
+_selection = Selection(_VARIABLE, CHOICES, "torch's own multi-tensor kernels", _load, "Gradients are unscaled by %s.")
 
 
 def select(choice: str | None = None) -> None:

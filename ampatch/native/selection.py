@@ -1,18 +1,18 @@
-"""Chooses the implementation that this process uses: the requested one, or the best available one.
+"""Chooses the implementation that this process uses: the requested one, or the compiled one if it is available.
 
-Owns how the choice is made, and that it is made only once. The calling module says which implementations there are. No
-other module must read the environment variables of these choices.
+Owns how the choice is made, and that it is made only once. The calling module says which two implementations there are.
+No other module must read the environment variables of these choices.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ampatch.errors import OptionError, did_you_mean
+from ampatch.errors import KernelError, OptionError, did_you_mean
 
 logger = logging.getLogger("ampatch")
 
@@ -30,6 +30,18 @@ class Chosen(Generic[_T]):
 
     compiled: _T | None
     why: str
+
+
+class NotBuiltError(KernelError):
+    """Raised if there is no compiled implementation.
+
+    Attributes:
+        why: what is missing, for users who have not asked for it.
+    """
+
+    def __init__(self, message: str, why: str = "") -> None:
+        super().__init__(message)  # unpickling calls the class with this, on the way out of a worker process
+        self.why = why
 
 
 def checked(variable: str, choices: Collection[str], choice: str | None = None) -> str:
@@ -50,12 +62,13 @@ def checked(variable: str, choices: Collection[str], choice: str | None = None) 
 
 
 class Selection(Generic[_T]):
-    """A choice between implementations, made once for this process.
+    """A choice between a compiled implementation and a plain one, made once for this process.
 
     Args:
         variable: environment variable that is read if the caller names no choice.
-        choices: valid choices, "auto" among them.
-        choose: function that returns the implementation for a choice; raises `KernelError` if it is not available.
+        choices: "auto", and the values for the compiled implementation and for the plain one.
+        plain: readable name of the plain implementation.
+        load: function that returns the compiled implementation; raises `KernelError` if it is not available.
         announcement: format of the log line for a choice made at first use; its ``%s`` is `Chosen.why`.
 
     Attributes:
@@ -63,13 +76,11 @@ class Selection(Generic[_T]):
     """
 
     def __init__(
-        self, variable: str, choices: Collection[str], choose: Callable[[str], Chosen[_T]], announcement: str
+        self, variable: str, choices: Sequence[str], plain: str, load: Callable[[], Chosen[_T]], announcement: str
     ) -> None:
         self.chosen: Chosen[_T] | None = None
-        self._variable = variable
-        self._choices = choices
-        self._choose = choose
-        self._announcement = announcement
+        self._variable, self._choices = variable, choices
+        self._plain, self._load, self._announcement = plain, load, announcement
 
     def select(self, choice: str | None = None) -> Chosen[_T]:
         """Chooses the implementation to use from now on.
@@ -84,8 +95,18 @@ class Selection(Generic[_T]):
             OptionError: the choice is not a valid one.
             KernelError: the implementation is not available.
         """
-        self.chosen = self._choose(checked(self._variable, self._choices, choice))
+        self.chosen = self._for(checked(self._variable, self._choices, choice))
         return self.chosen
+
+    def _for(self, asked: str) -> Chosen[_T]:
+        if asked == self._choices[-1]:
+            return Chosen(None, f"{self._plain}, as {self._variable}={asked} asks for")
+        try:
+            return self._load()
+        except KernelError as error:
+            if asked != "auto":
+                raise
+            return Chosen(None, f"{self._plain}, as {error.why if isinstance(error, NotBuiltError) else error}")
 
     def current(self) -> Chosen[_T]:
         """Returns the implementation in use; chooses it on first use, and then logs it unless it is compiled."""

@@ -177,19 +177,9 @@ def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
         torch._foreach_copy_(halves, masters)
 
 
-def update_scale(
-    scale: Tensor,
-    unskipped: Tensor,
-    hysteresis_left: Tensor,
-    found_inf: Tensor,
-    growth: float,
-    backoff: float,
-    window: int,
-    hysteresis: int,
-    floor: float,
-    ceiling: float,
-) -> None:
+def update_scale(scale: Tensor, unskipped: Tensor, hysteresis_left: Tensor, found_inf: Tensor, *policy: float) -> None:
     """Updates the loss scale and its counters in place by the rules of `ampatch.scaling.loss_scaler.next_state`."""
+    growth, backoff, window, hysteresis, floor, ceiling = policy
     overflow = found_inf != 0
     hysteresis_left.sub_(overflow.to(torch.int32))
     unskipped.add_(1).masked_fill_(overflow, 0)

@@ -97,53 +97,43 @@ class Marks:
         return True
 
 
-@dataclass(slots=True, eq=False)
-class ConvertedTensor:
-    """Record of one converted tensor: its types, its float32 values, and marks that detect writes to either.
+class Kept:
+    """The float32 values of a half tensor, and marks that detect writes to either.
+
+    Args:
+        half: the half tensor, which equals the rounded values.
+        full: the values; the master if an optimizer updates the parameter.
+        dtype: type of the tensor since the conversion.
 
     Attributes:
-        number: position in the order of conversions.
-        before: type of the tensor before the conversion.
-        dtype: type of the tensor since the conversion.
-        full: float32 values, if they are kept; the master if an optimizer updates the parameter.
-        owner: weak reference to the `MasterWeights` that claimed the parameter; None if none did.
+        full: the argument ``full``.
         half_mark: mark of the half tensor when it last was ``full``, rounded.
         full_mark: mark of ``full`` at that moment.
     """
 
-    number: int
-    before: torch.dtype
-    dtype: torch.dtype
-    full: Tensor | None = None
-    owner: weakref.ref[object] | None = None
-    half_mark: Mark | None = None
-    full_mark: Mark | None = None
+    __slots__ = ("dtype", "full", "full_mark", "half_mark")
+
+    def __init__(self, half: Tensor, full: Tensor, dtype: torch.dtype) -> None:
+        self.full, self.dtype = full, dtype
+        self.half_mark, self.full_mark = Mark(half), Mark(full)
 
     def note(self, half: Tensor) -> None:
         """Records that the half tensor now equals the rounded float32 values."""
-        assert self.full is not None
-        if self.half_mark is None or self.full_mark is None:
-            self.half_mark, self.full_mark = Mark(half), Mark(self.full)
-        else:
-            self.half_mark.renew(half)
-            self.full_mark.renew(self.full)
+        self.half_mark.renew(half)
+        self.full_mark.renew(self.full)
 
     def is_in_sync(self, half: Tensor) -> bool:
         """Returns True if torch has counted no write to either tensor since `note`, and the type is unchanged."""
-        assert self.full is not None
-        assert self.half_mark is not None
-        assert self.full_mark is not None
         return self.half_mark.is_now(half) and self.full_mark.is_now(self.full) and half.dtype is self.dtype
 
     def may_be_edited(self, half: Tensor) -> bool:
         """Returns True if a half tensor is where it was at `note`, and torch has counted no write to ``full`` since."""
-        assert self.half_mark is not None
         return not self.was_updated and half.data_ptr() == self.half_mark.address and half.dtype is self.dtype
 
     @property
     def was_updated(self) -> bool:
         """True if torch has counted a write to the float32 values since `note`."""
-        return self.full is not None and self.full_mark is not None and not self.full_mark.is_now(self.full)
+        return not self.full_mark.is_now(self.full)
 
     @torch.no_grad()
     def synchronise(self, half: Tensor) -> None:
@@ -155,7 +145,6 @@ class ConvertedTensor:
         Raises:
             UsageError: the half tensor was given another type or shape.
         """
-        assert self.full is not None
         if half.dtype is not self.dtype or half.shape != self.full.shape:
             raise UsageError(
                 f"a half tensor of shape {tuple(self.full.shape)} became {half.dtype} of shape {tuple(half.shape)} "
@@ -164,9 +153,9 @@ class ConvertedTensor:
             )
         if self.full.device != half.device:
             self.full.data = data_of(self.full).to(half.device)
-        if self.was_updated and self.half_mark is not None and self.half_mark.is_now(half):
+        if self.was_updated and self.half_mark.is_now(half):
             half.copy_(self.full)
-        elif self.half_mark is not None and self.half_mark.address != half.data_ptr():
+        elif self.half_mark.address != half.data_ptr():
             # The half tensor has other memory now. A state dict saved before must keep its values, as in plain torch,
             # so `full` gets other memory too.
             self.full.data = self.values(half)
@@ -184,7 +173,6 @@ class ConvertedTensor:
         Returns:
             A tensor of the wider type of the two, at least float32.
         """
-        assert self.full is not None
         full = self.full.to(tensor.device)
         dtype = torch.promote_types(full.dtype, tensor.dtype)
         return torch.where(full.to(self.dtype).to(tensor.dtype) == tensor, full.to(dtype), tensor.to(dtype))
@@ -199,11 +187,31 @@ class ConvertedTensor:
         """
         if values.shape == (1,) and half.dim() == 0:  # old versions of torch saved scalars in this shape
             values = values[0]
-        if self.full is not None and values.shape == half.shape == self.full.shape and half.dtype is self.dtype:
+        if values.shape == half.shape == self.full.shape and half.dtype is self.dtype:
             values = values.to(half.device)
             was_loaded = values.to(half.dtype).view(torch.int16) == half.view(torch.int16)
             self.full.copy_(torch.where(was_loaded, values.float(), self.values(half)))
             self.note(half)
+
+
+@dataclass(slots=True, eq=False)
+class ConvertedTensor:
+    """Record of one converted tensor.
+
+    Attributes:
+        number: position in the order of conversions.
+        before: type of the tensor before the conversion.
+        dtype: type of the tensor since the conversion.
+        kept: its float32 values; None if they are not kept.
+        owner: weak reference to the `MasterWeights` that claimed the parameter, and so updates its float32 values; None
+            if none did.
+    """
+
+    number: int
+    before: torch.dtype
+    dtype: torch.dtype
+    kept: Kept | None = None
+    owner: weakref.ref[object] | None = None
 
 
 class Conversion:
@@ -223,7 +231,7 @@ class Conversion:
         self, is_of_model: Callable[[Tensor], bool] = lambda _: False, *, watches_writes: bool = False
     ) -> None:
         self._is_of_model, self._watches_writes = is_of_model, watches_writes
-        self._narrowed_buffers: list[tuple[weakref.ref[Tensor], ConvertedTensor]] = []
+        self._narrowed_buffers: list[tuple[weakref.ref[Tensor], Kept]] = []
         self.without_master = WrittenHalves(self._widen)
         self._converted = WeakTensorKeyDictionary()
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, torch.dtype]]]
@@ -255,8 +263,8 @@ class Conversion:
                     converted = self._record(tensor, dtype)
                     if tensor.dtype is not dtype:
                         _set_dtype(tensor, dtype, converted)
-                        if converted.full is not None and not isinstance(tensor, nn.Parameter):
-                            self._narrowed_buffers.append((weakref.ref(tensor), converted))
+                        if converted.kept is not None and not isinstance(tensor, nn.Parameter):
+                            self._narrowed_buffers.append((weakref.ref(tensor), converted.kept))
 
     def _widen(self, tensor: Tensor, values: Tensor) -> Tensor:
         """Makes a half weight without a master float32; returns a tensor that stands for its half memory.
@@ -283,8 +291,8 @@ class Conversion:
         """Returns True if a parameter or buffer of a module or its submodules was converted."""
         return any(tensor in self._converted for tensor in (*module.parameters(), *module.buffers()))
 
-    def claim(self, parameter: nn.Parameter, owner: object) -> ConvertedTensor:
-        """Returns the record of a half parameter, and makes its float32 values the owner's master.
+    def claim(self, parameter: nn.Parameter, owner: object) -> tuple[Kept, nn.Parameter]:
+        """Returns the float32 values of a half parameter, with their record; they are the owner's master from now on.
 
         The master has the gradient that the parameter had before it was narrowed, if there was one.
 
@@ -301,26 +309,33 @@ class Conversion:
                     "around the other. Or leave master weights out (master_weights=False). To replace an optimizer, "
                     "delete the old one first, with its LR schedulers."
                 )
-            assert converted.full is not None
-            converted.full.grad = None  # a gradient of an optimizer that was deleted
+            if converted.kept is not None:
+                converted.kept.full.grad = None  # a gradient of an optimizer that was deleted
         with torch.inference_mode(False):
-            if not isinstance(converted.full, nn.Parameter):
-                converted.full = nn.Parameter(parameter.detach().float())
-                converted.note(parameter)
+            if converted.kept is None:
+                converted.kept = Kept(parameter, nn.Parameter(parameter.detach().float()), converted.dtype)
             else:
-                converted.synchronise(parameter)
-        converted.full.requires_grad_()
+                converted.kept.synchronise(parameter)
+        master = converted.kept.full
+        assert isinstance(master, nn.Parameter)
+        master.requires_grad_()
         if type(parameter) is nn.Parameter:  # attributes that users set on one are those of the other, at all times
-            converted.full.__dict__ = parameter.__dict__
+            master.__dict__ = parameter.__dict__
         self.without_master.forget(parameter)
         converted.owner = weakref.ref(owner)
         self._owners[id(parameter)] = owner
-        return converted
+        return converted.kept, master
 
-    def release(self, parameter: nn.Parameter) -> None:
-        """Undoes a `claim`; the float32 values are kept until `forget_unclaimed` or `restore`."""
-        self._converted[parameter].owner = None
+    def release(self, parameter: nn.Parameter) -> torch.dtype:
+        """Undoes a `claim`; the float32 values are kept until `forget_unclaimed` or `restore`.
+
+        Returns:
+            The type that the parameter had before it was converted.
+        """
+        converted: ConvertedTensor = self._converted[parameter]
+        converted.owner = None
         self._owners.pop(id(parameter), None)
+        return converted.before
 
     def owners_of(self, parameters: Iterable[Tensor]) -> set[Any]:
         """Returns the owners that have claimed any of these parameters."""
@@ -332,15 +347,16 @@ class Conversion:
         A gradient of the float32 values goes to the parameter, in its type.
         """
         for tensor, converted in list(self._converted.items()):
-            if isinstance(converted.full, nn.Parameter) and converted.owner is None:
-                grad, converted.full, converted.half_mark, converted.full_mark = converted.full.grad, None, None, None
-                if grad is not None:
-                    tensor.grad = grad.to(tensor.dtype)
+            kept = converted.kept
+            if kept is not None and isinstance(tensor, nn.Parameter) and converted.owner is None:
+                converted.kept = None
+                if kept.full.grad is not None:
+                    tensor.grad = kept.full.grad.to(tensor.dtype)
         if self._watches_writes:
             self.without_master.watch(
                 tensor
                 for tensor, converted in self._converted.items()
-                if converted.full is None and converted.before is torch.float32 and isinstance(tensor, nn.Parameter)
+                if converted.kept is None and converted.before is torch.float32 and isinstance(tensor, nn.Parameter)
             )
 
     def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
@@ -359,15 +375,15 @@ class Conversion:
         if converted is None:  # the module may have replaced its buffer
             is_replaced = name in self._buffers.get(module, {})
             return self.without_master.float32_copy_of(tensor) if is_replaced or self._is_late(tensor) else None
-        if converted.full is None or converted.full.shape != tensor.shape:
+        kept: Kept | None = converted.kept
+        if kept is None or kept.full.shape != tensor.shape:
             # A state dict of weights that came half, such as a frozen base, must not take twice their memory.
             is_as_it_came = tensor.dtype is converted.before
             return self.without_master.float32_copy_of(tensor) if tensor.dtype in HALVES and not is_as_it_came else None
         if tensor.dtype is not converted.dtype:  # the user converted it again
-            values: Tensor = converted.values(tensor)
-            full: Tensor = converted.full
-            return full if values.dtype is full.dtype and torch.equal(values, full) else values
-        return self._in_step(tensor, converted)
+            values = kept.values(tensor)
+            return kept.full if values.dtype is kept.full.dtype and torch.equal(values, kept.full) else values
+        return self._in_step(tensor, converted, kept)
 
     def _is_late(self, tensor: Tensor) -> bool:
         return tensor.dtype in HALVES and tensor not in self._converted and self._is_of_model(tensor)
@@ -391,10 +407,10 @@ class Conversion:
         Returns:
             The weights that have become float32.
         """
-        for reference, converted in self._narrowed_buffers:
+        for reference, kept in self._narrowed_buffers:
             buffer = reference()
-            if buffer is not None and converted.was_updated and buffer.dtype is converted.dtype:
-                converted.synchronise(buffer)
+            if buffer is not None and kept.was_updated and buffer.dtype is kept.dtype:
+                kept.synchronise(buffer)
         return self.without_master.settle()
 
     def full_of(self, tensor: Tensor) -> Tensor | None:
@@ -402,41 +418,42 @@ class Conversion:
         converted = self._converted.get(tensor)
         if converted is None or converted.before is not torch.float32 or tensor.dtype is not converted.dtype:
             return None
-        if converted.full is None:
+        if converted.kept is None:
             return tensor.detach().float() if tensor.dtype in HALVES else None
-        return self._in_step(tensor, converted)
+        return self._in_step(tensor, converted, converted.kept)
 
-    def _in_step(self, tensor: Tensor, converted: ConvertedTensor) -> Tensor:
+    def _in_step(self, tensor: Tensor, converted: ConvertedTensor, kept: Kept) -> Tensor:
         """Returns the kept float32 values of a half tensor, after it copied user writes between the two."""
         owner: Any = None if converted.owner is None else converted.owner()
         if owner is not None:
             owner.synchronise_one(tensor)
-        elif not isinstance(tensor, nn.Parameter) or not converted.is_in_sync(tensor):
-            converted.synchronise(tensor)
-        assert converted.full is not None
-        return converted.full
+        elif not isinstance(tensor, nn.Parameter) or not kept.is_in_sync(tensor):
+            kept.synchronise(tensor)
+        return kept.full
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
         """Copies values that ``load_state_dict`` just loaded into a half tensor to its float32 values, unrounded."""
         converted = self._converted.get(tensor)
         if converted is not None:
-            converted.load(tensor, values)
-            self._note_with_owner(tensor, converted)
+            if converted.kept is not None:
+                converted.kept.load(tensor, values)
+                self._note_with_owner(tensor, converted, converted.kept)
             self.without_master.note_loaded(tensor, values)
 
     def kept_float32_values(self, tensor: Tensor) -> Tensor | None:
         """Returns the kept float32 values of a half tensor, without a copy; None if there are none."""
         converted = self._converted.get(tensor)
-        return None if converted is None else converted.full
+        return None if converted is None or converted.kept is None else converted.kept.full
 
     def note(self, tensor: Tensor) -> None:
         """Records that a tensor now equals its `kept_float32_values`, rounded."""
-        self._converted[tensor].note(tensor)
-        self._note_with_owner(tensor, self._converted[tensor])
+        converted = self._converted[tensor]
+        converted.kept.note(tensor)
+        self._note_with_owner(tensor, converted, converted.kept)
 
-    def _note_with_owner(self, tensor: Tensor, converted: ConvertedTensor) -> None:
+    def _note_with_owner(self, tensor: Tensor, converted: ConvertedTensor, kept: Kept) -> None:
         owner: Any = None if converted.owner is None else converted.owner()
-        if owner is not None and converted.is_in_sync(tensor):
+        if owner is not None and kept.is_in_sync(tensor):
             owner.note_one(tensor)
 
     def mark(self) -> int:
@@ -475,25 +492,25 @@ def _set_dtype(tensor: Tensor, dtype: torch.dtype, converted: ConvertedTensor) -
     full, grad = data_of(tensor), tensor.grad  # not detach(): its result would share the version counter
     _replace(tensor, full.to(dtype))
     if full.dtype is torch.float32 and dtype in HALVES:
-        converted.full = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
-        converted.full.grad = grad
-        converted.note(tensor)
+        full = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
+        full.grad = grad
+        converted.kept = Kept(tensor, full, dtype)
     elif grad is not None:
         tensor.grad = grad.to(dtype)
 
 
 def _restore(tensor: Tensor, converted: ConvertedTensor) -> None:
-    values, grad = data_of(tensor), tensor.grad
-    if converted.full is not None and tensor.shape == converted.full.shape:
+    values, grad, kept = data_of(tensor), tensor.grad, converted.kept
+    if kept is not None and tensor.shape == kept.full.shape:
         if tensor.dtype is converted.dtype:
-            if not (isinstance(tensor, nn.Parameter) and converted.is_in_sync(tensor)):
-                converted.synchronise(tensor)
-            values = data_of(converted.full)
+            if not (isinstance(tensor, nn.Parameter) and kept.is_in_sync(tensor)):
+                kept.synchronise(tensor)
+            values = data_of(kept.full)
         elif tensor.is_floating_point():  # the user converted it again
-            values = converted.values(tensor)
+            values = kept.values(tensor)
         # If the optimizer was deleted, only the half parameter's gradient counts.
         if grad is None and converted.owner is None:
-            grad = converted.full.grad
+            grad = kept.full.grad
     if tensor.dtype is not converted.dtype:  # the user's type stays
         tensor.data = values.to(tensor.dtype)
     elif tensor.dtype is not converted.before:

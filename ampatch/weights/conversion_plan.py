@@ -180,14 +180,11 @@ def plan(
         OptionError: a tensor cannot be converted, or a float32 module and a converted one share it; or float32 outputs
             are asked for inside of a float32 module whose own outputs become half.
     """
-    kept: dict[nn.Module, None] = {}
+    kept = {module for module in model.modules() if keep_batchnorm_fp32 and keeps_statistics(module)}
     guarded: dict[nn.Module, None] = {}
-    for name, module in model.named_modules():
-        if keep_batchnorm_fp32 and keeps_statistics(module):
-            kept[module] = None
-        if name and any(matches(wanted, name, module) for wanted in keep_fp32):
-            guarded.update(dict.fromkeys(callable_roots(module)))
-            kept.update(dict.fromkeys(module.modules()))
+    for _, module in matching(model, keep_fp32):
+        guarded.update(dict.fromkeys(callable_roots(module)))
+        kept.update(module.modules())
     inner = {below for module in guarded for below in module.modules() if below is not module}
 
     found: dict[int, tuple[Tensor, torch.dtype]] = {}
@@ -264,6 +261,13 @@ def matches(wanted: str | type[nn.Module], name: str, module: nn.Module) -> bool
     return isinstance(module, wanted)
 
 
+def matching(model: nn.Module, wanted: KeepFloat32) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the submodules that any name, pattern or class matches, each with its name."""
+    for name, module in model.named_modules():
+        if name and any(matches(one, name, module) for one in wanted):
+            yield name, module
+
+
 def _is_of_class(path: str, module: nn.Module) -> bool:
     """Returns True if a dotted path (``torch.nn.LayerNorm``) names a class of a module. Imports nothing."""
     owner, _, name = path.rpartition(".")
@@ -275,12 +279,7 @@ def _is_of_class(path: str, module: nn.Module) -> bool:
 
 def kept_modules(model: nn.Module, keep_fp32: KeepFloat32) -> dict[nn.Module, str]:
     """Returns the modules that ``keep_fp32`` matches and that have a forward, with the names under which it does."""
-    return {
-        root: name
-        for name, module in model.named_modules()
-        if name and any(matches(wanted, name, module) for wanted in keep_fp32)
-        for root in callable_roots(module)
-    }
+    return {root: name for name, module in matching(model, keep_fp32) for root in callable_roots(module)}
 
 
 def callable_roots(module: nn.Module) -> Iterator[nn.Module]:

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from ampatch.casting.nested import attributes_of
+
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 
 
@@ -47,11 +49,7 @@ def exchange(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
 @contextlib.contextmanager
 def exchanged(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Context in which parameters and masters have changed places; within another such context, back."""
-    parameters: list[Tensor] = []
-    masters: list[Tensor] = []
-    for parameter, master in pairs:
-        parameters.append(parameter)
-        masters.append(master)
+    parameters, masters = unzipped(pairs)
     exchange(parameters, masters)
     try:
         yield
@@ -59,16 +57,15 @@ def exchanged(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
         exchange(parameters, masters)
 
 
+def unzipped(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the parameters and the masters of pairs of both."""
+    pairs = list(pairs)
+    return [parameter for parameter, _ in pairs], [master for _, master in pairs]
+
+
 def _exchange_inner(parameter: Tensor, master: Tensor) -> None:
     """Exchanges the attributes in which a subclass such as DTensor keeps the tensors that it wraps."""
-    for name in _inner(master):
+    for name in attributes_of(master):
         one, other = getattr(parameter, name), getattr(master, name)
         setattr(parameter, name, other)
         setattr(master, name, one)
-
-
-def _inner(tensor: Tensor) -> Iterator[str]:
-    for base in type(tensor).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
-    yield from vars(tensor)

@@ -15,7 +15,7 @@ import enum
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ampatch.native import calls, kernels
 from ampatch.native.host_copy import HostCopy, stacked
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
-from ampatch.weights.conversion import ConvertedTensor
+from ampatch.weights.conversion import Kept
 
 # For `map` over all pairs: a line of Python for each pair takes several times as long.
 _GRAD = operator.attrgetter("grad")
@@ -60,7 +60,7 @@ class Pair:
 
     Attributes:
         parameter: the model's parameter.
-        converted: the conversion's record of the parameter.
+        kept: the conversion's record of the parameter's float32 values, which are the master.
         master: the parameter that the optimizer updates.
         gradient: meaning of the half parameter's gradient.
         left: half gradient that amp last left in the parameter, or None.
@@ -68,7 +68,7 @@ class Pair:
     """
 
     parameter: nn.Parameter
-    converted: ConvertedTensor
+    kept: Kept
     master: nn.Parameter
     gradient: _Gradient = _Gradient.NEW
     left: Tensor | None = None
@@ -297,6 +297,10 @@ class MasterGradients:
         """Returns the half gradients that `unscale_to_masters` would add to the masters' gradients."""
         return [_gradient_of(pair.parameter) for pair in self._with_new()]
 
+    def _of(self, gradient: _Gradient) -> list[Pair]:
+        """Returns the pairs whose half gradient has a meaning."""
+        return [pair for pair in self._pairs.values() if pair.gradient is gradient]
+
     def _with_new(self) -> list[Pair]:
         """Returns the pairs whose half gradient is not yet in the master's gradient."""
         shown = _Gradient.SHOWN
@@ -431,12 +435,8 @@ class MasterGradients:
         Args:
             ids: ids of half parameters whose gradients other code than the user's is about to replace by equal ones.
         """
-        pairs = () if self._is_clear else self._pairs.values()
-        return [
-            pair
-            for pair in pairs
-            if pair.left is not None and pair.parameter.grad is pair.left and id(pair.parameter) in ids
-        ]
+        pairs = [] if self._is_clear else [pair for pair in self._pairs.values() if pair.left is not None]
+        return [pair for pair in pairs if pair.parameter.grad is pair.left and id(pair.parameter) in ids]
 
     def note_moved(self, pairs: Iterable[Pair]) -> None:
         """Records half gradients that other code than the user's has replaced by equal ones."""
@@ -452,10 +452,7 @@ class MasterGradients:
             ids: ids of half parameters that DDP reduced.
         """
         if not self._is_clear:
-            base = _Gradient.BASE
-            self.note_moved(
-                pair for pair in self._pairs.values() if pair.gradient is base and id(pair.parameter) in ids
-            )
+            self.note_moved(pair for pair in self._of(_Gradient.BASE) if id(pair.parameter) in ids)
 
     def drop_sums(self, ids: Collection[int]) -> None:
         """Drops the masters' sums of earlier blocks for half parameters that the user has just cleared.
@@ -465,8 +462,8 @@ class MasterGradients:
         """
         if self._is_clear:
             return
-        for pair in self._pairs.values():
-            if pair.gradient is _Gradient.BASE and id(pair.parameter) in ids:
+        for pair in self._of(_Gradient.BASE):
+            if id(pair.parameter) in ids:
                 pair.master.grad = None
                 pair.leave(_Gradient.NEW if pair.parameter.grad is None else _Gradient.BASE)
 
@@ -498,14 +495,10 @@ class MasterGradients:
 
     def _note_shown(self) -> None:
         """Records fingerprints of all shown half gradients, and the ids of all gradients."""
-        pairs = [
-            pair
-            for pair in self._pairs.values()
-            if pair.gradient is _Gradient.SHOWN and _is_plain(pair.left) and pair.parameter.numel()
-        ]
+        shown = self._of(_Gradient.SHOWN)
+        pairs = [pair for pair in shown if _is_plain(pair.left) and pair.parameter.numel()]
         self._shown = list(map(_Shown.of, by_device(pairs)))
-        is_all = len(pairs) == sum(pair.gradient is _Gradient.SHOWN for pair in self._pairs.values())
-        self._left = self._identities() if is_all else []
+        self._left = self._identities() if len(pairs) == len(shown) else []
 
     def _forget_shown(self) -> None:
         self._shown, self._left = [], []
@@ -524,7 +517,7 @@ class MasterGradients:
 
         Zeros are used instead of None so that amp can see if the user clears gradients inside of the block.
         """
-        shown = [pair for pair in self._pairs.values() if pair.gradient is _Gradient.SHOWN]
+        shown = self._of(_Gradient.SHOWN)
         for pair in shown:
             grad = _gradient_of(pair.parameter)
             if pair.master.grad is None or grad.layout is not torch.strided or grad.requires_grad:
@@ -542,11 +535,8 @@ class MasterGradients:
             ids: ids of half parameters.
             scale: 0-dimensional float32 tensor.
         """
-        returned = [
-            pair
-            for pair in self._pairs.values()
-            if pair.gradient is _Gradient.SHOWN and pair.master.grad is not None and id(pair.parameter) in ids
-        ]
+        shown = self._of(_Gradient.SHOWN)
+        returned = [pair for pair in shown if pair.master.grad is not None and id(pair.parameter) in ids]
         for pair in returned:
             grad, full = _gradient_of(pair.parameter), _gradient_of(pair.master)
             scaled = (full * scale).to(grad.dtype)
@@ -585,8 +575,6 @@ class MasterGradients:
         for pair, before in scaled:
             grad, full = pair.parameter.grad, pair.master.grad
             if _is_plain(grad) and _is_plain(full):
-                assert grad is not None
-                assert full is not None
                 # Compared by value, as torch does not count every write; on the device, without a sync.
                 values = kernels.values_of(grad)
                 changed, left = kernels.fingerprints([values])[0] != before, values.any()
@@ -602,11 +590,8 @@ class MasterGradients:
         for pair in self._pairs.values():
             if pair.gradient is not _Gradient.SHOWN:
                 pair.leave(_Gradient.BASE)
-        with_sums = [
-            pair
-            for pair in self._pairs.values()
-            if pair.gradient is _Gradient.BASE and _is_plain(pair.left) and _is_plain(pair.master.grad)
-        ]
+        base = self._of(_Gradient.BASE)
+        with_sums = [pair for pair in base if _is_plain(pair.left) and _is_plain(pair.master.grad)]
         self._scaled = []
         for pairs in by_device(pair for pair in with_sums if pair.parameter.numel()):
             self._scaled += zip(pairs, kernels.fingerprints(_half_gradients(pairs)).unbind(), strict=True)
@@ -621,9 +606,8 @@ class MasterGradients:
         """
         self._copy_edits_of_shown()
         if scale is not None:
-            kernels.multiply_(
-                [pair.master.grad for pair in self._pairs.values() if pair.master.grad is not None], scale
-            )
+            grads = (pair.master.grad for pair in self._pairs.values())
+            kernels.multiply_([grad for grad in grads if grad is not None], scale)
         self.unscale_to_masters()
         for pair in self._pairs.values():
             pair.clear()
@@ -643,7 +627,7 @@ def _gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _is_plain(grad: Tensor | None) -> bool:
+def _is_plain(grad: Tensor | None) -> TypeGuard[Tensor]:
     """Returns True if kernels can compare a gradient by element: it is there, dense, and without a graph."""
     return grad is not None and grad.layout is torch.strided and not grad.requires_grad
 
@@ -666,7 +650,7 @@ def by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
 
 
 def _take(pair: Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:
-    """Does what `MasterGradients.take` does, for a sparse gradient or one with a graph of its own."""
+    """Does what `MasterGradients.unscale_to_masters` does, for a sparse gradient or one with a graph of its own."""
     grad, full = _gradient_of(pair.parameter), pair.master.grad
     unscaled = grad.detach().to(torch.float32, copy=True)
     if inv_scale is not None:

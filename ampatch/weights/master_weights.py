@@ -30,7 +30,7 @@ from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.opt_levels import HALVES
 from ampatch.weights import copies, optimizer_state
-from ampatch.weights.conversion import Conversion, Mark, Marks
+from ampatch.weights.conversion import Conversion, Marks
 from ampatch.weights.exchange import exchange
 from ampatch.weights.master_gradients import MasterGradients, Pair, by_device
 from ampatch.weights.replaced_parameters import Places, ReplacedParameters
@@ -149,9 +149,7 @@ class MasterWeights:
         new: dict[int, Pair] = {}
         try:
             for parameter in without:
-                converted = self._conversion.claim(parameter, self)
-                assert isinstance(converted.full, nn.Parameter)
-                new[id(parameter)] = Pair(parameter, converted, converted.full)
+                new[id(parameter)] = Pair(parameter, *self._conversion.claim(parameter, self))
         except BaseException:
             for pair in new.values():
                 self._conversion.release(pair.parameter)
@@ -159,8 +157,9 @@ class MasterWeights:
         self._pairs.update(new)
         self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
         self._masters.update({key: pair.master for key, pair in new.items()})
-        halves, masters = zip(*map(_marks_of, self._pairs.values()), strict=True)
-        self._marks = Marks([*halves, *masters], [*self._parameters.values(), *self._masters.values()])
+        kept = [pair.kept for pair in self._pairs.values()]
+        marks = [*(each.half_mark for each in kept), *(each.full_mark for each in kept)]
+        self._marks = Marks(marks, [*self._parameters.values(), *self._masters.values()])
         self._note_in_step()
         self.gradients.show(new.values())
         self._state = None
@@ -188,17 +187,13 @@ class MasterWeights:
         """Forgets the masters; `Conversion.restore` gives their values back to the parameters."""
         optimizer = self._optimizer()
         for pair in self._pairs.values():
+            before = self._conversion.release(pair.parameter)
             if optimizer is not None:
-                optimizer_state.retype(optimizer, pair.parameter, torch.float32, pair.converted.before)
-            self._conversion.release(pair.parameter)
-        self._pairs.clear()
-        self._parameters.clear()
-        self._masters.clear()
-        self._held = None
-        self._groups.clear()
-        self._given.clear()
-        self._places.clear()
-        self._memory, self._marks = None, Marks([], [])
+                optimizer_state.retype(optimizer, pair.parameter, torch.float32, before)
+        known: list[Any] = [self._pairs, self._parameters, self._masters, self._groups, self._given, self._places]
+        for each in known:
+            each.clear()
+        self._held, self._memory, self._marks = None, None, Marks([], [])
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -287,9 +282,7 @@ class MasterWeights:
         is_counted = not self._marks.are_now()
         if not is_counted and not by_value:
             return
-        special = [
-            pair for pair in self._pairs.values() if is_counted and not pair.converted.may_be_edited(pair.parameter)
-        ]
+        special = [pair for pair in self._pairs.values() if is_counted and not pair.kept.may_be_edited(pair.parameter)]
         for pair in special:
             self._synchronise(pair)
         for group in self._groups:
@@ -303,7 +296,7 @@ class MasterWeights:
         """Synchronises one pair, by value."""
         self._count_writes()
         pair = self._pairs[id(parameter)]
-        if not pair.converted.may_be_edited(parameter):
+        if not pair.kept.may_be_edited(parameter):
             self._synchronise(pair)
             self.note_one(parameter)
         elif parameter.numel():
@@ -313,7 +306,7 @@ class MasterWeights:
     def note_one(self, parameter: Tensor) -> None:
         """Records that a half parameter now equals its rounded master."""
         pair = self._pairs[id(parameter)]
-        pair.converted.note(parameter)
+        pair.kept.note(parameter)
         if parameter.numel():
             group, place = self._places[id(parameter)]
             group.renew(place)
@@ -325,12 +318,12 @@ class MasterWeights:
             group.copy_edits()
 
     def _synchronise(self, pair: Pair) -> None:
-        converted, parameter = pair.converted, pair.parameter
+        kept, parameter = pair.kept, pair.parameter
         # `_was_written` syncs with the device: call it only if torch has counted a write to the master.
-        if converted.was_updated and self._was_written(pair) and not _are_alike(pair):
+        if kept.was_updated and self._was_written(pair) and not _are_alike(pair):
             raise UsageError(self._both_written(pair))
         try:
-            converted.synchronise(parameter)
+            kept.synchronise(parameter)
         except UsageError as error:
             name = self.name_of(parameter)
             module = name.rpartition(".")[0]
@@ -351,9 +344,8 @@ class MasterWeights:
 
     def _was_written(self, pair: Pair) -> bool:
         """Returns True if user code has written to a half weight since it equalled its rounded master."""
-        half_mark, parameter = pair.converted.half_mark, pair.parameter
-        assert half_mark is not None
-        if not half_mark.is_now(parameter):
+        parameter = pair.parameter
+        if not pair.kept.half_mark.is_now(parameter):
             return True
         if not parameter.numel():
             return False
@@ -413,7 +405,7 @@ class MasterWeights:
         if state is not self._state:
             self._state = state
             for pair in self._pairs.values():
-                optimizer_state.retype(optimizer, pair.parameter, pair.converted.dtype, torch.float32)
+                optimizer_state.retype(optimizer, pair.parameter, pair.kept.dtype, torch.float32)
 
     def take_back(self, *, stepped: bool = True) -> None:
         """Has the optimizer's parameters be the model's half weights again, and rounds the masters to them.
@@ -427,7 +419,7 @@ class MasterWeights:
     def _exchange_back(self, stepped: bool = True) -> None:
         exchanged, self._exchanged = self._exchanged, None
         if exchanged is None:  # Ctrl-C has ended an exchange half-way: the types tell how far it got
-            wide = [pair for pair in self._pairs.values() if pair.parameter.dtype is not pair.converted.dtype]
+            wide = [pair for pair in self._pairs.values() if pair.parameter.dtype is not pair.kept.dtype]
             exchanged = [pair.parameter for pair in wide], [pair.master for pair in wide]
         exchange(*exchanged)
         self._in_place_for = None
@@ -473,7 +465,7 @@ class MasterWeights:
         if self._marks.are_now(len(self._pairs)):
             return
         for pair in self._pairs.values():
-            if not _are_alike(pair) and not pair.converted.was_updated:
+            if not _are_alike(pair) and not pair.kept.was_updated:
                 raise UsageError(
                     f"this {type(self._optimizer()).__name__} has written to the memory of the model's "
                     f"{self.name_of(pair.parameter)}, and not to its parameters, which stand for float32 masters while "
@@ -497,7 +489,7 @@ class MasterWeights:
         with torch.no_grad():
             if not stepped or optimizer_state.lack_gradients(masters):
                 for place, pair in enumerate(self._pairs.values()):
-                    if not (stepped and pair.master.grad is not None) and not pair.converted.was_updated:
+                    if not (stepped and pair.master.grad is not None) and not pair.kept.was_updated:
                         halves[place] = data_of(pair.parameter)
             kernels.copy_to_half(masters, halves)
         self._note_in_step()
@@ -585,13 +577,6 @@ def _address_of(tensor: Tensor) -> int:
 
 def _only(place: int) -> slice:
     return slice(place, place + 1)
-
-
-def _marks_of(pair: Pair) -> tuple[Mark, Mark]:
-    half, full = pair.converted.half_mark, pair.converted.full_mark
-    assert half is not None
-    assert full is not None
-    return half, full
 
 
 def _are_alike(pair: Pair) -> bool:

@@ -31,6 +31,20 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     return itertools.chain.from_iterable(map(_PARAMETERS, optimizer.param_groups))
 
 
+def of_the_wrapped(name: str, doc: str, held_as: str = "optimizer") -> Any:
+    """Returns a property, for wrappers of optimizers, that stands for an attribute of the wrapped one.
+
+    Args:
+        name: name of the attribute.
+        doc: docstring of the property.
+        held_as: attribute in which the wrapper holds the optimizer.
+    """
+    inner = operator.attrgetter(held_as)
+    return property(
+        lambda self: getattr(inner(self), name), lambda self, value: setattr(inner(self), name, value), doc=doc
+    )
+
+
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Returns the parameters' gradients, each once; makes expanded gradients contiguous, so that they can be written.
 

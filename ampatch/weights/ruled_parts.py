@@ -83,9 +83,7 @@ def check_entries(models: Iterable[nn.Module], entries: Sequence[ModuleRules], k
 
 
 def _why_never(
-    entry: ModuleRules,
-    models: Sequence[tuple[nn.Module, dict[nn.Module, RuledPart]]],
-    keep_fp32: KeepFloat32,
+    entry: ModuleRules, models: Sequence[tuple[nn.Module, dict[nn.Module, RuledPart]]], keep_fp32: KeepFloat32
 ) -> str | None:
     """Returns why an entry's rules never apply; None if they do, or if other entries decide about all its matches.
 

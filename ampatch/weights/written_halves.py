@@ -144,15 +144,14 @@ class WrittenHalves:
     def _settle(self, alive: list[Tensor]) -> None:
         for key, given in list(self._copies.items()):
             self._take_back(given)
-            if not given.is_held():
+            if not is_shared(given.copy):  # user code has no tensor of its memory any more
                 del self._copies[key]
         self._watched = {id(each): self._watched[id(each)] for each in alive if each.dtype in HALVES}
         for each in alive:
             found = self._of(each)
             if found is not None and found.is_written(each):
                 self._widen(each, each.detach().float())
-        halves = [each for each in alive if self._of(each) is not None]
-        self._moments = moments_of(halves)
+        self._moments = moments_of([each for each in alive if self._of(each) is not None])
         self._heard = [each for each in self._watched.values() if each.given is not None]
 
     def _widen(self, tensor: Tensor, values: Tensor) -> None:
@@ -244,10 +243,6 @@ class _Float32Copy:
         """
         self._looks += 1
         return (self._looks == 1 or self.copy._version > 0) and not torch.equal(self.copy, self.values.float())
-
-    def is_held(self) -> bool:
-        """Returns True if user code has a tensor of the copy's memory."""
-        return is_shared(self.copy)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Returns True if the copy is of this tensor and up to date."""

@@ -10,18 +10,9 @@ from ampatch import amp
 from ampatch.amp import *  # noqa: F403 - every public name, including future ones
 from ampatch.apex.amp import lists
 from ampatch.apex.amp._amp_state import _amp_state
-from ampatch.apex.amp.frontend import (
-    init,
-    initialize,
-    register_bfloat16_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
+from ampatch.apex.amp.frontend import *  # noqa: F403 - in place of those of `ampatch.amp`
 from ampatch.apex.amp.handle import AmpHandle
 from ampatch.apex.amp.opt import OptimWrapper
 
-__all__ = ["AmpHandle", "OptimWrapper", "_amp_state", "init", "initialize", "lists"]
-__all__ += ["register_bfloat16_function", "register_float_function"]
-__all__ += ["register_half_function", "register_promote_function"]
+__all__ = ["AmpHandle", "OptimWrapper", "_amp_state", "lists"]
 __all__ += [name for name in amp.__all__ if name not in __all__]

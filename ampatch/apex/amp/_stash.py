@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from typing import Any
 
@@ -10,6 +11,12 @@ from torch import Tensor
 
 from ampatch.opt_levels import HALVES
 from ampatch.session import Session
+
+
+def _without_groups(name: str) -> Any:
+    """Returns a property with the parameters of all groups in one list."""
+    groups = operator.attrgetter(name)
+    return property(lambda stash: list(itertools.chain.from_iterable(groups(stash))), doc=f"`{name}`, without groups.")
 
 
 class AmpStash:
@@ -43,21 +50,9 @@ class AmpStash:
         """Trained parameters that are not half in the model, one list per group."""
         return [[model for model, _ in group if model.dtype not in HALVES] for group in self._groups()]
 
-    @property
-    def all_fp16_params(self) -> list[Tensor]:
-        """`fp16_groups`, without the groups."""
-        return list(itertools.chain.from_iterable(self.fp16_groups))
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[Tensor]:
-        """`fp32_from_fp16_groups`, without the groups."""
-        return list(itertools.chain.from_iterable(self.fp32_from_fp16_groups))
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[Tensor]:
-        """`fp32_from_fp32_groups`, without the groups."""
-        return list(itertools.chain.from_iterable(self.fp32_from_fp32_groups))
-
+    all_fp16_params = _without_groups("fp16_groups")
+    all_fp32_from_fp16_params = _without_groups("fp32_from_fp16_groups")
+    all_fp32_from_fp32_params = _without_groups("fp32_from_fp32_groups")
     #: Apex's name for opt levels without masters.
     all_fp32_params = all_fp32_from_fp32_params
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
 from ampatch.scaling.step_gate import ClosureGate, check_floor, end_skipped
 from ampatch.weights import optimizer_state
-from ampatch.weights.exchange import exchanged
+from ampatch.weights.exchange import exchanged, unzipped
+from ampatch.weights.optimizer_state import of_the_wrapped
 
 logger = logging.getLogger("ampatch")
 
@@ -140,25 +141,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
 
     # Attributes of the inner optimizer
 
-    @property
-    def state(self) -> MutableMapping[Any, Any]:
-        """State of the inner optimizer."""
-        state: MutableMapping[Any, Any] = self.optimizer.state
-        return state
-
-    @state.setter
-    def state(self, state: MutableMapping[Any, Any]) -> None:
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the inner optimizer, with the model's parameters."""
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
+    state = of_the_wrapped("state", "State of the inner optimizer.")
+    param_groups = of_the_wrapped("param_groups", "Groups of the inner optimizer, with the model's parameters.")
 
     @property
     def loss_scale(self) -> float:
@@ -293,7 +277,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             change = self._react()
             skipped = end_skipped(
                 self.optimizer,
-                [(change, self._floor)],
+                [(change, self.loss_scaler.min_scale)],
                 self._overflow_event,
                 self._overflows,
                 lambda: self._log(str(change)),
@@ -329,7 +313,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 loss = closure()
                 try:
                     while self.overflow:
-                        check_floor([(self._react(), self._floor)], self._overflow_event)
+                        check_floor([(self._react(), self.loss_scaler.min_scale)], self._overflow_event)
                         self._log(f"Gradient overflow. Evaluating the closure again, at loss scale {self.loss_scale}")
                         loss = closure()
                 except LossScaleError as error:
@@ -358,17 +342,14 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         if self.verbose:
             logger.warning("%s", line)
 
-    @property
-    def _floor(self) -> float:
-        return self.loss_scaler.min_scale if isinstance(self.loss_scaler, DynamicLossScaler) else 0.0
-
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Returns pairs of a half parameter and its master."""
         return zip(itertools.chain(*self.fp16_groups), itertools.chain(*self.fp32_from_fp16_groups), strict=True)
 
     @torch.no_grad()
     def _write_masters(self) -> None:
-        kernels.copy_to_half([master for _, master in self._pairs()], [parameter for parameter, _ in self._pairs()])
+        halves, masters = unzipped(self._pairs())
+        kernels.copy_to_half(masters, halves)
 
     # Checkpoints
 

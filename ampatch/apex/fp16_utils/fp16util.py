@@ -18,6 +18,20 @@ from ampatch.apex.apex_C import flatten, unflatten
 from ampatch.errors import OptionError
 from ampatch.patching import recurrent_weights
 
+__all__ = [
+    "BN_convert_float",
+    "FP16Model",
+    "clip_grad_norm",
+    "convert_module",
+    "convert_network",
+    "master_params_to_model_params",
+    "model_grads_to_master_grads",
+    "network_to_half",
+    "prep_param_lists",
+    "to_python_float",
+    "tofp16",
+]
+
 clip_grad_norm = clip_grad_norm_
 
 

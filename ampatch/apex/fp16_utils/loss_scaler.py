@@ -22,7 +22,10 @@ class LossScaler:
 
     Attributes:
         cur_scale: factor of losses.
+        min_scale: lower limit of the scale.
     """
+
+    min_scale: float = 0.0
 
     def __init__(self, scale: float = 1) -> None:
         self.cur_scale = scale

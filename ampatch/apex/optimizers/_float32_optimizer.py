@@ -41,14 +41,14 @@ class Float32Optimizer(Optimizer):
 
     Args:
         params: parameters, or groups of them, as for every optimizer of torch.
-        defaults: options of a group, under Apex's names.
         set_grad_none: True if ``zero_grad()`` sets gradients to None, False for 0.
+        defaults: options of a group, under Apex's names.
     """
 
     #: The attributes that pickles keep beside the options of groups. Each class adds its own.
     _settings: tuple[str, ...] = ("set_grad_none",)
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any], set_grad_none: bool) -> None:
+    def __init__(self, params: Iterable[Any], set_grad_none: bool, **defaults: Any) -> None:
         _check_options(type(self).__name__, **defaults)
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
@@ -122,11 +122,7 @@ class Float32Optimizer(Optimizer):
             )
 
     def _moments(
-        self,
-        parameters: list[Tensor],
-        likes: Tensors,
-        name: str,
-        first: Callable[[Tensor], Tensor] = torch.zeros_like,
+        self, parameters: list[Tensor], likes: Tensors, name: str, first: Callable[[Tensor], Tensor] = torch.zeros_like
     ) -> list[Tensor]:
         """Returns each parameter's state of one name, in the dtype and with the strides of its tensor in ``likes``.
 
@@ -248,6 +244,11 @@ def _like(tensor: Tensor, other: Tensor) -> Tensor:
 
 def _dtype_of_state(parameter: Tensor) -> torch.dtype:
     return torch.float32 if parameter.dtype in HALVES else parameter.dtype
+
+
+def decay_first(values: list[Tensor], group: Group) -> None:
+    """Applies a group's weight decay to values by itself; the update that follows must get a weight decay of 0."""
+    torch._foreach_mul_(values, 1 - float(group["lr"]) * group["weight_decay"])
 
 
 def check_no_amsgrad(optimizer: type[Optimizer], amsgrad: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, decay_first
 
 
 class FusedAdagrad(Float32Optimizer):
@@ -38,15 +38,12 @@ class FusedAdagrad(Float32Optimizer):
         set_grad_none: bool = True,
         adagrad_w_mode: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
         self.adagrad_w_mode = adagrad_w_mode
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, set_grad_none, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
-        weight_decay = group["weight_decay"]
         if self.adagrad_w_mode:
-            torch._foreach_mul_(values, 1 - float(group["lr"]) * weight_decay)
-            weight_decay = 0.0
+            decay_first(values, group)
         adagrad(
             values,
             grads,
@@ -56,7 +53,7 @@ class FusedAdagrad(Float32Optimizer):
             foreach=True,
             has_complex=False,
             lr=group["lr"],
-            weight_decay=weight_decay,
+            weight_decay=0.0 if self.adagrad_w_mode else group["weight_decay"],
             lr_decay=0.0,
             eps=group["eps"],
             maximize=False,

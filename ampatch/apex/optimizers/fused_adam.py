@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from ampatch.apex.optimizers._float32_optimizer import (
-    Float32Optimizer,
-    Group,
-    UnsupportedOptionError,
-    check_no_amsgrad,
-)
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, UnsupportedOptionError, check_no_amsgrad
 from ampatch.native.host_copy import for_fused_step
 
 
@@ -87,15 +82,16 @@ class FusedAdam(Float32Optimizer):
                 "found master_weights=True; expected False: amp keeps the float32 masters of half parameters. Type "
                 'amp.initialize(model, optimizer, opt_level="O2"), or "O5" for bfloat16.'
             )
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
         self.adam_w_mode, self.capturable, self.master_weights = adam_w_mode, capturable, master_weights
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(
+            params,
+            set_grad_none,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group.

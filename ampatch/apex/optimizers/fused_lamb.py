@@ -55,17 +55,18 @@ class FusedLAMB(Float32Optimizer):
         use_nvlamb: bool = False,
     ) -> None:
         check_no_amsgrad(type(self), amsgrad)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
         self.adam_w_mode, self.use_nvlamb = adam_w_mode, use_nvlamb
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(
+            params,
+            set_grad_none,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_averaging=grad_averaging,
+            max_grad_norm=max_grad_norm,
+        )
 
     def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
         divisor = self._clipping_divisor([parameter for _, parameters in batches for parameter in parameters])

@@ -67,18 +67,19 @@ class FusedNovoGrad(Float32Optimizer):
         check_no_amsgrad(type(self), amsgrad)
         if norm_type not in (0, 2):
             raise UnsupportedOptionError(f"found norm_type={norm_type}; expected 2, or 0 for the greatest magnitude.")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
         self.reg_inside_moment = reg_inside_moment
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(
+            params,
+            set_grad_none,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            grad_averaging=grad_averaging,
+            norm_type=norm_type,
+            init_zero=init_zero,
+        )
 
     def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: Tensors) -> None:
         (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, in_float32
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, decay_first, in_float32
 from ampatch.errors import OptionError
 from ampatch.native.host_copy import for_fused_step
 
@@ -55,16 +54,10 @@ class FusedSGD(Float32Optimizer):
                 f"found nesterov=True with momentum={momentum} and dampening={dampening}; expected a momentum above 0 "
                 "and no dampening. Type FusedSGD(params, lr, momentum=0.9, nesterov=True)."
             )
-        defaults = {
-            # Leave out None: it would become the learning rate of groups that have none.
-            **({} if lr is None else {"lr": lr}),
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
+        options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
         self.wd_after_momentum, self.materialize_master_grads = wd_after_momentum, materialize_master_grads
-        super().__init__(params, defaults, set_grad_none)
+        # Leave out None: it would become the learning rate of groups that have none.
+        super().__init__(params, set_grad_none, **({} if lr is None else {"lr": lr}), **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group.
@@ -106,10 +99,8 @@ class FusedSGD(Float32Optimizer):
             buffers: list[Tensor | None] = [None for _ in values]
             if group["momentum"] and not is_first:
                 buffers = list(self._moments(parameters, values, "momentum_buffer"))
-            weight_decay = group["weight_decay"]
             if self.wd_after_momentum:
-                torch._foreach_mul_(values, 1 - float(group["lr"]) * weight_decay)
-                weight_decay = 0.0
+                decay_first(values, group)
             sgd(
                 values,
                 grads,
@@ -117,7 +108,7 @@ class FusedSGD(Float32Optimizer):
                 fused=True,
                 grad_scale=for_fused_step(getattr(self, "grad_scale", None), parameters),
                 found_inf=for_fused_step(getattr(self, "found_inf", None), parameters),
-                weight_decay=weight_decay,
+                weight_decay=0.0 if self.wd_after_momentum else group["weight_decay"],
                 momentum=group["momentum"],
                 lr=group["lr"],
                 dampening=group["dampening"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from ampatch import amp
 from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
+from ampatch.weights.optimizer_state import of_the_wrapped
 
 
 class LARC:
@@ -60,21 +61,8 @@ class LARC:
     def __repr__(self) -> str:
         return repr(self.optim)
 
-    @property
-    def state(self) -> MutableMapping[Any, Any]:
-        """State of the inner optimizer."""
-        state: MutableMapping[Any, Any] = self.optim.state
-        return state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the inner optimizer."""
-        groups: list[dict[str, Any]] = self.optim.param_groups
-        return groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optim.param_groups = groups
+    state = of_the_wrapped("state", "State of the inner optimizer.", held_as="optim")
+    param_groups = of_the_wrapped("param_groups", "Parameter groups of the inner optimizer.", held_as="optim")
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict of the inner optimizer."""

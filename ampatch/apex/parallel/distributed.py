@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ampatch.apex.apex_C import flatten, unflatten
 from ampatch.errors import OptionError, warn
+from ampatch.grouping import grouped
 from ampatch.opt_levels import HALF_DTYPES, HALVES
 from ampatch.runtime import runtime
 
@@ -261,10 +262,7 @@ def flat_dist_call(tensors: Iterable[Tensor], call: Callable[..., Any], extra_ar
 
 def split_by_type(tensors: Iterable[Tensor]) -> OrderedDict[str, list[Tensor]]:
     """Returns the tensors grouped by ``tensor.type()``, in the order in which the types first occur."""
-    buckets: OrderedDict[str, list[Tensor]] = OrderedDict()
-    for tensor in tensors:
-        buckets.setdefault(tensor.type(), []).append(tensor)
-    return buckets
+    return OrderedDict(grouped((tensor.type(), tensor) for tensor in tensors))
 
 
 def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

@@ -92,21 +92,20 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     Warns:
         AmpWarning: a batch norm has a ``forward`` of its own, which is lost.
     """
-    return _converted(module, process_group, channel_last, {})
+    done: dict[nn.Module, nn.Module] = {}
 
+    def converted(module: nn.Module) -> nn.Module:
+        if module not in done:
+            if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+                done[module] = _synchronised(module, process_group, channel_last)
+            else:
+                done[module] = module
+                for name, child in module._modules.items():  # named_children() skips second names
+                    if child is not None:
+                        setattr(module, name, converted(child))
+        return done[module]
 
-def _converted(
-    module: nn.Module, process_group: Any, channel_last: bool, done: dict[nn.Module, nn.Module]
-) -> nn.Module:
-    if module not in done:
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-            done[module] = _synchronised(module, process_group, channel_last)
-        else:
-            done[module] = module
-            for name, child in module._modules.items():  # named_children() skips second names
-                if child is not None:
-                    setattr(module, name, _converted(child, process_group, channel_last, done))
-    return done[module]
+    return converted(module)
 
 
 def _synchronised(norm: _BatchNorm, process_group: Any, channel_last: bool) -> SyncBatchNorm:
@@ -117,13 +116,7 @@ def _synchronised(norm: _BatchNorm, process_group: Any, channel_last: bool) -> S
             "there is one."
         )
     new = SyncBatchNorm(
-        norm.num_features,
-        norm.eps,
-        norm.momentum,
-        norm.affine,
-        norm.track_running_stats,
-        process_group,
-        channel_last,
+        norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, process_group, channel_last
     )
     new._parameters.update(norm._parameters)
     new._buffers.update(norm._buffers)
