@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampatch import amp
+from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import WatchedOp
-from ampatch.diagnostics.recorder.watch import Watch, paused
+from ampatch.diagnostics.recorder.watch import Watch
 
 
 class Block(nn.Module):
@@ -100,11 +101,10 @@ class TestOperators:
             x.t().reshape(6).view(3, 2)
         assert [op.op_name for op in watch.ops] == ["ones", "clone"]
 
-    def test_without_gradients_are_left_out_unless_asked_for(self):
-        for always in (False, True):
-            with Watch(always=always) as watch, torch.no_grad():
-                Block()(batch())
-            assert bool(watch.ops) is always
+    def test_without_gradients_are_left_out(self):
+        with Watch() as watch, torch.no_grad():
+            Block()(batch())
+        assert not watch.ops
 
     def test_keep_their_arguments_only_if_asked(self):
         for keep in (None, lambda values: True):

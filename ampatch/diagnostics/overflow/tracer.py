@@ -20,8 +20,9 @@ from ampatch import distributed
 from ampatch.diagnostics.overflow.examiner import Examiner, enters, origins_of_gradients
 from ampatch.diagnostics.overflow.forwards import NotedForward
 from ampatch.diagnostics.overflow.trace import OverflowTrace
+from ampatch.diagnostics.recorder.recorder import hidden
 from ampatch.diagnostics.recorder.records import WatchedOp, has_half
-from ampatch.diagnostics.recorder.watch import Watch, hidden
+from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import Properties
 from ampatch.scaling.loss_scaler import ScalePolicy

@@ -1,38 +1,32 @@
 """Watches the operators of forward and backward passes: which code called each, and the largest values in and out.
 
-Owns two modes of torch, and the record of operators. The function mode knows the torch function that was called; the
-dispatch mode sees the operators below it, those of the backward pass included. The values stay on the device until
-`Watch.read`. Must never change a result, and must not judge what it sees: `causes` does.
+Owns the record of operators. The recorder tells it the torch functions that are called, and the operators below them,
+those of the backward pass included. The values stay on the device until `Watch.read`. Must never change a result, and
+must not judge what it sees: `causes` does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
-from ampatch.diagnostics.recorder import mode_stacks
 from ampatch.diagnostics.recorder.callers import users_frame
-from ampatch.diagnostics.recorder.operands import has_inf, tensors_in, versions_of
+from ampatch.diagnostics.recorder.operands import has_inf, is_view, tensors_in, versions_of
+from ampatch.diagnostics.recorder.recorder import Recorder, paused
 from ampatch.diagnostics.recorder.records import ArrivedGradient, Place, Values, WatchedOp
 from ampatch.diagnostics.recorder.written_memory import WrittenMemory
 from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
-from ampatch.tracing import is_capturing, is_recording
 
 #: The types whose largest values are read.
 _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -45,28 +39,12 @@ _aten = torch.ops.aten
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A module whose forward pass runs.
-
-    Attributes:
-        module: the module.
-        records: True if gradients were enabled when it began.
-        on_leave: takes off the stacks, or puts back, the modes that were put there or taken off for it.
-    """
-
-    module: nn.Module
-    records: bool
-    on_leave: Callable[[], None] | None
-
-
-class Watch:
-    """Records the operators that run in one thread, and in the backward passes that it starts.
+class Watch(Recorder):
+    """Records the operators of forward passes that may have a backward pass, and of the backward passes.
 
     Args:
         keep: returns whether the arguments of an operator are kept alive, given the values of its inputs and results.
             For an operator that writes to its inputs, it gets the inputs only. None keeps no arguments.
-        always: whether to record without gradients too; otherwise only forward passes that may have a backward pass.
         keep_results: whether to keep copies of all results, which later operators may write to. Parameters among the
             arguments then keep the memory that they have now: the end of a session gives them other memory.
 
@@ -74,21 +52,16 @@ class Watch:
         ops: the operators recorded, in the order in which they ran.
         gradients: each parameter's incoming gradients, in the order of the backward passes.
         count: number of operators recorded so far, forgotten ones included.
-        missed_threads: True if a module ran in another thread, which is not watched.
     """
 
-    def __init__(
-        self,
-        keep: Callable[[Sequence[Values]], bool] | None = None,
-        always: bool = False,
-        keep_results: bool = False,
-    ) -> None:
+    sees_amp = True
+
+    def __init__(self, keep: Callable[[Sequence[Values]], bool] | None = None, keep_results: bool = False) -> None:
+        super().__init__()
         self.ops: list[WatchedOp] = []
         self.gradients: list[ArrivedGradient] = []
         self._roots: tuple[Values, ...] = ()
-        self.missed_threads = False
         self._keep = keep
-        self._always = always
         self._keep_results = keep_results
         self._written = WrittenMemory()
         self._by_node: dict[int, WatchedOp | None] = {}
@@ -96,108 +69,12 @@ class Watch:
         self._outside: deque[WatchedOp] = deque()  # operators outside of modules that keep their arguments
         self._last_number = -1
         self._last_arrival = (-1, 0)
-        self._modules: list[_Running] = []
         self._functions: list[Any] = []
-        self._thread: int | None = None
-        self._process = os.getpid()  # workers of a DataLoader are forked with the modes on their stacks
-        self._modes = (mode_stacks.TellingFunctions(self.call), mode_stacks.TellingOperators(self.run))
-        self._hooks: list[RemovableHandle] = []
-
-    def __enter__(self) -> Watch:
-        self.hook_modules()
-        self.push()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Stops watching. What was recorded stays."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self.pop()
-
-    def hook_modules(self) -> None:
-        """Registers the global hooks that tell which modules are running."""
-        module = torch.nn.modules.module
-        self._hooks = [
-            module.register_module_forward_pre_hook(self._enter_module),
-            module.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
 
     def push(self) -> None:
-        """Begins to watch this thread.
-
-        Puts both modes below all others of the thread, so that code that ends a mode finds its own on top.
-        """
-        self._thread = threading.get_ident()
+        """Begins to watch this thread."""
+        super().push()
         self._own_node()
-        functions, operators = self._modes
-        mode_stacks.FUNCTIONS.insert(functions)
-        mode_stacks.OPERATORS.insert(operators)
-
-    def pop(self) -> None:
-        """Removes both modes from this thread's stacks; those of other code stay. In another thread does nothing."""
-        if self.is_this_thread:
-            functions, operators = self._modes
-            mode_stacks.FUNCTIONS.remove(functions)
-            mode_stacks.OPERATORS.remove(operators)
-
-    @property
-    def is_on(self) -> bool:
-        """True if both modes are on this thread's stacks."""
-        functions, operators = self._modes
-        return functions in mode_stacks.FUNCTIONS.modes() and operators in mode_stacks.OPERATORS.modes()
-
-    @property
-    def is_this_thread(self) -> bool:
-        """True in the thread that is watched; in all before `push`."""
-        return self._thread in (None, threading.get_ident())
-
-    @property
-    def is_in_forward(self) -> bool:
-        """True while a module's forward pass runs."""
-        return bool(self._modules)
-
-    # Modules
-
-    @contextlib.contextmanager
-    def inside(self, module: nn.Module) -> Iterator[None]:
-        """Context for a forward that is not called by its module, so that no hook tells that it runs."""
-        self._enter_module(module, None)
-        try:
-            yield
-        finally:
-            self._leave_module(module)
-
-    def _enter_module(self, module: nn.Module, _: object) -> None:
-        """Notes that a module's forward pass begins."""
-        is_recomputed = torch._C._current_graph_task_id() != -1
-        if not (is_recomputed or self.is_this_thread):
-            self.missed_threads = True
-            return
-        functions, records = self._modes[0], torch.is_grad_enabled()
-        on_leave: Callable[[], None] | None = None
-        if is_recomputed:
-            if functions not in mode_stacks.FUNCTIONS.modes():  # torch has taken it off for the call of backward()
-                mode_stacks.FUNCTIONS.insert(functions)
-                on_leave = partial(mode_stacks.FUNCTIONS.remove, functions)
-        elif not (self._always or records or module.training or self._modules) and self.is_on:
-            self.pop()  # under a mode torch takes other kernels for layers in eval mode
-            on_leave = self.push
-        self._modules.append(_Running(module, records, on_leave))
-
-    def _leave_module(self, module: nn.Module, *_: object) -> None:
-        """Notes that a module's forward pass has ended, whether it returned or raised."""
-        while any(running.module is module for running in self._modules):
-            running = self._modules.pop()
-            if running.on_leave is not None:
-                running.on_leave()
-            if running.module is module:
-                return
-
-    # Operators
 
     def forget(self, before: int | None = None) -> None:
         """Drops what was recorded.
@@ -232,13 +109,13 @@ class Watch:
                     values.largest, values.on_device = math.nan if is_nan else max(map(abs, extremes)), ()
                     values.highest = extremes[-1]
 
-    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator and records it."""
-        if pauses.paused or os.getpid() != self._process or is_recording() or is_capturing():
+        if self.is_traced():
             return op(*args, **kwargs)
         node: Any = torch._C._current_autograd_node()
         own_node = self._own_node()  # with create_graph=True backward passes make some as well
-        is_backward = node is not None and not self._modules
+        is_backward = node is not None and self.running_here() is None
         if not (is_backward or self._is_recording()):
             for each in tensors_in([args[place] for place in _written_positions(op) if place < len(args)]):
                 self._written.drop(each)
@@ -254,7 +131,7 @@ class Watch:
             self.count,
             is_backward,
             self._functions[-1] if self._functions and not is_backward else None,
-            tuple(running.module for running in self._modules),
+            tuple([running.module for running in self.thread.running]),
             _user_place(),
             None if node is None else node.name(),
             self._by_node.get(node._sequence_nr()) if is_backward else None,
@@ -312,7 +189,7 @@ class Watch:
         last, self._last_number = self._last_number, number
         return None if number == last else number - 1
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function; operators below it are recorded as parts of it."""
         if function is _BACKWARD:
             self._roots = tuple(map(self._values_of, measured(args[:1])))
@@ -326,7 +203,8 @@ class Watch:
 
     def _is_recording(self) -> bool:
         # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
-        return self._always or (self._modules[0].records if self._modules else torch.is_grad_enabled())
+        running = self.thread.running
+        return running[0].has_gradients if running else torch.is_grad_enabled()
 
     def _note_gradient(self, node: Any, args: tuple[Any, ...]) -> None:
         arrival = torch._C._current_graph_task_id(), id(node.variable)
@@ -351,35 +229,6 @@ class Watch:
                 on_device=_extremes(tensor),
             ),
         )
-
-
-class _Thread(threading.local):
-    paused = 0
-    hidden = 0
-
-
-#: ``pauses.paused`` and ``pauses.hidden`` are the numbers of `paused` and `hidden` blocks that this thread is in.
-pauses = _Thread()
-
-
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Stops recording this thread's operators until the block ends."""
-    pauses.paused += 1
-    try:
-        yield
-    finally:
-        pauses.paused -= 1
-
-
-@contextlib.contextmanager
-def hidden() -> Iterator[None]:
-    """Hides this thread's operators from reports until the block ends; a watch sees them."""
-    pauses.hidden += 1
-    try:
-        yield
-    finally:
-        pauses.hidden -= 1
 
 
 def run_again(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -417,15 +266,6 @@ def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
         if tensor.is_complex():
             return (_aten.linalg_vector_norm.default(tensor, math.inf),)
         return _aten.aminmax.default(tensor)  # type: ignore[no-any-return]
-
-
-@cache
-def is_view(op: Any) -> bool:
-    """Returns True if the results of an operator share memory with its arguments, and it writes nothing."""
-    if op is _aten._unsafe_view.default:  # a view, of which its schema says nothing
-        return True
-    returns = op._schema.returns
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
 
 @cache

@@ -1,23 +1,21 @@
 """Records the calls, casts and modules of a report.
 
-Owns two modes of torch, which see every function and operator, and the observer of amp's casts. Must never change a
-result, nor which casts amp makes and keeps, nor sync with a device before it is asked for numbers.
+Owns the observer of amp's casts; the recorder tells it every function, operator and module. Must never change a result,
+nor which casts amp makes and keeps, nor sync with a device before it is asked for numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
 import types
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -32,10 +30,10 @@ from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.diagnostics.recorder import callers, mode_stacks
 from ampatch.diagnostics.recorder.callers import Code
 from ampatch.diagnostics.recorder.functions import Rulings, operator_called
-from ampatch.diagnostics.recorder.operands import bytes_of
-from ampatch.diagnostics.recorder.watch import is_view, pauses
+from ampatch.diagnostics.recorder.operands import bytes_of, is_view
+from ampatch.diagnostics.recorder.recorder import Recorder, Running, Thread, hidden, unseen
 from ampatch.diagnostics.report import rows as report_rows
-from ampatch.diagnostics.report.modules import WRAPPERS, Modules, Running
+from ampatch.diagnostics.report.modules import WRAPPERS, Forward, Modules
 from ampatch.diagnostics.report.rows import Row, Rows
 from ampatch.errors import UsageError
 from ampatch.function_wrapper import unwrapped
@@ -43,7 +41,6 @@ from ampatch.opt_levels import HALVES
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of, runtime
 from ampatch.switch import WithoutCasts, is_in_region
-from ampatch.tracing import ObservingMode, is_capturing, is_recording
 
 _Casts = TypeVar("_Casts", Tensor, list[Tensor])
 _V = TypeVar("_V")
@@ -65,23 +62,21 @@ _REMEMBERED = 100_000
 _ROUNDS, _STEPS = 5, 3
 
 
-class CallRecorder:
+class CallRecorder(Recorder):
     """Records what one thread calls, and the backward passes that it starts, until its block ends.
 
     Attributes:
         operators: number of operators that it has seen.
     """
 
+    thread: _Thread
+
     def __init__(self) -> None:
+        super().__init__()
+        self.thread = _Thread()
+        self.operators = 0
         self._rows = Rows()
         self._modules = Modules()
-        self.operators = 0
-        self._thread = _Thread()
-        self._ident = -1
-        self._is_on = False
-        self._function_mode = mode_stacks.TellingFunctions(self.function)
-        self._operator_mode = _Operators(self.operator)
-        self._undo = contextlib.ExitStack()
         self._info = cache(_Info)
         self._by_node: dict[int, Row] = {}  # where the backward passes of casts count, by the numbers of their nodes
         # Casts of half tensors to wider types by their memory: its reference, and their version counters.
@@ -90,9 +85,8 @@ class CallRecorder:
         self._session: weakref.ref[Any] | None = None
         self._rulings: Rulings | None = None
         self._has_masters = False
-        self._missed: dict[str, None] = {}  # what was not recorded, each sentence once
 
-    def __enter__(self) -> CallRecorder:
+    def __enter__(self) -> Self:
         """Begins to record.
 
         Raises:
@@ -105,28 +99,13 @@ class CallRecorder:
             )
         casting_mode.reported_functions()  # its calls must not be recorded
         _seconds_per_operator()
-        self._ident = threading.get_ident()
-        undo, module = self._undo, torch.nn.modules.module
         cast_observers.observer = self
-        undo.callback(setattr, cast_observers, "observer", None)
-        for hook in (
-            module.register_module_forward_pre_hook(self._enter_module),
-            module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
-        ):
-            undo.callback(hook.remove)
-            undo.callback(module._global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch forgets it
-        for stack, mode in ((mode_stacks.FUNCTIONS, self._function_mode), (mode_stacks.OPERATORS, self._operator_mode)):
-            stack.insert(mode)
-            undo.callback(stack.remove, mode)
-        # torch warns of hooks of all modules at each call of a compiled one; these look through the compiled one.
-        warnings.filterwarnings("ignore", message=r"Using `torch\.compile\(module\)` when there are global hooks")
-        undo.callback(_remove_filter, warnings.filters[0])
-        self._is_on = True
-        return self
+        self._undo.callback(setattr, cast_observers, "observer", None)
+        return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
-        self._is_on = False
-        self._undo.close()
+    def stop(self) -> None:
+        """Stops recording. What was recorded stays."""
+        super().stop()
         self._by_node.clear()
         self._widened.clear()
 
@@ -142,7 +121,7 @@ class CallRecorder:
             "lines": report_rows.lines(rows),
             "misaligned": report_rows.misaligned(self._rows.products, self._modules.name_of),
             "modules": self._modules.as_dicts(self._has_masters),
-            "notes": list(self._missed),
+            "notes": list(self.missed),
         }
 
     @property
@@ -153,12 +132,13 @@ class CallRecorder:
     # Functions
 
     def function(self, run: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        """Runs a torch function that torch reports to the mode."""
-        thread, function = self._thread, unwrapped(run)
+        """Runs a torch function, and counts the call."""
+        thread, function = self.thread, unwrapped(run)
         if thread.wrapped is function:  # `call` has noted it
             thread.wrapped = None
             return run(*args, **kwargs)
-        if not self._is_watching() or (info := self._info(function)).is_metadata or self._is_hidden():
+        info = self._info(function)
+        if info.is_metadata or self.is_traced():
             return run(*args, **kwargs)
         frame: Any = sys._getframe(2)
         if frame.f_code is _ASKS_MODES:  # a function in Python has called the mode: the caller is behind it
@@ -179,11 +159,11 @@ class CallRecorder:
             kwargs: its keyword arguments.
             frame: the frame that called it.
         """
-        thread = self._thread
+        thread = self.thread
         row = self._rows.row(function, callers.users_frame(frame))
         if not row.types and callers.is_compiled(frame):
-            self._missed[_COMPILED] = None
-        with _unseen():
+            self.missed[_COMPILED] = None
+        with unseen():
             given = _dtypes((args, kwargs)) if kwargs else _dtypes(args)
             # Not for a backward pass, whose results would all stay alive until its end.
             is_autocast = info.is_of_torch and not info.casts and _is_any_autocast_enabled() and not is_in_region()
@@ -198,7 +178,7 @@ class CallRecorder:
         # Only amp's wrappers show the calls that torch's own code makes: these count if amp casts for them.
         is_of_user = not around.is_of_torch
         if call.casts or (is_of_user and (call.ran or (isinstance(result, Tensor) and not info.is_getter))):
-            with _unseen():
+            with unseen():
                 row.numbers.calls += 1
                 row.types[given, _dtypes(result)] += 1
         return result
@@ -211,36 +191,21 @@ class CallRecorder:
                 row.forward = self._modules.forward
                 row.numbers.calls += 1
             made = self._cast(row, args[0], lambda: function(*args, **kwargs))
-            with _unseen():
+            with unseen():
                 row.types[_dtypes(args[0]), _dtypes(made)] += 1
             return made
-        with self._thread.own():
+        with hidden():
             return function(*args, **kwargs)
-
-    def _is_watching(self) -> bool:
-        """Returns True if calls of this thread are recorded here."""
-        return self._is_on and not self._thread.is_own and not (pauses.paused or pauses.hidden)
-
-    def _is_hidden(self) -> bool:
-        """Returns True if this thread is traced, transformed or captured, so that operators run in other ways."""
-        why = _TRACED if is_recording() else _CAPTURED if is_capturing() else None
-        if why is not None:
-            self._missed[why] = None
-        return why is not None
-
-    def _is_here(self) -> bool:
-        """Returns True in the thread that is recorded, and in its backward passes."""
-        return threading.get_ident() == self._ident or _current_graph_task_id() != -1
 
     # Calls and casts of amp's, as `cast_observers` has them
 
     def is_calling(self, function: object) -> bool:
         """Returns True if the wrapper of a function is to go on by itself."""
-        thread = self._thread
+        thread = self.thread
         if thread.expected is function:
             thread.expected = None
             return True
-        return not (self._is_watching() and self._is_here()) or self._is_hidden()
+        return not (self.is_told() and self.is_here) or self.is_traced()
 
     def call(self, function: Any, wrapper: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
         """Calls a wrapper, and counts the call with the arguments of the caller."""
@@ -252,7 +217,7 @@ class CallRecorder:
         return self._run(function, info, run, args, kwargs, sys._getframe(2))
 
     def _call_wrapper(self, function: Any, info: _Info, wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
-        thread, mode = self._thread, self._function_mode
+        thread, mode = self.thread, self.function_mode
         thread.expected = function
         if info.is_of_torch and mode_stacks.FUNCTIONS.modes()[-1:] == [mode]:
             # As in a call that torch reports: no mode is on while torch's own code runs. Amp is faster so, as well.
@@ -269,34 +234,34 @@ class CallRecorder:
 
     def cast(self, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
         """Makes one or several casts, and counts them for the call that is running."""
-        if not (self._is_watching() and self._is_here()) or self._is_hidden():
+        if not (self.is_told() and self.is_here) or self.is_traced():
             return make()
-        row = self._thread.call.row
+        row = self.thread.call.row
         if row is None:
             row = self._rows.row(Tensor.to, callers.users_frame(sys._getframe(1)))
         return self._cast(row, tensor, make)
 
     def _cast(self, row: Row, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
-        with _unseen():
+        with unseen():
             source, is_on_gpu = tensor.dtype, tensor.is_cuda
-        with self._thread.own():
+        with hidden():
             made: Any = self._rows.timed(row, is_on_gpu, make)
-        with _unseen():
+        with unseen():
             for each in [made] if isinstance(made, Tensor) else made:
                 self._note_cast(row, each, None if each.grad_fn is None else each.grad_fn._sequence_nr())
-                self._modules.note_casts(bytes_of(each))
+                self._note_written(bytes_of(each))
             if isinstance(made, Tensor):
                 self._note_undone(row, tensor, source, made)
         return made  # type: ignore[no-any-return]
 
     def hit(self, kept: list[Tensor]) -> None:
         """Counts uses of kept casts for the call that is running."""
-        call = self._thread.call
+        call = self.thread.call
         row = call.row
-        if row is None or not (self._is_watching() and self._is_here()):
+        if row is None or not (self.is_told() and self.is_here):
             return
         call.casts += len(kept)
-        with _unseen():
+        with unseen():
             row.numbers.cache_hits += len(kept)
             row.numbers.cache_hit_bytes += sum(map(bytes_of, kept))
 
@@ -304,9 +269,15 @@ class CallRecorder:
         """Counts a cast, and has its backward pass counted, which the node of this number runs."""
         row.numbers.casts += 1
         row.numbers.cast_bytes += bytes_of(made)
-        self._thread.call.casts += 1
+        self.thread.call.casts += 1
         if node is not None:
             remember(self._by_node, node, row)
+
+    def _note_written(self, size: int) -> None:
+        """Notes bytes that a cast has written in the module that runs."""
+        running = self.thread.running
+        if running:
+            running[-1].noted.cast_bytes += size
 
     def _note_undone(self, row: Row | None, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
         """Notes a cast from half to a wider type, and counts one of its result back to half; none without a row."""
@@ -332,27 +303,23 @@ class CallRecorder:
     # Operators
 
     def operator(self, op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        """Runs an operator that torch reports to the mode."""
-        if not self._is_on or pauses.paused or pauses.hidden or op.namespace == "profiler":  # the profiler's are labels
+        """Runs an operator, and counts it for the function and the module that run."""
+        if op.namespace == "profiler":  # the profiler's are labels
             return op(*args, **kwargs)
-        thread = self._thread
         self.operators += 1
-        if thread.is_own:
-            return op(*args, **kwargs)
-        call = thread.call
+        call = self.thread.call
         call.ran += 1
         if op is _TO_COPY:
             result = self._copy(args, kwargs)
         else:
             if call.known is not None and call.row is not None:
-                with _unseen():
+                with unseen():
                     self._note_hits(call.row, call.known, args)
-            result = self._run_fused(op, args, kwargs) if op in _FUSED else op(*args, **kwargs)
-        running = self._modules.running
-        module = running[-1] if running and running[-1].task == _current_graph_task_id() else None
-        if call.known is not None or module is not None:
-            with _unseen():
-                self._note_results(op, args, result, call, module)
+            result = op(*args, **kwargs)
+        running = self.running_here()
+        if call.known is not None or running is not None:
+            with unseen():
+                self._note_results(op, args, result, call, None if running is None else running.noted)
         return result
 
     def _note_hits(self, row: Row, known: dict[int, Tensor], args: _Args) -> None:
@@ -364,18 +331,7 @@ class CallRecorder:
                     row.numbers.cache_hits += 1
                     row.numbers.cache_hit_bytes += tensor.nbytes
 
-    def _run_fused(self, op: Any, args: _Args, kwargs: _Kwargs) -> Any:
-        """Runs a fused kernel, which has autocast cast for the operators that it calls itself.
-
-        torch has turned autocast off for the mode, as autocast has usually cast before.
-        """
-        with contextlib.ExitStack() as guards:
-            for key in self._thread.fused_casts:
-                self._missed[_FUSED_CASTS] = None
-                guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
-            return op(*args, **kwargs)
-
-    def _note_results(self, op: Any, args: _Args, result: Any, call: _Call, module: Running | None) -> None:
+    def _note_results(self, op: Any, args: _Args, result: Any, call: _Call, module: Forward | None) -> None:
         results = _tensors_of(result)
         if call.known is not None:
             call.known.update((id(each), each) for each in results)
@@ -392,8 +348,8 @@ class CallRecorder:
 
     def _copy(self, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs the operator below all casts, and counts one by autocast, or the backward pass of one that counted."""
-        thread, dtype = self._thread, kwargs.get("dtype")
-        with _unseen():
+        thread, dtype = self.thread, kwargs.get("dtype")
+        with unseen():
             tensor: Tensor = args[0]
             source, is_on_gpu = tensor.dtype, tensor.is_cuda
             if dtype is source or dtype not in CASTABLE or source not in CASTABLE:
@@ -407,49 +363,33 @@ class CallRecorder:
                 if torch.is_grad_enabled() and tensor.requires_grad:
                     number = torch._C._autograd._get_sequence_nr() - 1  # autograd has just made the node
         made = self._rows.timed(row, is_on_gpu, lambda: _TO_COPY(*args, **kwargs))
-        with _unseen():
+        with unseen():
             if row is not None:
                 self._note_cast(row, made, number)
             if node is None:
                 if row is not None:
-                    self._modules.note_casts(bytes_of(made))
+                    self._note_written(bytes_of(made))
                 self._note_undone(row, tensor, source, made)
         return made
 
     # Modules
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_watching():
-            return
+    def leaves_out(self, module: nn.Module) -> bool:
+        """Returns True for what is around the user's model."""
         if callers.is_compiled_module(module):
-            self._missed[_COMPILED] = None
-        if isinstance(module, WRAPPERS) or callers.is_around_compiled(module):
-            return
-        task = _current_graph_task_id()
-        if task == -1 and threading.get_ident() != self._ident:
-            self._missed[_THREADS] = None
-            return
-        self._note_session()
-        mode, on_leave = self._function_mode, None
-        with _unseen():
-            is_on = mode in mode_stacks.FUNCTIONS.modes()
-            if task != -1 and not is_on:  # torch has taken the mode off for the call of backward()
-                mode_stacks.FUNCTIONS.insert(mode)
-                on_leave = partial(mode_stacks.FUNCTIONS.remove, mode)
-            elif is_on and not module.training and isinstance(module, _FAST_PATHS) and _has_fast_path():
-                mode_stacks.FUNCTIONS.remove(mode)  # torch would take other kernels
-                on_leave = partial(mode_stacks.FUNCTIONS.insert, mode)
-                self._thread.fused_casts = [
-                    key for device, key in _AUTOCAST_KEYS.items() if torch.is_autocast_enabled(device)
-                ]
-            self._modules.enter(module, list(tensors_in(args)), task, on_leave)
+            self.missed[_COMPILED] = None
+        return isinstance(module, WRAPPERS) or callers.is_around_compiled(module)
 
-    def _leave_module(self, module: nn.Module, _: Any, *rest: Any) -> None:
-        # If the forward raised, torch leaves out the keyword arguments.
-        if self._modules.running:
-            with _unseen():
-                kwargs = rest[0] if len(rest) > 1 else {}
-                self._modules.leave(module, list(tensors_in(kwargs)), list(tensors_in(rest[-1])))
+    def enters(self, module: nn.Module, args: Any) -> Forward:
+        """Notes that a module's forward pass begins."""
+        self._note_session()
+        running = self.thread.running
+        return self._modules.enter(module, running[0].noted if running else None, list(tensors_in(args)))
+
+    def leaves(self, ended: Running, told: tuple[Any, ...]) -> None:
+        """Notes that a module's forward pass has ended."""
+        kwargs = told[0] if len(told) > 1 else {}
+        self._modules.leave(ended.module, ended.noted, list(tensors_in(kwargs)), list(tensors_in(told[-1:])))
 
 
 @dataclass(slots=True, eq=False)
@@ -472,32 +412,20 @@ class _Call:
     casts: int = 0
 
 
-class _Thread(threading.local):
+class _Thread(Thread):
     """What a thread is running.
 
     Attributes:
         call: the innermost call.
-        is_own: True in amp's own arithmetic.
         expected: function whose wrapper is called next, and is not to report the call again.
         wrapped: function that a wrapper is calling, and torch is not to report again.
-        fused_casts: keys of the autocast that was on when the last module with fused kernels began.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.call = _Call()
-        self.is_own = False
         self.expected: Any = None
         self.wrapped: Any = None
-        self.fused_casts: list[Any] = []
-
-    @contextlib.contextmanager
-    def own(self) -> Iterator[None]:
-        """Counts nothing in this thread until the block ends."""
-        before, self.is_own = self.is_own, True
-        try:
-            yield
-        finally:
-            self.is_own = before
 
 
 class _Info:
@@ -525,25 +453,6 @@ class _Info:
         self.is_operator_of_amp = str(getattr(function, "_qualified_op_name", "")).startswith("ampatch::")
 
 
-class _Operators(mode_stacks.TellingOperators, ObservingMode):
-    """Reports operators to a `CallRecorder`."""
-
-
-def _remove_filter(ours: Any) -> None:
-    if ours in warnings.filters:
-        warnings.filters.remove(ours)  # type: ignore[attr-defined]
-
-
-def _stop_in_child() -> None:
-    """Stops recording in a process that was forked, such as a worker of a DataLoader."""
-    if isinstance(cast_observers.observer, CallRecorder):
-        cast_observers.observer._is_on, cast_observers.observer = False, None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_stop_in_child)
-
-
 @cache
 def _seconds_per_operator() -> float:
     """Measures what recording costs for an operator on this machine, once in a process; takes a few milliseconds.
@@ -551,12 +460,12 @@ def _seconds_per_operator() -> float:
     No mode of other code is on meanwhile, and no cast list applies.
     """
     recorder = CallRecorder()  # watches this thread only, and nothing of amp's
-    recorder._ident, recorder._is_on = threading.get_ident(), True
+    recorder._ident, recorder.is_open = threading.get_ident(), True
     # Without a session there are no casts, and turning them off would import torch's compiler.
     off = contextlib.nullcontext() if runtime.live is None else WithoutCasts()
     with mode_stacks.without_modes(), off, torch.inference_mode(False), torch.enable_grad():
         plain = _seconds_of_a_tiny_model()
-        with recorder._operator_mode, recorder._function_mode:
+        with recorder.operator_mode, recorder.function_mode:
             recorded = _seconds_of_a_tiny_model()
     return max(0.0, recorded - plain) / (recorder.operators / _ROUNDS or 1)
 
@@ -583,26 +492,12 @@ def remember(found: dict[int, _V], number: int, value: _V) -> None:
         del found[next(iter(found))]
 
 
-_THREADS = "Modules ran in other threads than the one that began the report; what these threads ran was not recorded."
 _COMPILED = (
     "Code that torch.compile compiled ran uncompiled while the report recorded, as torch leaves code under modes."
 )
-_TRACED = "Calls under tracers and transforms (torch.export, torch.jit.trace, torch.func) were not recorded."
-_FUSED_CASTS = (
-    "torch.autocast cast inside the fused kernels of transformer layers in eval mode; these casts were not counted."
-)
-_CAPTURED = "Calls that a CUDA graph captures were not recorded, nor what its replays run."
 
 _ASKS_MODES = torch.overrides.handle_torch_function.__code__
 _BACKWARDS = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-#: Modules that have other kernels without gradients, and look for modes before they use them.
-_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
-#: The kernels of these modules. They call operators that autocast casts for.
-_FUSED = frozenset({_aten._transformer_encoder_layer_fwd.default, _aten._native_multi_head_attention.default})
-_AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
-#: What torch's functions see of this block: no function mode. Reading an attribute of a tensor is a function.
-_unseen = torch._C.DisableTorchFunction
-_has_fast_path = torch.backends.mha.get_fastpath_enabled
 
 
 def _dtypes(value: Any) -> tuple[torch.dtype, ...]:

@@ -1,14 +1,13 @@
 """The modules of a report: the types that went in and came out, and the memory of their results and weights.
 
-Owns what was seen of each module, and which modules run in each thread. Must never change a module.
+Owns what was seen of each module. Must never change a module.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,22 +57,20 @@ class _Module:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """A module whose forward pass runs.
+class Forward:
+    """One forward pass of a module.
 
     Attributes:
         module: what is known of the module.
         root: the outermost module that runs.
-        task: the backward pass that recomputes it; -1 in a forward pass.
         number: of the forward pass.
-        on_leave: function to call when it ends; None if there is none.
+        bytes: bytes of its results.
+        cast_bytes: bytes that amp's casts have written in it.
     """
 
     module: _Module
     root: _Root
-    task: int
     number: int
-    on_leave: Callable[[], None] | None
     bytes: _ByType = field(default_factory=Counter)
     cast_bytes: int = 0
 
@@ -97,28 +94,19 @@ class Modules:
         self.last = ""
         self.forward = 0
         self._count = 0
-        self._thread = threading.local()
         self._modules: dict[int, _Module] = {}  # those that are alive, by id
         self._dead: list[_Module] = []
         self._roots: dict[int, _Root] = {}
 
-    @property
-    def running(self) -> list[Running]:
-        """The modules that run in this thread, from the outermost."""
-        found: list[Running] = self._thread.__dict__.setdefault("running", [])
-        return found
-
-    def enter(self, module: nn.Module, given: list[Tensor], task: int, on_leave: Callable[[], None] | None) -> None:
+    def enter(self, module: nn.Module, outermost: Forward | None, given: list[Tensor]) -> Forward:
         """Notes that a module's forward pass begins.
 
         Args:
             module: the module.
+            outermost: the forward pass of the outermost module that runs; None if that is this one.
             given: tensors among its arguments.
-            task: number of the backward pass that recomputes it; -1 in a forward pass.
-            on_leave: function to call when it ends.
         """
-        running, key = self.running, id(module)
-        root = running[0].root if running else self._root(module)
+        key, root = id(module), self._root(module) if outermost is None else outermost.root
         known = self._modules.get(key)
         if known is None or known.reference() is not module:
             if known is not None:  # it has died, and this one has its id
@@ -127,44 +115,31 @@ class Modules:
             known = self._modules[key] = _Module(weakref.ref(module), type(module).__name__, root, name)
         elif len(root.names) > len(known.root.names):  # it ran outside of its model before
             known.root, known.name = root, _name_in(root, module)
-        known.given.update(each.dtype for each in given)
+        known.given.update([each.dtype for each in given])
         self._count += 1
-        running.append(Running(known, root, task, self._count, on_leave))
         self.last, self.forward = known.class_name, self._count
+        return Forward(known, root, self._count)
 
-    def leave(self, module: nn.Module, given: list[Tensor], returned: list[Tensor]) -> None:
+    def leave(self, module: nn.Module, ended: Forward, given: list[Tensor], returned: list[Tensor]) -> None:
         """Notes that a module's forward pass has ended, whether it returned or raised.
 
         Args:
             module: the module.
+            ended: what `enter` returned.
             given: tensors among its keyword arguments, which `enter` cannot see.
             returned: tensors in its result.
         """
-        running = self.running
-        if not any(each.module.reference() is module for each in running):
-            return
-        while running:
-            ended = running.pop()
-            known = ended.module
-            if ended.on_leave is not None:
-                ended.on_leave()
-            if ended.bytes.total() > known.activation_bytes.total():
-                known.activation_bytes = ended.bytes
-            half_bytes = _in_half(ended.bytes)
-            if half_bytes - ended.cast_bytes > known.half_bytes - known.cast_bytes or not known.half_bytes:
-                known.half_bytes, known.cast_bytes = half_bytes, ended.cast_bytes
-            if known.reference() is module:
-                break
+        known = ended.module
+        if ended.bytes.total() > known.activation_bytes.total():
+            known.activation_bytes = ended.bytes
+        half_bytes = _in_half(ended.bytes)
+        if half_bytes - ended.cast_bytes > known.half_bytes - known.cast_bytes or not known.half_bytes:
+            known.half_bytes, known.cast_bytes = half_bytes, ended.cast_bytes
         if not known.weight_bytes:  # lazy modules had none before
             known.weight_bytes = _own_bytes(module)
-        known.given.update(each.dtype for each in given)
-        known.returned.update(each.dtype for each in returned)
+        known.given.update([each.dtype for each in given])
+        known.returned.update([each.dtype for each in returned])
         self.last, self.forward = known.class_name, ended.number
-
-    def note_casts(self, size: int) -> None:
-        """Notes bytes that amp's casts have written in the module that runs."""
-        if self.running:
-            self.running[-1].cast_bytes += size
 
     def name_of(self, known: _Module) -> str:
         """Returns the name of a module that was seen."""

@@ -178,7 +178,7 @@ class Report:
         return text(self.to_dict())
 
     def _note_settings(self, session: Session) -> None:
-        from ampatch.diagnostics.recorder.watch import paused
+        from ampatch.diagnostics.recorder.recorder import paused
 
         with paused():
             self._settings = dict(session.as_plain_data())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ampatch.diagnostics.recorder.watch import paused
+from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.report import exponents
 from ampatch.diagnostics.report.exponents import GradientExponents
 from ampatch.errors import warn
