@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -79,7 +80,7 @@ class Thread(threading.local):
 class Recorder:
     """Records what runs in one thread, and in the backward passes that it starts, until its block ends.
 
-    A subclass says what it records in `function`, `operator`, `enters` and `leaves`.
+    A subclass records what `function`, `operator`, `enters` and `leaves` are told.
 
     Attributes:
         thread: what each thread is running.
@@ -109,10 +110,6 @@ class Recorder:
         """Runs an operator that torch reports to the mode."""
         raise NotImplementedError
 
-    def leaves_out(self, _: nn.Module) -> bool:
-        """Returns True if a module is not to be recorded."""
-        return False
-
     def enters(self, module: nn.Module, args: Any) -> Any:
         """Hears that a module's forward pass begins, and returns what is to be noted of it."""
 
@@ -139,15 +136,14 @@ class Recorder:
         undo, module = self._undo, torch.nn.modules.module
         self.is_open = True
         _open.add(self)
-        for hook in (
-            module.register_module_forward_pre_hook(self._enter_module),
-            module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True),
-        ):
-            undo.callback(hook.remove)
-            undo.callback(module._global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch forgets it
+        undo.callback(module.register_module_forward_pre_hook(self._enter_module).remove)
+        hook = module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
+        undo.callback(hook.remove)
+        undo.callback(module._global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch forgets it
         # torch warns of such hooks at each call of a compiled module; these look through the compiled one.
         warnings.filterwarnings("ignore", message=_HOOKS_WARNING)
-        undo.callback(_remove_filter, warnings.filters[0])
+        undo.enter_context(contextlib.suppress(ValueError))  # user code has removed the filter
+        undo.callback(warnings.filters.remove, warnings.filters[0])  # type: ignore[attr-defined]
 
     def push(self) -> None:
         """Begins to record this thread.
@@ -194,7 +190,7 @@ class Recorder:
 
     def is_told(self) -> bool:
         """Returns True if the consumer is told of what this thread runs."""
-        return self.is_open and _hiding.level <= (_HIDDEN if self.sees_amp else _SHOWN)
+        return self.is_open and _hiding.get() <= (_HIDDEN if self.sees_amp else _SHOWN)
 
     def is_traced(self) -> bool:
         """Returns True if this thread is traced, transformed or captured, so that operators run in other ways."""
@@ -220,7 +216,7 @@ class Recorder:
             self._leave_module(module)
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling() or not self.is_told() or self.leaves_out(module):
+        if torch.compiler.is_compiling() or not self.is_told():
             return
         if not self.is_here:
             self.missed[THREADS] = None
@@ -299,23 +295,16 @@ unseen = torch._C.DisableTorchFunction
 
 
 _SHOWN, _HIDDEN, _PAUSED = 0, 1, 2
-
-
-class _Hiding(threading.local):
-    level = _SHOWN
-
-
-_hiding = _Hiding()
+_hiding = ContextVar("hiding", default=_SHOWN)  # of each thread
 
 
 @contextlib.contextmanager
 def _hide(level: int) -> Iterator[None]:
-    before = _hiding.level
-    _hiding.level = max(before, level)
+    before = _hiding.set(max(_hiding.get(), level))
     try:
         yield
     finally:
-        _hiding.level = before
+        _hiding.reset(before)
 
 
 #: Context that hides this thread's operators from all recorders.
@@ -335,8 +324,3 @@ def _stop_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_stop_in_child)
-
-
-def _remove_filter(ours: Any) -> None:
-    if ours in warnings.filters:
-        warnings.filters.remove(ours)  # type: ignore[attr-defined]

@@ -34,6 +34,8 @@ _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.compl
 #: Operators outside of modules that keep their arguments.
 _KEPT_OUTSIDE = 2000
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
+#: What adds a gradient there; DDP's hooks on this node, which spread the gradients of other ranks, do not.
+_ADDS = frozenset({"aten::add", "aten::add_"})
 _aten = torch.ops.aten
 #: Operators whose results hold whatever was in memory.
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
@@ -116,26 +118,30 @@ class Watch(Recorder):
         node: Any = torch._C._current_autograd_node()
         own_node = self._own_node()  # with create_graph=True backward passes make some as well
         is_backward = node is not None and self.running_here() is None
-        if not (is_backward or self._is_recording()):
+        # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
+        running = self.thread.running
+        if not (is_backward or (running[0].has_gradients if running else torch.is_grad_enabled())):
             for each in tensors_in([args[place] for place in _written_positions(op) if place < len(args)]):
                 self._written.drop(each)
             return op(*args, **kwargs)
-        if node is not None and node.name() == _ACCUMULATES:
+        accumulates = node is not None and node.name() == _ACCUMULATES
+        if accumulates:
             self._note_gradient(node, args)
         if is_view(op):
             if own_node is not None:
                 self._by_node[own_node] = None
             return op(*args, **kwargs)
+        frame = users_frame(sys._getframe(1))
         watched = WatchedOp(
             op,
             self.count,
             is_backward,
             self._functions[-1] if self._functions and not is_backward else None,
-            tuple([running.module for running in self.thread.running]),
-            _user_place(),
+            tuple([each.module for each in running]),
+            None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno),
             None if node is None else node.name(),
             self._by_node.get(node._sequence_nr()) if is_backward else None,
-            parameter=node.variable if _adds_gradients(op, node) else None,
+            parameter=node.variable if accumulates and op._schema.name in _ADDS else None,
             has_inf_argument=has_inf((args, kwargs)),
         )
         self.count += 1
@@ -201,11 +207,6 @@ class Watch(Recorder):
             if function is _BACKWARD:
                 self._roots = ()
 
-    def _is_recording(self) -> bool:
-        # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
-        running = self.thread.running
-        return running[0].has_gradients if running else torch.is_grad_enabled()
-
     def _note_gradient(self, node: Any, args: tuple[Any, ...]) -> None:
         arrival = torch._C._current_graph_task_id(), id(node.variable)
         incoming = measured(args)
@@ -250,11 +251,6 @@ def measured(value: Any) -> list[Tensor]:
     return [each for each in tensors_in(value) if each.dtype in _MEASURED]
 
 
-def _adds_gradients(op: Any, node: Any) -> bool:
-    # Not what DDP does in its hooks on this node, which spreads the gradients of other ranks.
-    return node is not None and node.name() == _ACCUMULATES and op._schema.name in ("aten::add", "aten::add_")
-
-
 def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
     """Returns the least and the greatest value on the device, or the greatest absolute one of complex numbers.
 
@@ -287,9 +283,3 @@ def _with_copies_of_written(
         return None
     copies = [each.detach().clone() if place in written else each for place, each in enumerate(args)]
     return tuple(copies), kwargs
-
-
-def _user_place() -> Place | None:
-    """Returns the innermost line that is neither torch's nor amp's; in a backward pass one that the engine called."""
-    frame = users_frame(sys._getframe(2))
-    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import CASTABLE, tensors_in
-from ampatch.diagnostics.recorder import callers, mode_stacks
+from ampatch.diagnostics.recorder import callers, mode_stacks, operands
 from ampatch.diagnostics.recorder.callers import Code
 from ampatch.diagnostics.recorder.functions import Rulings, operator_called
 from ampatch.diagnostics.recorder.operands import bytes_of, is_view
@@ -80,7 +80,7 @@ class CallRecorder(Recorder):
         self._info = cache(_Info)
         self._by_node: dict[int, Row] = {}  # where the backward passes of casts count, by the numbers of their nodes
         # Casts of half tensors to wider types by their memory: its reference, and their version counters.
-        self._widened: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._widened: dict[int, tuple[StorageWeakRef, tuple[int, ...]]] = {}
         self._decorated: set[Any] = set()
         self._session: weakref.ref[Any] | None = None
         self._rulings: Rulings | None = None
@@ -119,7 +119,7 @@ class CallRecorder(Recorder):
             "totals": report_rows.totals(rows),
             "functions": report_rows.functions(rows, rules),
             "lines": report_rows.lines(rows),
-            "misaligned": report_rows.misaligned(self._rows.products, self._modules.name_of),
+            "misaligned": report_rows.misaligned(self._rows.products, self._modules.names()),
             "modules": self._modules.as_dicts(self._has_masters),
             "notes": list(self.missed),
         }
@@ -145,8 +145,7 @@ class CallRecorder(Recorder):
             frame = frame.f_back.f_back
         if info.is_operator_of_amp or (callers.owner_of(frame) is Code.AMP and not info.is_backward):
             return self._run_for_amp(run, args, kwargs, frame)
-        called = operator_called(function, frame) if info.may_be_operator else function
-        return self._run(called, info, run, args, kwargs, frame)
+        return self._run(operator_called(function, frame), info, run, args, kwargs, frame)
 
     def _run(self, function: Any, info: _Info, run: Any, args: _Args, kwargs: _Kwargs, frame: types.FrameType) -> Any:
         """Runs a function and counts the call.
@@ -186,9 +185,11 @@ class CallRecorder(Recorder):
     def _run_for_amp(self, function: Any, args: _Args, kwargs: _Kwargs, frame: types.FrameType) -> Any:
         """Runs a function that amp's own code calls: it is none of the user's calls, but may be a cast of a model's."""
         if function is Tensor.to and _is_in_hook_of_model(frame):
-            row = self._rows.row(f"forward of {self._modules.last}", callers.users_frame(frame))
-            if row.forward != self._modules.forward:
-                row.forward = self._modules.forward
+            last = self._modules.last
+            name = "" if last is None else last.module.class_name
+            row = self._rows.row(f"forward of {name}", callers.users_frame(frame))
+            if row.forward is not last:
+                row.forward = last
                 row.numbers.calls += 1
             made = self._cast(row, args[0], lambda: function(*args, **kwargs))
             with unseen():
@@ -217,28 +218,22 @@ class CallRecorder(Recorder):
         return self._run(function, info, run, args, kwargs, sys._getframe(2))
 
     def _call_wrapper(self, function: Any, info: _Info, wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
-        thread, mode = self.thread, self.function_mode
-        thread.expected = function
-        if info.is_of_torch and mode_stacks.FUNCTIONS.modes()[-1:] == [mode]:
-            # As in a call that torch reports: no mode is on while torch's own code runs. Amp is faster so, as well.
-            mode_stacks.FUNCTIONS.pop()
-            try:
-                return wrapper(*args, **kwargs)
-            finally:
-                mode_stacks.FUNCTIONS.push(mode)
-        thread.wrapped = function
+        thread, functions = self.thread, mode_stacks.FUNCTIONS
+        # As in a call that torch reports: no mode is on while torch's own code runs. Amp is faster so, as well.
+        taken = functions.pop() if info.is_of_torch and functions.modes()[-1:] == [self.function_mode] else None
+        thread.expected, thread.wrapped = function, function if taken is None else None
         try:
             return wrapper(*args, **kwargs)
         finally:
-            thread.wrapped = thread.expected = None
+            thread.expected = thread.wrapped = None
+            if taken is not None:
+                functions.push(taken)
 
     def cast(self, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
         """Makes one or several casts, and counts them for the call that is running."""
         if not (self.is_told() and self.is_here) or self.is_traced():
             return make()
-        row = self.thread.call.row
-        if row is None:
-            row = self._rows.row(Tensor.to, callers.users_frame(sys._getframe(1)))
+        row = self.thread.call.row or self._rows.row(Tensor.to, callers.users_frame(sys._getframe(1)))
         return self._cast(row, tensor, make)
 
     def _cast(self, row: Row, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
@@ -249,7 +244,6 @@ class CallRecorder(Recorder):
         with unseen():
             for each in [made] if isinstance(made, Tensor) else made:
                 self._note_cast(row, each, None if each.grad_fn is None else each.grad_fn._sequence_nr())
-                self._note_written(bytes_of(each))
             if isinstance(made, Tensor):
                 self._note_undone(row, tensor, source, made)
         return made  # type: ignore[no-any-return]
@@ -257,42 +251,33 @@ class CallRecorder(Recorder):
     def hit(self, kept: list[Tensor]) -> None:
         """Counts uses of kept casts for the call that is running."""
         call = self.thread.call
-        row = call.row
-        if row is None or not (self.is_told() and self.is_here):
-            return
-        call.casts += len(kept)
-        with unseen():
-            row.numbers.cache_hits += len(kept)
-            row.numbers.cache_hit_bytes += sum(map(bytes_of, kept))
+        if call.row is not None and self.is_told():
+            call.casts += len(kept)
+            with unseen():
+                call.row.numbers.add_hits(kept)
 
     def _note_cast(self, row: Row, made: Tensor, node: int | None) -> None:
         """Counts a cast, and has its backward pass counted, which the node of this number runs."""
+        size, running = bytes_of(made), self.running_here()
         row.numbers.casts += 1
-        row.numbers.cast_bytes += bytes_of(made)
+        row.numbers.cast_bytes += size
         self.thread.call.casts += 1
+        if running is not None and running.noted is not None:
+            running.noted.cast_bytes += size
         if node is not None:
             remember(self._by_node, node, row)
-
-    def _note_written(self, size: int) -> None:
-        """Notes bytes that a cast has written in the module that runs."""
-        running = self.thread.running
-        if running:
-            running[-1].noted.cast_bytes += size
 
     def _note_undone(self, row: Row | None, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
         """Notes a cast from half to a wider type, and counts one of its result back to half; none without a row."""
         if tensor.layout is not torch.strided or made.layout is not torch.strided:
             return
-        widened = self._widened
         if source in HALVES and made.dtype not in HALVES:
-            if len(widened) > _REMEMBERED:
-                self._widened = widened = {key: each for key, each in widened.items() if not each[0].expired()}
             storage = StorageWeakRef(made.untyped_storage())
-            widened[storage.cdata] = storage, _version_of(made)
+            remember(self._widened, storage.cdata, (storage, operands.versions_of(made)))
         elif made.dtype in HALVES and source not in HALVES and row is not None and type(tensor) is not Parameter:
-            known = widened.get(tensor.untyped_storage()._cdata)
-            if known is not None and not known[0].expired() and known[1] == _version_of(tensor):  # not written to since
-                row.undone += 1
+            wide, versions = self._widened.get(tensor.untyped_storage()._cdata, (None, ()))
+            if wide is not None and not wide.expired() and versions == operands.versions_of(tensor):
+                row.undone += 1  # nothing has written to it since
 
     def _note_session(self) -> None:
         live = runtime.live
@@ -317,9 +302,10 @@ class CallRecorder(Recorder):
                     self._note_hits(call.row, call.known, args)
             result = op(*args, **kwargs)
         running = self.running_here()
-        if call.known is not None or running is not None:
+        forward = None if running is None else running.noted
+        if call.known is not None or forward is not None:
             with unseen():
-                self._note_results(op, args, result, call, None if running is None else running.noted)
+                self._note_results(op, args, result, call, forward)
         return result
 
     def _note_hits(self, row: Row, known: dict[int, Tensor], args: _Args) -> None:
@@ -328,23 +314,22 @@ class CallRecorder(Recorder):
             if id(tensor) not in known:
                 known[id(tensor)] = tensor
                 if tensor.dtype in HALVES and tensor.grad_fn is not None and tensor.grad_fn.name() == _CASTS_BACK:
-                    row.numbers.cache_hits += 1
-                    row.numbers.cache_hit_bytes += tensor.nbytes
+                    row.numbers.add_hits([tensor])
 
-    def _note_results(self, op: Any, args: _Args, result: Any, call: _Call, module: Forward | None) -> None:
-        results = _tensors_of(result)
+    def _note_results(self, op: Any, args: _Args, result: Any, call: _Call, forward: Forward | None) -> None:
+        results = operands.tensors_in(result)
         if call.known is not None:
             call.known.update((id(each), each) for each in results)
-        if module is None:
+        if forward is None:
             return
         memory = _memory_of(op)
         if memory is not None:
-            module.note_results(results, memory)
-        sizes = _PRODUCTS.get(op)
-        if sizes is not None and results and results[0].dtype in HALVES:
-            size, pads = sizes(args, results[0])
+            forward.note_results(results, memory)
+        product = _PRODUCTS.get(op)
+        if product is not None and results and results[0].dtype in HALVES:
+            size, pads = product(args, results[0])
             if size != pads:
-                self._rows.products[call.row, module.module, results[0].dtype, size, pads] += 1
+                self._rows.products[call.row, forward.module, results[0].dtype, size, pads] += 1
 
     def _copy(self, args: _Args, kwargs: _Kwargs) -> Any:
         """Runs the operator below all casts, and counts one by autocast, or the backward pass of one that counted."""
@@ -367,29 +352,26 @@ class CallRecorder(Recorder):
             if row is not None:
                 self._note_cast(row, made, number)
             if node is None:
-                if row is not None:
-                    self._note_written(bytes_of(made))
                 self._note_undone(row, tensor, source, made)
         return made
 
     # Modules
 
-    def leaves_out(self, module: nn.Module) -> bool:
-        """Returns True for what is around the user's model."""
+    def enters(self, module: nn.Module, args: Any) -> Forward | None:
+        """Notes that a module's forward pass begins, unless the module is around the user's model."""
         if callers.is_compiled_module(module):
             self.missed[_COMPILED] = None
-        return isinstance(module, WRAPPERS) or callers.is_around_compiled(module)
-
-    def enters(self, module: nn.Module, args: Any) -> Forward:
-        """Notes that a module's forward pass begins."""
+        if isinstance(module, WRAPPERS) or callers.is_around_compiled(module):
+            return None
         self._note_session()
-        running = self.thread.running
-        return self._modules.enter(module, running[0].noted if running else None, list(tensors_in(args)))
+        outermost = next((each.noted for each in self.thread.running if each.noted is not None), None)
+        return self._modules.enter(module, outermost, list(tensors_in(args)))
 
     def leaves(self, ended: Running, told: tuple[Any, ...]) -> None:
         """Notes that a module's forward pass has ended."""
-        kwargs = told[0] if len(told) > 1 else {}
-        self._modules.leave(ended.module, ended.noted, list(tensors_in(kwargs)), list(tensors_in(told[-1:])))
+        if ended.noted is not None:
+            kwargs = told[0] if len(told) > 1 else {}
+            self._modules.leave(ended.module, ended.noted, list(tensors_in(kwargs)), list(tensors_in(told[-1:])))
 
 
 @dataclass(slots=True, eq=False)
@@ -421,11 +403,9 @@ class _Thread(Thread):
         wrapped: function that a wrapper is calling, and torch is not to report again.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.call = _Call()
-        self.expected: Any = None
-        self.wrapped: Any = None
+    call = _Call()
+    expected: Any = None
+    wrapped: Any = None
 
 
 class _Info:
@@ -437,7 +417,6 @@ class _Info:
         casts: True if users cast by it.
         is_backward: True if it runs a backward pass, and with it code of the user's.
         is_of_torch: True if it runs no code of the user's.
-        may_be_operator: True if torch reports it in place of an operator such as ``+``.
         is_operator_of_amp: True if it is one of amp's kernels.
     """
 
@@ -449,7 +428,6 @@ class _Info:
         self.casts = name in _CASTS_OF_USERS
         self.is_backward = function in _BACKWARDS
         self.is_of_torch = home.partition(".")[0] == "torch" and not self.is_backward
-        self.may_be_operator = function in casting_mode.reported_functions().values()
         self.is_operator_of_amp = str(getattr(function, "_qualified_op_name", "")).startswith("ampatch::")
 
 
@@ -507,16 +485,6 @@ def _dtypes(value: Any) -> tuple[torch.dtype, ...]:
     return tuple([each.dtype for each in tensors_in(value)]) if isinstance(value, (tuple, list, dict)) else ()
 
 
-def _tensors_of(result: Any) -> list[Tensor]:
-    """Returns the dense tensors in an operator's results."""
-    found = [result] if isinstance(result, Tensor) else tensors_in(result)
-    return [each for each in found if each.layout is torch.strided and not each.is_nested]
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 @cache
 def _memory_of(op: Any) -> bool | None:
     """Returns whether an operator's results are new memory; None if they are views of its arguments."""
@@ -526,32 +494,28 @@ def _memory_of(op: Any) -> bool | None:
     return all(each.alias_info is None for each in op._schema.returns)
 
 
-#: m, k and n of a product, and what tensor cores pad them to.
-_Sizes = tuple[tuple[int, int, int], tuple[int, int, int]]
+def _sizes(m: int, k: int, n: int, padded_m: int | None = None) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Returns the sizes of a product, and what tensor cores pad them to."""
+    padded = [size + -size % _ALIGNED for size in (m, k, n)]
+    return (m, k, n), (padded[0] if padded_m is None else padded_m, padded[1], padded[2])
 
 
-def _sizes_of_operands(a: Tensor, b: Tensor) -> _Sizes:
-    m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
-    return (m, k, n), (_padded(m), _padded(k), _padded(n))
+def _sizes_of_product(args: _Args, _: Tensor) -> Any:
+    a, b = args[-2:]  # behind what a product is added to
+    return _sizes(a.shape[-2], a.shape[-1], b.shape[-1])
 
 
-def _sizes_of_convolution(args: _Args, result: Tensor) -> _Sizes:
+def _sizes_of_convolution(args: _Args, result: Tensor) -> Any:
     """Returns the sizes of a convolution as of a product; its m, the places of the result, need no alignment."""
-    weight, is_transposed = args[1], args[6]
-    inputs, outputs = weight.shape[1], weight.shape[0]
-    if is_transposed:
-        inputs, outputs = outputs, inputs
-    places = result.numel() // (result.shape[1] or 1)
-    return (places, inputs, outputs), (places, _padded(inputs), _padded(outputs))
+    outputs, inputs = args[1].shape[:2]
+    places, is_transposed = result.numel() // (result.shape[1] or 1), args[6]
+    return _sizes(places, *((outputs, inputs) if is_transposed else (inputs, outputs)), padded_m=places)
 
 
-def _padded(size: int) -> int:
-    return size + -size % _ALIGNED
-
-
-_PRODUCTS: dict[Any, Callable[[tuple[Any, ...], Tensor], _Sizes]] = {
-    **dict.fromkeys((_aten.mm.default, _aten.bmm.default), lambda args, _: _sizes_of_operands(*args[:2])),
-    **dict.fromkeys((_aten.addmm.default, _aten.baddbmm.default), lambda args, _: _sizes_of_operands(*args[1:3])),
+_PRODUCTS: dict[Any, Callable[[_Args, Tensor], Any]] = {
+    **dict.fromkeys(
+        (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default), _sizes_of_product
+    ),
     _aten.convolution.default: _sizes_of_convolution,
 }
 
