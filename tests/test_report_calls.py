@@ -526,6 +526,17 @@ class TestBlock:
         assert status == 0
         assert recorder.as_dict()["totals"]["calls"] == 2  # with torch.ones
 
+    def test_a_process_that_it_forks_may_begin_its_own(self) -> None:
+        layer = nn.Linear(8, 8)
+        with CallRecorder():
+            child = os.fork()
+            if not child:
+                with CallRecorder() as own:
+                    layer(torch.ones(8, 8))
+                os._exit(int(own.as_dict()["totals"]["calls"] != 2))
+            _, status = os.waitpid(child, 0)
+        assert status == 0
+
     def test_compiled_code_is_told_of(self) -> None:
         model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(8, 8)
         compiled = torch.compile(model, backend="eager")

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampatch.diagnostics.recorder.mode_stacks import FUNCTIONS, OPERATORS
 from ampatch.tracing import ObservingMode, is_capturing, is_recording
 
-THREADS = "Modules ran in other threads than the one that began the report; what these threads ran was not recorded."
+_THREADS = "Modules ran in other threads than the one that began the report; what these threads ran was not recorded."
 _TRACED = "Calls under tracers and transforms (torch.export, torch.jit.trace, torch.func) were not recorded."
 _CAPTURED = "Calls that a CUDA graph captures were not recorded, nor what its replays run."
 _FUSED_CASTS = (
@@ -88,7 +88,7 @@ class Recorder:
         missed: what was not recorded, each sentence once.
     """
 
-    #: True to be told of all that amp does: then amp keeps no casts, as under any other mode, and hides nothing.
+    #: True to be told of all that amp does: it then keeps no casts, as under modes of other code, and hides nothing.
     sees_amp = False
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Recorder:
         undo.callback(module._global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch forgets it
         # torch warns of such hooks at each call of a compiled module; these look through the compiled one.
         warnings.filterwarnings("ignore", message=_HOOKS_WARNING)
-        undo.enter_context(contextlib.suppress(ValueError))  # user code has removed the filter
+        undo.enter_context(contextlib.suppress(ValueError))  # user code may have removed the filter
         undo.callback(warnings.filters.remove, warnings.filters[0])  # type: ignore[attr-defined]
 
     def push(self) -> None:
@@ -154,11 +154,15 @@ class Recorder:
         FUNCTIONS.insert(self.function_mode)
         OPERATORS.insert(self.operator_mode)
 
-    def stop(self) -> None:
-        """Stops recording. What was recorded stays. In another thread the modes stay, and tell nothing."""
-        self.is_open = False
+    def pop(self) -> None:
+        """Removes both modes from this thread's stacks; those of other code stay. In another thread does nothing."""
         FUNCTIONS.remove(self.function_mode)
         OPERATORS.remove(self.operator_mode)
+
+    def stop(self) -> None:
+        """Stops recording. What was recorded stays."""
+        self.is_open = False
+        self.pop()
         self._undo.close()
 
     # Where this thread is
@@ -186,7 +190,7 @@ class Recorder:
     @property
     def missed_threads(self) -> bool:
         """True if a module ran in another thread, which is not recorded."""
-        return THREADS in self.missed
+        return _THREADS in self.missed
 
     def is_told(self) -> bool:
         """Returns True if the consumer is told of what this thread runs."""
@@ -219,11 +223,12 @@ class Recorder:
         if torch.compiler.is_compiling() or not self.is_told():
             return
         if not self.is_here:
-            self.missed[THREADS] = None
+            self.missed[_THREADS] = None
             return
         mode, thread, task = self.function_mode, self.thread, _current_graph_task_id()
         on_leave: Callable[[], None] | None = None
         with unseen():
+            noted = self.enters(module, args)
             is_on = mode in FUNCTIONS.modes()
             if task != -1 and not is_on:  # torch has taken the mode off for the call of backward()
                 FUNCTIONS.insert(mode)
@@ -231,10 +236,7 @@ class Recorder:
             elif is_on and not module.training and isinstance(module, _FAST_PATHS) and _has_fast_path():
                 FUNCTIONS.remove(mode)  # torch would take other kernels
                 on_leave = partial(FUNCTIONS.insert, mode)
-                thread.fused_casts = [
-                    key for device, key in _AUTOCAST_KEYS.items() if torch.is_autocast_enabled(device)
-                ]
-            noted = self.enters(module, args)
+                thread.fused_casts = [key for kind, key in _AUTOCAST_KEYS.items() if torch.is_autocast_enabled(kind)]
         thread.running.append(Running(module, task, torch.is_grad_enabled(), on_leave, noted))
 
     def _leave_module(self, module: nn.Module, _: Any = None, *told: Any) -> None:
@@ -244,9 +246,9 @@ class Recorder:
         while any(each.module is module for each in running):
             ended = running.pop()
             with unseen():
+                self.leaves(ended, told)
                 if ended.on_leave is not None:
                     ended.on_leave()
-                self.leaves(ended, told)
             if ended.module is module:
                 return
 
@@ -307,10 +309,14 @@ def _hide(level: int) -> Iterator[None]:
         _hiding.reset(before)
 
 
-#: Context that hides this thread's operators from all recorders.
-paused = partial(_hide, _PAUSED)
-#: Context that hides this thread's operators from reports; a watch sees them.
-hidden = partial(_hide, _HIDDEN)
+def paused() -> contextlib.AbstractContextManager[None]:
+    """Stops recording this thread's operators until the block ends."""
+    return _hide(_PAUSED)
+
+
+def hidden() -> contextlib.AbstractContextManager[None]:
+    """Hides this thread's operators from reports until the block ends; a watch sees them."""
+    return _hide(_HIDDEN)
 
 
 _open: weakref.WeakSet[Recorder] = weakref.WeakSet()

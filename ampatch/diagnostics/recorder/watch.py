@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from ampatch.diagnostics.recorder.callers import users_frame
 from ampatch.diagnostics.recorder.operands import has_inf, is_view, tensors_in, versions_of
-from ampatch.diagnostics.recorder.recorder import Recorder, paused
+from ampatch.diagnostics.recorder.recorder import Recorder, Running, paused
 from ampatch.diagnostics.recorder.records import ArrivedGradient, Place, Values, WatchedOp
 from ampatch.diagnostics.recorder.written_memory import WrittenMemory
 from ampatch.function_wrapper import unwrapped
@@ -78,6 +78,19 @@ class Watch(Recorder):
         super().push()
         self._own_node()
 
+    def enters(self, module: nn.Module, _: Any) -> bool:
+        """Takes the modes off for an evaluation, which is not recorded: it then runs what it runs without a watch."""
+        is_evaluation = not (self.thread.running or module.training or torch.is_grad_enabled())
+        is_left_out = is_evaluation and self.is_on and torch._C._current_graph_task_id() == -1
+        if is_left_out:
+            self.pop()
+        return is_left_out
+
+    def leaves(self, ended: Running, _: Any) -> None:
+        """Puts the modes back after an evaluation."""
+        if ended.noted:
+            self.push()
+
     def forget(self, before: int | None = None) -> None:
         """Drops what was recorded.
 
@@ -94,12 +107,12 @@ class Watch(Recorder):
 
     def read(self) -> None:
         """Copies the largest values to the host; syncs with each device once for each type."""
-        of_ops: Iterator[Values | None] = (values for op in self.ops for values in (*op.inputs, *op.outputs))
+        of_ops = (values for op in self.ops for values in (*op.inputs, *op.outputs))
         of_gradients = (values for gradient in self.gradients for values in (gradient.values, *gradient.roots))
         waiting = grouped(
             ((each.on_device[0].device, each.on_device[0].dtype, len(each.on_device)), each)
             for each in dict.fromkeys(itertools.chain(of_ops, of_gradients))
-            if each is not None and each.on_device
+            if each.on_device
         )
         with paused():
             for (*_, count), alike in waiting.items():
@@ -220,16 +233,11 @@ class Watch(Recorder):
         self.gradients.append(ArrivedGradient(parameter, self._values_of(gradient), of_roots))
 
     def _values_of(self, tensor: Tensor) -> Values:
-        return self._written.read(
-            tensor,
-            lambda parts: Values(
-                tensor.dtype,
-                tuple(tensor.shape),
-                parts=parts,
-                is_leaf=(tensor._base if tensor._is_view() else tensor).grad_fn is None,  # type: ignore[union-attr]
-                on_device=_extremes(tensor),
-            ),
-        )
+        def measure(parts: tuple[Values, ...]) -> Values:
+            is_leaf = (tensor._base if tensor._is_view() else tensor).grad_fn is None  # type: ignore[union-attr]
+            return Values(tensor.dtype, tuple(tensor.shape), None, parts, is_leaf, on_device=_extremes(tensor))
+
+        return self._written.read(tensor, measure)
 
 
 def run_again(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

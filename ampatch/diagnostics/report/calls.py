@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 import types
 import weakref
@@ -325,9 +324,9 @@ class CallRecorder(Recorder):
         memory = _memory_of(op)
         if memory is not None:
             forward.note_results(results, memory)
-        product = _PRODUCTS.get(op)
-        if product is not None and results and results[0].dtype in HALVES:
-            size, pads = product(args, results[0])
+        if op in _PRODUCTS and results and results[0].dtype in HALVES:
+            m, k, n = size = _size_of(op, args, results[0])
+            pads = m if op is _CONVOLUTION else _padded(m), _padded(k), _padded(n)
             if size != pads:
                 self._rows.products[call.row, forward.module, results[0].dtype, size, pads] += 1
 
@@ -438,7 +437,7 @@ def _seconds_per_operator() -> float:
     No mode of other code is on meanwhile, and no cast list applies.
     """
     recorder = CallRecorder()  # watches this thread only, and nothing of amp's
-    recorder._ident, recorder.is_open = threading.get_ident(), True
+    recorder.is_open = True
     # Without a session there are no casts, and turning them off would import torch's compiler.
     off = contextlib.nullcontext() if runtime.live is None else WithoutCasts()
     with mode_stacks.without_modes(), off, torch.inference_mode(False), torch.enable_grad():
@@ -494,30 +493,23 @@ def _memory_of(op: Any) -> bool | None:
     return all(each.alias_info is None for each in op._schema.returns)
 
 
-def _sizes(m: int, k: int, n: int, padded_m: int | None = None) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Returns the sizes of a product, and what tensor cores pad them to."""
-    padded = [size + -size % _ALIGNED for size in (m, k, n)]
-    return (m, k, n), (padded[0] if padded_m is None else padded_m, padded[1], padded[2])
+_CONVOLUTION = _aten.convolution.default
+_PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _CONVOLUTION})
 
 
-def _sizes_of_product(args: _Args, _: Tensor) -> Any:
-    a, b = args[-2:]  # behind what a product is added to
-    return _sizes(a.shape[-2], a.shape[-1], b.shape[-1])
+def _size_of(op: Any, args: _Args, result: Tensor) -> tuple[int, int, int]:
+    """Returns m, k and n of a product. The m of a convolution, the places of the result, needs no alignment."""
+    if op is _CONVOLUTION:
+        outputs, inputs = args[1].shape[:2]
+        k, n = (outputs, inputs) if args[6] else (inputs, outputs)  # transposed or not
+        return result.numel() // (result.shape[1] or 1), k, n
+    a, b = args[-2:]  # behind what the product is added to
+    return a.shape[-2], a.shape[-1], b.shape[-1]
 
 
-def _sizes_of_convolution(args: _Args, result: Tensor) -> Any:
-    """Returns the sizes of a convolution as of a product; its m, the places of the result, need no alignment."""
-    outputs, inputs = args[1].shape[:2]
-    places, is_transposed = result.numel() // (result.shape[1] or 1), args[6]
-    return _sizes(places, *((outputs, inputs) if is_transposed else (inputs, outputs)), padded_m=places)
+def _padded(size: int) -> int:
+    return size + -size % _ALIGNED
 
-
-_PRODUCTS: dict[Any, Callable[[_Args, Tensor], Any]] = {
-    **dict.fromkeys(
-        (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default), _sizes_of_product
-    ),
-    _aten.convolution.default: _sizes_of_convolution,
-}
 
 _MODELS_HOOKS = frozenset(
     {"ampatch.patching.adopted_model", "ampatch.patching.cast_labels", "ampatch.interfaces.inference_copy"}

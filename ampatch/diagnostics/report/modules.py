@@ -86,7 +86,7 @@ class Modules:
 
     def __init__(self) -> None:
         self.last: Forward | None = None
-        # A reference that is dead differs from all others.
+        # A dead module's reference differs from that of a new one at its address.
         self._modules: dict[weakref.ref[nn.Module], _Module] = {}
 
     def enter(self, module: nn.Module, outermost: Forward | None, given: list[Tensor]) -> Forward:
