@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ampatch import amp
 from ampatch.casting import cast_observers
 from ampatch.diagnostics.recorder import mode_stacks
+from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.diagnostics.report.calls import CallRecorder
 from ampatch.errors import UsageError
 from ampatch.native import calls
@@ -546,6 +547,14 @@ class TestBlock:
         function_of_x = torch.compile(lambda x: x.relu(), backend="eager")
         assert "ran uncompiled" in recorded(lambda: function_of_x(x))["notes"][0]
         assert not torch.nn.modules.module._has_any_global_hook()
+
+    def test_compiled_code_does_not_warn_of_hooks_beside_a_watch(self) -> None:
+        compiled = torch.compile(nn.Linear(8, 8), backend="eager")
+        with CallRecorder() as recorder:
+            with Watch():
+                compiled(torch.ones(8, 8))
+            compiled(torch.ones(8, 8))
+        assert function(recorder.as_dict(), "torch.nn.functional.linear")["calls"] == 2
 
     def test_operators_of_higher_order(self) -> None:
         x = torch.ones(8, 8)

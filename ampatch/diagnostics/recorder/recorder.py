@@ -140,8 +140,9 @@ class Recorder:
         hook = module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
         undo.callback(hook.remove)
         undo.callback(module._global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch forgets it
-        # torch warns of such hooks at each call of a compiled module; these look through the compiled one.
-        warnings.filterwarnings("ignore", message=_HOOKS_WARNING)
+        # torch warns of such hooks at each call of a compiled module; these look through the compiled one. The comment in
+        # the pattern tells this filter from another recorder's: Python keeps one of several equal filters.
+        warnings.filterwarnings("ignore", message=f"{_HOOKS_WARNING}(?#{id(self)})")
         undo.enter_context(contextlib.suppress(ValueError))  # user code may have removed the filter
         undo.callback(warnings.filters.remove, warnings.filters[0])  # type: ignore[attr-defined]
 
