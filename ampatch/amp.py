@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from ampatch.diagnostics.compare.result import Comparison
     from ampatch.diagnostics.explain.result import Explanation
     from ampatch.diagnostics.preflight.result import LevelVerdict, Preflight
+    from ampatch.diagnostics.replay.result import Replay
     from ampatch.diagnostics.report.report import Report
     from ampatch.diagnostics.tune.result import Tuning
 
@@ -108,6 +109,7 @@ __all__ = [
     "OptionError",
     "Overflow",
     "Preflight",
+    "Replay",
     "Report",
     "ScaleChange",
     "ScalerOptionError",
@@ -141,6 +143,7 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "replay",
     "report",
     "scale_loss",
     "settings",
@@ -172,6 +175,7 @@ _IMPORTED_ON_USE = {
     "Explanation": "explain.result",
     "LevelVerdict": "preflight.result",
     "Preflight": "preflight.result",
+    "Replay": "replay.result",
     "Report": "report.report",
     "Tuning": "tune.result",
 }
@@ -908,6 +912,48 @@ def tune(
     )
 
 
+def replay(
+    path: str | os.PathLike[str],
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    levels: Any = None,
+    compiled: bool = False,
+) -> Replay:
+    """Runs a skipped step again, from the file that `Overflow.save` has written.
+
+    ::
+
+        print(amp.replay("step.pt", make_model()))
+
+    It gives copies of the models the weights, buffers and modes of the step, sets amp up as the run had it, and runs
+    the forward passes on the saved inputs and random numbers. Backward passes begin with the gradients that came into
+    the outputs then, at the loss scale of the step. Then it does so at other opt levels, with the same cast lists. On
+    another device than that of the run, random numbers may differ.
+
+    Args:
+        path: of the file.
+        model: a model of the class that made the step, on the CPU or a GPU; its weights are not used. Several models,
+            such as those of a GAN, in the order in which they ran.
+        levels: opt levels to try after float32, as for `preflight`; None: O1 and O2 in both half types, and O3 in
+            float16.
+        compiled: whether to try it with models compiled by ``torch.compile`` as well.
+
+    Returns:
+        The trace, and a table of the levels at which all gradients are finite; it prints as both.
+
+    Raises:
+        UsageError: amp is set up.
+        OptionError: the file holds no step, or the models are others; or a level does not exist.
+        Exception: what a model raises with the settings of the step.
+    """
+    from ampatch.diagnostics.preflight.preflight import checked_levels
+    from ampatch.diagnostics.replay import replay as replays
+
+    models = [adopted_model.check_model(each) for each in (model if isinstance(model, (list, tuple)) else [model])]
+    chosen = replays.LEVELS if levels is None else checked_levels(levels)
+    return replays.replay(path, models, chosen, compiled=as_flag("compiled", compiled))
+
+
 def report() -> Report:
     """Watches what runs in a block, and reports what amp does there.
 
@@ -1353,7 +1399,7 @@ def _open(settings: Settings, device_types: Iterable[str], fused_linear: object)
         if opened.overflows.traces:
             from ampatch.diagnostics.overflow.tracer import OverflowTracer
 
-            opened.trace_with(OverflowTracer(settings.properties, settings.scale_policy, opened.named_modules))
+            opened.trace_with(OverflowTracer(opened))
         never_fires = opened.overflows.reports and not (settings.scale_policy.dynamic or settings.check_finite)
         if never_fires:
             warn(

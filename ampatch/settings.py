@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import html
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -105,6 +106,27 @@ class Settings:
             **{name: getattr(self, name) for name in _FLAGS},
             "on_overflow": name_of_choice(self.on_overflow),
         }
+
+    @classmethod
+    def of_plain_data(cls, plain: Mapping[str, Any], lists: CastLists) -> Settings:
+        """Returns the settings that `as_plain_data` has described, with these cast lists; ``on_overflow`` is "log"."""
+
+        def dtype(name: str) -> torch.dtype | None:
+            return None if plain[name] is None else getattr(torch, plain[name])
+
+        typed = {name: dtype(name) for name in ("half_dtype", "cast_model_type")}
+        buffers = plain["cast_buffers"]
+        return cls(
+            Properties(**{name: plain[name] for name in opt_levels.ARGUMENTS} | typed),
+            lists,
+            ScalePolicy(plain["loss_scale"] == "dynamic", **{name: plain[name] for name in SCALE_ARGUMENTS}),
+            num_losses=plain["num_losses"],
+            keep_fp32=tuple(plain["keep_fp32"]),
+            float32_outputs=tuple(plain["float32_outputs"]),
+            cast_buffers=buffers if isinstance(buffers, bool) else tuple(buffers),
+            cast_model_outputs=dtype("cast_model_outputs"),
+            **{name: plain[name] for name in _FLAGS},
+        )
 
     def _named(self, asked: Settings) -> tuple[str, str]:
         """Returns both choices of ``on_overflow`` as text, which differs if they do."""

@@ -321,6 +321,43 @@ def _preflight(arguments: argparse.Namespace) -> int:
     return 0 if any(each.verdict == "stands" for each in result.levels) else _FAULT
 
 
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    """Runs a skipped step again from its file: where inf or NaN arose, and at which opt levels it does not."""
+    parser.add_argument("file", type=_file, metavar="FILE", help="what `overflow.save` has written, such as step.pt")
+    parser.add_argument(
+        "target",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns a model of the same class, or several as `amp.replay` takes "
+        "them; the module is searched for in the current folder too",
+    )
+    parser.add_argument(
+        "--level",
+        action="append",
+        default=[],
+        metavar="LEVEL",
+        help="an opt level to try (default: O1 and O2 in both half types, and O3); may be given several times",
+    )
+    parser.add_argument("--compiled", action="store_true", help="try it compiled by torch.compile as well")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(run=_replay)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from ampatch import amp
+    from ampatch.diagnostics.overflow import step_file
+    from ampatch.diagnostics.preflight.preflight import checked_levels
+
+    levels = arguments.level or None
+    if levels is not None:
+        checked_levels(levels)
+    step_file.read(arguments.file)  # before the user's model is built
+    with _searching_here():
+        model = _returned(arguments.target, "make_model", "a model")
+        result = amp.replay(arguments.file, model, levels=levels, compiled=arguments.compiled)
+    _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
+    return 0
+
+
 @contextmanager
 def _naming(target: str, is_users: Callable[[BaseException], bool], code: str) -> Iterator[None]:
     """Names the user's function in the errors of a block that runs what it returned.
@@ -654,6 +691,7 @@ _COMMANDS = {
     "explain": _add_explain,
     "doctor": _add_doctor,
     "preflight": _add_preflight,
+    "replay": _add_replay,
     "tune": _add_tune,
     "compare": _add_compare,
     "build": _add_build,

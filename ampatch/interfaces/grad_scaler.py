@@ -680,14 +680,13 @@ def _overflow_of(optimizer: OptimizerLike, change: ScaleChange) -> Overflow:
     found = overflows.non_finite_gradients(
         optimizer_state.parameters_of(optimizer), optimizer_state.names_in(optimizer)
     )
-    tracer = None if runtime.live is None else runtime.live.overflows.tracer
-    trace = None
-    if tracer is not None:
+    traced: dict[str, Any] = {}
+    if runtime.live is not None:
         parameters = list(optimizer_state.parameters_of(optimizer))
-        trace = tracer.trace_of(parameters, change.before)
-        tracer.end_step(parameters)
+        traced = runtime.live.overflows.traced(parameters, change.before)
+        runtime.live.overflows.end_step(parameters)
     remark = overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CLEARED
-    return Overflow(type(optimizer).__name__, (change,), found, remark="" if found else remark, trace=trace)
+    return Overflow(type(optimizer).__name__, (change,), found, remark="" if found else remark, **traced)
 
 
 def _checked_device(device: object) -> Any:

@@ -695,14 +695,14 @@ class AdoptedOptimizer:
             for use in overflowed:
                 use.note_named()
         scales = (float(block.scale) for use in overflowed for block in use.blocks)
-        trace = self._on_overflow.trace_of(self.gradients.model_parameters(), max(scales, default=1.0))
+        traced = self._on_overflow.traced(self.gradients.model_parameters(), max(scales, default=1.0))
         return Overflow(
             type(self.optimizer).__name__,
             tuple(last.change for last in _last_of_each_loss(overflowed)),
             found,
             next((loss for use in overflowed if (loss := use.loss_that_is_not_finite) is not None), None),
             "" if found else overflows.OF_ANOTHER_OPTIMIZER if is_anothers else self._remark(),
-            trace,
+            **traced,
         )
 
     def _remark(self) -> str:

@@ -11,13 +11,13 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ampatch.errors import GradientOverflowError, OptionError, did_you_mean
+from ampatch.errors import GradientOverflowError, OptionError, UsageError, did_you_mean
 from ampatch.grouping import grouped
 from ampatch.native import kernels
 
@@ -124,6 +124,7 @@ class Overflow:
         remark: why ``gradients`` is empty; empty text if it is not.
         trace: what a tracer found out about the origin of the overflow: an object with ``str()`` and ``to_dict()``.
             None if there is none.
+        step: what `save` writes; None if the step was not traced.
     """
 
     optimizer: str
@@ -132,6 +133,7 @@ class Overflow:
     non_finite_loss: float | None = None
     remark: str = ""
     trace: Any = None
+    step: Any = field(default=None, repr=False, compare=False)
 
     @property
     def loss_ids(self) -> tuple[int, ...]:
@@ -152,6 +154,28 @@ class Overflow:
     def loss_is_finite(self) -> bool:
         """False if a loss itself is inf or NaN, so that no scale could help."""
         return self.non_finite_loss is None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the step to a file, with which `amp.replay` runs it again in another process.
+
+        Call it in a function for ``on_overflow=("trace", function)``, or where `GradientOverflowError` is caught: until
+        the next forward pass or step. The file holds the weights, buffers and inputs of the models, torch's random
+        states, and the gradients that came into the outputs.
+
+        Args:
+            path: of the file, which is replaced if it exists: ``.pt`` or ``.pth``.
+
+        Raises:
+            UsageError: the step was not traced, or is over; or the parameters are sharded.
+            OptionError: the path cannot be written, or a model's arguments hold something else than tensors, numbers
+                and text in lists, tuples and dicts.
+        """
+        if self.step is None:
+            raise UsageError(
+                "overflow.save was called for a step that was not traced; expected one with a trace. Type "
+                "amp.initialize(..., on_overflow=('trace', function))."
+            )
+        self.step.save(path)
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.scales), findings(self)])
@@ -191,7 +215,13 @@ OnOverflow = str | Callable[[Overflow], object] | tuple[str | Callable[[Overflow
 
 
 class Tracer(Protocol):
-    """Finds out where an overflow began."""
+    """Finds out where an overflow began.
+
+    Attributes:
+        skipped: the step that was traced last, which it can write to a file.
+    """
+
+    skipped: Any
 
     def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
         """Returns the origin of inf and NaN in the gradients of parameters; None if nothing is known of it.
@@ -251,9 +281,11 @@ class OverflowHandler:
         if "raise" in self._choices:
             raise GradientOverflowError(f"{overflow}\n{_GO_ON}", overflow)
 
-    def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
-        """Returns what the tracer knows of an overflow; None if there is none. See `Tracer.trace_of`."""
-        return None if self.tracer is None else self.tracer.trace_of(parameters, loss_scale)
+    def traced(self, parameters: Iterable[Tensor], loss_scale: float) -> dict[str, Any]:
+        """Returns what the tracer knows of an overflow, as attributes of `Overflow`. See `Tracer.trace_of`."""
+        if self.tracer is None:
+            return {}
+        return {"trace": self.tracer.trace_of(parameters, loss_scale), "step": self.tracer.skipped}
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Ends the tracing of one step."""

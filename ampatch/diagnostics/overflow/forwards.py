@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -22,14 +23,15 @@ from torch.autograd.graph import _engine_run_backward
 from ampatch.casting.nested import cast_tensors
 from ampatch.diagnostics.random_state import RandomState
 from ampatch.diagnostics.recorder.callers import users_frame
-from ampatch.diagnostics.recorder.operands import versions_of
+from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import Place
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.distributed import is_sharded
 from ampatch.graph_nodes import leaves_among, nodes_of
-from ampatch.switch import PLAIN, Region, is_in_region, state
+from ampatch.switch import PLAIN, Region, State, is_in_region, state
 
-_Random = list[tuple[torch.device | None, Tensor]]
+#: The states of random generators, by device; that of the CPU's has None.
+Random = list[tuple[torch.device | None, Tensor]]
 
 
 class NotedForward:
@@ -38,46 +40,71 @@ class NotedForward:
     Args:
         module: the model, or a part of it that was called alone.
         call: runs its forward, without the hooks around it.
-        args: positional arguments.
-        kwargs: keyword arguments.
+        given: its arguments and keyword arguments, without graphs.
+        random: the states of torch's random generators when it began.
+        state: the state of autocast then.
+        called: the user code that called it, and the instruction.
 
     Attributes:
         module: as given.
-        place: the line of user code that called it.
+        given: as given.
+        random: as given.
+        state: as given.
         arrived: the gradients that came into its outputs, by the number of the backward pass and the output's place.
-        is_used: True once a step has used its gradients; then it is dropped when the next forward pass begins.
     """
 
     __slots__ = (
-        *("_call", "_given", "_random", "_state", "_thread", "_versions"),
-        *("arrived", "is_used", "module", "place"),
+        *("_call", "_thread", "_versions", "arrived"),
+        *("_called", "given", "module", "random", "state"),
     )
 
     def __init__(
-        self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        given: tuple[Any, Any],
+        random: Random,
+        state: State,
+        called: tuple[types.CodeType, int] | None = None,
     ) -> None:
-        self.module = module
-        self.arrived: dict[int, dict[int, Tensor]] = {}
-        self.is_used = False
-        frame = users_frame(sys._getframe(1))
-        self.place = None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)
-        given: Any = cast_tensors((args, kwargs), _apart)
-        self._call, self._given = call, given
-        tensors = list(_tensors_in(given))
-        self._versions = versions_of(tensors)
-        self._state = state() if is_in_region() or torch._C._is_any_autocast_enabled() else PLAIN
-        on_gpus = [each.device for each in tensors if each.is_cuda] if torch.cuda.is_initialized() else ()
-        self._random = _random_states(set(on_gpus))
+        self.module, self.given, self.random, self.state = module, given, random, state
+        self._call, self._called = call, called
+        self._versions = _versions_in(given)
         self._thread = threading.get_ident()
+        self.arrived: dict[int, dict[int, Tensor]] = {}
+
+    @classmethod
+    def begun(
+        cls, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> NotedForward:
+        """Notes a forward pass that begins now."""
+        given: Any = (args, kwargs)
+        random: Random = [(None, torch.default_generator.get_state())]
+        if torch.cuda.is_initialized():
+            on_gpus = {each.device for each in tensors_in(given) if each.is_cuda}
+            random += [(device, torch.cuda.get_rng_state(device)) for device in on_gpus]
+        if any(each.requires_grad for each in tensors_in(given)):
+            given = cast_tensors(given, _apart)
+        before = state() if torch._C._is_any_autocast_enabled() or is_in_region() else PLAIN
+        frame = users_frame(sys._getframe(2))
+        # The number of the line takes longer to find than the frame.
+        return cls(module, call, given, random, before, None if frame is None else (frame.f_code, frame.f_lasti))
+
+    @property
+    def place(self) -> Place | None:
+        """The line of user code that called it."""
+        return None if self._called is None else Place.of(*self._called)
 
     def follow(self, result: object) -> None:
         """Notes the gradients that come into the outputs from now on."""
-        for place, output in enumerate(_tensors_in(result)):
-            if output.grad_fn is not None:
-                output.register_hook(functools.partial(self._note, place))
+        for place, output in enumerate(tensors_in(result)):
+            if output.grad_fn is not None:  # hooks of nodes cost half of what hooks of tensors do
+                output.grad_fn.register_prehook(functools.partial(self._note, place, output.output_nr))
 
-    def _note(self, place: int, gradient: Tensor) -> None:
-        self.arrived.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient.detach()
+    def _note(self, place: int, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+        gradient = gradients[number]
+        if gradient is not None:
+            self.arrived.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient.detach()
 
     @property
     def obstacle(self) -> str:
@@ -88,40 +115,52 @@ class NotedForward:
             return "its parameters are sharded over ranks"
         if any(isinstance(each, torch.jit.ScriptModule) for each in self.module.modules()):
             return "TorchScript has compiled a part of it"
-        is_same = versions_of(list(_tensors_in(self._given))) == self._versions
+        is_same = _versions_in(self.given) == self._versions
         return "" if is_same else "its arguments were written to since"
 
-    def run_again(self, watch: Watch, factor: float = 1.0) -> None:
-        """Runs the forward pass and its backward passes again, watched.
+    def run_again(self, watch: Watch | None, factor: float = 1.0) -> bool:
+        """Runs the forward pass and its backward passes again.
 
         Args:
-            watch: records what runs.
+            watch: records what runs; None: nothing does, and compiled code runs compiled.
             factor: factor of the gradients that came into the outputs: that of another loss scale.
+
+        Returns:
+            True if all gradients are finite; without looking at them, if there is a watch.
 
         Raises:
             Exception: what the second run raises.
         """
-        args, kwargs = self._given
-        with _unchanged(self.module, self._random), Region(self._state), torch.enable_grad(), watch:
-            with watch.inside(self.module):
-                outputs = list(_tensors_in(self._call(*args, **kwargs)))
+        args, kwargs = self.given
+        is_finite = True
+        with contextlib.ExitStack() as stack:
+            for each in (_unchanged(self.module, self.random), Region(self.state), torch.enable_grad()):
+                stack.enter_context(each)
+            if watch is not None:
+                stack.enter_context(watch)
+            with contextlib.nullcontext() if watch is None else watch.inside(self.module):
+                outputs = tensors_in(self._call(*args, **kwargs))
             for gradients in self.arrived.values():
                 roots = [outputs[place] for place in gradients]
-                incoming = [gradient * factor if factor != 1 else gradient for gradient in gradients.values()]
+                # At another opt level the outputs may have another type.
+                incoming = [each.to(root) for each, root in zip(gradients.values(), roots, strict=True)]
+                incoming = [each * factor if factor != 1 else each for each in incoming]
                 leaves = leaves_among(nodes_of(each.grad_fn for each in roots if each.grad_fn is not None))
                 # In place of what arrives there: one output may lead to another, whose gradient is noted as well. One
                 # that is not finite stays, so that the watch knows where it comes from.
-                hooks = [
-                    root.register_hook(_replacing(own))
-                    for root, own in zip(roots, incoming, strict=True)
-                    if bool(own.isfinite().all())
-                ]
+                with paused():
+                    finite = [bool(own.isfinite().all()) for own in incoming]
+                pairs = zip(roots, incoming, finite, strict=True)
+                hooks = [root.register_hook(_replacing(own)) for root, own, replaces in pairs if replaces]
                 found = _gradients(roots, incoming, list(leaves.values()))
                 for leaf, gradient in zip(leaves.values(), found, strict=True):
-                    if gradient is not None:
+                    if gradient is not None and watch is not None:
                         watch.note_gradient(leaf, gradient, roots)
+                    elif gradient is not None:
+                        is_finite &= bool(gradient.isfinite().all())
                 for hook in hooks:
                     hook.remove()
+        return is_finite
 
 
 def _replacing(own: Tensor) -> Callable[[Tensor], Tensor]:
@@ -151,19 +190,24 @@ def _gradients(roots: list[Tensor], incoming: list[Tensor], leaves: list[Tensor]
             leaf.grad = grad
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in what a model gets or returns: in sequences, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors_in(getattr(value, field.name, None))
+def tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors in what a model gets or returns, in sequences, mappings and dataclasses: outer ones first."""
+    found: list[Tensor] = []
+    waiting = [value]
+    for each in waiting:  # it grows meanwhile
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            waiting += each
+        elif type(each) is dict or isinstance(each, Mapping):
+            waiting += each.values()
+        elif is_dataclass(each) and not isinstance(each, type):
+            waiting += [getattr(each, field.name, None) for field in fields(each)]
+    return found
+
+
+def _versions_in(value: Any) -> list[int]:
+    return [0 if each.is_inference() else each._version for each in tensors_in(value)]
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -171,12 +215,8 @@ def _apart(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
 
 
-def _random_states(devices: set[torch.device]) -> _Random:
-    return [(None, torch.get_rng_state()), *((device, torch.cuda.get_rng_state(device)) for device in devices)]
-
-
 @contextlib.contextmanager
-def _unchanged(module: nn.Module, noted: _Random) -> Iterator[None]:
+def _unchanged(module: nn.Module, noted: Random) -> Iterator[None]:
     """Context that begins with noted random states, and after which random states and buffers are as before.
 
     The forward gets copies of the buffers, and of small frozen parameters, which it may write to.
@@ -185,7 +225,7 @@ def _unchanged(module: nn.Module, noted: _Random) -> Iterator[None]:
     tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
     frozen = [each for each in module.parameters() if not each.requires_grad and each.numel() <= 2**20]
     kept = [each.detach().clone() for each in frozen]
-    versions = versions_of(frozen)
+    versions = [each._version for each in frozen]
     copies = {id(each): each.detach().clone() for each in module.buffers()}
     for table, buffers in tables:
         table.update({name: each if each is None else copies[id(each)] for name, each in buffers.items()})
@@ -201,7 +241,7 @@ def _unchanged(module: nn.Module, noted: _Random) -> Iterator[None]:
         for table, buffers in tables:
             table.clear()
             table.update(buffers)
-        if versions_of(frozen) != versions:
+        if [each._version for each in frozen] != versions:
             with torch.no_grad():
                 for parameter, value in zip(frozen, kept, strict=True):
                     parameter.copy_(value)

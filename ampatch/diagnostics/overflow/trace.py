@@ -90,7 +90,7 @@ class OverflowTrace:
         return plain(asdict(self))  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        lines = [self._headline()]
+        lines = [self.headline]
         if self.module_class is not None:
             name = shown_module(self.module)
             lines.append(f"  module    {f'{name} ({self.module_class})' if name else self.module_class}")
@@ -107,7 +107,9 @@ class OverflowTrace:
         lines += [f"  note      {each}" for each in self.notes]
         return "\n".join(lines)
 
-    def _headline(self) -> str:
+    @property
+    def headline(self) -> str:
+        """The first line of the text: which operator it was."""
         if self.direction == "unknown":
             return "No watched operator produced the inf or NaN of these gradients."
         if self.direction == "input":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -19,16 +19,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ampatch import distributed
 from ampatch.diagnostics.overflow.examiner import Examiner, enters, origins_of_gradients
 from ampatch.diagnostics.overflow.forwards import NotedForward
+from ampatch.diagnostics.overflow.step_file import SkippedStep
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.recorder.recorder import hidden
 from ampatch.diagnostics.recorder.records import WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import Properties
-from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.scaling.optimizer_step import OWN_HOOK
+from ampatch.session import Session
 from ampatch.tracing import is_capturing, is_recording
-from ampatch.weights.optimizer_state import parameters_of
 
 #: Why no operator is named for gradients that other ranks, or other code, made inf or NaN.
 FINITE_HERE = (
@@ -61,15 +60,18 @@ class OverflowTracer:
     """Notes the forward passes of a session, and says why a step was skipped.
 
     Args:
-        properties: the values of the opt level.
-        policy: how the loss scale behaves.
-        named_modules: returns the names of the adopted models' modules, by the module's id.
+        session: the session.
+
+    Attributes:
+        skipped: the step that was skipped last; None before there is one.
     """
 
-    def __init__(
-        self, properties: Properties, policy: ScalePolicy, named_modules: Callable[[], Mapping[int, str]]
-    ) -> None:
-        self._examiner = Examiner(properties, policy, named_modules)
+    def __init__(self, session: Session) -> None:
+        settings = session.settings
+        self._session = session
+        self._examiner = Examiner(settings.properties, settings.scale_policy, session.named_modules)
+        self.skipped: SkippedStep | None = None
+        self._has_stepped = False  # since the last forward pass
         self._noted: list[NotedForward] = []
         self._parameters: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()  # ids
         self._thread = _Thread()
@@ -82,28 +84,37 @@ class OverflowTracer:
         ledger.on_undo(self._stop_watching)
         ledger.on_undo(self._noted.clear)
 
-        def after_step(optimizer: Any, *_: object) -> None:  # also of optimizers that amp has not adopted
-            self._note_used(set(map(id, parameters_of(optimizer))))
+        def after_step(*_: object) -> None:  # also of optimizers that amp has not adopted
+            self._has_stepped = True
 
         setattr(after_step, OWN_HOOK, True)
         ledger.on_undo(register_optimizer_step_post_hook(after_step).remove)
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
-        if self._watched is not None or not torch.is_grad_enabled() or self._thread.is_inside or not _is_usual():
+        thread = self._thread
+        if self._watched is not None or thread.is_inside or not torch.is_grad_enabled() or not _is_usual():
             return call(*args, **kwargs)
-        self._noted[:] = [each for each in self._noted if not each.is_used]
-        noted = NotedForward(module, call, args, kwargs)
-        self._thread.is_inside = True
+        if self._has_stepped:
+            self._drop_used()
+        noted = NotedForward.begun(module, call, args, kwargs)
+        thread.is_inside = True
         try:
             result = call(*args, **kwargs)
         finally:
-            self._thread.is_inside = False
+            thread.is_inside = False
         noted.follow(result)
         self._noted.append(noted)
         if len(self._noted) > _FORWARDS_KEPT:
             self._drop_old()
         return result
+
+    def _drop_used(self) -> None:
+        """Drops the forward passes before the last step, except for those that no backward pass has followed."""
+        self._has_stepped = False
+        self._noted[:] = [each for each in self._noted if not each.arrived]
+        if self.skipped is not None:
+            self.skipped.close()
 
     def _drop_old(self) -> None:
         idle = [each for each in self._noted if not each.arrived]
@@ -119,11 +130,18 @@ class OverflowTracer:
             loss_scale: scale of the loss in the backward passes.
         """
         ids = set(map(id, parameters))
+        trace = self._trace_of(ids, loss_scale)
+        noted = [each for each in self._noted if each.arrived]
+        facts = {"loss_scale": loss_scale, "trace": trace.to_dict()}
+        self.skipped = SkippedStep(self._session, noted, facts)
+        return trace
+
+    def _trace_of(self, ids: set[int], loss_scale: float) -> OverflowTrace:
         seen = None if self._watched is None else self._watched.trace_of(ids, loss_scale)
         if seen is not None and seen.direction != "unknown":
             return seen
         with hidden():
-            trace = self._by_second_run(ids, loss_scale)
+            trace = self.by_second_run(self._noted, loss_scale, ids)
         if trace.direction != "unknown":
             return trace
         if seen is not None:
@@ -135,20 +153,14 @@ class OverflowTracer:
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Notes that a step has used the gradients of parameters, or was skipped."""
-        ids = set(map(id, parameters))
-        self._note_used(ids)
+        self._has_stepped = True
         watched = self._watched
         if watched is not None and watched.is_this_thread:
+            ids = set(map(id, parameters))
             watched.end_step(ids)
             self._left -= not ids.isdisjoint(self._watched_for)
             if self._left <= 0:
                 self._stop_watching()
-
-    def _note_used(self, ids: set[int]) -> None:
-        used = [each for each in self._noted if not self._ids_of(each.module).isdisjoint(ids)]
-        backward = {number for each in used for number in each.arrived}
-        for each in self._noted:
-            each.is_used = each.is_used or each in used or not backward.isdisjoint(each.arrived)
 
     def watch(self, ids: set[int], steps: int = _STEPS_WATCHED) -> None:
         """Watches the next steps as they run.
@@ -174,18 +186,21 @@ class OverflowTracer:
 
     # The second run
 
-    def _by_second_run(self, ids: Collection[int], loss_scale: float) -> OverflowTrace:
-        """Runs the noted forward passes again, the last one first, until one shows an origin.
+    def by_second_run(
+        self, noted: Iterable[NotedForward], loss_scale: float, ids: Collection[int] | None = None
+    ) -> OverflowTrace:
+        """Runs forward passes again, the last one first, until one shows an origin.
 
         Those of models through which the gradients came follow, such as a discriminator's. Other ranks run as many
         passes, since one may wait for theirs; then all run, each of them twice.
 
         Args:
-            ids: those of the parameters.
+            noted: the forward passes.
             loss_scale: scale of the loss in the backward passes.
+            ids: those of the parameters whose gradients are looked at; None: all are.
         """
-        noted = [each for each in self._noted if each.arrived]
-        own = [each for each in noted if not self._ids_of(each.module).isdisjoint(ids)]
+        noted = [each for each in noted if each.arrived]
+        own = [each for each in noted if ids is None or not self._ids_of(each.module).isdisjoint(ids)]
         backward = {number for each in own for number in each.arrived}
         through = [each for each in noted if each not in own and not backward.isdisjoint(each.arrived)]
         has_others = distributed.has_other_ranks()

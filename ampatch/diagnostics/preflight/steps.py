@@ -238,16 +238,23 @@ class OpenedCopy:
 @contextlib.contextmanager
 def opened_copy(subject: Subject, setup: Setup) -> Iterator[OpenedCopy]:
     """Opens a session for a copy of the model and an optimizer that changes nothing."""
+    settings, model = setup.settings(), subject.copied()
+    with opened([model], settings) as (session, optimizer):
+        yield OpenedCopy(session, model, optimizer, setup)
+
+
+@contextlib.contextmanager
+def opened(models: Sequence[nn.Module], settings: Settings) -> Iterator[tuple[Session, torch.optim.SGD]]:
+    """Opens a session for models and an optimizer that changes nothing."""
     kernels.prepare()
     calls.prepare()
-    settings = setup.settings()
-    model = subject.copied()
-    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.0)
-    session = open_session(settings, adopted_model.device_types(model))
+    trained = [each for model in models for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    session = open_session(settings, {kind for model in models for kind in adopted_model.device_types(model)})
     session.verbose = False
     try:
-        session.adopt([model], [optimizer])
-        yield OpenedCopy(session, model, optimizer, setup)
+        session.adopt(list(models), [optimizer])
+        yield session, optimizer
     finally:
         close_session(session)
 

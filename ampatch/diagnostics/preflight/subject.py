@@ -47,25 +47,8 @@ class Subject:
         self._random = RandomState()
 
     def copied(self) -> nn.Module:
-        """Returns a deep copy of the model without gradients.
-
-        Raises:
-            OptionError: it cannot be copied.
-        """
-        try:
-            # With gradients, parts in TorchScript would be copied into a graph of the user's parameters.
-            with torch.no_grad():
-                model = copy.deepcopy(self.model)
-        except Exception as error:
-            raise OptionError(
-                f"the model cannot be copied by copy.deepcopy ({type(error).__name__}: {error}), and only "
-                "copies run here. Give it a model that has not run yet: tensors that a forward pass computed, kept as "
-                "attributes, cannot be copied."
-            ) from error
-        for mine, original in zip(model.parameters(), self.model.parameters(), strict=True):
-            mine.requires_grad_(original.requires_grad)
-        model.zero_grad(set_to_none=True)
-        return model
+        """Returns `copied` of the model."""
+        return copied(self.model)
 
     def begin_step(self) -> Arguments:
         """Restores the random numbers, and returns copies of the inputs, since a forward pass may write to them."""
@@ -127,6 +110,28 @@ def _arguments(inputs: object) -> Arguments:
         f"inputs is {type(inputs).__name__!r}; expected a tensor, a tuple of the forward's arguments, or a mapping of "
         "its keyword arguments."
     )
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Returns a deep copy of a model without gradients.
+
+    Raises:
+        OptionError: it cannot be copied.
+    """
+    try:
+        # With gradients, parts in TorchScript would be copied into a graph of the user's parameters.
+        with torch.no_grad():
+            made = copy.deepcopy(model)
+    except Exception as error:
+        raise OptionError(
+            f"the model cannot be copied by copy.deepcopy ({type(error).__name__}: {error}), and only copies run here. "
+            "Give it a model that has not run yet: tensors that a forward pass computed, kept as attributes, cannot be "
+            "copied."
+        ) from error
+    for mine, original in zip(made.parameters(), model.parameters(), strict=True):
+        mine.requires_grad_(original.requires_grad)
+    made.zero_grad(set_to_none=True)
+    return made
 
 
 def _check(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,6 +36,12 @@ class Place:
 
     file: str
     line: int
+
+    @classmethod
+    def of(cls, code: types.CodeType, at: int) -> Place:
+        """Returns the line of an instruction, given by its offset in the code."""
+        line = next(line for begin, end, line in code.co_lines() if begin <= at < end)
+        return cls(code.co_filename, line or code.co_firstlineno)
 
     @property
     def source(self) -> str:

@@ -1,0 +1,248 @@
+"""A skipped step as a file: what its forward passes need to run again in another process.
+
+Owns the format of the file. It holds tensors and plain data only, so that `torch.load` reads it with
+``weights_only=True``. Must never run a forward pass.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from ampatch import policy
+from ampatch.diagnostics import json_files
+from ampatch.diagnostics.overflow.forwards import NotedForward
+from ampatch.distributed import is_sharded
+from ampatch.errors import OptionError, UsageError
+from ampatch.opt_levels import HALVES
+from ampatch.session import Session
+from ampatch.switch import PLAIN
+
+FORMAT = "ampatch step"
+VERSION = 1
+_ENDINGS = (".pt", ".pth")
+_WRITE_ONE = (
+    "Write one with overflow.save('step.pt'), in a function for amp.initialize(on_overflow=('trace', function))."
+)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class SkippedStep:
+    """A skipped step, as long as it can be saved: until the next forward pass or step.
+
+    Args:
+        session: the session, whose models made the step.
+        noted: its forward passes.
+        facts: what else the file is to hold, as plain data.
+    """
+
+    def __init__(self, session: Session, noted: Sequence[NotedForward], facts: Mapping[str, Any]) -> None:
+        self._session, self._noted, self._facts = session, tuple(noted), facts
+        self._versions = self._read_versions()
+
+    def close(self) -> None:
+        """Drops what it holds, as the weights are about to change."""
+        self._noted = ()
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the file; see `Overflow.save`."""
+        file = json_files.checked_path(path, _ENDINGS, "Type 'step.pt'.")
+        if not self._noted or self._versions != self._read_versions():
+            raise UsageError(
+                "overflow.save was called after the step: its inputs are gone, or its weights have changed. Call it in "
+                "a function for amp.initialize(on_overflow=('trace', function)), which runs in the step."
+            )
+        roots = _roots(self._session, self._noted)
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            **self._facts,
+            "settings": self._session.settings.as_plain_data(),
+            "policy": policy.effective(self._session),
+            "models": [_of_model(root) for root in roots],
+            "forwards": [_of_forward(each, roots) for each in self._noted],
+        }
+        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            torch.save(data, unfinished)
+            unfinished.replace(file)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _read_versions(self) -> list[int]:
+        return [each._version for noted in self._noted for each in noted.module.parameters()]
+
+
+def read(path: str | PathLike[str]) -> dict[str, Any]:
+    """Reads the file of a step; its tensors are on the CPU.
+
+    Raises:
+        OptionError: the file holds no step, or one of another version.
+        OSError: the file cannot be read.
+    """
+    name = fspath(path)
+    if not Path(name).is_file():
+        raise OptionError(f"there is no file {name!r}. {_WRITE_ONE}")
+    try:
+        data = torch.load(name, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise OptionError(f"{name} holds no step: torch.load cannot read it ({error}). {_WRITE_ONE}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise OptionError(f"{name} holds no step: its format is not {FORMAT!r}. {_WRITE_ONE}")
+    if data["version"] != VERSION:
+        raise OptionError(
+            f"{name} holds a step of version {data['version']!r}; this ampatch reads version {VERSION}. Read it with "
+            f"the ampatch that wrote it ({data['policy']['versions']['ampatch']})."
+        )
+    return data
+
+
+def put_into(models: Sequence[nn.Module], saved: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Gives models the weights, buffers and modes of a saved step.
+
+    Args:
+        models: models of the same classes and shapes, in the order of the file; they are changed.
+        saved: the models of the file.
+        name: that of the file, for errors.
+
+    Raises:
+        OptionError: the models are others.
+    """
+    classes = [each["class"] for each in saved]
+    if [type(each).__name__ for each in models] != classes:
+        found = ", ".join(type(each).__name__ for each in models)
+        raise OptionError(f"{name} is a step of {', '.join(classes)}; found {found}. Pass models of these classes.")
+    for model, values in zip(models, saved, strict=True):
+        for kind, own in (("parameters", dict(model.named_parameters())), ("buffers", dict(model.named_buffers()))):
+            _check_same(own, values[kind], f"{name} has a {values['class']} with other {kind}")
+            for key, tensor in own.items():
+                tensor.data = values[kind][key].to(tensor.device, tensor.dtype)
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(key not in values["frozen"])
+        for key, module in model.named_modules():
+            module.training = key not in values["in_eval"]
+
+
+def loaded(
+    saved: Mapping[str, Any], models: Sequence[nn.Module], *, as_saved: bool, by_call: bool
+) -> list[NotedForward]:
+    """Returns the forward passes of a saved step, to run again with these models.
+
+    Args:
+        saved: what `read` has returned.
+        models: adopted models with the weights of the step.
+        as_saved: True if amp is set up as in the step; at other opt levels inputs and the state of autocast are others.
+        by_call: True calls the models; False runs their forwards, since the arguments are those behind the hooks.
+    """
+    found = []
+    for each in saved["forwards"]:
+        root = models[each["model"]]
+        module = root.get_submodule(each["module"])
+        device = next((own.device for own in module.parameters()), torch.device("cpu"))
+        random = [(None if name is None else torch.device(name), state) for name, state in each["random"]]
+        random = [(on, state) for on, state in random if on is None or torch.cuda.is_available()]
+        noted = NotedForward(
+            module,
+            module if by_call or module is not root else module.forward,
+            _moved((each["args"], each["kwargs"]), device, None if as_saved else torch.float32),
+            random,
+            each["state"] if as_saved else PLAIN,
+        )
+        noted.arrived = dict(enumerate(_moved(gradients, device) for gradients in each["arrived"]))
+        if not as_saved:
+            for gradients in noted.arrived.values():
+                gradients.update((place, _finite(each, saved["loss_scale"])) for place, each in gradients.items())
+        found.append(noted)
+    return found
+
+
+def _roots(session: Session, noted: Sequence[NotedForward]) -> list[nn.Module]:
+    """Returns the models whose forward passes were noted, in the order in which they ran."""
+    models = [model for each in noted for model in session.models if each.module in set(model.modules())]
+    for root in models:
+        if is_sharded(root.parameters()):
+            raise UsageError(
+                f"the parameters of this {type(root).__name__} are sharded over ranks; expected whole ones."
+            )
+    return list(dict.fromkeys(models))
+
+
+def _of_model(model: nn.Module) -> dict[str, Any]:
+    whole = model.state_dict()  # of half weights it has the masters
+    return {
+        "class": type(model).__name__,
+        "parameters": {name: whole.get(name, each.detach()) for name, each in model.named_parameters()},
+        "buffers": dict(model.named_buffers()),
+        "frozen": [name for name, each in model.named_parameters() if not each.requires_grad],
+        "in_eval": [name for name, each in model.named_modules() if not each.training],
+    }
+
+
+def _of_forward(noted: NotedForward, roots: Sequence[nn.Module]) -> dict[str, Any]:
+    args, kwargs = noted.given
+    for value in (*args, *kwargs.values()):
+        other = _first_other(value)
+        if other is not None:
+            raise OptionError(
+                f"{type(noted.module).__name__} was called with a {type(other).__name__}, which a file of tensors and "
+                "plain data cannot hold. Pass tensors, numbers and text, in lists, tuples and dicts."
+            )
+    number, name = next(
+        (number, name)
+        for number, root in enumerate(roots)
+        for name, module in root.named_modules()
+        if module is noted.module
+    )
+    return {
+        "model": number,
+        "module": name,
+        "args": tuple(args),
+        "kwargs": dict(kwargs),
+        "state": noted.state,
+        "random": [(None if device is None else str(device), state) for device, state in noted.random],
+        "arrived": list(noted.arrived.values()),
+    }
+
+
+def _first_other(value: Any) -> object | None:
+    """Returns what is neither a tensor nor plain data in a value; None if all of it is."""
+    if type(value) in (list, tuple, dict):
+        inside = value.values() if isinstance(value, dict) else value
+        return next((other for other in (_first_other(each) for each in inside) if other is not None), None)
+    return None if type(value) in (Tensor, nn.Parameter) or isinstance(value, _PLAIN) else value
+
+
+def _moved(value: Any, device: torch.device, half_in: torch.dtype | None = None) -> Any:
+    def move(each: Tensor) -> Tensor:
+        dtype = half_in if half_in is not None and each.dtype in HALVES else each.dtype
+        return each.detach().to(device, dtype, copy=True).requires_grad_(each.requires_grad)
+
+    return tree_map_only(Tensor, move, value)
+
+
+def has_lost_gradients(saved: Mapping[str, Any]) -> bool:
+    """Returns True if gradients that came into outputs are not finite: at other levels, others stand for them."""
+    arrived = (gradients.values() for forward in saved["forwards"] for gradients in forward["arrived"])
+    return not all(bool(each.isfinite().all()) for gradients in arrived for each in gradients)
+
+
+def _finite(gradient: Tensor, loss_scale: float) -> Tensor:
+    """Returns a gradient, or that of the output's mean in place of one that is not finite."""
+    if bool(gradient.isfinite().all()):
+        return gradient
+    return torch.full_like(gradient, min(loss_scale / gradient.numel(), torch.finfo(torch.float16).max))
+
+
+def _check_same(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], told: str) -> None:
+    for name in (*saved, *own):
+        shapes = [None if each is None else list(each.shape) for each in (saved.get(name), own.get(name))]
+        if shapes[0] != shapes[1]:
+            there, here = ("none" if each is None else f"the shape {each}" for each in shapes)
+            raise OptionError(f"{told}: of {name!r} it has {there}, and this model {here}. Pass the model of the step.")

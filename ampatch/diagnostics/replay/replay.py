@@ -1,0 +1,132 @@
+"""`amp.replay`: runs a skipped step again, from its file, with its own settings and at other opt levels.
+
+Owns the order of the runs. Must never touch the user's models, nor leave a session: copies run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from os import PathLike, fspath
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from ampatch import policy
+from ampatch.cast_lists.lists import shipped
+from ampatch.diagnostics.overflow import step_file
+from ampatch.diagnostics.overflow.trace import OverflowTrace
+from ampatch.diagnostics.overflow.tracer import FINITE_AGAIN, OverflowTracer
+from ampatch.diagnostics.preflight.preflight import Level
+from ampatch.diagnostics.preflight.steps import Setup, opened
+from ampatch.diagnostics.preflight.subject import copied, text_of, undisturbed
+from ampatch.diagnostics.replay.result import Replay, ReplayedLevel
+from ampatch.opt_levels import dtype_name
+from ampatch.settings import Settings
+
+_LOST = (
+    "gradients that came into the outputs were inf or NaN; at levels other than the saved one, backward passes began "
+    "with those of the output's mean in their place"
+)
+
+#: Tried without being asked for: the levels that `amp.initialize` offers, each with its half types.
+LEVELS: tuple[Level, ...] = (
+    *((level, half) for level in ("O1", "O2") for half in (torch.float16, torch.bfloat16)),
+    ("O3", torch.float16),
+)
+
+
+def replay(
+    path: str | PathLike[str], models: Sequence[nn.Module], levels: Sequence[Level], *, compiled: bool
+) -> Replay:
+    """Runs what `amp.replay` describes.
+
+    Raises:
+        UsageError: amp is set up.
+        OptionError: the file holds no step, or the models are not those of the step.
+    """
+    saved = step_file.read(path)
+    overlay = [yaml.safe_load(text) for _, text in saved["policy"]["overlays"]]
+    own = Settings.of_plain_data(saved["settings"], shipped().overlaid(overlay))
+    run = _Run(saved, models, fspath(path))
+    with undisturbed("amp.replay"):
+        trace, first = run.at(own, f"{_name(own)}, as saved", is_recorded=True)
+        rows = [first]
+        for each, half in (("O0", torch.float16), *levels):
+            settings = Setup(each, half, overlay=overlay).settings()
+            rows.append(run.at(settings, _name(settings))[1])
+        if compiled:
+            rows.append(run.compiled(own, f"{_name(own)}, as saved, compiled"))
+    is_same = _finding(trace.to_dict()) == _finding(saved["trace"])
+    return Replay(fspath(path), trace, is_same, tuple(rows), tuple(run.notes))
+
+
+class _Run:
+    """Runs a saved step on copies of the models.
+
+    Args:
+        saved: the step.
+        models: the user's models.
+        name: that of the file.
+
+    Attributes:
+        notes: what may differ from the step as it was.
+    """
+
+    def __init__(self, saved: dict[str, Any], models: Sequence[nn.Module], name: str) -> None:
+        self._saved, self._name = saved, name
+        self._models = [copied(model) for model in models]
+        step_file.put_into(self._models, saved["models"], name)
+        self.notes: dict[str, None] = {}
+        if any(device for each in saved["forwards"] for device, _ in each["random"]) and not torch.cuda.is_available():
+            self.notes["random numbers of a GPU are others here, such as those of dropout"] = None
+        if step_file.has_lost_gradients(saved):
+            self.notes[_LOST] = None
+
+    def at(self, settings: Settings, name: str, *, is_recorded: bool = False) -> tuple[OverflowTrace, ReplayedLevel]:
+        """Runs the step with some settings, watched; returns the trace, and the row of the table."""
+        try:
+            with self._opened(settings, is_recorded) as (tracer, noted):
+                trace = tracer.by_second_run(noted, self._saved["loss_scale"])
+        except Exception as error:
+            if is_recorded:
+                raise
+            return OverflowTrace("unknown"), ReplayedLevel(name, None, text_of(error))
+        if trace.direction != "unknown":
+            return trace, ReplayedLevel(name, False, trace.headline, trace)
+        is_finite = trace.notes == (FINITE_AGAIN,)
+        return trace, ReplayedLevel(name, True if is_finite else None, "" if is_finite else "; ".join(trace.notes))
+
+    def compiled(self, settings: Settings, name: str) -> ReplayedLevel:
+        """Runs the step with some settings in compiled models; returns the row of the table."""
+        try:
+            with self._opened(settings, True, compiles=True) as (_, noted):
+                finite = [each.run_again(None) for each in noted]
+        except Exception as error:  # noqa: BLE001 - a model or a compiler may raise anything
+            return ReplayedLevel(name, None, text_of(error))
+        return ReplayedLevel(name, all(finite))
+
+    @contextlib.contextmanager
+    def _opened(self, settings: Settings, is_recorded: bool, compiles: bool = False) -> Iterator[Any]:
+        models = [copied(model) for model in self._models]
+        with opened(models, settings) as (session, _), contextlib.ExitStack() as stack:
+            if compiles:
+                stack.enter_context(torch.compiler.set_stance("default"))
+                for model in models:
+                    model.compile()
+            if is_recorded:
+                self.notes |= dict.fromkeys(policy.warnings(self._saved["policy"], policy.effective(session)))
+            by_call = compiles or not is_recorded
+            yield OverflowTracer(session), step_file.loaded(self._saved, models, as_saved=is_recorded, by_call=by_call)
+
+
+def _name(settings: Settings) -> str:
+    properties = settings.properties
+    is_float32 = properties.opt_level == "O0"
+    return properties.opt_level if is_float32 else f"{properties.opt_level} {dtype_name(properties.half_dtype)}"
+
+
+def _finding(trace: dict[str, Any]) -> list[Any]:
+    return [trace[name] for name in ("direction", "function", "operator", "module", "line")]
