@@ -91,12 +91,13 @@ class Modules:
     Attributes:
         last: class of the module that began or ended last.
         forward: number of its forward pass.
+        count: number of forward passes so far.
     """
 
     def __init__(self) -> None:
         self.last = ""
         self.forward = 0
-        self._count = 0
+        self.count = 0
         self._thread = threading.local()
         self._modules: dict[int, _Module] = {}  # those that are alive, by id
         self._dead: list[_Module] = []
@@ -128,9 +129,9 @@ class Modules:
         elif len(root.names) > len(known.root.names):  # it ran outside of its model before
             known.root, known.name = root, _name_in(root, module)
         known.given.update(each.dtype for each in given)
-        self._count += 1
-        running.append(Running(known, root, task, self._count, on_leave))
-        self.last, self.forward = known.class_name, self._count
+        self.count += 1
+        running.append(Running(known, root, task, self.count, on_leave))
+        self.last, self.forward = known.class_name, self.count
 
     def leave(self, module: nn.Module, given: list[Tensor], returned: list[Tensor]) -> None:
         """Notes that a module's forward pass has ended, whether it returned or raised.
