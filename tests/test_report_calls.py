@@ -411,6 +411,7 @@ class TestCosts:
                 rows, row, is_on_gpu, run if row is not None and torch._C._current_graph_task_id() == -1 else make
             )
 
+        report_calls._costs()  # which times casts, too
         monkeypatch.setattr(Rows, "timed", inspected)
         found = recorded(lambda: train(opt_level))
         assert found["totals"]["casts"] >= len(seen) > 0
