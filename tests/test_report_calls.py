@@ -23,8 +23,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ampatch import amp
 from ampatch.casting import cast_observers
 from ampatch.diagnostics.recorder import mode_stacks
+from ampatch.diagnostics.recorder.recorder import FunctionMode, OperatorMode
 from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.diagnostics.report import calls as report_calls
 from ampatch.diagnostics.report.calls import CallRecorder
+from ampatch.diagnostics.report.rows import Row, Rows
 from ampatch.errors import UsageError
 from ampatch.native import calls
 
@@ -392,6 +395,43 @@ class TestCasts:
         x = torch.ones(8, 8, dtype=torch.float16)
         report = recorded(lambda: torch.mm(x.float().t(), x.float().relu()))
         assert function(report, "torch.mm")["undone"] == 1
+
+
+class TestCosts:
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    def test_a_cast_is_timed_without_the_modes_of_the_recorder(
+        self, opt_level: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen, timed = [], Rows.timed
+
+        def inspected(rows: Rows, row: Row | None, is_on_gpu: bool, make: Callable[[], Any]) -> Any:
+            def run() -> Any:
+                seen.append((mode_stacks.FUNCTIONS.modes(), mode_stacks.OPERATORS.modes()))
+                return make()
+
+            return timed(
+                rows, row, is_on_gpu, run if row is not None and torch._C._current_graph_task_id() == -1 else make
+            )
+
+        report_calls._costs()  # which times casts, too
+        monkeypatch.setattr(Rows, "timed", inspected)
+        found = recorded(lambda: train(opt_level))
+        assert found["totals"]["casts"] >= len(seen) > 0
+        assert not [
+            mode for modes in seen for mode in (*modes[0], *modes[1]) if isinstance(mode, (FunctionMode, OperatorMode))
+        ]
+
+    def test_the_estimate_counts_each_kind_of_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        measured = report_calls._costs()
+        assert set(measured) == {"operators", "calls", "casts", "modules"}
+        assert measured["operators"] > 0
+        for kind in measured:
+            monkeypatch.setattr(report_calls, "_costs", lambda kind=kind: {kind: 1.0})
+            with CallRecorder() as recorder:
+                train("O1")
+            totals = recorder.as_dict()["totals"]
+            expected = {**totals, "operators": recorder.operators, "modules": recorder._modules.count}[kind]
+            assert recorder.seconds == expected > 0
 
 
 class TestLines:

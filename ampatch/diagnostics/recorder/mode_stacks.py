@@ -38,6 +38,17 @@ class ModeStack:
         for each in (*below, mode, *reversed(popped)):
             self.push(each)
 
+    @contextlib.contextmanager
+    def without(self, mode: Any) -> Iterator[None]:
+        """Takes a mode out until the block ends; without it does nothing."""
+        is_on = mode in self.modes()
+        self.remove(mode)
+        try:
+            yield
+        finally:
+            if is_on:
+                self.insert(mode)
+
     def remove(self, mode: Any) -> None:
         """Takes a mode out, wherever it is; without it does nothing."""
         if mode in self.modes():

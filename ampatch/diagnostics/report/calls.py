@@ -7,6 +7,8 @@ nor which casts amp makes and keeps, nor sync with a device before it is asked f
 from __future__ import annotations
 
 import contextlib
+import functools
+import statistics
 import sys
 import time
 import types
@@ -57,8 +59,8 @@ _CASTS_OF_USERS = frozenset(
 _ALIGNED = 8
 #: Casts whose backward passes may be still to come, and widened tensors: the oldest are forgotten.
 _REMEMBERED = 100_000
-#: Work on which the cost of recording is measured: rounds, the fastest of which counts, and their steps.
-_ROUNDS, _STEPS = 5, 3
+#: Rounds of the work on which the cost of recording is measured.
+_ROUNDS = 21
 
 
 class CallRecorder(Recorder):
@@ -97,7 +99,7 @@ class CallRecorder(Recorder):
                 "outer block first."
             )
         casting_mode.reported_functions()  # its calls must not be recorded
-        _seconds_per_operator()
+        _costs()
         cast_observers.observer = self
         self._undo.callback(setattr, cast_observers, "observer", None)
         return super().__enter__()
@@ -125,8 +127,10 @@ class CallRecorder(Recorder):
 
     @property
     def seconds(self) -> float:
-        """An estimate of the time that the recording took so far."""
-        return self.operators * _seconds_per_operator()
+        """An estimate of the time that the recording took so far; waits for casts on GPUs that still run."""
+        counts: dict[str, int] = report_rows.totals(self._rows.read())
+        counts |= {"operators": self.operators, "modules": self._modules.count}
+        return sum((seconds * counts[kind] for kind, seconds in _costs().items()), 0.0)
 
     # Functions
 
@@ -238,7 +242,9 @@ class CallRecorder(Recorder):
     def _cast(self, row: Row, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
         with unseen():
             source, is_on_gpu = tensor.dtype, tensor.is_cuda
-        with hidden():
+        # Below the recorder's own modes: they would take ten times as long as a small cast, and count in its time.
+        modes = mode_stacks.OPERATORS.without(self.operator_mode), mode_stacks.FUNCTIONS.without(self.function_mode)
+        with hidden(), modes[0], modes[1]:
             made: Any = self._rows.timed(row, is_on_gpu, make)
         with unseen():
             for each in [made] if isinstance(made, Tensor) else made:
@@ -346,8 +352,8 @@ class CallRecorder(Recorder):
                 row = thread.call.row
                 if torch.is_grad_enabled() and tensor.requires_grad:
                     number = torch._C._autograd._get_sequence_nr() - 1  # autograd has just made the node
-        made = self._rows.timed(row, is_on_gpu, lambda: _TO_COPY(*args, **kwargs))
         with unseen():
+            made = self._rows.timed(row, is_on_gpu, partial(_TO_COPY, *args, **kwargs))
             if row is not None:
                 self._note_cast(row, made, number)
             if node is None:
@@ -431,35 +437,57 @@ class _Info:
 
 
 @cache
-def _seconds_per_operator() -> float:
-    """Measures what recording costs for an operator on this machine, once in a process; takes a few milliseconds.
+def _costs() -> dict[str, float]:
+    """Measures what recording costs on this machine, once in a process; takes a few milliseconds.
 
-    No mode of other code is on meanwhile, and no cast list applies.
+    The kinds of work alternate, since code that repeats alone stays in the CPU's caches, as in no user's step. No mode
+    of other code is on meanwhile, no cast list applies, and no random numbers are drawn.
+
+    Returns:
+        The seconds that an operator, a call, a cast of amp's and a module add each.
     """
     recorder = CallRecorder()  # watches this thread only, and nothing of amp's
     recorder.is_open = True
+    module = nn.Identity()
+    x = torch.ones(2, 4, device="cpu", requires_grad=True)
+
+    def cast() -> Tensor:
+        return x.to(torch.bfloat16)
+
+    def run_module() -> None:
+        recorder._enter_module(module, (x,))
+        recorder._leave_module(module, (x,), {}, x)
+
+    recorded: dict[str, Callable[[], object]] = {
+        "operators": lambda: loss.backward(retain_graph=True),
+        "calls": lambda: F.gelu(x),
+        "casts": lambda: recorder.cast(x, cast),
+        "modules": run_module,
+    }
     # Without a session there are no casts, and turning them off would import torch's compiler.
     off = contextlib.nullcontext() if runtime.live is None else WithoutCasts()
     with mode_stacks.without_modes(), off, torch.inference_mode(False), torch.enable_grad():
-        plain = _seconds_of_a_tiny_model()
+        loss = functools.reduce(lambda y, _: F.gelu(y) + x, range(4), x).sum()
+        plain = _medians({**recorded, "casts": cast, "modules": int})
         with recorder.operator_mode, recorder.function_mode:
-            recorded = _seconds_of_a_tiny_model()
-    return max(0.0, recorded - plain) / (recorder.operators / _ROUNDS or 1)
+            added = {kind: each - plain[kind] for kind, each in _medians(recorded).items()}
+            before = recorder.operators
+            loss.backward(retain_graph=True)
+    added["operators"] /= recorder.operators - before
+    for kind in ("calls", "casts"):  # each runs an operator
+        added[kind] -= added["operators"]
+    return {kind: max(0.0, each) for kind, each in added.items()}
 
 
-def _seconds_of_a_tiny_model() -> float:
-    """Returns the least time of some steps in `_ROUNDS` rounds; draws no random numbers."""
-    weights = [torch.ones(4, 4, device="cpu", requires_grad=True) for _ in range(4)]
-    x, times = torch.ones(2, 4, device="cpu"), []
+def _medians(works: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Returns the median time of each kind of work, in seconds."""
+    times: dict[str, list[float]] = {kind: [] for kind in works}
     for _ in range(_ROUNDS):
-        begin = time.perf_counter()
-        for _ in range(_STEPS):
-            hidden = x
-            for weight in weights:
-                hidden = F.gelu(F.linear(hidden, weight)) + hidden
-            hidden.sum().backward()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+        for kind, work in works.items():
+            begin = time.perf_counter()
+            work()
+            times[kind].append(time.perf_counter() - begin)
+    return {kind: statistics.median(several) for kind, several in times.items()}
 
 
 def remember(found: dict[int, _V], number: int, value: _V) -> None:

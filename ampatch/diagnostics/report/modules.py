@@ -82,10 +82,12 @@ class Modules:
 
     Attributes:
         last: the forward pass that began or ended last.
+        count: number of forward passes so far.
     """
 
     def __init__(self) -> None:
         self.last: Forward | None = None
+        self.count = 0
         # A dead module's reference differs from that of a new one at its address.
         self._modules: dict[weakref.ref[nn.Module], _Module] = {}
 
@@ -106,6 +108,7 @@ class Modules:
         elif root is not None and len(root.names) > len(known.root.names):  # it ran outside of its model before
             known.root, known.name = root, _name_in(root, module)
         known.given.update([each.dtype for each in given])
+        self.count += 1
         self.last = Forward(known)
         return self.last
 

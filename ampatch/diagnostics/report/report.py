@@ -116,7 +116,7 @@ class Report:
                 "began": self._began,
             },
             "settings": self._settings,
-            "cost": {"seconds": seconds, "recording_seconds": recording, "operators": calls.operators},
+            "cost": {"seconds": seconds, "recording_seconds": min(recording, seconds), "operators": calls.operators},
             **recorded,
             "steps": steps.rows(),
             "underflow": steps.underflow(),

@@ -36,7 +36,7 @@ class Numbers:
         calls: number of calls.
         casts: number of tensors cast.
         cast_bytes: bytes that casts wrote.
-        cast_seconds: time that casts took: on the device on a GPU, by the clock on the CPU.
+        cast_seconds: time that casts took at most: on the device on a GPU, by the clock on the CPU.
         cache_hits: number of uses of a cast that was made before.
         cache_hit_bytes: bytes that these would have written.
     """
@@ -109,7 +109,7 @@ class Rows:
         return row
 
     def timed(self, row: Row | None, is_on_gpu: bool, make: Callable[[], Any]) -> Any:
-        """Runs a cast, and adds its time to a row if one is given."""
+        """Runs a cast, and adds its time to a row if one is given; the caller has taken off the modes that record."""
         if row is None:
             return make()
         if is_on_gpu:
