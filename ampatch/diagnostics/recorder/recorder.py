@@ -95,8 +95,8 @@ class Recorder:
         self.thread = Thread()
         self.is_open = False
         self.missed: dict[str, None] = {}
-        self.function_mode = _Functions(self)
-        self.operator_mode = (_Operators if self.sees_amp else _OperatorsWithoutAmp)(self)
+        self.function_mode = FunctionMode(self)
+        self.operator_mode = (OperatorMode if self.sees_amp else _ModeWithoutAmp)(self)
         self._ident: int | None = None
         self._undo = contextlib.ExitStack()
 
@@ -140,8 +140,8 @@ class Recorder:
         hook = module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
         undo.callback(hook.remove)
         undo.callback(module._global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch forgets it
-        # torch warns of such hooks at each call of a compiled module; these look through the compiled one. The comment in
-        # the pattern tells this filter from another recorder's: Python keeps one of several equal filters.
+        # torch warns of such hooks at each call of a compiled module; these look through the compiled one. The comment
+        # in the pattern tells this filter from another recorder's: Python keeps one of several equal filters.
         warnings.filterwarnings("ignore", message=f"{_HOOKS_WARNING}(?#{id(self)})")
         undo.enter_context(contextlib.suppress(ValueError))  # user code may have removed the filter
         undo.callback(warnings.filters.remove, warnings.filters[0])  # type: ignore[attr-defined]
@@ -273,7 +273,9 @@ class _Telling:
         self._recorder = weakref.ref(recorder)
 
 
-class _Functions(_Telling, TorchFunctionMode):
+class FunctionMode(_Telling, TorchFunctionMode):
+    """Tells of functions."""
+
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder, kwargs = self._recorder(), kwargs or {}
         if recorder is None or not recorder.is_told():
@@ -281,7 +283,9 @@ class _Functions(_Telling, TorchFunctionMode):
         return recorder.function(func, args, kwargs)
 
 
-class _Operators(_Telling, TorchDispatchMode):
+class OperatorMode(_Telling, TorchDispatchMode):
+    """Tells of operators."""
+
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         recorder, kwargs = self._recorder(), kwargs or {}
         if recorder is None or not recorder.is_told():
@@ -289,7 +293,7 @@ class _Operators(_Telling, TorchDispatchMode):
         return (recorder.tell_fused if func in _FUSED else recorder.operator)(func, args, kwargs)
 
 
-class _OperatorsWithoutAmp(_Operators, ObservingMode):
+class _ModeWithoutAmp(OperatorMode, ObservingMode):
     """Below it amp keeps casts as without it."""
 
 
