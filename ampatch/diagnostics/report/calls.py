@@ -352,7 +352,6 @@ class CallRecorder(Recorder):
                 row = thread.call.row
                 if torch.is_grad_enabled() and tensor.requires_grad:
                     number = torch._C._autograd._get_sequence_nr() - 1  # autograd has just made the node
-        with unseen():
             made = self._rows.timed(row, is_on_gpu, partial(_TO_COPY, *args, **kwargs))
             if row is not None:
                 self._note_cast(row, made, number)
