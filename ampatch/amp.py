@@ -1254,27 +1254,30 @@ def settings() -> dict[str, Any]:
 
 
 def explain(function_or_name: Any, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Explains what amp does to a function, and by which rule.
+    """Explains what amp does to a function or to the functions that a module calls, and by which rule.
 
     ::
 
         print(amp.explain(torch.matmul, x, w))
+        print(amp.explain(model.encoder))
 
     It says what happens to each spelling of the function, with the file and line of the rule and the comment there. It
     also says which listed functions it calls inside, and which other names, closures and containers hold it. It runs
     nothing and changes nothing. With amp on, the settings of the session count; with amp off, the shipped lists.
 
     Args:
-        function_or_name: the function, bound or not, patched or not; or its name ("softmax", "torch.softmax",
-            "F.softmax") or an operator ("@").
-        args: arguments of a call. For each tensor among them it says which dtype the function would get.
+        function_or_name: the function, bound or not, patched or not; its name ("softmax", "torch.softmax",
+            "F.softmax") or an operator ("@"). Or a module, its class, or the name of one ("nn.LSTM"): the listed
+            functions that the code of its forward names, and for a module those of all its submodules.
+        args: arguments of a call. For each tensor among them it says which dtype the function would get. None for a
+            module.
         kwargs: arguments of the call by keyword.
 
     Returns:
         The explanation, which prints as text; ``to_dict()`` returns it as plain data.
 
     Raises:
-        OptionError: it is no function, and no name of one.
+        OptionError: it is none of these, a module is given with arguments, or its forward is not written in Python.
     """
     from ampatch.diagnostics.explain import explanation
 

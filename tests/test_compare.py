@@ -530,3 +530,26 @@ class TestReports:
         assert json.loads(capsys.readouterr().out)["first"]["step"] == 1
         assert cli.main(["compare", files[0], "none.json"]) == 1
         assert capsys.readouterr().err.startswith("ampatch: error: 'none.json' cannot be read")
+
+
+class TestCastsInsideRules:
+    """A function on the blacklist gets dtype=float32 for a cast: its operators have other arguments in the other step."""
+
+    @pytest.mark.parametrize("name", ["sum", "cumsum"])
+    def test_the_function_whose_list_differs_is_the_first(self, name: str) -> None:
+        class Total(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.scale = nn.Parameter(torch.full((64,), 2000.0))
+
+            def forward(self, x: Tensor) -> Tensor:
+                totals = getattr(torch, name)((x * self.scale).half(), 1)
+                return totals.float() - 1.0
+
+        lists = {"cast_lists": {"unlisted": {"*": [name]}}}
+        a, b = ({"opt_level": "O1", "half_dtype": "float16", **options} for options in ({}, lists))
+        found = amp.compare(Total(), torch.ones(2, 64), lambda output: output.mean(), a, b)
+        assert found.first is not None
+        assert (found.first.function, found.first.finite_a, found.first.finite_b) == (f"torch.{name}", True, False)
+        assert found.first.own_error == float("inf")
+        assert f"It begins in the forward of {name}" in found.verdict

@@ -205,9 +205,10 @@ class TestForms:
             ("nope.softmax", "there is no module 'nope'"),
             ("@=", "'torch.Tensor' has no '__imatmul__'"),
             ("torch.float32", "found 'torch.float32'; expected a function"),
-            ("torch.nn.Linear", "a class; expected a function.* calls torch.nn.functional.linear"),
-            (nn.CrossEntropyLoss, "a class; expected a function.* calls torch.nn.functional.cross_entropy"),
-            (nn.Linear(2, 2), "found a Linear; .* calls torch.nn.functional.linear"),
+            (torch.autograd.Function, "found Function, which is a class; expected a function, a module"),
+            (nn.Module, "Module has no forward"),
+            (nn.ModuleList([nn.ModuleList()]), "ModuleList has no forward, and its modules have none"),
+            (type("InC", (nn.Module,), {"forward": torch.relu})(), "found InC, whose forward is no function in Python"),
             (None, "found NoneType; expected a function"),
             (3, "found int; expected a function"),
         ],
@@ -701,3 +702,78 @@ class TestCommand:
         assert printed.out == ""
         assert printed.err.startswith("ampatch: error: there is no function named 'sofmax'")
         assert "Did you mean 'softmax'" in printed.err
+
+
+class Block(nn.Module):
+    """Calls by way of methods, a function in an attribute, and submodules named as tensors' methods."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.exp, self.act = nn.LayerNorm(4), nn.Identity(), F.log_softmax
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.exp(self.norm(x)), -1) + self.product(x)
+
+    @property
+    def weight(self) -> Tensor:
+        raise AssertionError("explain runs no code of the user's")
+
+    def product(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class HeirOfBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(-1)
+
+
+class TestModules:
+    """What the forwards of modules call."""
+
+    @pytest.mark.parametrize(
+        ("given", "inside"),
+        [
+            ("nn.LSTM", {"torch.lstm"}),
+            ("torch.nn.LSTM", {"torch.lstm"}),
+            ("LSTM", {"torch.lstm"}),
+            (nn.LSTM, {"torch.lstm"}),
+            (nn.Conv2d, {"torch.conv2d"}),  # by way of a method
+            (nn.CrossEntropyLoss, {"torch.nn.functional.cross_entropy"}),
+            (nn.Linear(2, 2), {"torch.nn.functional.linear"}),
+            (nn.Sequential(nn.Linear(2, 2), nn.ReLU()), {"torch.nn.functional.linear"}),
+            (nn.ReLU(), set()),
+        ],
+        ids=str,
+    )
+    def test_each_with_its_ruling(self, given: Any, inside: set[str]) -> None:
+        found = amp.explain(given)
+        assert {each.path for each in found.calls} == inside
+        assert all(each.rulings[0].treatment != "unlisted" for each in found.calls)
+        assert any("names no listed function" in note for note in found.notes) == (not inside)
+
+    BLOCK: ClassVar = {"torch.Tensor.__matmul__"}
+    KNOWN_OF_OBJECTS: ClassVar = {"torch.nn.functional.log_softmax", "torch.nn.functional.layer_norm"}
+
+    @pytest.mark.parametrize("kind", [Block, HeirOfBlock])
+    def test_names_looked_up_on_a_module_are_no_methods_of_tensors(self, kind: type[nn.Module]) -> None:
+        own = self.BLOCK | ({"torch.Tensor.softmax"} if kind is HeirOfBlock else set())
+        assert {each.path for each in amp.explain(kind()).calls} == own | self.KNOWN_OF_OBJECTS
+        of_class = amp.explain(kind)
+        assert {each.path for each in of_class.calls} == own
+        assert "A class does not show its submodules" in of_class.state[-1]
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_of_an_adopted_model_are_those_of_its_own_forwards(self, level: str) -> None:
+        before = amp.explain(nn.Sequential(nn.LSTM(2, 2))).spellings
+        model = amp.initialize(nn.Sequential(nn.LSTM(2, 2)), opt_level=level, half_dtype="bfloat16", verbosity=0)
+        found = amp.explain(model)
+        assert [each.path for each in found.spellings] == [each.path for each in before]
+        assert [each.path for each in found.calls] == ["torch.lstm"]
+
+    def test_of_a_compiled_model_are_those_of_the_model(self) -> None:
+        assert amp.explain(torch.compile(nn.Linear(2, 2))).calls == amp.explain(nn.Linear(2, 2)).calls
+
+    def test_arguments_are_an_error(self) -> None:
+        with pytest.raises(amp.OptionError, match="found arguments for Linear, a module; expected none"):
+            amp.explain(nn.Linear(2, 2), torch.ones(1, 2))

@@ -23,7 +23,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ampatch import amp
 from ampatch.casting import cast_observers
 from ampatch.diagnostics.recorder import mode_stacks
+from ampatch.diagnostics.recorder.recorder import FunctionMode, OperatorMode
+from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.diagnostics.report import calls as report_calls
 from ampatch.diagnostics.report.calls import CallRecorder
+from ampatch.diagnostics.report.rows import Row, Rows
 from ampatch.errors import UsageError
 from ampatch.native import calls
 
@@ -393,6 +397,43 @@ class TestCasts:
         assert function(report, "torch.mm")["undone"] == 1
 
 
+class TestCosts:
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    def test_a_cast_is_timed_without_the_modes_of_the_recorder(
+        self, opt_level: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        seen, timed = [], Rows.timed
+
+        def inspected(rows: Rows, row: Row | None, is_on_gpu: bool, make: Callable[[], Any]) -> Any:
+            def run() -> Any:
+                seen.append((mode_stacks.FUNCTIONS.modes(), mode_stacks.OPERATORS.modes()))
+                return make()
+
+            return timed(
+                rows, row, is_on_gpu, run if row is not None and torch._C._current_graph_task_id() == -1 else make
+            )
+
+        report_calls._costs()  # which times casts, too
+        monkeypatch.setattr(Rows, "timed", inspected)
+        found = recorded(lambda: train(opt_level))
+        assert found["totals"]["casts"] >= len(seen) > 0
+        assert not [
+            mode for modes in seen for mode in (*modes[0], *modes[1]) if isinstance(mode, (FunctionMode, OperatorMode))
+        ]
+
+    def test_the_estimate_counts_each_kind_of_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        measured = report_calls._costs()
+        assert set(measured) == {"operators", "calls", "casts", "modules"}
+        assert measured["operators"] > 0
+        for kind in measured:
+            monkeypatch.setattr(report_calls, "_costs", lambda kind=kind: {kind: 1.0})
+            with CallRecorder() as recorder:
+                train("O1")
+            totals = recorder.as_dict()["totals"]
+            expected = {**totals, "operators": recorder.operators, "modules": recorder._modules.count}[kind]
+            assert recorder.seconds == expected > 0
+
+
 class TestLines:
     @every_half
     def test_sum_up_to_the_totals(self, half_dtype: torch.dtype) -> None:
@@ -497,7 +538,7 @@ class TestBlock:
             model(x)
         assert not mode_stacks.FUNCTIONS.modes()
         assert not mode_stacks.OPERATORS.modes()
-        assert not recorder._modules.running
+        assert not recorder.is_in_forward
         assert not torch.nn.modules.module._global_forward_hooks
         assert not torch.nn.modules.module._global_forward_pre_hooks
         assert recorder.as_dict()["totals"]["calls"] == 1
@@ -526,6 +567,17 @@ class TestBlock:
         assert status == 0
         assert recorder.as_dict()["totals"]["calls"] == 2  # with torch.ones
 
+    def test_a_process_that_it_forks_may_begin_its_own(self) -> None:
+        layer = nn.Linear(8, 8)
+        with CallRecorder():
+            child = os.fork()
+            if not child:
+                with CallRecorder() as own:
+                    layer(torch.ones(8, 8))
+                os._exit(int(own.as_dict()["totals"]["calls"] != 2))
+            _, status = os.waitpid(child, 0)
+        assert status == 0
+
     def test_compiled_code_is_told_of(self) -> None:
         model, x = nn.Sequential(nn.Linear(8, 8)), torch.ones(8, 8)
         compiled = torch.compile(model, backend="eager")
@@ -535,6 +587,14 @@ class TestBlock:
         function_of_x = torch.compile(lambda x: x.relu(), backend="eager")
         assert "ran uncompiled" in recorded(lambda: function_of_x(x))["notes"][0]
         assert not torch.nn.modules.module._has_any_global_hook()
+
+    def test_compiled_code_does_not_warn_of_hooks_beside_a_watch(self) -> None:
+        compiled = torch.compile(nn.Linear(8, 8), backend="eager")
+        with CallRecorder() as recorder:
+            with Watch():
+                compiled(torch.ones(8, 8))
+            compiled(torch.ones(8, 8))
+        assert function(recorder.as_dict(), "torch.nn.functional.linear")["calls"] == 2
 
     def test_operators_of_higher_order(self) -> None:
         x = torch.ones(8, 8)

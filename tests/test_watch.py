@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ampatch import amp
+from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import WatchedOp
-from ampatch.diagnostics.recorder.watch import Watch, paused
+from ampatch.diagnostics.recorder.watch import Watch
 
 
 class Block(nn.Module):
@@ -94,17 +95,31 @@ class TestOperators:
         assert [op.modules[-2:] for op in named(watch, "addmm")] == [(block, block.inner)] * 2
         assert not named(watch, "addmm", backward=True)
 
+    def test_of_a_backward_pass_inside_of_a_forward_pass_count_as_backward(self):
+        class Penalised(nn.Module):
+            def forward(self, x):
+                (gradient,) = torch.autograd.grad(x.exp().sum(), x, create_graph=True)
+                return gradient.sin()
+
+        with Watch() as watch:
+            module = Penalised()
+            module(torch.ones(3, requires_grad=True))
+        (exp,) = named(watch, "exp")
+        (of_exp,) = named(watch, "mul", backward=True)
+        assert of_exp.forward is exp
+        assert of_exp.function is None
+        assert named(watch, "sin")[0].modules == (module,)
+
     def test_views_are_left_out_and_copies_are_not(self):
         with Watch() as watch:
             x = torch.ones(2, 3, requires_grad=True)
             x.t().reshape(6).view(3, 2)
         assert [op.op_name for op in watch.ops] == ["ones", "clone"]
 
-    def test_without_gradients_are_left_out_unless_asked_for(self):
-        for always in (False, True):
-            with Watch(always=always) as watch, torch.no_grad():
-                Block()(batch())
-            assert bool(watch.ops) is always
+    def test_without_gradients_are_left_out(self):
+        with Watch() as watch, torch.no_grad():
+            Block()(batch())
+        assert not watch.ops
 
     def test_keep_their_arguments_only_if_asked(self):
         for keep in (None, lambda values: True):
@@ -225,6 +240,40 @@ class TestNothingChanges:
             amp.deinitialize()
             results.append([loss.detach(), *model.state_dict().values()])
         assert all(map(torch.equal, *results))
+
+    def test_an_evaluation_runs_without_the_modes(self):
+        class Asking(nn.Module):
+            def forward(self, x):
+                found.append(watch.is_on)
+                return x
+
+        found: list[bool] = []
+        module = nn.Sequential(Asking())
+        with Watch() as watch:
+            for mode, is_grad_enabled in ((True, False), (False, True), (False, False)):
+                with torch.set_grad_enabled(is_grad_enabled):
+                    module.train(mode)(batch())
+            found.append(watch.is_on)
+        assert found == [True, True, False, True]
+
+    @pytest.mark.parametrize("half_dtype", [None, *HALF_DTYPES], ids=str)
+    def test_a_frozen_layer_inside_of_a_model_runs_the_kernels_that_it_runs_without_a_watch(self, half_dtype):
+        class Frozen(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0)
+
+            def forward(self, x):
+                with torch.no_grad(), torch.autocast("cpu", half_dtype, enabled=half_dtype is not None):
+                    return self.layer.eval()(x, src_key_padding_mask=padding)
+
+        padding = torch.tensor([[False, False, True], [False, True, True]])
+        torch.manual_seed(0)
+        model = Frozen()
+        expected = model(batch())
+        with Watch():
+            actual = model.train()(batch())
+        assert torch.equal(actual, expected)
 
     def test_modes_of_other_code_stay_in_their_order(self):
         class Function(TorchFunctionMode):

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+from torch import nn
 
 from ampatch.cast_lists.paths import Path
 from ampatch.function_wrapper import unwrapped
@@ -134,10 +137,11 @@ def called_by(function: object) -> dict[int, object]:
     """Returns the functions that a function of torch in Python calls, by id, as read from its code.
 
     A name that is looked up on any object except a module or a class counts as a tensor's method: in torch nearly all
-    are. Called functions in Python of the same module are read too. Operators are not among them (`operators_in`), and
-    calls inside functions in C++ are not found.
+    are. A bound method's code is read with its object: what it looks up there is no tensor's method. Called methods of
+    this object, and functions in Python of the same module, are read too. Operators are not among them
+    (`operators_in`), and calls inside functions in C++ are not found.
     """
-    called = {id(value): value for _, named in _read(function) for value in named}
+    called = {id(value): value for _, named in _read(function) for value in map(_unbound, named)}
     called.pop(id(function), None)  # torch passes a function itself to the overrides of tensor classes
     return called
 
@@ -190,36 +194,52 @@ def _methods_behind(symbol: str) -> list[str]:
 
 
 def _read(function: object) -> Iterator[tuple[types.FunctionType, list[object]]]:
-    """Yields a function in Python, and those of its module that it calls, each with the functions that it names."""
-    followed: set[int] = {id(function)}
+    """Yields a function in Python, and those that `called_by` reads with it, each with the functions that it names."""
+    followed: set[int] = {id(_unbound(function))}
     waiting = [function]
     while waiting:
-        home = unwrapped(waiting.pop())
+        target = waiting.pop()
+        home: Any = inspect.unwrap(unwrapped(_unbound(target)))  # type: ignore[arg-type]
         if not isinstance(home, types.FunctionType):
             continue
-        named = list(_named_in(home))
+        bound_to = target.__self__ if isinstance(target, types.MethodType) else None
+        named = list(_named_in(home, bound_to))
         yield home, named
         for value in named:
-            if getattr(value, "__module__", None) == home.__module__ and id(value) not in followed:
-                followed.add(id(value))
+            is_method = isinstance(value, types.MethodType) and value.__self__ is bound_to
+            is_near = is_method or getattr(value, "__module__", None) == home.__module__
+            if is_near and id(_unbound(value)) not in followed:
+                followed.add(id(_unbound(value)))
                 waiting.append(value)
 
 
-def _named_in(function: types.FunctionType) -> Iterator[object]:
-    """Yields the functions that a function names in its code: by global names, attributes and closures."""
-    closure = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+def _unbound(function: object) -> object:
+    return function.__func__ if isinstance(function, types.MethodType) else function
+
+
+def _named_in(function: types.FunctionType, bound_to: object) -> Iterator[object]:
+    """Yields the functions that a function names in its code: by global names, attributes and closures.
+
+    Args:
+        function: the function.
+        bound_to: its first argument; None if it is not known.
+    """
+    named = dict(zip(function.__code__.co_freevars, map(_content, function.__closure__ or ()), strict=True))
+    if bound_to is not None and function.__code__.co_argcount:
+        named[function.__code__.co_varnames[0]] = bound_to
+        if "__class__" in named:
+            named["super"] = super(named["__class__"], bound_to)
     for code in codes(function.__code__):
         value: object = None
         for instruction in dis.get_instructions(code):
-            name = instruction.argval
-            if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-                value = function.__globals__.get(name)
-            elif instruction.opname in ("LOAD_DEREF", "LOAD_CLOSURE"):
-                value = _content(closure.get(name))
-            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                owner = value if isinstance(value, (types.ModuleType, type)) else torch.Tensor
-                value = _attribute(owner, name)
-            else:
+            name, kind = instruction.argval, instruction.opname
+            if kind in ("LOAD_GLOBAL", "LOAD_NAME"):
+                value = named.get(name) if name == "super" else function.__globals__.get(name)
+            elif kind.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE")):
+                value = named.get(name[-1] if isinstance(name, tuple) else name)
+            elif kind.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")):
+                value = _attribute(named.get("super") if kind == "LOAD_SUPER_ATTR" else value, name)
+            elif not (isinstance(value, super) and kind in ("PRECALL", "CALL")):  # super()
                 value = None
                 continue
             value = unwrapped(value)
@@ -238,16 +258,21 @@ def codes(code: types.CodeType) -> Iterator[types.CodeType]:
 def _attribute(owner: object, name: str) -> object:
     """Returns an attribute that code names; None if there is none.
 
-    ``torch.classes`` raises RuntimeError for a class that no library has registered.
+    The attributes of an unknown object are those of a tensor. A property is not computed, since that may run a user's
+    code. ``torch.classes`` raises RuntimeError for a class that no library has registered.
     """
+    if not isinstance(owner, (types.ModuleType, type, super, nn.Module)):
+        owner = torch.Tensor
+    elif isinstance(owner, nn.Module) and isinstance(inspect.getattr_static(type(owner), name, None), property):
+        return None
     try:
         return getattr(owner, name, None)
     except Exception:  # noqa: BLE001 - a module that computes its attributes may raise anything
         return None
 
 
-def _content(cell: types.CellType | None) -> object:
+def _content(cell: types.CellType) -> object:
     try:
-        return None if cell is None else cell.cell_contents
+        return cell.cell_contents
     except ValueError:  # not filled yet
         return None

@@ -198,11 +198,12 @@ def _coverage(arguments: argparse.Namespace) -> int:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    """Explains what amp does to a function: which rule, from which file and line, and why."""
+    """Explains what amp does to a function, or to those that a module calls: by which rule and line, and why."""
     parser.add_argument(
         "name",
         metavar="NAME",
-        help="a function's name (softmax), its path (torch.softmax, F.softmax, mypackage.loss) or an operator (@)",
+        help="a function's name (softmax), its path (torch.softmax, F.softmax, mypackage.loss), an operator (@), or "
+        "the class of a module (nn.LSTM)",
     )
     _add_half_dtype(parser, "the half type to explain (default: both)")
     _add_cast_lists(parser)

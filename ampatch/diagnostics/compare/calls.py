@@ -20,8 +20,9 @@ from ampatch.diagnostics.compare.result import FLUSHED_SHARE, ComparedRow
 from ampatch.diagnostics.overflow.examiner import Examiner, NamedOp
 from ampatch.diagnostics.preflight.steps import flushed_of, relative
 from ampatch.diagnostics.recorder.operands import floating_in
+from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import CAST, WatchedOp
-from ampatch.diagnostics.recorder.watch import Watch, measured, paused, run_again
+from ampatch.diagnostics.recorder.watch import Watch, measured, run_again
 from ampatch.grouping import grouped
 
 #: Errors within this multiple of the unit roundoff are rounding. An operator whose two inputs and result are rounded
@@ -361,19 +362,18 @@ def _own_and_inputs(a: Call, b: Call, results: int) -> tuple[list[Distance] | No
     op, kept = b.op.op, [call.op.kept_arguments for call in (a, b)]
     if a.op.op is not op or None in kept:
         return None, None
-    (leaves_a, tree_a), (leaves_b, tree_b) = map(tree_flatten, kept)
-    shapes = [[each.shape if isinstance(each, Tensor) else None for each in leaves] for leaves in (leaves_a, leaves_b)]
-    if tree_a != tree_b or shapes[0] != shapes[1]:
+    (of_a, _), (of_b, tree) = map(tree_flatten, kept)
+    # Other arguments may differ: where a function is on the blacklist, the operator may get dtype=float32 for a cast.
+    mine, theirs = ([each for each in leaves if isinstance(each, Tensor)] for leaves in (of_a, of_b))
+    if [each.shape for each in mine] != [each.shape for each in theirs]:
         return None, None
-    floating = (floating_in(list(pair)) for pair in zip(leaves_a, leaves_b, strict=True))
+    floating = (floating_in(list(pair)) for pair in zip(mine, theirs, strict=True))
     inputs = [distance(*pair) for pair in floating if len(pair) == 2]
     if torch.Tag.nondeterministic_seeded in op.tags:
         return None, inputs
-    leaves = [
-        # Copies, since the operator may write to them.
-        mine.to(other.dtype, copy=True) if isinstance(mine, Tensor) else other
-        for mine, other in zip(leaves_a, leaves_b, strict=True)
-    ]
-    result = run_again(op, *tree_unflatten(leaves, tree_b))
+    # Copies, since the operator may write to them.
+    copies = (one.to(other.dtype, copy=True) for one, other in zip(mine, theirs, strict=True))
+    leaves = [next(copies) if isinstance(each, Tensor) else each for each in of_b]
+    result = run_again(op, *tree_unflatten(leaves, tree))
     own = None if result is None else [*map(distance, a.op.results[:results], measured(result)[:results])]
     return own, inputs

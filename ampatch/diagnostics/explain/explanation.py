@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ampatch.cast_lists import list_edits
@@ -40,31 +41,37 @@ def explain(
     lists: CastLists | None = None,
     half_dtypes: Sequence[torch.dtype] = (),
 ) -> Explanation:
-    """Returns what amp does to a function.
+    """Returns what amp does to a function, or to the functions that a module calls.
 
     Args:
-        target: the function, its name or its path, or an operator ("@").
+        target: the function, its name or its path, or an operator ("@"); or a module or its class.
         args: arguments of a call, by position. The call is not made.
         kwargs: arguments of the call, by keyword.
         lists: cast lists; None for those of the live session, or else the shipped ones.
         half_dtypes: half dtypes to explain; empty for both.
 
     Raises:
-        OptionError: ``target`` is no function, and no name of one.
+        OptionError: ``target`` is none of these, or a module with arguments.
     """
     rulings = Rulings(lists, tuple(half_dtypes) or tuple(HALF_DTYPES.values()))
     subject = subject_of(target, rulings)
     has_call = bool(args or kwargs) or any(isinstance(value, Tensor) for value in subject.args)
+    if has_call and subject.is_module:
+        raise OptionError(
+            f"found arguments for {subject.text}, a module; expected none, since a module is explained by "
+            "the functions that it calls. Pass them to one of these, or watch a step with amp.report."
+        )
     args, kwargs = (*subject.args, *args), {**subject.kwargs, **(kwargs or {})}
+    calls = tuple(dict.fromkeys(_called(subject, rulings)))
     return Explanation(
         subject.text,
         types.MappingProxyType(_policy(rulings)),
         (*_state(rulings), *subject.sentences),
-        tuple(map(rulings.spelling, subject.spelled)),
-        tuple(_called(subject, rulings)),
+        tuple(dict.fromkeys(map(rulings.spelling, subject.spelled))),
+        calls,
         tuple(_bound_places(subject, rulings)),
         _explained_call(subject, rulings, args, kwargs) if has_call else None,
-        tuple(_notes(subject, rulings)),
+        tuple(_notes(subject, rulings, calls)),
     )
 
 
@@ -106,24 +113,38 @@ def _state(rulings: Rulings) -> Iterator[str]:
 
 
 def _called(subject: Subject, rulings: Rulings) -> Iterator[Called]:
+    waiting = [(str(each.path), subject.code_of(each)) for each in subject.asked]
     seen: set[int] = set()
-    for spelled in subject.asked:
-        function = subject.undecorated(spelled)
+    for caller, function in waiting:  # which grows meanwhile
         if function is None or id(function) in seen:
             continue
         seen.add(id(function))
-        for path in rulings.listed_among(called_by(function).values()):
-            yield Called(str(spelled.path), str(path), rulings.of(located(path)))
+        named = called_by(function)
+        for path in rulings.listed_among(named.values()):
+            yield Called(caller, str(path), rulings.of(located(path)))
         for symbol, methods in operators_in(function).items():
             listed = [path for method in methods for path in rulings.listed_among([method])]
             # The method of the right operand is told only if another rule decides about it.
             by_ruling = {rulings.of(located(path)): path for path in reversed(listed)}
             for ruling, path in reversed(by_ruling.items()):
-                yield Called(str(spelled.path), str(path), ruling, symbol)
+                yield Called(caller, str(path), ruling, symbol)
+        unlisted: Iterator[Any] = (each for each in named.values() if not rulings.listed_among([each]))
+        followed = (each for each in unlisted if _is_followed(each, function))
+        waiting += ((f"{each.__module__}.{each.__qualname__}", each) for each in followed)
 
 
-def _notes(subject: Subject, rulings: Rulings) -> Iterator[str]:
+def _is_followed(called: Any, caller: Any) -> bool:
+    """Returns True for functions of other modules whose code says more: torch.nn.functional's, and the user's own."""
+    if not isinstance(called, types.FunctionType) or called.__module__ == caller.__module__:
+        return False  # `called_by` has read those of the same module
+    home, own = (str(each.__module__).partition(".")[0] for each in (called, caller))
+    return called.__module__ == F.__name__ or home == own != "torch"
+
+
+def _notes(subject: Subject, rulings: Rulings, calls: Sequence[Called]) -> Iterator[str]:
     """Yields sentences on undone edits, on rules of parts of a model, and on entries for other versions of torch."""
+    if subject.is_module and not calls:
+        yield "Its code names no listed function. Code does not show everything: amp.report watches what a step calls."
     paths = {spelled.path for spelled in subject.spelled}
     registered = [known.as_edit() for known in rulings.registered]
     undone = list_edits.undone(rulings.lists, rulings.half_dtypes, registered)

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from ampatch.cast_lists import coverage
 from ampatch.cast_lists.annotations import Entry, entry_of, shipped_entries, unlisting, user_entries
@@ -36,12 +37,14 @@ class Located:
         owner: module or class that holds the function; None if its module is not imported.
         function: the function without amp; None if its module is not imported.
         asked: True if it is the function that was asked about, rather than another spelling of it.
+        bound_to: the module whose forward it is; of a class, an instance without attributes. None for other functions.
     """
 
     path: Path
     owner: object
     function: Any
     asked: bool = False
+    bound_to: nn.Module | None = None
 
     def held(self) -> Any:
         """Returns what the owner holds by this name now: the function, or a wrapper of it."""

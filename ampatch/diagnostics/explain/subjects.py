@@ -7,6 +7,7 @@ nor decide what amp does to it.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -17,19 +18,22 @@ from torch import Tensor, nn
 from ampatch.cast_lists import spellings
 from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, identity
 from ampatch.diagnostics.explain.rulings import Located, Rulings, attribute, located
+from ampatch.diagnostics.recorder import callers
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.function_wrapper import is_wrapper, unwrapped
+from ampatch.patching.replaced_forward import ReplacedForward
 from ampatch.runtime import decoration_of
 
 _BYPASS = (
     "The object itself is the function without amp, bound before amp was set up: its arguments are not cast. "
     "Functions that it calls inside still follow their own rules."
 )
+_ONLY_A_CLASS = "A class does not show its submodules: explain a module to see what these call."
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The function that was asked about.
+    """The function that was asked about, or the forwards of a module.
 
     Attributes:
         text: how it was asked about.
@@ -39,6 +43,7 @@ class Subject:
         decoration: kind that it is decorated for.
         is_bypass: True if the object itself is the function without amp, while its path leads to a patch.
         sentences: what there is to say about the object.
+        is_module: True for a module or its class: the spellings are the forwards of its modules.
     """
 
     text: str
@@ -48,6 +53,7 @@ class Subject:
     decoration: str | None = None
     is_bypass: bool = False
     sentences: tuple[str, ...] = ()
+    is_module: bool = False
 
     @property
     def primary(self) -> Located:
@@ -58,6 +64,11 @@ class Subject:
     def asked(self) -> list[Located]:
         """The spellings that were asked about; all of them if the name alone was given."""
         return [each for each in self.spelled if each.asked] or list(self.spelled)
+
+    def code_of(self, spelled: Located) -> Any:
+        """Returns what holds the code of a spelling: its function, or its forward bound to the module."""
+        bound_to = spelled.bound_to
+        return self.undecorated(spelled) if bound_to is None else types.MethodType(spelled.function, bound_to)
 
     def undecorated(self, spelled: Located) -> Any:
         """Returns the function of a spelling without amp's decorator."""
@@ -93,19 +104,21 @@ def _by_name(rulings: Rulings, given: str) -> Subject:
         *(located(path, asked=plain != name and path.name == name) for path in (*paths, *others)),
         *(each for each in _registered(rulings) if each.path.name == name),
     ]
+    if not spelled and isinstance(kind := getattr(nn, name, None), type):
+        return _of_module(kind, given)
     if not spelled:
         known = {each for each in spellings.known_names() if not each.startswith("_")}
         near = did_you_mean(given, known | {path.name for path in rulings.listed})
         raise OptionError(
-            f"there is no function named {given!r}; expected a function, its name or its path, such as softmax, "
-            f"torch.softmax, F.softmax or '@'.{near}"
+            f"there is no function named {given!r}; expected a function or module, its name or its path, such "
+            f"as softmax, torch.softmax, F.softmax, nn.LSTM or '@'.{near}"
         )
     return Subject(given, tuple(spelled))
 
 
 def _by_dotted_name(rulings: Rulings, given: str, path: Path) -> Subject:
     """Finds a full path, or one whose first parts are left out, such as "functional.softmax"."""
-    namespaces = dict.fromkeys([*spellings.NAMESPACES, *(each.namespace for each in rulings.listed)])
+    namespaces = dict.fromkeys([*spellings.NAMESPACES, "torch.nn", *(each.namespace for each in rulings.listed)])
     ends = [Path(each, path.name) for each in namespaces if each.endswith(f".{path.namespace}")]
     known = (each for each in (path, *ends) if find_or(each, default=each) is not each)
     return _by_path(rulings, given, next(known, path))
@@ -128,12 +141,14 @@ def _by_path(rulings: Rulings, given: str, path: Path) -> Subject:
 
 
 def _by_object(rulings: Rulings, target: Any, given: str | None = None, at: Path | None = None) -> Subject:
-    """Finds a function; ``given`` is its name and ``at`` its path, if the user gave one."""
+    """Finds a function or module; ``given`` is its name and ``at`` its path, if the user gave one."""
+    if isinstance(target, nn.Module) or (isinstance(target, type) and issubclass(target, nn.Module)):
+        return _of_module(target, given)
     target, args, kwargs = _opened(target)
     method = _method_of(target)
     if method is not None:
         target, given, at = method.function, given or str(method.path), None
-    _check(rulings, target, given)
+    _check(target, given)
     function = unwrapped(target)
     spelled = _spellings_of(rulings, function, at)
     text = given or next((str(each.path) for each in spelled if each.asked), str(spelled[0].path))
@@ -167,25 +182,46 @@ def _registered(rulings: Rulings) -> list[Located]:
     ]
 
 
-def _check(rulings: Rulings, target: object, given: str | None) -> None:
-    """Raises if an object is no function; the message names the functions that a module's forward calls."""
+def _of_module(target: nn.Module | type[nn.Module], given: str | None) -> Subject:
+    """Returns the forwards of a module and its submodules; the forward alone of a class, which shows no submodules."""
     if isinstance(target, nn.Module):
-        shown, kind = f"a {type(target).__name__}", type(target)
-    elif isinstance(target, type):
-        shown, kind = f"{given or target.__qualname__}, which is a class", target
+        modules, kind = list(target.modules()), type(target)
+    else:
+        modules, kind = [object.__new__(target)], target
+    spelled = []
+    for module in (each for each in modules if not callers.is_around_compiled(each)):
+        forward: Any = vars(module).get("forward", getattr(type(module), "forward", None))
+        while isinstance(forward, ReplacedForward):
+            forward = forward.own
+        function = inspect.unwrap(unwrapped(getattr(forward, "__func__", forward)))  # type: ignore[arg-type]
+        if not isinstance(function, types.FunctionType):
+            raise OptionError(
+                f"found {type(module).__name__}, whose forward is no function in Python; expected one, since its code "
+                "shows what it calls. Watch a step with amp.report instead."
+            )
+        if function is not nn.Module.forward:  # as containers have, which are not called
+            path = Path(f"{type(module).__module__}.{type(module).__qualname__}", "forward")
+            spelled.append(Located(path, type(module), function, asked=True, bound_to=module))
+    if not spelled:
+        raise OptionError(
+            f"{kind.__name__} has no forward, and its modules have none; expected a module that computes."
+        )
+    sentences = () if kind is type(target) else (_ONLY_A_CLASS,)
+    return Subject(given or kind.__qualname__, tuple(spelled), sentences=sentences, is_module=True)
+
+
+def _check(target: object, given: str | None) -> None:
+    """Raises if an object is no function."""
+    if isinstance(target, type):
+        shown = f"{given or target.__qualname__}, which is a class"
     elif callable(target):
         return
     else:
         shown = type(target).__name__ if given is None else repr(given)
-        raise OptionError(
-            f"found {shown}; expected a function, its name or its path, such as torch.softmax, 'softmax' or '@'."
-        )
-    forward = unwrapped(vars(kind).get("forward"))
-    operators = spellings.operators_in(forward).values()
-    called = [*spellings.called_by(forward).values(), *(methods[0] for methods in operators)]
-    inside = ", ".join(map(str, rulings.listed_among(called)))
-    hint = f" Its forward calls {inside}." if inside else ""
-    raise OptionError(f"found {shown}; expected a function, or the name of one.{hint}")
+    raise OptionError(
+        f"found {shown}; expected a function, a module, or the name of one, such as torch.softmax, 'softmax', "
+        "'nn.LSTM' or '@'."
+    )
 
 
 def _opened(target: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

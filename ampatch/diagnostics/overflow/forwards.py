@@ -24,8 +24,9 @@ from torch.autograd.graph import _engine_run_backward
 from ampatch.casting.nested import cast_tensors
 from ampatch.diagnostics.random_state import RandomState
 from ampatch.diagnostics.recorder.callers import users_frame
+from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import Place
-from ampatch.diagnostics.recorder.watch import Watch, paused
+from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.distributed import is_sharded
 from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.switch import PLAIN, Region, State, is_in_region, state

@@ -33,8 +33,9 @@ from ampatch.diagnostics.overflow.forwards import NotedForward, stand_in
 from ampatch.diagnostics.overflow.step_file import SkippedStep
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.overflow.trials import Blacklist, in_float32, smallest
+from ampatch.diagnostics.recorder.recorder import hidden
 from ampatch.diagnostics.recorder.records import WatchedOp, has_half
-from ampatch.diagnostics.recorder.watch import Watch, hidden
+from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
 from ampatch.scaling.optimizer_step import OWN_HOOK

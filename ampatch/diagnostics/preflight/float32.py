@@ -25,8 +25,9 @@ from ampatch.diagnostics.preflight.result import Imprecise, Location, OutOfRange
 from ampatch.diagnostics.preflight.steps import RandomInFloat32, Step, flushed_of
 from ampatch.diagnostics.preflight.subject import Subject, text_of
 from ampatch.diagnostics.recorder.operands import floating_in, with_types
+from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import Values, WatchedOp
-from ampatch.diagnostics.recorder.watch import Watch, paused, run_again
+from ampatch.diagnostics.recorder.watch import Watch, run_again
 from ampatch.function_wrapper import unwrapped
 from ampatch.graph_nodes import nodes_of
 from ampatch.grouping import grouped

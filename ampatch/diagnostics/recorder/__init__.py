@@ -1,4 +1,5 @@
-"""Records operators: which code called each, in which module, and the largest values in and out.
+"""Records what runs: functions, operators and modules, the code that called them, and the largest values in and out.
 
-Must never change a result, nor judge what it sees. Read `watch` first.
+Must never change a result, nor judge what it sees. Read `recorder` first, then `watch`; reports have a consumer of
+their own.
 """

@@ -1,22 +1,19 @@
 """torch's two stacks of modes: of functions, and of operators.
 
 Puts a mode below those of other code, and takes it out from under them. Must never run code of other modes: some
-reset themselves on entry. Also owns the modes of amp's recorders, which keep no recorder alive.
+reset themselves on entry.
 """
 
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import overrides
-from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +38,17 @@ class ModeStack:
         for each in (*below, mode, *reversed(popped)):
             self.push(each)
 
+    @contextlib.contextmanager
+    def without(self, mode: Any) -> Iterator[None]:
+        """Takes a mode out until the block ends; without it does nothing."""
+        is_on = mode in self.modes()
+        self.remove(mode)
+        try:
+            yield
+        finally:
+            if is_on:
+                self.insert(mode)
+
     def remove(self, mode: Any) -> None:
         """Takes a mode out, wherever it is; without it does nothing."""
         if mode in self.modes():
@@ -54,30 +62,6 @@ FUNCTIONS = ModeStack(overrides._get_current_function_mode_stack, overrides._pus
 OPERATORS = ModeStack(
     _python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._push_mode, _python_dispatch._pop_mode
 )
-
-
-class _Telling:
-    """A mode that hands what it sees to a method, as long as the object of the method lives."""
-
-    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self._tell = weakref.WeakMethod(tell)
-
-    def _hand_over(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tell = self._tell()
-        return func(*args, **(kwargs or {})) if tell is None else tell(func, args, kwargs or {})
-
-
-class TellingFunctions(_Telling, TorchFunctionMode):
-    """A mode that hands torch functions to a method."""
-
-    __torch_function__ = _Telling._hand_over
-
-
-class TellingOperators(_Telling, TorchDispatchMode):
-    """A mode that hands operators to a method."""
-
-    __torch_dispatch__ = _Telling._hand_over
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -79,3 +80,12 @@ def floating_in(result: Any) -> list[Tensor]:
     """Returns the dense floating-point tensors in an operator's results that are not empty."""
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return [each for each in tensors if each.is_floating_point() and each.layout is torch.strided and each.numel()]
+
+
+@cache
+def is_view(op: Any) -> bool:
+    """Returns True if the results of an operator share memory with its arguments, and it writes nothing."""
+    if op is torch.ops.aten._unsafe_view.default:  # a view, of which its schema says nothing
+        return True
+    returns = op._schema.returns
+    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)

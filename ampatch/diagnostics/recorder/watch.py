@@ -1,38 +1,32 @@
 """Watches the operators of forward and backward passes: which code called each, and the largest values in and out.
 
-Owns two modes of torch, and the record of operators. The function mode knows the torch function that was called; the
-dispatch mode sees the operators below it, those of the backward pass included. The values stay on the device until
-`Watch.read`. Must never change a result, and must not judge what it sees: `causes` does.
+Owns the record of operators. The recorder tells it the torch functions that are called, and the operators below them,
+those of the backward pass included. The values stay on the device until `Watch.read`. Must never change a result, and
+must not judge what it sees: `causes` does.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import os
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
-from ampatch.diagnostics.recorder import mode_stacks
 from ampatch.diagnostics.recorder.callers import users_frame
-from ampatch.diagnostics.recorder.operands import has_inf, tensors_in, versions_of
+from ampatch.diagnostics.recorder.operands import has_inf, is_view, tensors_in, versions_of
+from ampatch.diagnostics.recorder.recorder import Recorder, Running, paused
 from ampatch.diagnostics.recorder.records import ArrivedGradient, Place, Values, WatchedOp
 from ampatch.diagnostics.recorder.written_memory import WrittenMemory
 from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
 from ampatch.opt_levels import HALVES
-from ampatch.tracing import is_capturing, is_recording
 
 #: The types whose largest values are read.
 _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -40,33 +34,19 @@ _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.compl
 #: Operators outside of modules that keep their arguments.
 _KEPT_OUTSIDE = 2000
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
+#: What adds a gradient there; DDP's hooks on this node, which spread the gradients of other ranks, do not.
+_ADDS = frozenset({"aten::add", "aten::add_"})
 _aten = torch.ops.aten
 #: Operators whose results hold whatever was in memory.
 _UNINITIALISED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A module whose forward pass runs.
-
-    Attributes:
-        module: the module.
-        records: True if gradients were enabled when it began.
-        on_leave: takes off the stacks, or puts back, the modes that were put there or taken off for it.
-    """
-
-    module: nn.Module
-    records: bool
-    on_leave: Callable[[], None] | None
-
-
-class Watch:
-    """Records the operators that run in one thread, and in the backward passes that it starts.
+class Watch(Recorder):
+    """Records the operators of forward passes that may have a backward pass, and of the backward passes.
 
     Args:
         keep: returns whether the arguments of an operator are kept alive, given the values of its inputs and results.
             For an operator that writes to its inputs, it gets the inputs only. None keeps no arguments.
-        always: whether to record without gradients too; otherwise only forward passes that may have a backward pass.
         keep_results: whether to keep copies of all results, which later operators may write to. Parameters among the
             arguments then keep the memory that they have now: the end of a session gives them other memory.
 
@@ -74,21 +54,16 @@ class Watch:
         ops: the operators recorded, in the order in which they ran.
         gradients: each parameter's incoming gradients, in the order of the backward passes.
         count: number of operators recorded so far, forgotten ones included.
-        missed_threads: True if a module ran in another thread, which is not watched.
     """
 
-    def __init__(
-        self,
-        keep: Callable[[Sequence[Values]], bool] | None = None,
-        always: bool = False,
-        keep_results: bool = False,
-    ) -> None:
+    sees_amp = True
+
+    def __init__(self, keep: Callable[[Sequence[Values]], bool] | None = None, keep_results: bool = False) -> None:
+        super().__init__()
         self.ops: list[WatchedOp] = []
         self.gradients: list[ArrivedGradient] = []
         self._roots: tuple[Values, ...] = ()
-        self.missed_threads = False
         self._keep = keep
-        self._always = always
         self._keep_results = keep_results
         self._written = WrittenMemory()
         self._by_node: dict[int, WatchedOp | None] = {}
@@ -96,108 +71,25 @@ class Watch:
         self._outside: deque[WatchedOp] = deque()  # operators outside of modules that keep their arguments
         self._last_number = -1
         self._last_arrival = (-1, 0)
-        self._modules: list[_Running] = []
         self._functions: list[Any] = []
-        self._thread: int | None = None
-        self._process = os.getpid()  # workers of a DataLoader are forked with the modes on their stacks
-        self._modes = (mode_stacks.TellingFunctions(self.call), mode_stacks.TellingOperators(self.run))
-        self._hooks: list[RemovableHandle] = []
-
-    def __enter__(self) -> Watch:
-        self.hook_modules()
-        self.push()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Stops watching. What was recorded stays."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self.pop()
-
-    def hook_modules(self) -> None:
-        """Registers the global hooks that tell which modules are running."""
-        module = torch.nn.modules.module
-        self._hooks = [
-            module.register_module_forward_pre_hook(self._enter_module),
-            module.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
 
     def push(self) -> None:
-        """Begins to watch this thread.
-
-        Puts both modes below all others of the thread, so that code that ends a mode finds its own on top.
-        """
-        self._thread = threading.get_ident()
+        """Begins to watch this thread."""
+        super().push()
         self._own_node()
-        functions, operators = self._modes
-        mode_stacks.FUNCTIONS.insert(functions)
-        mode_stacks.OPERATORS.insert(operators)
 
-    def pop(self) -> None:
-        """Removes both modes from this thread's stacks; those of other code stay. In another thread does nothing."""
-        if self.is_this_thread:
-            functions, operators = self._modes
-            mode_stacks.FUNCTIONS.remove(functions)
-            mode_stacks.OPERATORS.remove(operators)
+    def enters(self, module: nn.Module, _: Any) -> bool:
+        """Takes the modes off for an evaluation, which is not recorded: it then runs what it runs without a watch."""
+        is_evaluation = not (self.thread.running or module.training or torch.is_grad_enabled())
+        is_left_out = is_evaluation and self.is_on and torch._C._current_graph_task_id() == -1
+        if is_left_out:
+            self.pop()
+        return is_left_out
 
-    @property
-    def is_on(self) -> bool:
-        """True if both modes are on this thread's stacks."""
-        functions, operators = self._modes
-        return functions in mode_stacks.FUNCTIONS.modes() and operators in mode_stacks.OPERATORS.modes()
-
-    @property
-    def is_this_thread(self) -> bool:
-        """True in the thread that is watched; in all before `push`."""
-        return self._thread in (None, threading.get_ident())
-
-    @property
-    def is_in_forward(self) -> bool:
-        """True while a module's forward pass runs."""
-        return bool(self._modules)
-
-    # Modules
-
-    @contextlib.contextmanager
-    def inside(self, module: nn.Module) -> Iterator[None]:
-        """Context for a forward that is not called by its module, so that no hook tells that it runs."""
-        self._enter_module(module, None)
-        try:
-            yield
-        finally:
-            self._leave_module(module)
-
-    def _enter_module(self, module: nn.Module, _: object) -> None:
-        """Notes that a module's forward pass begins."""
-        is_recomputed = torch._C._current_graph_task_id() != -1
-        if not (is_recomputed or self.is_this_thread):
-            self.missed_threads = True
-            return
-        functions, records = self._modes[0], torch.is_grad_enabled()
-        on_leave: Callable[[], None] | None = None
-        if is_recomputed:
-            if functions not in mode_stacks.FUNCTIONS.modes():  # torch has taken it off for the call of backward()
-                mode_stacks.FUNCTIONS.insert(functions)
-                on_leave = partial(mode_stacks.FUNCTIONS.remove, functions)
-        elif not (self._always or records or module.training or self._modules) and self.is_on:
-            self.pop()  # under a mode torch takes other kernels for layers in eval mode
-            on_leave = self.push
-        self._modules.append(_Running(module, records, on_leave))
-
-    def _leave_module(self, module: nn.Module, *_: object) -> None:
-        """Notes that a module's forward pass has ended, whether it returned or raised."""
-        while any(running.module is module for running in self._modules):
-            running = self._modules.pop()
-            if running.on_leave is not None:
-                running.on_leave()
-            if running.module is module:
-                return
-
-    # Operators
+    def leaves(self, ended: Running, _: Any) -> None:
+        """Puts the modes back after an evaluation."""
+        if ended.noted:
+            self.push()
 
     def forget(self, before: int | None = None) -> None:
         """Drops what was recorded.
@@ -215,12 +107,12 @@ class Watch:
 
     def read(self) -> None:
         """Copies the largest values to the host; syncs with each device once for each type."""
-        of_ops: Iterator[Values | None] = (values for op in self.ops for values in (*op.inputs, *op.outputs))
+        of_ops = (values for op in self.ops for values in (*op.inputs, *op.outputs))
         of_gradients = (values for gradient in self.gradients for values in (gradient.values, *gradient.roots))
         waiting = grouped(
             ((each.on_device[0].device, each.on_device[0].dtype, len(each.on_device)), each)
             for each in dict.fromkeys(itertools.chain(of_ops, of_gradients))
-            if each is not None and each.on_device
+            if each.on_device
         )
         with paused():
             for (*_, count), alike in waiting.items():
@@ -232,33 +124,37 @@ class Watch:
                     values.largest, values.on_device = math.nan if is_nan else max(map(abs, extremes)), ()
                     values.highest = extremes[-1]
 
-    def run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator and records it."""
-        if pauses.paused or os.getpid() != self._process or is_recording() or is_capturing():
+        if self.is_traced():
             return op(*args, **kwargs)
         node: Any = torch._C._current_autograd_node()
         own_node = self._own_node()  # with create_graph=True backward passes make some as well
-        is_backward = node is not None and not self._modules
-        if not (is_backward or self._is_recording()):
+        is_backward = node is not None and self.running_here() is None
+        # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
+        running = self.thread.running
+        if not (is_backward or (running[0].has_gradients if running else torch.is_grad_enabled())):
             for each in tensors_in([args[place] for place in _written_positions(op) if place < len(args)]):
                 self._written.drop(each)
             return op(*args, **kwargs)
-        if node is not None and node.name() == _ACCUMULATES:
+        accumulates = node is not None and node.name() == _ACCUMULATES
+        if accumulates:
             self._note_gradient(node, args)
         if is_view(op):
             if own_node is not None:
                 self._by_node[own_node] = None
             return op(*args, **kwargs)
+        frame = users_frame(sys._getframe(1))
         watched = WatchedOp(
             op,
             self.count,
             is_backward,
             self._functions[-1] if self._functions and not is_backward else None,
-            tuple(running.module for running in self._modules),
-            _user_place(),
+            tuple([each.module for each in running]),
+            None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno),
             None if node is None else node.name(),
             self._by_node.get(node._sequence_nr()) if is_backward else None,
-            parameter=node.variable if _adds_gradients(op, node) else None,
+            parameter=node.variable if accumulates and op._schema.name in _ADDS else None,
             has_inf_argument=has_inf((args, kwargs)),
         )
         self.count += 1
@@ -312,7 +208,7 @@ class Watch:
         last, self._last_number = self._last_number, number
         return None if number == last else number - 1
 
-    def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function; operators below it are recorded as parts of it."""
         if function is _BACKWARD:
             self._roots = tuple(map(self._values_of, measured(args[:1])))
@@ -323,10 +219,6 @@ class Watch:
             self._functions.pop()
             if function is _BACKWARD:
                 self._roots = ()
-
-    def _is_recording(self) -> bool:
-        # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
-        return self._always or (self._modules[0].records if self._modules else torch.is_grad_enabled())
 
     def _note_gradient(self, node: Any, args: tuple[Any, ...]) -> None:
         arrival = torch._C._current_graph_task_id(), id(node.variable)
@@ -341,45 +233,11 @@ class Watch:
         self.gradients.append(ArrivedGradient(parameter, self._values_of(gradient), of_roots))
 
     def _values_of(self, tensor: Tensor) -> Values:
-        return self._written.read(
-            tensor,
-            lambda parts: Values(
-                tensor.dtype,
-                tuple(tensor.shape),
-                parts=parts,
-                is_leaf=(tensor._base if tensor._is_view() else tensor).grad_fn is None,  # type: ignore[union-attr]
-                on_device=_extremes(tensor),
-            ),
-        )
+        def measure(parts: tuple[Values, ...]) -> Values:
+            is_leaf = (tensor._base if tensor._is_view() else tensor).grad_fn is None  # type: ignore[union-attr]
+            return Values(tensor.dtype, tuple(tensor.shape), None, parts, is_leaf, on_device=_extremes(tensor))
 
-
-class _Thread(threading.local):
-    paused = 0
-    hidden = 0
-
-
-#: ``pauses.paused`` and ``pauses.hidden`` are the numbers of `paused` and `hidden` blocks that this thread is in.
-pauses = _Thread()
-
-
-@contextlib.contextmanager
-def paused() -> Iterator[None]:
-    """Stops recording this thread's operators until the block ends."""
-    pauses.paused += 1
-    try:
-        yield
-    finally:
-        pauses.paused -= 1
-
-
-@contextlib.contextmanager
-def hidden() -> Iterator[None]:
-    """Hides this thread's operators from reports until the block ends; a watch sees them."""
-    pauses.hidden += 1
-    try:
-        yield
-    finally:
-        pauses.hidden -= 1
+        return self._written.read(tensor, measure)
 
 
 def run_again(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -401,11 +259,6 @@ def measured(value: Any) -> list[Tensor]:
     return [each for each in tensors_in(value) if each.dtype in _MEASURED]
 
 
-def _adds_gradients(op: Any, node: Any) -> bool:
-    # Not what DDP does in its hooks on this node, which spreads the gradients of other ranks.
-    return node is not None and node.name() == _ACCUMULATES and op._schema.name in ("aten::add", "aten::add_")
-
-
 def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
     """Returns the least and the greatest value on the device, or the greatest absolute one of complex numbers.
 
@@ -417,15 +270,6 @@ def _extremes(tensor: Tensor) -> tuple[Tensor, ...]:
         if tensor.is_complex():
             return (_aten.linalg_vector_norm.default(tensor, math.inf),)
         return _aten.aminmax.default(tensor)  # type: ignore[no-any-return]
-
-
-@cache
-def is_view(op: Any) -> bool:
-    """Returns True if the results of an operator share memory with its arguments, and it writes nothing."""
-    if op is _aten._unsafe_view.default:  # a view, of which its schema says nothing
-        return True
-    returns = op._schema.returns
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
 
 
 @cache
@@ -447,9 +291,3 @@ def _with_copies_of_written(
         return None
     copies = [each.detach().clone() if place in written else each for place, each in enumerate(args)]
     return tuple(copies), kwargs
-
-
-def _user_place() -> Place | None:
-    """Returns the innermost line that is neither torch's nor amp's; in a backward pass one that the engine called."""
-    frame = users_frame(sys._getframe(2))
-    return None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno)

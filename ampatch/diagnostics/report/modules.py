@@ -1,14 +1,13 @@
 """The modules of a report: the types that went in and came out, and the memory of their results and weights.
 
-Owns what was seen of each module, and which modules run in each thread. Must never change a module.
+Owns what was seen of each module. Must never change a module.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +43,6 @@ class _Root:
 class _Module:
     """What was seen of one module; see the report's dict for its fields."""
 
-    reference: weakref.ref[nn.Module]
     class_name: str
     root: _Root
     name: str
@@ -58,22 +56,16 @@ class _Module:
 
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """A module whose forward pass runs.
+class Forward:
+    """One forward pass of a module.
 
     Attributes:
         module: what is known of the module.
-        root: the outermost module that runs.
-        task: the backward pass that recomputes it; -1 in a forward pass.
-        number: of the forward pass.
-        on_leave: function to call when it ends; None if there is none.
+        bytes: bytes of its results.
+        cast_bytes: bytes that amp's casts have written in it.
     """
 
     module: _Module
-    root: _Root
-    task: int
-    number: int
-    on_leave: Callable[[], None] | None
     bytes: _ByType = field(default_factory=Counter)
     cast_bytes: int = 0
 
@@ -89,86 +81,65 @@ class Modules:
     """The modules that ran while a report was open.
 
     Attributes:
-        last: class of the module that began or ended last.
-        forward: number of its forward pass.
+        last: the forward pass that began or ended last.
+        count: number of forward passes so far.
     """
 
     def __init__(self) -> None:
-        self.last = ""
-        self.forward = 0
-        self._count = 0
-        self._thread = threading.local()
-        self._modules: dict[int, _Module] = {}  # those that are alive, by id
-        self._dead: list[_Module] = []
-        self._roots: dict[int, _Root] = {}
+        self.last: Forward | None = None
+        self.count = 0
+        # A dead module's reference differs from that of a new one at its address.
+        self._modules: dict[weakref.ref[nn.Module], _Module] = {}
 
-    @property
-    def running(self) -> list[Running]:
-        """The modules that run in this thread, from the outermost."""
-        found: list[Running] = self._thread.__dict__.setdefault("running", [])
-        return found
-
-    def enter(self, module: nn.Module, given: list[Tensor], task: int, on_leave: Callable[[], None] | None) -> None:
+    def enter(self, module: nn.Module, outermost: Forward | None, given: list[Tensor]) -> Forward:
         """Notes that a module's forward pass begins.
 
         Args:
             module: the module.
+            outermost: the forward pass of the outermost module that runs; None if that is this one.
             given: tensors among its arguments.
-            task: number of the backward pass that recomputes it; -1 in a forward pass.
-            on_leave: function to call when it ends.
         """
-        running, key = self.running, id(module)
-        root = running[0].root if running else self._root(module)
+        key, class_name = weakref.ref(module), type(module).__name__
+        root = None if outermost is None else outermost.module.root
         known = self._modules.get(key)
-        if known is None or known.reference() is not module:
-            if known is not None:  # it has died, and this one has its id
-                self._dead.append(known)
-            name = _name_in(root, module)
-            known = self._modules[key] = _Module(weakref.ref(module), type(module).__name__, root, name)
-        elif len(root.names) > len(known.root.names):  # it ran outside of its model before
+        if known is None:
+            root = root or _Root(key, class_name, _names_in(module))
+            known = self._modules[key] = _Module(class_name, root, _name_in(root, module))
+        elif root is not None and len(root.names) > len(known.root.names):  # it ran outside of its model before
             known.root, known.name = root, _name_in(root, module)
-        known.given.update(each.dtype for each in given)
-        self._count += 1
-        running.append(Running(known, root, task, self._count, on_leave))
-        self.last, self.forward = known.class_name, self._count
+        known.given.update([each.dtype for each in given])
+        self.count += 1
+        self.last = Forward(known)
+        return self.last
 
-    def leave(self, module: nn.Module, given: list[Tensor], returned: list[Tensor]) -> None:
+    def leave(self, module: nn.Module, ended: Forward, given: list[Tensor], returned: list[Tensor]) -> None:
         """Notes that a module's forward pass has ended, whether it returned or raised.
 
         Args:
             module: the module.
+            ended: what `enter` returned.
             given: tensors among its keyword arguments, which `enter` cannot see.
             returned: tensors in its result.
         """
-        running = self.running
-        if not any(each.module.reference() is module for each in running):
-            return
-        while running:
-            ended = running.pop()
-            known = ended.module
-            if ended.on_leave is not None:
-                ended.on_leave()
-            if ended.bytes.total() > known.activation_bytes.total():
-                known.activation_bytes = ended.bytes
-            half_bytes = _in_half(ended.bytes)
-            if half_bytes - ended.cast_bytes > known.half_bytes - known.cast_bytes or not known.half_bytes:
-                known.half_bytes, known.cast_bytes = half_bytes, ended.cast_bytes
-            if known.reference() is module:
-                break
+        known = ended.module
+        if ended.bytes.total() > known.activation_bytes.total():
+            known.activation_bytes = ended.bytes
+        half_bytes = _in_half(ended.bytes)
+        if half_bytes - ended.cast_bytes > known.half_bytes - known.cast_bytes or not known.half_bytes:
+            known.half_bytes, known.cast_bytes = half_bytes, ended.cast_bytes
         if not known.weight_bytes:  # lazy modules had none before
             known.weight_bytes = _own_bytes(module)
-        known.given.update(each.dtype for each in given)
-        known.returned.update(each.dtype for each in returned)
-        self.last, self.forward = known.class_name, ended.number
+        known.given.update([each.dtype for each in given])
+        known.returned.update([each.dtype for each in returned])
+        self.last = ended
 
-    def note_casts(self, size: int) -> None:
-        """Notes bytes that amp's casts have written in the module that runs."""
-        if self.running:
-            self.running[-1].cast_bytes += size
-
-    def name_of(self, known: _Module) -> str:
-        """Returns the name of a module that was seen."""
-        return self._named(known, self._prefixes())
+    def names(self) -> dict[_Module, str]:
+        """Returns the names of the modules that were seen."""
+        prefixes = self._prefixes()
+        return {
+            known: ".".join(part for part in (prefixes[known.root], known.name) if part)
+            for known in self._modules.values()
+        }
 
     def as_dicts(self, has_masters: bool) -> list[dict[str, Any]]:
         """Returns the modules as plain data, first those with the most bytes.
@@ -176,8 +147,8 @@ class Modules:
         Args:
             has_masters: whether half weights have float32 masters.
         """
-        prefixes = self._prefixes()
-        seen = {self._named(known, prefixes): known for known in (*self._dead, *self._modules.values())}
+        seen = {name: known for known, name in self.names().items()}
+        outermost = self._prefixes().values()
         rows = []
         for name, known in seen.items():
             # Against float32, two bytes less for each element, and four more for its master.
@@ -186,7 +157,7 @@ class Modules:
                 {
                     "name": name,
                     "class": known.class_name,
-                    "parent": _parent(name, seen, prefixes.values()),
+                    "parent": _parent(name, seen, outermost),
                     "in": _plain(known.given),
                     "out": _plain(known.returned),
                     "operators": _plain(known.operators),
@@ -197,15 +168,9 @@ class Modules:
             )
         return sorted(rows, key=lambda row: -sum(row["activation_bytes"].values()) - sum(row["weight_bytes"].values()))
 
-    def _root(self, module: nn.Module) -> _Root:
-        found = self._roots.get(id(module))
-        if found is None or found.reference() is not module:
-            found = self._roots[id(module)] = _Root(weakref.ref(module), type(module).__name__, _names_in(module))
-        return found
-
     def _prefixes(self) -> dict[_Root, str]:
         """Returns what names of modules begin with, by the outermost module: the greatest model has no prefix."""
-        roots = list(dict.fromkeys(known.root for known in (*self._dead, *self._modules.values())))
+        roots = list(dict.fromkeys(known.root for known in self._modules.values()))
         greatest = max(roots, key=lambda root: len(root.names), default=None)
         prefixes: dict[_Root, str] = {}
         for root in roots:
@@ -215,10 +180,6 @@ class Modules:
                 prefix = f"{root.class_name}{number}"
             prefixes[root] = "" if root is greatest else prefix
         return prefixes
-
-    @staticmethod
-    def _named(known: _Module, prefixes: dict[_Root, str]) -> str:
-        return ".".join(part for part in (prefixes[known.root], known.name) if part)
 
 
 def _names_in(root: nn.Module) -> dict[int, str]:

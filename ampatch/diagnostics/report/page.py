@@ -104,7 +104,7 @@ def _tiles(data: Mapping[str, Any], roots: Sequence[Module]) -> Iterator[tuple[s
     whole = data["cost"]["seconds"]
     yield "Tensors cast", count_cell(totals["casts"]), f"in {count(totals['calls'])} calls"
     share = f", {percent(totals['cast_seconds'] / whole)} of the time" if whole else ""
-    yield "Written by casts", size_cell(totals["cast_bytes"]), f"in {seconds(totals['cast_seconds'])}{share}"
+    yield "Written by casts", size_cell(totals["cast_bytes"]), f"in at most {seconds(totals['cast_seconds'])}{share}"
     yield "Cache hits", count_cell(totals["cache_hits"]), f"saved casts of {size(totals['cache_hit_bytes'])}"
     ends = "no step was seen"
     if steps:

@@ -116,7 +116,7 @@ class Report:
                 "began": self._began,
             },
             "settings": self._settings,
-            "cost": {"seconds": seconds, "recording_seconds": recording, "operators": calls.operators},
+            "cost": {"seconds": seconds, "recording_seconds": min(recording, seconds), "operators": calls.operators},
             **recorded,
             "steps": steps.rows(),
             "underflow": steps.underflow(),
@@ -178,7 +178,7 @@ class Report:
         return text(self.to_dict())
 
     def _note_settings(self, session: Session) -> None:
-        from ampatch.diagnostics.recorder.watch import paused
+        from ampatch.diagnostics.recorder.recorder import paused
 
         with paused():
             self._settings = dict(session.as_plain_data())

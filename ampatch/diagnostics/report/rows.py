@@ -9,13 +9,15 @@ import linecache
 import time
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ampatch.diagnostics.recorder.functions import name_of
+from ampatch.diagnostics.recorder.operands import bytes_of
 from ampatch.grouping import grouped
 from ampatch.opt_levels import dtype_name
 
@@ -34,7 +36,7 @@ class Numbers:
         calls: number of calls.
         casts: number of tensors cast.
         cast_bytes: bytes that casts wrote.
-        cast_seconds: time that casts took: on the device on a GPU, by the clock on the CPU.
+        cast_seconds: time that casts took at most: on the device on a GPU, by the clock on the CPU.
         cache_hits: number of uses of a cast that was made before.
         cache_hit_bytes: bytes that these would have written.
     """
@@ -45,6 +47,11 @@ class Numbers:
     cast_seconds: float = 0.0
     cache_hits: int = 0
     cache_hit_bytes: int = 0
+
+    def add_hits(self, kept: list[Tensor]) -> None:
+        """Counts uses of casts that were made before."""
+        self.cache_hits += len(kept)
+        self.cache_hit_bytes += sum(map(bytes_of, kept))
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +65,7 @@ class Row:
         numbers: its counts.
         types: number of calls, or of casts of a forward pass, by the types of their tensors.
         undone: number of casts that undid another.
-        forward: number of the forward pass that was counted last as a call.
+        forward: the forward pass that was counted last as a call.
     """
 
     function: Any
@@ -67,7 +74,7 @@ class Row:
     numbers: Numbers = field(default_factory=Numbers)
     types: Counter[Types] = field(default_factory=Counter)
     undone: int = 0
-    forward: int = -1
+    forward: Any = None
 
 
 #: A kind of matrix product in half whose size is no multiple of 8: the function and the line, the module that it runs
@@ -102,7 +109,7 @@ class Rows:
         return row
 
     def timed(self, row: Row | None, is_on_gpu: bool, make: Callable[[], Any]) -> Any:
-        """Runs a cast, and adds its time to a row if one is given."""
+        """Runs a cast, and adds its time to a row if one is given; the caller has taken off the modes that record."""
         if row is None:
             return make()
         if is_on_gpu:
@@ -182,13 +189,13 @@ def lines(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return sorted(found, key=_importance)
 
 
-def misaligned(products: Counter[Product], module_name: Callable[[Any], str]) -> list[dict[str, Any]]:
+def misaligned(products: Counter[Product], module_names: Mapping[Any, str]) -> list[dict[str, Any]]:
     """Returns products as plain data, first those that run most often."""
     return [
         {
             "function": None if row is None else name_of(row.function),
             **place_of(row),
-            "module": module_name(module),
+            "module": module_names[module],
             "dtype": dtype_name(dtype),
             "size": list(size),
             "calls": calls,

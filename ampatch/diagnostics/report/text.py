@@ -55,7 +55,7 @@ def _head(data: Mapping[str, Any]) -> Iterator[Any]:
         yield "Nothing was cast."
         return
     yield (
-        f"{counted(totals['casts'], 'cast')} wrote {_bytes(totals['cast_bytes'])} in "
+        f"{counted(totals['casts'], 'cast')} wrote {_bytes(totals['cast_bytes'])} in at most "
         f"{_seconds(totals['cast_seconds'])}; the cache saved {counted(totals['cache_hits'], 'cast')} of "
         f"{_bytes(totals['cache_hit_bytes'])}."
     )

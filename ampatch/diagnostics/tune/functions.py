@@ -118,7 +118,7 @@ class TrainingRecorder(CallRecorder):
     def _count(self, flops: int, tensors: Any) -> None:
         floating = [each for each in tensors if each.is_floating_point()]
         node: Any = _current_autograd_node()
-        row = self._thread.call.row
+        row = self.thread.call.row
         if node is None:
             function = None if row is None else row.function
             if torch.is_grad_enabled() and any(each.requires_grad for each in floating):
@@ -135,8 +135,8 @@ class TrainingRecorder(CallRecorder):
         rules = {} if self._rulings is None else self._rulings.of(rows, of_parts=False)
         rules |= dict.fromkeys(self._decorated & set(rows), "decorated")
         half = sum(count for (_, is_half), count in self._flops.items() if is_half)
-        notes = list(self._missed)
-        observed = Observed({}, {}, half, sum(self._flops.values()), notes, bool(self._missed))
+        notes = list(self.missed)
+        observed = Observed({}, {}, half, sum(self._flops.values()), notes, bool(self.missed))
         for function, of_function in rows.items():
             rule, path = rules.get(function), name_of(function)
             if rule not in _FIXED and _meets_half(of_function, "whitelist"):
