@@ -533,7 +533,7 @@ class TestReports:
 
 
 class TestCastsInsideRules:
-    """A function on the blacklist gets dtype=float32 for a cast: its operators have other arguments in the other step."""
+    """A function on the blacklist may get dtype=float32 for a cast, so that its operators have other arguments."""
 
     @pytest.mark.parametrize("name", ["sum", "cumsum"])
     def test_the_function_whose_list_differs_is_the_first(self, name: str) -> None:

@@ -377,6 +377,89 @@ class TestPrecision:
         assert all(each.gradient_error < 0.05 for each in result.levels)
 
 
+class Counter(nn.Module):
+    """Counts its steps; ``in_half`` computes the count in the type of the weights, as a half counter would."""
+
+    def __init__(self, in_half: bool, is_weight: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Linear(4, 4)
+        count = torch.tensor(3000.0)
+        if is_weight:
+            self.count = nn.Parameter(count, requires_grad=False)
+        else:
+            self.register_buffer("count", count)
+        self.in_half = in_half
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_half:
+            self.count.copy_(self.count.to(self.layers.weight.dtype) + 1)
+        else:
+            self.count += 1
+        return self.layers(x)
+
+
+class TestState:
+    """What a step writes to buffers and frozen weights is judged beside the float32 step."""
+
+    LEVELS = ("O1", "O2", "O3")
+
+    @pytest.mark.parametrize(
+        ("model", "lost_at"),
+        [(Counter(False), ()), (Counter(True), ("O2", "O3")), (Counter(False, is_weight=True), ("O3",))],
+        ids=["buffer", "buffer computed in half", "weight"],
+    )
+    def test_a_count_that_half_loses_is_inaccurate(self, model: nn.Module, lost_at: tuple[str, ...]) -> None:
+        found = flight(model, torch.randn(8, 4), self.LEVELS, measure=False)
+        for level in self.LEVELS:
+            for half in ("float16", "bfloat16"):
+                verdict = found.verdict(level, half)
+                assert verdict.verdict == ("inaccurate" if level in lost_at else "stands")
+                assert verdict.state == ("" if level == "O2" and isinstance(model.count, nn.Parameter) else "count")
+                assert (verdict.state_error > 0.5) == (level in lost_at)
+        assert ("the change that the step makes to count is off by" in str(found)) == bool(lost_at)
+
+    def test_running_statistics_of_norms_stand(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+        found = flight(model, torch.randn(64, 4), self.LEVELS, measure=False)
+        assert {each.verdict for each in found.levels} == {"stands"}
+        assert {each.state.startswith("1.running") for each in found.levels} == {True}
+
+    def test_o3_says_what_one_step_does_not_show(self) -> None:
+        told = "One step does not show it."
+        model, x = nn.Linear(4, 4), torch.randn(8, 4)
+        assert told in " ".join(str(flight(model, x, "O3", measure=False)).split())
+        assert told not in " ".join(str(flight(model, x, "O2", measure=False)).split())
+
+
+class Island(nn.Module):
+    """A product beyond float16 where the model's own code turns casts off, though its arguments are half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            scores = torch.matmul(hidden * 300, hidden.t() * 300)  # the product of the island
+            scores = scores.softmax(-1)
+        return self.last(torch.matmul(scores, hidden.float()))
+
+
+class TestIslands:
+    def test_the_remedy_is_the_one_that_reaches_the_place(self) -> None:
+        torch.manual_seed(0)
+        found = flight(Island(), torch.randn(16, 8), (("O1", torch.float16), ("O2", torch.float16)), measure=False)
+        in_lists, in_half = found.levels
+        assert in_lists.verdict == in_half.verdict == "overflows"
+        (note,) = in_lists.notes
+        assert "no list reaches" in note
+        assert "matmul overflows there on the blacklist, too" in note
+        assert "Type .float() on its arguments there" in note
+        assert not in_half.notes
+        assert "By hand: matmul in float32, by .float() on its arguments" in " ".join(str(found).split())
+
+
 class TestNotFiniteInFloat32:
     def test_an_input_that_is_nan_ends_it(self) -> None:
         x = torch.randn(8, 4)

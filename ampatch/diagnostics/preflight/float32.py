@@ -295,7 +295,7 @@ def _gradients_in_float64(subject: Subject, reference: Step) -> tuple[Mapping[st
             loss.backward()
     except Exception as error:  # noqa: BLE001 - a model may need float32, and the report says so
         return {}, text_of(error)
-    step = Step.of(loss, model.named_parameters())
+    step = Step.of(loss, model.named_parameters(), model)
     difference = step.gradient_error(reference)
     if difference <= _SAME_STEP:  # NaN is not
         return step.gradients, ""

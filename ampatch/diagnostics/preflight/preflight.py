@@ -22,6 +22,7 @@ from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, STANDS, Leve
 from ampatch.diagnostics.preflight.steps import Part, Setup, Step, Trial, examined, measured, tried
 from ampatch.diagnostics.preflight.subject import Subject, noting, undisturbed
 from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.diagnostics.shown_names import shown_place
 from ampatch.errors import OptionError
 
 Level = tuple[str, torch.dtype]
@@ -124,7 +125,7 @@ def _in_float32(subject: Subject, tolerance: float) -> tuple[Step, Operators | N
             loss = subject.loss_for(output)
         with noting(_BACKWARD):
             loss.backward()
-    step = Step.of(loss, model.named_parameters())
+    step = Step.of(loss, model.named_parameters(), model)
     if not step.is_finite:
         return step, None, examined(watch, examiner, 1.0)
     operators = Operators(watch, examiner, loss, tolerance)
@@ -137,15 +138,17 @@ def _in_float32(subject: Subject, tolerance: float) -> tuple[Step, Operators | N
 def _verdict(setup: Setup, operators: Operators, run: Callable[[Setup], Trial]) -> tuple[LevelVerdict, Setup | None]:
     """Returns the verdict for a level, and the setup with which it is to be measured; None if it raises."""
     first = run(setup)
-    mended, runs = (None, 0) if first.stands else _mended(first, operators, run)
+    mended, runs, notes = (None, 0, ()) if first.stands else _mended(first, operators, run)
     change = None if mended is None else mended.setup.as_call()
     best = mended or first
     scale = best.level.loss_scale
-    verdict = replace(first.level, change=change, tried=runs)
+    verdict = replace(first.level, change=change, tried=runs, notes=(*first.level.notes, *notes))
     return verdict, None if scale is None else replace(best.setup, init_scale=scale)
 
 
-def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -> tuple[Trial | None, int]:
+def _mended(
+    first: Trial, operators: Operators, run: Callable[[Setup], Trial]
+) -> tuple[Trial | None, int, tuple[str, ...]]:
     """Searches a change: adds parts until the level stands, then drops those that are not needed.
 
     Args:
@@ -154,17 +157,20 @@ def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -
         run: runs a step with a setup.
 
     Returns:
-        The last run with the change, which stands, or None if no change was found; and the number of runs.
+        The last run with the change, which stands, or None if no change was found; the number of runs; and a note if
+        no list reaches the place that overflows.
     """
-    runs, current, seen = 0, first, set(first.setup.parts)
+    runs, current, seen, notes = 0, first, set(first.setup.parts), dict[str, None]()
     while not current.stands:
         part = next((each for each in _candidates(current, operators) if each not in seen), None)
         if part is None or runs == _LIMIT:
-            return None, runs
+            return None, runs, tuple(notes)
         seen.add(part)
         others = [each for each in current.setup.parts if not each[0] == part[0] == "loss_scale"]
         trial = run(replace(current.setup, parts=(*others, part)))  # a change has one loss scale
         runs += 1
+        if part[0] == "blacklist" and (trace := _unreached(current.level.trace, trial.level.trace, part[1][1])):
+            notes[_UNREACHED.format(shown_place(trace.file, trace.line), part[1][1])] = None
         if trial.level.verdict != FAILS or (current.level.verdict == FAILS and not trial.is_refused):
             current = trial
     for part in current.setup.parts[:-1]:  # the last one is what made it stand
@@ -172,7 +178,21 @@ def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -
         runs += 1
         if fewer.stands:
             current = fewer
-    return current, runs
+    return current, runs, tuple(notes)
+
+
+def _unreached(before: OverflowTrace | None, after: OverflowTrace | None, name: str) -> OverflowTrace | None:
+    """Returns the trace of a function that overflows at the line where it did before it was blacklisted; else None."""
+    if before is None or after is None or after.direction == "backward" or after.file is None:
+        return None
+    is_same = (before.function, before.file, before.line) == (after.function, after.file, after.line)
+    return after if is_same and overlay_for(after.function)["blacklist"].get("*") == [name] else None
+
+
+_UNREACHED = (
+    "no list reaches {}: {} overflows there on the blacklist, too. In torch.autocast(enabled=False) and "
+    "amp.disable_casts() half arguments stay half. Type .float() on its arguments there."
+)
 
 
 def _candidates(trial: Trial, operators: Operators) -> Iterator[Part]:

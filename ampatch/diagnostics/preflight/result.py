@@ -23,6 +23,9 @@ STANDS, OVERFLOWS, INACCURATE, FAILS = "stands", "overflows", "inaccurate", "fai
 #: The greatest gradient error of a level that stands: the two gradients then differ by 12 degrees at most. In bfloat16
 #: sound models have errors of some hundredths, small ones with ReLU up to 0.1; sums that cancel give 0.3 and more.
 GRADIENT_BOUND = 0.2
+#: The greatest error of a change that the step makes to a buffer or a frozen weight. A counter that stalls has 1;
+#: running statistics have some hundredths.
+STATE_BOUND = 0.5
 
 _WIDTH = 98
 _ROWS = 10  # of each list that is printed
@@ -161,12 +164,14 @@ class LevelVerdict:
         opt_level: "O1", "O2" or "O3".
         half_dtype: "float16" or "bfloat16".
         verdict: "stands"; "overflows" (inf or NaN that no loss scale avoids); "inaccurate" (the gradient error is above
-            `Preflight.gradient_bound`); or "fails" (it raised).
+            `Preflight.gradient_bound`, or the state error above 0.5); or "fails" (it raised).
         loss_scale: scale of the last step; None if none was run.
         loss: the loss of that step.
         loss_error: |loss - float32 loss| / |float32 loss|.
         gradient_error: |gradients - float32 gradients| / |float32 gradients|, 2-norms over all parameters.
         underflow: share of the nonzero gradient values that float16 flushes to zero at this scale; None in bfloat16.
+        state_error: |change - float32 change| / |float32 change|, the greatest of all buffers and frozen weights.
+        state: the name of that buffer or weight; empty if the step changes none.
         error: text of what was raised.
         trace: where the first inf or NaN arose at most of the scales that overflowed, even if a lower one avoids it.
         change: the call of ``amp.initialize`` that mends the level, verified by a step; None if it stands, or if no
@@ -185,6 +190,8 @@ class LevelVerdict:
     loss_error: float | None = None
     gradient_error: float | None = None
     underflow: float | None = None
+    state_error: float | None = None
+    state: str = ""
     error: str = ""
     trace: OverflowTrace | None = None
     change: str | None = None
@@ -341,11 +348,22 @@ def _table(result: Preflight) -> Iterator[str]:
         width = max(map(len, column))
         padded.append([text.ljust(width) if place < 3 else text.rjust(width) for text in column])
     yield from ("  ".join(row).rstrip() for row in zip(*padded, strict=True))
-    yield f"A level is inaccurate if its gradient error is above {result.gradient_bound:g}."
+    yield from _wrapped(
+        f"A level is inaccurate if its gradient error is above {result.gradient_bound:g}, or if its change of a buffer "
+        f"or frozen weight is off by more than {STATE_BOUND:.0%}."
+    )
+    if any(each.opt_level == "O3" for each in result.levels):
+        yield from _wrapped(_STALL)
     if measured and any(each.change for each in result.levels):
         yield "A mended level was measured with its change."
     if measured and result.float32_peak_bytes is None:
         yield "Memory was not measured."
+
+
+_STALL = (
+    "O3 updates half weights without float32 masters: updates below half a unit in a weight's last place are lost, and "
+    "the loss stalls. One step does not show it."
+)
 
 
 def _cost(milliseconds: float | None, peak_bytes: int | None) -> list[str]:
@@ -370,6 +388,8 @@ def _advice(result: Preflight) -> Iterator[str]:
             yield from _wrapped(each.change, "    ", "        ")
         else:
             yield from _wrapped(f"No change was found that mends it ({counted(each.tried, 'run')} tried). ", "    ")
+            if each.trace is not None and not each.trace.cast_lists:
+                yield from _wrapped(f"By hand: {each.trace.remedies[0]}.", "    ")
             yield from _wrapped(_instead(result.levels), "    ")
     for note in dict.fromkeys(note for each in result.levels for note in each.notes):
         yield ""
@@ -389,6 +409,9 @@ def _instead(levels: Sequence[LevelVerdict]) -> str:
 def _reason(each: LevelVerdict, bound: float) -> str:
     if each.verdict == FAILS:
         return f": {each.error}"
+    if each.verdict == INACCURATE and (each.state_error or 0.0) > STATE_BOUND:
+        error = f"the change that the step makes to {each.state} is off by {each.state_error:.0%}"
+        return f": {error}. Keep it in float32, and compute it from float32 tensors."
     if each.verdict == INACCURATE:
         flushed = ""
         if each.underflow is not None and each.underflow >= 0.01:
@@ -450,7 +473,7 @@ def _unlisted(row: Unlisted) -> tuple[str, str]:
 def _called(location: Location) -> str:
     operator = "" if location.operator in location.function else f" (operator {location.operator})"
     backward = "the backward of " if location.direction == "backward" else ""
-    return f"{backward}{location.function}{operator}, at O1 in {location.at_o1}"
+    return f"{backward}{location.function}{operator}, by the lists of O1 in {location.at_o1}"
 
 
 def _place(location: Location) -> str:

@@ -27,7 +27,15 @@ from ampatch.diagnostics.overflow.examiner import Examiner, origins_of_gradients
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.preflight import result as preflight_report
 from ampatch.diagnostics.preflight.peak_memory import peak_allocated
-from ampatch.diagnostics.preflight.result import FAILS, GRADIENT_BOUND, INACCURATE, OVERFLOWS, STANDS, LevelVerdict
+from ampatch.diagnostics.preflight.result import (
+    FAILS,
+    GRADIENT_BOUND,
+    INACCURATE,
+    OVERFLOWS,
+    STANDS,
+    STATE_BOUND,
+    LevelVerdict,
+)
 from ampatch.diagnostics.preflight.subject import Arguments, Subject, noting_warnings, text_of
 from ampatch.diagnostics.recorder.operands import with_types
 from ampatch.diagnostics.recorder.records import WatchedOp, has_half
@@ -154,22 +162,26 @@ class Step:
     Attributes:
         loss: the loss.
         gradients: the unscaled gradients by the parameters' names, dense.
+        state: copies of the state that forward passes may write to, as `state_of` has it.
     """
 
     loss: float
     gradients: Mapping[str, Tensor]
+    state: Mapping[str, Tensor]
 
     @classmethod
-    def of(cls, loss: Tensor, parameters: Iterable[tuple[str, Tensor]]) -> Step:
+    def of(cls, loss: Tensor, parameters: Iterable[tuple[str, Tensor]], model: nn.Module) -> Step:
         """Returns the result of a step whose backward pass has run; keeps copies, those of half gradients in float32.
 
         Args:
             loss: the loss.
             parameters: the parameters with unscaled gradients, by name.
+            model: the model that ran.
         """
+        state = {name: each.detach().clone() for name, each in state_of(model).items()}
         gradients = {name: each.grad.detach().to_dense() for name, each in parameters if each.grad is not None}
         wide = {name: torch.promote_types(each.dtype, torch.float32) for name, each in gradients.items()}
-        return cls(float(loss.detach()), {name: each.to(wide[name], copy=True) for name, each in gradients.items()})
+        return cls(float(loss.detach()), {n: each.to(wide[n], copy=True) for n, each in gradients.items()}, state)
 
     @functools.cached_property
     def is_finite(self) -> bool:
@@ -185,11 +197,38 @@ class Step:
             errors += _norm(theirs - mine) ** 2
         return math.sqrt(relative(errors, squares))
 
+    def state_error(self, other: Step, before: Mapping[str, Tensor]) -> tuple[float, str]:
+        """Returns the greatest |other - this| / |this - before| of what this step changes.
+
+        Args:
+            other: the step to judge.
+            before: the buffers and frozen weights to compare, as they were before both steps.
+
+        Returns:
+            The error with the name; 0 and "" if the step changes none.
+        """
+        found = [(0.0, "")]
+        for name, old_value in before.items():
+            own = self.state[name]
+            several = own, other.state[name], old_value
+            if own.is_floating_point() and len({each.shape for each in several}) == 1:
+                mine, theirs, old = (each.to(own.device, torch.float64) for each in several)
+                changed = _norm(mine - old)
+                if 0 < changed < math.inf:
+                    found.append((_norm(theirs - mine) / changed, name))
+        return max(found)
+
     def flushed(self, scale: float) -> float:
         """Returns the share of the nonzero gradient values that float16 flushes to zero at a loss scale."""
         gradients = self.gradients.values()
         nonzero = sum(int((each != 0).sum()) for each in gradients)
         return sum(int(flushed_of(each, scale).sum()) for each in gradients) / nonzero if nonzero else 0.0
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns a model's buffers and frozen weights by name: what only its own code writes to, such as a counter."""
+    frozen = {name: each for name, each in model.named_parameters() if not each.requires_grad}
+    return {**frozen, **dict(model.named_buffers())}
 
 
 def relative(difference: float, size: float) -> float:
@@ -232,7 +271,7 @@ class OpenedCopy:
     def outcome(self, loss: Tensor) -> Step:
         """Returns the loss and the unscaled gradients of the step that ran last."""
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
-        return Step.of(loss, zip(names, self.session.master_params(self.optimizer), strict=True))
+        return Step.of(loss, zip(names, self.session.master_params(self.optimizer), strict=True), self.model)
 
 
 @contextlib.contextmanager
@@ -306,15 +345,22 @@ def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
     if step.is_finite:
         lost = reference.gradient_error(step)
         loss_error = relative(abs(step.loss - reference.loss), abs(reference.loss))
-        verdict = STANDS if lost <= GRADIENT_BOUND else INACCURATE
+        # With masters, a frozen half weight becomes float32 once it is written to: only its first change is in half.
+        has_masters = setup.properties.master_weights
+        judged = dict(subject.model.named_buffers()) if has_masters else state_of(subject.model)
+        written, name = reference.state_error(step, judged)
+        verdict = STANDS if lost <= GRADIENT_BOUND and written <= STATE_BOUND else INACCURATE
         level = replace(level, verdict=verdict, loss_error=loss_error, gradient_error=lost)
+        level = replace(level, state_error=written, state=name)
+        if written > STATE_BOUND:
+            return Trial(setup, level, name.rpartition(".")[0])
     return Trial(setup, level, "" if trace is None else trace.module or "")
 
 
 def until_finite(subject: Subject, opened: OpenedCopy) -> tuple[Step, float, OverflowTrace | None]:
     """Returns the last step, its scale, and the trace that most scales have in common."""
     dynamic = opened.setup.properties.loss_scale == "dynamic"
-    buffers = [(buffer, buffer.clone()) for buffer in opened.model.buffers()]
+    state = [(each, each.clone()) for each in state_of(opened.model).values()]
     examiner = opened.setup.examiner(opened.model)
     traces: dict[Any, list[OverflowTrace]] = {}
     while True:
@@ -334,8 +380,8 @@ def until_finite(subject: Subject, opened: OpenedCopy) -> tuple[Step, float, Ove
             break
         opened.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for each, before in state:
+                each.copy_(before)
     return step, scale, max(traces.values(), key=len)[0] if traces else None
 
 
