@@ -86,7 +86,9 @@ def loss_of(model: nn.Module, index: int) -> Tensor:
 
 
 def initialize(model: Any, optimizer: Any, **options: Any) -> None:
-    amp.initialize(model, optimizer, **{"loss_scale": "dynamic", "init_scale": SCALE, "verbosity": 0, **options})
+    # "explain" reads the verdicts of the steps after one whose loss is inf.
+    given = {"loss_scale": "dynamic", "init_scale": SCALE, "verbosity": 0, "on_overflow": "log", **options}
+    amp.initialize(model, optimizer, **given)
 
 
 def backward(loss: Tensor, optimizers: Any, *, overflows: bool = False, **options: Any) -> None:

@@ -468,6 +468,8 @@ class TestTrace:
         asked: list[Any] = []
 
         class Tracer:
+            skipped, notes_steps = None, False
+
             def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
                 asked.append((list(parameters), loss_scale))
                 return Trace("in exp")
@@ -496,6 +498,8 @@ class TestTrace:
         asked: list[Any] = []
 
         class Tracer:
+            skipped, notes_steps = None, False
+
             def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
                 asked.append(loss_scale)
 
@@ -529,7 +533,7 @@ class TestLog:
 
     @pytest.mark.parametrize("wrong", ["Raise", "loud", None, 3])
     def test_other_choices_are_refused(self, wrong):
-        with pytest.raises(amp.OptionError, match=r"on_overflow is .*; expected 'log', 'raise', 'trace', a function"):
+        with pytest.raises(amp.OptionError, match=r"on_overflow is .*; expected 'explain', 'log', 'raise', 'trace'"):
             amp.initialize(network(), on_overflow=wrong)
         with pytest.raises(amp.OptionError, match="on_overflow"):
             amp.init(on_overflow=wrong)

@@ -141,7 +141,7 @@ class TestSettings:
             "allow_banned": False,
             "enable_caching": True,
             "profile_casts": False,
-            "on_overflow": "log",
+            "on_overflow": "explain",
             "loss_scales": [2.0**16, 2.0**16],
             "device_types": ["cpu"],
             "num_models": 2,
@@ -343,7 +343,7 @@ class TestTheDifference:
             ({}, {"profile_casts": True}, "profile_casts is False (this call: True)"),
             ({}, {"check_finite": True}, "check_finite is False (this call: True)"),
             ({}, {"fused_linear": False}, "fused_linear is True (this call: False)"),
-            ({}, {"on_overflow": "raise"}, "on_overflow is 'log' (this call: 'raise')"),
+            ({}, {"on_overflow": "raise"}, "on_overflow is 'explain' (this call: 'raise')"),
             ({"on_overflow": print}, {"on_overflow": "log"}, "on_overflow is 'builtins.print' (this call: 'log')"),
             (
                 {"on_overflow": [].append},

@@ -31,7 +31,7 @@ _NOT_RUN_AGAIN = "the remedy was not tried: the operator could not run again in 
 #: which nothing has been shown.
 TRIED, NOT_ENOUGH, NOT_TRIED = "(tried) ", "(tried, and not enough) ", "(not tried) "
 NOT_IN_FLOAT32 = "none in precision: the forward pass as a whole is not finite in float32 either"
-_NONE = "none in precision: "
+NO_SCALE, _NONE = "no loss scale: ", "none in precision: "
 _NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"
 
 
@@ -134,7 +134,7 @@ class Examiner:
         if fits < self._min_loss_scale:
             instead = "Bring this gradient down, or use half_dtype='bfloat16'"
             needed = f"it would have to be {fits:g}" if fits else "at much lower ones gradients overflow as well"
-            return {"remedies": (f"no loss scale: {needed}. {instead}",), "max_loss_scale": None}
+            return {"remedies": (f"{NO_SCALE}{needed}. {instead}",), "max_loss_scale": None}
         if self._dynamic:
             told = f"a loss scale of {fits:g} or less; the dynamic scale gets there by itself"
         else:
@@ -175,7 +175,7 @@ class Examiner:
 
 def marked(remedies: Iterable[str], mark: str = NOT_TRIED) -> tuple[str, ...]:
     """Returns remedies that say whether they were tried; "none" as it is."""
-    return tuple(each if each.startswith(("none", "no loss scale", "look at")) else mark + each for each in remedies)
+    return tuple(each if each.startswith((_NONE, NO_SCALE, "look at")) else mark + each for each in remedies)
 
 
 def told_of(overlay: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ampatch import distributed
 from ampatch.diagnostics.overflow.examiner import (
+    NO_SCALE,
     NOT_ENOUGH,
     NOT_IN_FLOAT32,
     TRIED,
@@ -106,7 +107,7 @@ class OverflowTracer:
     def install(self, ledger: PatchLedger) -> None:
         """Has the ledger end what was begun."""
         ledger.on_undo(self._stop_watching)
-        ledger.on_undo(self._noted.clear)
+        ledger.on_undo(self._drop)
 
         def after_step(*_: object) -> None:  # also of optimizers that amp has not adopted
             self._has_stepped = True
@@ -115,8 +116,7 @@ class OverflowTracer:
                 if self._noted_left <= 0:
                     self.notes_steps = False
                     self._session.note_forwards(None)
-                    self._drop_used()
-                    self._noted.clear()
+                    self._drop()
 
         setattr(after_step, OWN_HOOK, True)
         ledger.on_undo(register_optimizer_step_post_hook(after_step).remove)
@@ -129,7 +129,7 @@ class OverflowTracer:
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
         thread = self._thread
-        if self._watched is not None or thread.is_inside or not torch.is_grad_enabled() or not _is_usual():
+        if thread.is_inside or not torch.is_grad_enabled() or not _is_usual():
             return call(*args, **kwargs)
         if self._has_stepped:
             self._drop_used()
@@ -153,9 +153,13 @@ class OverflowTracer:
 
     def _drop_used(self) -> None:
         """Drops the forward passes before the last step, except for those that no backward pass has followed."""
+        self._drop([each for each in self._noted if not each.arrived])
+
+    def _drop(self, but: Sequence[NotedForward] = ()) -> None:
+        """Drops what is noted of a step, but for some forward passes."""
         self._has_stepped = False
         self._losses.clear()
-        self._noted[:] = [each for each in self._noted if not each.arrived]
+        self._noted[:] = but
         if self.skipped is not None:
             self.skipped.close()
 
@@ -181,14 +185,12 @@ class OverflowTracer:
 
     def _trace_of(self, ids: set[int], loss_scale: float) -> OverflowTrace:
         seen = None if self._watched is None else self._watched.trace_of(ids, loss_scale)
-        if seen is not None and seen.direction != "unknown":
+        if seen is not None and (seen.direction != "unknown" or (self._watched and self._watched.has_begun)):
             return seen
         with hidden():
             trace = self.by_second_run(self._noted, loss_scale, ids)
         if trace.direction != "unknown":
             return trace
-        if seen is not None:
-            return seen
         if self._steps is not None:
             return trace
         if distributed.has_other_ranks():  # they may have found it, and go on to run forward passes again
@@ -309,33 +311,38 @@ class OverflowTracer:
             if not self._origins(noted, ids, None, scale / loss_scale):
                 mended = self._examiner.of_loss_scale(scale)
                 return replace(trace, **{**mended, "remedies": marked(mended["remedies"], TRIED)})
-        return replace(trace, **self._examiner.of_loss_scale(0.0))
+        none = replace(trace, **self._examiner.of_loss_scale(0.0))
+        return self._with_functions(noted, none, op, loss_scale)
 
     def _with_functions(
         self, noted: NotedForward, trace: OverflowTrace, op: WatchedOp, loss_scale: float
     ) -> OverflowTrace:
         """Returns a trace that suggests functions in float32 with which a second run was finite."""
-        first, *others = trace.remedies
         if not self._session.patches_functions or trace.direction == "input":
             return replace(trace, remedies=marked(trace.remedies))
 
-        def is_finite(blacklist: Blacklist | None) -> bool:
-            """Without a blacklist, everything runs in float32."""
-            with contextlib.nullcontext() if blacklist is None else in_float32(blacklist):
-                state = OFF if blacklist is None else None
-                return noted.run_again(None, replaces=stand_in(loss_scale), state=state)
+        def is_finite(blacklist: Blacklist | None) -> bool | None:
+            """Returns None if the forward pass raises; without a blacklist, everything runs in float32."""
+            state = OFF if blacklist is None else None
+            try:
+                with contextlib.nullcontext() if blacklist is None else in_float32(blacklist):
+                    return noted.run_again(None, replaces=stand_in(loss_scale), state=state)
+            except Exception:  # noqa: BLE001 - types that do not fit together: then it is no remedy
+                return None
 
         self._thread.is_inside = True
         try:
-            if not is_finite(None):
+            if is_finite(None) is False:
                 return replace(trace, remedies=(NOT_IN_FLOAT32,), cast_lists=None)
             blacklist = smallest(self._examiner.blacklists_around(op), is_finite)
         finally:
             self._thread.is_inside = False
+        first, *others = trace.remedies
         if blacklist is None:
             return replace(trace, remedies=(*marked([first], NOT_ENOUGH), *marked(others)))
         overlay = {"blacklist": blacklist}
-        return replace(trace, remedies=(*marked([told_of(overlay)], TRIED), *marked(others)), cast_lists=overlay)
+        kept = [first] if first.startswith(NO_SCALE) else []
+        return replace(trace, remedies=(*kept, *marked([told_of(overlay)], TRIED), *marked(others)), cast_lists=overlay)
 
     def _origins(
         self, noted: NotedForward, ids: Collection[int] | None, kept: int | None, factor: float = 1.0
@@ -388,6 +395,11 @@ class _WatchedSteps:
         self._watch.forget()
 
     @property
+    def has_begun(self) -> bool:
+        """True if it has seen a forward pass."""
+        return self._watch.is_on
+
+    @property
     def is_this_thread(self) -> bool:
         """True in the thread that is watched; in all before the first forward pass."""
         return self._watch.is_this_thread
@@ -400,7 +412,8 @@ class _WatchedSteps:
         if not origins:
             note = FINITE_HERE if self._arrived else _NOT_WATCHED
             return OverflowTrace("unknown", notes=(note,))
-        return self._examiner.describe(origins, self._watch.missed_threads, loss_scale)
+        trace = self._examiner.describe(origins, self._watch.missed_threads, loss_scale)
+        return replace(trace, remedies=marked(trace.remedies))
 
     def end_step(self, ids: set[int]) -> None:
         """Forgets the gradients of parameters, given by id, after a step that used them or was skipped."""

@@ -87,7 +87,7 @@ def _plainly(function: Any, args: Any, kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def smallest(candidates: Iterable[Blacklist], is_finite: Callable[[Blacklist], bool]) -> Blacklist | None:
+def smallest(candidates: Iterable[Blacklist], is_finite: Callable[[Blacklist], bool | None]) -> Blacklist | None:
     """Returns the blacklist of a few functions with which a forward pass is finite; None if none was found.
 
     Args:

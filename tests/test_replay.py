@@ -1,0 +1,239 @@
+"""``overflow.save`` and ``amp.replay``: a skipped step again, in another process and at other opt levels."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fresh import COMMAND, Fresh
+from torch import Tensor, nn
+
+from ampatch import amp
+
+EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
+
+MODULE = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x, options):
+        hidden = torch.nn.functional.dropout(self.norm(self.first(x)), 0.5, self.training)
+        scores = torch.matmul(hidden * self.factor, hidden.t() * self.factor)
+        return self.last(torch.softmax(scores, -1) @ hidden) * options["scale"]
+
+
+def make_model():
+    return Net()
+
+
+def make_other():
+    return nn.Linear(2, 2)
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class of a model in a module in the current folder."""
+    tmp_path.joinpath("nets.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+    return importlib.import_module("nets").Net
+
+
+def saved_step(model: nn.Module, level: str = "O1", path: str = "step.pt", **options: Any) -> amp.Overflow:
+    """Trains until a step is skipped, and saves that step."""
+    events: list[amp.Overflow] = []
+
+    def save(overflow: amp.Overflow) -> None:
+        overflow.save(path)
+        events.append(overflow)
+        raise StopIteration
+
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    chosen = {"half_dtype": "float16", "verbosity": 0, "init_scale": 64.0, "on_overflow": ("trace", save), **options}
+    amp.initialize(model, optimizer, opt_level=level, **chosen)
+    for x in torch.randn(6, 16, 8):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x, {"scale": 1.0}).float(), x[:, :4])
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        with contextlib.suppress(StopIteration):
+            optimizer.step()
+        if events:
+            break
+        if isinstance(getattr(model, "factor", None), Tensor):
+            model.factor *= 10  # type: ignore[operator,union-attr]
+    amp.deinitialize()
+    return events[0]
+
+
+def finite(replay: amp.Replay) -> dict[str, bool | None]:
+    return {row.level: row.is_finite for row in replay.levels}
+
+
+class TestReplay:
+    @EACH_LEVEL
+    def test_names_the_same_place_and_the_levels_that_stand(self, net: Any, level: str) -> None:
+        overflow = saved_step(net(), level)
+        replay = amp.replay("step.pt", net())
+        assert replay.is_same
+        assert replay.trace.function == overflow.trace.function
+        assert replay.trace.outputs == overflow.trace.outputs  # the same inputs, weights, buffers and random numbers
+        assert finite(replay) == {
+            f"{level} float16, as saved": False,
+            "O0": True,
+            "O1 float16": False,
+            "O1 bfloat16": True,
+            "O2 float16": False,
+            "O2 bfloat16": True,
+            "O3 float16": False,
+        }
+        assert "The same step at each level" in str(replay)
+        json.dumps(replay.to_dict(), allow_nan=False)
+
+    def test_of_the_cast_lists_of_the_run(self, net: Any) -> None:
+        saved_step(net(), cast_lists={"blacklist": {"torch": ["softmax"]}}, init_scale=2.0**20)
+        replay = amp.replay("step.pt", net(), levels="O2")
+        assert list(finite(replay)) == ["O1 float16, as saved", "O0", "O2 float16", "O2 bfloat16"]
+        assert replay.notes[1:] == ()  # but that of the gradients: the policy is that of the run
+
+    def test_leaves_the_model_and_the_process_as_they_were(self, net: Any) -> None:
+        saved_step(net())
+        model = net()
+        before = {name: each.clone() for name, each in model.state_dict().items()}
+        random = torch.get_rng_state()
+        amp.replay("step.pt", model)
+        assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+        assert torch.equal(random, torch.get_rng_state())
+        assert not amp.is_on()
+
+    @pytest.mark.slow
+    def test_compiled(self, net: Any) -> None:
+        saved_step(net())
+        assert finite(amp.replay("step.pt", net(), compiled=True))["O1 float16, as saved, compiled"] is False
+
+    def test_of_a_backward_overflow(self, net: Any) -> None:
+        class Amplified(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+                return grad * 1e6
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(8, 4)
+
+            def forward(self, x: Tensor, options: dict[str, float]) -> Tensor:
+                return Amplified.apply(self.linear(x)) * options["scale"]
+
+        overflow = saved_step(Model())
+        replay = amp.replay("step.pt", Model(), levels=["O1"])
+        assert overflow.trace.function == replay.trace.function == "Amplified"
+        assert finite(replay) == {
+            "O1 float16, as saved": False,
+            "O0": True,
+            "O1 float16": False,
+            "O1 bfloat16": True,
+        }
+        assert replay.notes == ()
+
+
+class TestCommand:
+    def test_names_the_same_operator_in_a_fresh_process(self, net: Any, fresh: Fresh) -> None:
+        overflow = saved_step(net())
+        done = fresh.run(COMMAND, "replay", "step.pt", "nets:make_model", "--json", "--level", "O2")
+        assert not done.returncode, done.stderr
+        replayed = json.loads(done.stdout)
+        assert replayed["is_same"]
+        assert replayed["trace"]["operator"] == overflow.trace.operator
+        assert [row["level"] for row in replayed["levels"]][1:] == ["O0", "O2 float16", "O2 bfloat16"]
+
+
+class TestErrors:
+    def test_of_another_model(self, net: Any) -> None:
+        saved_step(net())
+        with pytest.raises(amp.OptionError, match="is a step of Net; found Linear"):
+            amp.replay("step.pt", nn.Linear(2, 2))
+
+    def test_of_other_shapes(self, net: Any) -> None:
+        saved_step(net())
+        other = net()
+        other.last = nn.Linear(8, 5)
+        with pytest.raises(amp.OptionError, match=r"of 'last.weight' it has the shape \[4, 8\], and this model"):
+            amp.replay("step.pt", other)
+
+    @pytest.mark.parametrize(
+        ("write", "told"),
+        [
+            (lambda path: None, "there is no file 'step.pt'"),
+            (lambda path: path.write_text("no"), "holds no step: torch.load cannot read it"),
+            (lambda path: torch.save({"weight": torch.ones(2)}, path), "its format is not 'ampatch step'"),
+        ],
+    )
+    def test_of_another_file(self, net: Any, write: Callable[[Path], object], told: str) -> None:
+        write(Path("step.pt"))
+        with pytest.raises(amp.OptionError, match=told):
+            amp.replay("step.pt", net())
+
+    def test_where_amp_is_set_up(self, net: Any) -> None:
+        saved_step(net())
+        with amp.init(), pytest.raises(amp.UsageError, match=r"Type amp.deinitialize\(\) first"):
+            amp.replay("step.pt", net())
+
+    def test_of_a_step_that_is_over(self, net: Any) -> None:
+        overflow = saved_step(net())
+        with pytest.raises(amp.UsageError, match="called after the step"):
+            overflow.save("later.pt")
+
+    def test_of_a_step_without_a_trace(self) -> None:
+        overflow = amp.Overflow("SGD", (), ())
+        with pytest.raises(amp.UsageError, match="was not traced"):
+            overflow.save("step.pt")
+
+    def test_of_arguments_that_no_file_can_hold(self) -> None:
+        class Batch:
+            def __init__(self, x: Tensor) -> None:
+                self.x = x
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(8, 4)
+
+            def forward(self, batch: Batch) -> Tensor:
+                return self.linear(batch.x) * 1e6
+
+        model = Model()
+        events: list[amp.Overflow] = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        on_overflow = ("trace", events.append)
+        amp.initialize(model, optimizer, half_dtype="float16", verbosity=0, on_overflow=on_overflow)
+        with amp.scale_loss(model(Batch(torch.ones(2, 8))).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        with pytest.raises(amp.OptionError, match=r"Model was called with a Batch, .* Pass tensors"):
+            events[0].save("step.pt")
+        amp.deinitialize()
