@@ -184,7 +184,7 @@ class AdoptedOptimizer:
         self._known_gradient: tuple[TensorWeakRef, int] | None = None
         self.skips = SkipCount()
         self._last_was_skipped = False
-        self._in_a_row = 0  # of skipped steps
+        self._in_a_row, self._has_stepped = 0, False  # skipped steps since the last one that ran; whether one has run
         self._skips_this_step = False
         self._uses: list[ScaleUse] = []  # that led to the step that runs
         self._warned_of_loss = False
@@ -353,6 +353,7 @@ class AdoptedOptimizer:
             if overflowed:
                 self._skip(overflowed)
                 return None
+            self._in_a_row, self._has_stepped = 0, True
             self._warn_of_loss(judged, ran=True)
             return self._step(original, args, kwargs, bool(closures))
         finally:
@@ -434,7 +435,6 @@ class AdoptedOptimizer:
             self._unread.append(([], None))  # behind earlier steps, in their order
         else:
             self._last_was_skipped = False
-            self._in_a_row = 0
         if self._near_floor and pending:
             self._near_floor = any(scale_use.ended_at_floor for scale_use in pending)
 
@@ -631,7 +631,7 @@ class AdoptedOptimizer:
             if overflowed and buffers is not None:
                 buffers.restore()
             if not overflowed:
-                self._in_a_row = 0
+                self._in_a_row, self._has_stepped = 0, True
                 self._warn_of_loss(uses, ran=True)
             else:
                 if len(overflowed) > 1 and isinstance(overflowed[-1], StepCheck):
@@ -695,7 +695,7 @@ class AdoptedOptimizer:
         self._in_a_row += 1
         if self._on_overflow.explains and self._announce:
             is_certain = any(not use.scaler.dynamic or use.loss_that_is_not_finite is not None for use in overflowed)
-            self._on_overflow.explain(self._in_a_row, self._in_a_row == self.skips.skipped, is_certain, describe)
+            self._on_overflow.explain(self._in_a_row, not self._has_stepped, is_certain, describe)
 
     def _overflow_of(self, overflowed: Sequence[ScaleUse]) -> Overflow:
         """Returns the skipped step as a value, while its gradients are there; syncs with the device."""
