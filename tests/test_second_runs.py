@@ -161,6 +161,23 @@ def test_says_in_which_forward_pass_of_a_step() -> None:
     assert events[0].trace.notes == ("in forward pass 2 of the 3 before this step",)
 
 
+def test_says_in_which_use_of_a_shared_module() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, factor: float) -> Tensor:
+            return self.linear(x) * factor
+
+    def function(model: Any, x: Tensor) -> Tensor:
+        return model.block(model.block(x, 1.0), 1e6)
+
+    trace = told_of(Around(function, block=Block()), "O1")
+    assert trace.module == "block"
+    assert trace.notes == ("in use 2 of this module in the forward pass",)
+
+
 class Constant(torch.autograd.Function):
     """Gives a gradient that does not depend on the incoming one, and so on no loss scale."""
 

@@ -85,6 +85,9 @@ class Examiner:
         largest = None if is_input else causes.in_float32(op)
         if largest is None and not is_input and op.ran_in_half:
             notes += (_NOT_RUN_AGAIN,)
+        use = _to_name(op).use
+        if use > 1:
+            notes += (f"in use {use} of this module in the forward pass",)
         trace = OverflowTrace(
             "input" if is_input else op.direction,
             **asdict(self.named(op)),

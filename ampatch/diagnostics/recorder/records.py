@@ -115,6 +115,7 @@ class WatchedOp:
         inputs: values of its floating-point inputs.
         outputs: values of its floating-point outputs.
         parameter: the parameter whose gradient it adds to or takes in; None for all other operators.
+        use: which use of the innermost module it was in its forward pass, from 1.
         has_inf_argument: True if a number among its arguments is inf, such as the value of a mask.
         arguments: the arguments, if the watch keeps them; None otherwise.
         results: copies of the floating-point outputs, if the watch keeps them.
@@ -134,6 +135,7 @@ class WatchedOp:
     outputs: list[Values] = field(default_factory=list)
     parameter: Tensor | None = None
     has_inf_argument: bool = False
+    use: int = 1
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     results: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -72,6 +72,7 @@ class Watch(Recorder):
         self._last_number = -1
         self._last_arrival = (-1, 0)
         self._functions: list[Any] = []
+        self._uses = Counter[int]()  # of each module, by id, in the outermost forward pass that runs
 
     def push(self) -> None:
         """Begins to watch this thread."""
@@ -84,6 +85,10 @@ class Watch(Recorder):
         is_left_out = is_evaluation and self.is_on and torch._C._current_graph_task_id() == -1
         if is_left_out:
             self.pop()
+        if torch._C._current_graph_task_id() == -1:
+            if not self.thread.running:
+                self._uses.clear()
+            self._uses[id(module)] += 1
         return is_left_out
 
     def leaves(self, ended: Running, _: Any) -> None:
@@ -156,6 +161,7 @@ class Watch(Recorder):
             self._by_node.get(node._sequence_nr()) if is_backward else None,
             parameter=node.variable if accumulates and op._schema.name in _ADDS else None,
             has_inf_argument=has_inf((args, kwargs)),
+            use=self._uses[id(running[-1].module)] if running else 1,
         )
         self.count += 1
         result = self._run_watched(watched, args, kwargs)
