@@ -97,6 +97,6 @@ def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_us
     names = {name.removeprefix("ampatch.diagnostics.") for name in fresh.run(code).stdout.split()}
     folders = {name.partition(".")[0] for name in names if "." in name}
     assert names - folders == {
-        *("compare.result", "explain.result", "overflow.trace", "preflight.result", "tune.result"),
+        *("compare.result", "explain.result", "overflow.trace", "preflight.result", "replay.result", "tune.result"),
         *("report.numbers", "report.report", "json_files", "shown_names", "tables"),
     }

@@ -37,13 +37,13 @@ def order() -> tuple[str, ...]:
     text = (DOCS / "design" / "architecture.md").read_text(encoding="utf-8")
     tree = re.search(r"^ampatch/\n((?:  .*\n)+)", text, re.MULTILINE)
     assert tree is not None
-    found, folder = [], "ampatch"
+    found: list[str] = []
+    folders: list[str] = []  # around a line
     for line in tree[1].splitlines():
         name = line.split()[0]
-        path = Path("ampatch" if not line.startswith("    ") else folder, name)
-        if name.endswith("/") and not line.startswith("    "):
-            folder = str(path)
-        found.append(_dotted(path))
+        del folders[(len(line) - len(line.lstrip())) // 2 - 1 :]
+        found.append(_dotted(Path("ampatch", *folders, name)))
+        folders.append(name)
     return tuple(found)
 
 
@@ -58,7 +58,8 @@ def inside(room: str) -> list[str]:
         return []
     listed = [name for name in order() if name.startswith(f"{room}.")]
     if listed:
-        return [each for name in listed for each in _at(name)]
+        around = {name.rpartition(".")[0] for name in listed}
+        return [each for name in listed for each in ([name] if name in around else _at(name))]
     return _sorted([name for name in modules() if name.startswith(f"{room}.")])
 
 

@@ -107,7 +107,7 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
         raise OptionError(f"{name} holds no step: its format is not {FORMAT!r}. {_WRITE_ONE}")
     if data["version"] != VERSION:
         raise OptionError(
-            f"{name} holds a step of version {data['version']!r}; this ampatch reads version {VERSION}. Read it with "
+            f"{name} holds a step of version {data['version']!r}; this one reads version {VERSION}. Read it with "
             f"the ampatch that wrote it ({data['policy']['versions']['ampatch']})."
         )
     return data
