@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import ampatch
 from ampatch import amp
 from ampatch.runtime import runtime
 
@@ -139,6 +140,23 @@ class TestExplained:
             return found
 
         assert all(map(torch.equal, weights("explain"), weights("log")))
+
+
+class TestByGradScaler:
+    def test_is_the_third_skip_in_a_row(self, log):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        amp.initialize(model, optimizer, half_dtype="float16")
+        scaler = ampatch.GradScaler("cpu", init_scale=64.0)
+        for factor in (1.0, 1e6, 1e6, 1e6):
+            assert log() == []
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(3, 4), factor).float().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        (told,) = log()
+        assert told.startswith("First inf: in torch.Tensor.mul.")
 
 
 class TestNot:

@@ -209,6 +209,18 @@ class TestRemedies:
         step(model, optimizer, *batches(1))
         assert not amp.step_was_skipped(optimizer)
 
+    def test_of_an_island_that_no_list_reaches(self) -> None:
+        def function(_: nn.Module, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return (x.half() * 6e4 * 100) / 1e6
+
+        trace = told_of(Around(function), "O1")
+        assert trace.function == "torch.Tensor.mul"
+        assert trace.remedies[0].startswith("(tried, and not enough) ")
+        optimizer = begun(model := Around(function), cast_lists=trace.cast_lists)
+        step(model, optimizer, *batches(1))
+        assert amp.step_was_skipped(optimizer)
+
     def test_no_loss_scale_is_promised_at_which_the_step_overflows_as_well(self) -> None:
         trace = told_of(Around(lambda _, x: Constant.apply(x)), "O1")
         assert trace.max_loss_scale is None

@@ -115,6 +115,8 @@ class GradScaler(torch.amp.GradScaler):
 
     _overflows = OverflowHandler("log")  # of a scaler that torch has pickled
 
+    _in_a_row, _has_stepped = 0, False  # skipped steps, as far as the host has read; whether one has run
+
     def __init__(
         self,
         device: str = "cuda",
@@ -405,7 +407,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _host_must_read(self, optimizer: Any, found_inf: Tensor) -> bool:
         """Returns True if the host must read the overflow flag before a step that could skip by itself."""
-        if self._has_floor or self._overflows.reports or found_inf.device.type in scale_use.AT_HAND:
+        is_looking = runtime.live is not None and runtime.live.overflows.is_looking
+        if self._has_floor or self._overflows.reports or is_looking or found_inf.device.type in scale_use.AT_HAND:
             return True
         return _is_torchs(optimizer) and not optimizer_state.has_state(optimizer)
 
@@ -463,6 +466,10 @@ class GradScaler(torch.amp.GradScaler):
             self._overflows,
             lambda: logger.warning("%s", change),
         )
+        self._has_stepped |= state.unskipped > 0
+        self._in_a_row = 1 if state.unskipped else self._in_a_row + 1
+        if runtime.live is not None and not self._overflows.reports:
+            runtime.live.overflows.explain(self._in_a_row, not self._has_stepped, False, describe)
         if scale <= _SMALLEST_USEFUL_SCALE and not self._has_warned:
             self._has_warned = True
             warn(

@@ -18,7 +18,7 @@ from ampatch.cast_lists.paths import Path, identity
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import cast_floating
 from ampatch.function_wrapper import unwrapped
-from ampatch.switch import WithoutCasts
+from ampatch.switch import Switch, WithoutCasts, is_in_region
 from ampatch.tracing import ObservingMode
 
 #: The blacklist of an overlay: names of functions by namespace.
@@ -30,7 +30,7 @@ _MOST = 5
 
 @contextmanager
 def in_float32(blacklist: Blacklist) -> Iterator[None]:
-    """Context in which the functions of a blacklist run in float32, however they are called."""
+    """Context in which the functions of a blacklist run in float32, however they are called, where amp casts."""
     paths = (
         spellings.spellings(name) if namespace == "*" else [Path(namespace, name)]
         for namespace, names in blacklist.items()
@@ -54,8 +54,8 @@ class _InFloat32(TorchFunctionMode):
         self._ids = ids
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        run = self._run if id(unwrapped(func)) in self._ids else _plainly
-        return run(func, args, kwargs or {})
+        is_listed = id(unwrapped(func)) in self._ids and is_in_region() and not Switch.is_off()
+        return (self._run if is_listed else _plainly)(func, args, kwargs or {})
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
         with WithoutCasts():
