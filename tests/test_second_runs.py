@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -159,6 +160,20 @@ def test_says_in_which_forward_pass_of_a_step() -> None:
     step(model, optimizer, first, second[:15], third)
     assert events[0].trace.function == "Amplified"
     assert events[0].trace.notes == ("in forward pass 2 of the 3 before this step",)
+
+
+def test_says_which_hooks_ran_again_and_prints_nothing_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    def function(_: nn.Module, x: Tensor) -> Tensor:
+        sys.stdout.write("forward")
+        return x * 1e6
+
+    model = Around(function)
+    calls: list[str] = []
+    model.first.register_forward_hook(lambda *_: calls.append("hook"))
+    trace = told_of(model, "O1")
+    assert trace.notes == ("hooks of first ran again with the forward pass",)
+    assert len(calls) > 1
+    assert capsys.readouterr().out.count("forward") == 1
 
 
 def test_says_in_which_use_of_a_shared_module() -> None:

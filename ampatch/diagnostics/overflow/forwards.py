@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import math
 import sys
 import threading
@@ -112,6 +113,13 @@ class NotedForward:
             self.arrived.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient.detach()
 
     @property
+    def hooked(self) -> list[str]:
+        """Names of the submodules whose hooks run again with it."""
+        tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+        named = self.module.named_modules()
+        return [name for name, each in named if name and any(getattr(each, table) for table in tables)]
+
+    @property
     def obstacle(self) -> str:
         """Why it cannot run again; empty if it can."""
         if threading.get_ident() != self._thread:
@@ -150,7 +158,8 @@ class NotedForward:
         is_finite = True
         with contextlib.ExitStack() as stack:
             region = Region(self.state if state is None else state)
-            for each in (_unchanged(self.module, self.random), region, torch.enable_grad()):
+            printed = contextlib.redirect_stdout(io.StringIO())
+            for each in (_unchanged(self.module, self.random), region, torch.enable_grad(), printed):
                 stack.enter_context(each)
             if watch is not None:
                 stack.enter_context(watch)

@@ -261,7 +261,9 @@ class OverflowTracer:
                 trace, why = None, f"a forward pass could not run again: {type(error).__name__}: {error}"
             if trace is not None and told is None:
                 which = f"in forward pass {noted.index(each) + 1} of the {len(noted)} before this step"
-                told = replace(trace, notes=(*trace.notes, which)) if noted[1:] else trace
+                hooks = f"hooks of {', '.join(each.hooked)} ran again with the forward pass"
+                added = [*[which] * (len(noted) > 1), *[hooks] * bool(each.hooked)]
+                told = replace(trace, notes=(*trace.notes, *added))
             notes |= dict.fromkeys([why] if why else [])
         return told or OverflowTrace("unknown", notes=tuple(notes) or (FINITE_AGAIN,))
 
