@@ -94,7 +94,7 @@ def functions(data: Mapping[str, Any]) -> Table:
             _function(row["name"], *_types(row["types"])),
             Cell(row["rule"] or DASH),
             *_numbers(row, greatest),
-            count_cell(row["undone"]),
+            _count(row["undone"]),
         )
         for row in rows
     )
@@ -110,7 +110,7 @@ def misaligned(data: Mapping[str, Any]) -> Table:
             Cell(row["dtype"]),
             _sizes(row["size"]),
             _sizes(row["pads"]),
-            count_cell(row["calls"]),
+            _count(row["calls"]),
         )
         for row in data["misaligned"]
     )
@@ -133,9 +133,9 @@ def steps(data: Mapping[str, Any]) -> Table:
         note = f"The first {count(_MOST_STEPS)} of the steps with an overflow or another scale. The drawing has all."
     cells = tuple(
         (
-            count_cell(row["step"]),
-            Cell(DASH) if row["loss_id"] is None else count_cell(row["loss_id"]),
-            count_cell(row["scale"]),
+            _count(row["step"]),
+            Cell(DASH) if row["loss_id"] is None else _count(row["loss_id"]),
+            _count(row["scale"]),
             _digits(row["gradient_norm"]),
             Cell(_outcome(row), mark="overflow" if row["overflow"] else ""),
         )
@@ -152,8 +152,8 @@ def scales(data: Mapping[str, Any]) -> Table:
         marks[underflow["scale"]] = "present scale, loses least"
     cells = tuple(
         (
-            count_cell(row["scale"]),
-            *(percent_cell(row[name], row[name]) for name in ("zero", "subnormal", "overflow")),
+            _count(row["scale"]),
+            *(_percent(row[name], row[name]) for name in ("zero", "subnormal", "overflow")),
             Cell(marks.get(row["scale"], ""), mark="here" if row["scale"] in marks else ""),
         )
         for row in underflow["scales"]
@@ -170,8 +170,8 @@ def parameters(data: Mapping[str, Any]) -> Table:
         (
             Cell(row["name"]),
             _exponents(row["exponents"], underflow if index < _STRIPS else None),
-            *(percent_cell(row[name], row[name]) for name in ("rounded_to_zero", "subnormal")),
-            count_cell(row["elements"]),
+            *(_percent(row[name], row[name]) for name in ("rounded_to_zero", "subnormal")),
+            _count(row["elements"]),
             Cell(count(row["zeros"]), f"{row['zeros']} elements, a share of {row['zero']}", kind="number"),
         )
         for index, row in enumerate(found[:_MOST_PARAMETERS])
@@ -202,7 +202,7 @@ def comparison(found: Mapping[str, Any]) -> Iterator[Table]:
         groups = tuple(
             (
                 Cell(DASH if row["name"] is None else spell(row["name"]), row["name"] or ""),
-                *(count_cell(row[key]) for key in ("calls", "unmatched", "above")),
+                *(_count(row[key]) for key in ("calls", "unmatched", "above")),
                 *(_digits(row[key]) for key in ("error", "own_error")),
             )
             for row in found[name]
@@ -224,7 +224,7 @@ def place(row: Mapping[str, Any]) -> str:
 def _of_numbers(rows: Sequence[ComparedRow]) -> Table:
     differing = sorted((row for row in rows if row.error), key=lambda row: -(row.error or 0.0))
     cells = tuple(
-        (Cell(row.quantity), Cell(owner_of(row)), _digits(row.value_a), _digits(row.value_b), percent_cell(row.error))
+        (Cell(row.quantity), Cell(owner_of(row)), _digits(row.value_a), _digits(row.value_b), _percent(row.error))
         for row in differing[:_MOST_CALLS]
     )
     note = f"{count(len(differing))} of {count(len(rows))} numbers differ."
@@ -239,7 +239,7 @@ def _of_call(row: ComparedRow, mark: str) -> tuple[Cell, ...]:
     told = f"{row.error}; of one element {row.max_error}; of the inputs {row.input_error}; flushed {row.flushed}"
     types = row.type_b if row.type_a == row.type_b else f"{row.type_a or 'none'}, {row.type_b or 'none'}"
     return (
-        count_cell(row.number),
+        _count(row.number),
         _source(dataclasses.asdict(row)),
         _function(row.function, Cell(f"{row.phase} {operator}".strip()), *flushed),
         Cell(shown_module(row.module, DASH)),
@@ -276,16 +276,16 @@ def _source(row: Mapping[str, Any], function: str = "") -> Cell:
 
 def _numbers(row: Mapping[str, Any], greatest: float) -> tuple[Cell, ...]:
     return (
-        count_cell(row["casts"]),
-        size_cell(row["cast_bytes"], row["cast_bytes"] / (greatest or 1)),
+        _count(row["casts"]),
+        _size(row["cast_bytes"], row["cast_bytes"] / (greatest or 1)),
         Cell(seconds(row["cast_seconds"]), f"{row['cast_seconds']} seconds", "number"),
-        count_cell(row["cache_hits"]),
-        size_cell(row["cache_hit_bytes"]),
-        count_cell(row["calls"]),
+        _count(row["cache_hits"]),
+        _size(row["cache_hit_bytes"]),
+        _count(row["calls"]),
     )
 
 
-def size_cell(number: float, share: float | None = None) -> Cell:
+def _size(number: float, share: float | None = None) -> Cell:
     """Returns a number of bytes; with a share, it has a bar of that length behind it."""
     return Cell(size(number), f"{number} bytes", "number", share=share)
 
@@ -338,7 +338,7 @@ def _sizes(numbers: Sequence[int]) -> Cell:
     return Cell(f" {TIMES} ".join(told), ", ".join(told), "number")
 
 
-def count_cell(value: Any) -> Cell:
+def _count(value: Any) -> Cell:
     """Returns a whole number."""
     return Cell(count(value), exact(value), "number")
 
@@ -347,6 +347,6 @@ def _digits(value: Any) -> Cell:
     return Cell(digits(value), exact(value), "number")
 
 
-def percent_cell(value: Any, share: float | None = None) -> Cell:
+def _percent(value: Any, share: float | None = None) -> Cell:
     """Returns a share in percent; with `share`, it has a bar of that length behind it."""
     return Cell(percent(value), exact(value), "number", share=share)
