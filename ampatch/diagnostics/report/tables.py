@@ -36,10 +36,11 @@ class Cell:
     Attributes:
         text: what it shows.
         title: the exact number with its unit, or the full path.
-        kind: "number", "code" for a line of source, "drawing" for SVG, else "".
+        kind: "number", "code" for a line of source, else "".
         below: cells whose texts stand below in small print.
         share: length of the bar behind a number, 0 to 1.
         mark: a word that stands out.
+        strip: a drawing in place of the text, as `drawings.exponent_strip` returns it.
     """
 
     text: str
@@ -48,6 +49,7 @@ class Cell:
     below: tuple[Cell, ...] = ()
     share: float | None = None
     mark: str = ""
+    strip: tuple[int, dict[str, list[str]]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +322,7 @@ def _exponents(rows: Sequence[Mapping[str, int]], underflow: Mapping[str, Any] |
     title = " ".join(f"{row['exponent']}:{row['elements']}" for row in rows)
     if underflow is None or not rows:
         return Cell(DASH, title)
-    return Cell(report_drawings.exponent_strip(rows, underflow), title, "drawing")
+    return Cell("", title, strip=report_drawings.exponent_strip(rows, underflow))
 
 
 def _tells(row: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
