@@ -17,12 +17,14 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ampatch.diagnostics.compare.result import owner_of
 from ampatch.diagnostics.report import drawings as report_drawings
 from ampatch.diagnostics.report import tables
 from ampatch.diagnostics.report import tree as module_tree
 from ampatch.diagnostics.report.numbers import count, digits, exact, percent, seconds, size
 from ampatch.diagnostics.report.steps import spelled
 from ampatch.diagnostics.report.tree import Module
+from ampatch.diagnostics.shown_names import few, shown_function, shown_module
 
 #: Rows of the tree of modules that are open at first.
 _OPEN_ROWS = 24
@@ -71,8 +73,9 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    of_tables = (few, owner_of, shown_function, shown_module, tables.place, tables.types)
     of_tree = (module_tree.ordered, module_tree.shares, module_tree.style_of)
-    filters = (count, digits, exact, percent, seconds, size, spelled, *of_tree, tables.place)
+    filters = (count, digits, exact, percent, seconds, size, spelled, *of_tables, *of_tree)
     found.filters |= {each.__name__: each for each in filters}
     return found
 
