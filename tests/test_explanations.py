@@ -61,7 +61,7 @@ def asked(explanation: Explanation) -> list[str]:
 def changes(explanation: Explanation) -> dict[str, tuple[str, str]]:
     """The types before and after, by the name of the argument."""
     assert explanation.call is not None
-    told = explanation.call.to_dict()["arguments"]
+    told = explanation.to_dict()["call"]["arguments"]
     return {each["name"]: (each["before"], each["after"]) for each in told}
 
 

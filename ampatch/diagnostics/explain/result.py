@@ -160,10 +160,6 @@ class ExplainedCall:
     half_dtype: str
     prediction: Prediction
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data."""
-        return asdict(self, dict_factory=_plain)
-
 
 @dataclass(frozen=True, slots=True)
 class Explanation:

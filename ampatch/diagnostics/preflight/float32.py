@@ -23,7 +23,7 @@ from ampatch.cast_lists.rules import Treatment
 from ampatch.diagnostics.overflow.examiner import Examiner
 from ampatch.diagnostics.preflight.result import Imprecise, Location, OutOfRange, Underflow, Unlisted
 from ampatch.diagnostics.preflight.steps import RandomInFloat32, Step, flushed_of
-from ampatch.diagnostics.preflight.subject import Subject, text_of
+from ampatch.diagnostics.preflight.subject import Subject, copied, text_of
 from ampatch.diagnostics.recorder.operands import floating_in, with_types
 from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import Values, WatchedOp
@@ -287,7 +287,7 @@ def _gradients_in_float64(subject: Subject, reference: Step) -> tuple[Mapping[st
     of the float32 step then, and never taken for noise.
     """
     try:
-        model = subject.copied().double()
+        model = copied(subject.model).double()
         args, kwargs = with_types(subject.begin_step(), {torch.float32: torch.float64})
         with RandomInFloat32(of=frozenset({torch.float64})):
             output = model(*args, **kwargs)

@@ -20,7 +20,7 @@ from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.preflight.float32 import Operators, underflows
 from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, STANDS, LevelVerdict, Preflight, level_and_halves
 from ampatch.diagnostics.preflight.steps import Part, Setup, Step, Trial, examined, measured, tried
-from ampatch.diagnostics.preflight.subject import Subject, noting, undisturbed
+from ampatch.diagnostics.preflight.subject import Subject, copied, noting, undisturbed
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.diagnostics.shown_names import shown_place
 from ampatch.errors import OptionError
@@ -115,7 +115,7 @@ def is_users(error: BaseException) -> bool:
 
 def _in_float32(subject: Subject, tolerance: float) -> tuple[Step, Operators | None, OverflowTrace | None]:
     """Watches a float32 step: returns it with its operators or, if it is not finite, with the trace."""
-    watch, model = Watch(keep=lambda _: True), subject.copied()
+    watch, model = Watch(keep=lambda _: True), copied(subject.model)
     examiner = Setup("O0", torch.float16).examiner(model)
     args, kwargs = subject.begin_step()
     with watch:

@@ -302,11 +302,13 @@ class Preflight:
 
 
 def _lines(result: Preflight) -> Iterator[str]:
-    yield from _wrapped(_headline(result))
+    begin = f"Preflight of {result.model}: in float32 the loss is {result.loss:.5g}, and"
     if not result.is_finite:
+        yield from _wrapped(f"{begin} loss or gradients are not finite. No precision helps, so no opt level was tried.")
         for line in str(result.trace).splitlines() if result.trace else ():
             yield from _wrapped(line, "  ", "            ")
         return
+    yield from _wrapped(f"{begin} all gradients are finite.")
     yield ""
     yield from _table(result)
     yield from ["", "What to type"]
@@ -322,13 +324,6 @@ def _lines(result: Preflight) -> Iterator[str]:
     yield from _section(lost, map(_lost, result.imprecise))
     unlisted = "Functions in no cast list, which compute in the types that they are given"
     yield from _section(unlisted, map(_unlisted, result.unlisted))
-
-
-def _headline(result: Preflight) -> str:
-    begin = f"Preflight of {result.model}: in float32 the loss is {result.loss:.5g}, and"
-    if result.is_finite:
-        return f"{begin} all gradients are finite."
-    return f"{begin} loss or gradients are not finite. No precision helps, so no opt level was tried."
 
 
 def _table(result: Preflight) -> Iterator[str]:
@@ -432,7 +427,8 @@ def _section(heading: str, told: Iterable[tuple[str, str]]) -> Iterator[str]:
     for first, second in rows[:_ROWS]:
         yield from _wrapped(first, "  ", "      ")
         if second:
-            yield _cut(f"      {second}")
+            line = f"      {second}"
+            yield line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
     if len(rows) > _ROWS:
         yield f"  and {len(rows) - _ROWS} more"
 
@@ -490,10 +486,6 @@ def _module(name: str | None) -> str:
 
 def _times(calls: int) -> str:
     return "" if calls == 1 else f", {calls} calls"
-
-
-def _cut(line: str) -> str:
-    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
 
 
 def _wrapped(text: str, first: str = "", later: str | None = None) -> Iterator[str]:

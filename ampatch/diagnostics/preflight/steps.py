@@ -25,7 +25,6 @@ from ampatch.cast_lists.lists import Overlay, shipped
 from ampatch.diagnostics.overflow import causes
 from ampatch.diagnostics.overflow.examiner import Examiner, origins_of_gradients
 from ampatch.diagnostics.overflow.trace import OverflowTrace
-from ampatch.diagnostics.preflight import result as preflight_report
 from ampatch.diagnostics.preflight.peak_memory import peak_allocated
 from ampatch.diagnostics.preflight.result import (
     FAILS,
@@ -35,8 +34,9 @@ from ampatch.diagnostics.preflight.result import (
     STANDS,
     STATE_BOUND,
     LevelVerdict,
+    call_of,
 )
-from ampatch.diagnostics.preflight.subject import Arguments, Subject, noting_warnings, text_of
+from ampatch.diagnostics.preflight.subject import Arguments, Subject, copied, noting_warnings, text_of
 from ampatch.diagnostics.recorder.operands import with_types
 from ampatch.diagnostics.recorder.records import WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
@@ -142,7 +142,7 @@ class Setup:
         overlay = {"blacklist": blacklist} if blacklist else None
         changed = {"cast_lists": overlay, "keep_fp32": kept, "loss_scale": scale}
         given = (f"{name}={value!r}".replace("'", '"') for name, value in changed.items() if value)
-        return preflight_report.call_of(self.opt_level, dtype_name(self.half_dtype), *given)
+        return call_of(self.opt_level, dtype_name(self.half_dtype), *given)
 
     def _blacklist(self) -> dict[str, list[str]]:
         """Returns the names of the functions in float32, by namespace."""
@@ -277,7 +277,7 @@ class OpenedCopy:
 @contextlib.contextmanager
 def opened_copy(subject: Subject, setup: Setup) -> Iterator[OpenedCopy]:
     """Opens a session for a copy of the model and an optimizer that changes nothing."""
-    settings, model = setup.settings(), subject.copied()
+    settings, model = setup.settings(), copied(subject.model)
     with opened([model], settings) as (session, optimizer):
         yield OpenedCopy(session, model, optimizer, setup)
 

@@ -46,10 +46,6 @@ class Subject:
         self._loss_fn = loss_fn
         self._random = RandomState()
 
-    def copied(self) -> nn.Module:
-        """Returns `copied` of the model."""
-        return copied(self.model)
-
     def begin_step(self) -> Arguments:
         """Restores the random numbers, and returns copies of the inputs, since a forward pass may write to them."""
         copied: Arguments = tree_map(_copied, self._given)

@@ -59,14 +59,9 @@ def owner_of(frame: types.FrameType) -> Code:
 
 def users_frame(frame: types.FrameType | None) -> types.FrameType | None:
     """Returns the innermost frame of user code, from a frame outwards; None in a backward pass without any."""
-    owners = _owners
-    while frame is not None:
-        known = owners.get(id(frame.f_code))
-        owner = owner_of(frame) if known is None else known[1]
+    while frame is not None and (owner := owner_of(frame)) is not Code.END:
         if owner is Code.USER:
             return frame
-        if owner is Code.END:
-            return None
         frame = frame.f_back
     return None
 

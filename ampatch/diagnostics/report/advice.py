@@ -275,9 +275,9 @@ def _misaligned(data: _Row) -> _Advice:
         told = [f"{name} from {size} to {pad}" for name, size, pad in sizes if size != pad]
         if not told or any(size == 1 for _, size, _ in sizes):
             continue
-        owner = row["function"] or "a product"
-        if row["module"] in classes:
-            owner = f"{_module(row['module'])} ({classes[row['module']]})"
+        owner, name = row["function"] or "a product", row["module"]
+        if name in classes:
+            owner = f"{f'module {name}' if name else shown_module(name)} ({classes[name]})"
         text = (
             f"Pad {' and '.join(told)} in {owner}{_at(row)}: tensor cores take {row['dtype']} in multiples of 8, and a "
             "GPU multiplies other sizes more slowly."
@@ -296,10 +296,6 @@ _SIZES = {
 
 
 # Places
-
-
-def _module(name: str) -> str:
-    return f"module {name}" if name else shown_module(name)
 
 
 def _patches(data: _Row) -> bool:

@@ -10,12 +10,12 @@ import contextlib
 import functools
 import statistics
 import sys
-import time
 import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from timeit import timeit
 from typing import Any, Self, TypeVar
 
 import torch
@@ -480,13 +480,8 @@ def _costs() -> dict[str, float]:
 
 def _medians(works: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Returns the median time of each kind of work, in seconds."""
-    times: dict[str, list[float]] = {kind: [] for kind in works}
-    for _ in range(_ROUNDS):
-        for kind, work in works.items():
-            begin = time.perf_counter()
-            work()
-            times[kind].append(time.perf_counter() - begin)
-    return {kind: statistics.median(several) for kind, several in times.items()}
+    rounds = [{kind: timeit(work, number=1) for kind, work in works.items()} for _ in range(_ROUNDS)]
+    return {kind: statistics.median(each[kind] for each in rounds) for kind in works}
 
 
 def remember(found: dict[int, _V], number: int, value: _V) -> None:

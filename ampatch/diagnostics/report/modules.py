@@ -54,6 +54,12 @@ class _Module:
     half_bytes: int = 0
     cast_bytes: int = 0
 
+    def saved_bytes(self, has_masters: bool) -> int:
+        """Returns the bytes that half types saved against float32, less those of the casts."""
+        # Of weights, two bytes for each element; a master takes four more.
+        by_weights = _in_half(self.weight_bytes) * (-1 if has_masters else 1)
+        return self.half_bytes - self.cast_bytes + by_weights
+
 
 @dataclass(slots=True, eq=False)
 class Forward:
@@ -149,23 +155,20 @@ class Modules:
         """
         seen = {name: known for known, name in self.names().items()}
         outermost = self._prefixes().values()
-        rows = []
-        for name, known in seen.items():
-            # Against float32, two bytes less for each element, and four more for its master.
-            saved_by_weights = _in_half(known.weight_bytes) * (-1 if has_masters else 1)
-            rows.append(
-                {
-                    "name": name,
-                    "class": known.class_name,
-                    "parent": _parent(name, seen, outermost),
-                    "in": _plain(known.given),
-                    "out": _plain(known.returned),
-                    "operators": _plain(known.operators),
-                    "activation_bytes": _plain(known.activation_bytes),
-                    "weight_bytes": _plain(known.weight_bytes),
-                    "saved_bytes": known.half_bytes - known.cast_bytes + saved_by_weights,
-                }
-            )
+        rows = [
+            {
+                "name": name,
+                "class": known.class_name,
+                "parent": _parent(name, seen, outermost),
+                "in": _plain(known.given),
+                "out": _plain(known.returned),
+                "operators": _plain(known.operators),
+                "activation_bytes": _plain(known.activation_bytes),
+                "weight_bytes": _plain(known.weight_bytes),
+                "saved_bytes": known.saved_bytes(has_masters),
+            }
+            for name, known in seen.items()
+        ]
         return sorted(rows, key=lambda row: -sum(row["activation_bytes"].values()) - sum(row["weight_bytes"].values()))
 
     def _prefixes(self) -> dict[_Root, str]:

@@ -1,6 +1,6 @@
 """The page of a report: one HTML file that needs no other, for a browser without a network.
 
-Owns the order of the sections and the sentences between drawings and tables. Its templates escape all text. Must never
+Owns what its templates are given; these own the order of the sections, and escape all text. Must never
 read anything but the report's data, nor refer to an address.
 """
 
@@ -17,13 +17,14 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ampatch.diagnostics.compare.result import owner_of
 from ampatch.diagnostics.report import drawings as report_drawings
 from ampatch.diagnostics.report import tables
 from ampatch.diagnostics.report import tree as module_tree
-from ampatch.diagnostics.report.numbers import DASH, count, digits, exact, percent, seconds, size
+from ampatch.diagnostics.report.numbers import count, digits, exact, percent, seconds, size
 from ampatch.diagnostics.report.steps import spelled
-from ampatch.diagnostics.report.tables import Cell, count_cell, percent_cell, size_cell
 from ampatch.diagnostics.report.tree import Module
+from ampatch.diagnostics.shown_names import few, shown_function, shown_module
 
 #: Rows of the tree of modules that are open at first.
 _OPEN_ROWS = 24
@@ -49,8 +50,6 @@ def page(data: Mapping[str, Any]) -> str:
             script=script,
             # No other script runs, whatever a report contains.
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-            lead=list(_lead(data)),
-            tiles=list(_tiles(data, roots)),
             roots=roots,
             tree=list(_tree(roots)),
             activations=module_tree.total(root.activation_bytes for root in roots),
@@ -58,7 +57,6 @@ def page(data: Mapping[str, Any]) -> str:
             scale_told=_scale_told(data["steps"]),
             scale_changes=len({(step["loss_id"], step["scale"]) for step in data["steps"]}) > len(losses),
             losses=losses,
-            best_told=None if data["underflow"] is None else _best_told(data),
             sources={(row["file"], row["line"]): row["source"] for row in [*data["lines"], *data["misaligned"]]},
         )
     )
@@ -75,47 +73,15 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (count, digits, exact, percent, seconds, size, module_tree.shares, module_tree.style_of, tables.place)
-    found.filters |= {each.__name__: each for each in filters} | {"types": _types}
+    of_tables = (few, owner_of, shown_function, shown_module, tables.place, tables.types)
+    of_tree = (module_tree.ordered, module_tree.shares, module_tree.style_of)
+    filters = (count, digits, exact, percent, seconds, size, spelled, *of_tables, *of_tree)
+    found.filters |= {each.__name__: each for each in filters}
     return found
 
 
 def _file(name: str) -> str:
     return (files("ampatch.diagnostics.report") / "templates" / name).read_text(encoding="utf-8")
-
-
-def _lead(data: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the sentences at the top."""
-    settings, steps, took = data["settings"], data["steps"], seconds(data["cost"]["seconds"])
-    if settings is None:
-        yield "amp was not set up."
-    else:
-        half = settings.get("half_dtype")
-        yield f"Opt level {settings.get('opt_level')}{f' in {half}' if half else ''}."
-    skipped = sum(bool(step["skipped"]) for step in steps)
-    several = "" if len(steps) == 1 else "s"
-    told = f"{count(len(steps))} step{several} in {took}, {count(skipped) if skipped else 'none'} of them skipped."
-    yield told if steps else f"No step in {took}."
-
-
-def _tiles(data: Mapping[str, Any], roots: Sequence[Module]) -> Iterator[tuple[str, Cell, str]]:
-    """Yields the headline numbers: what each counts, the number, and what belongs to it."""
-    totals, steps, underflow = data["totals"], data["steps"], data["underflow"]
-    whole = data["cost"]["seconds"]
-    yield "Tensors cast", count_cell(totals["casts"]), f"in {count(totals['calls'])} calls"
-    share = f", {percent(totals['cast_seconds'] / whole)} of the time" if whole else ""
-    yield "Written by casts", size_cell(totals["cast_bytes"]), f"in at most {seconds(totals['cast_seconds'])}{share}"
-    yield "Cache hits", count_cell(totals["cache_hits"]), f"saved casts of {size(totals['cache_hit_bytes'])}"
-    ends = "no step was seen"
-    if steps:
-        ends = f"of {count(len(steps))}; loss scale {count(steps[-1]['scale'])} at the end"
-    yield "Skipped steps", count_cell(sum(bool(step["skipped"]) for step in steps)), ends
-    saved = sum(root.saved_bytes for root in roots)
-    note = "in activations and weights, against float32" if roots else "no module was seen"
-    yield f"Memory {'saved' if saved >= 0 else 'added'}", size_cell(abs(saved)), note
-    if underflow is not None:
-        note = f"below {underflow['half']}'s normal range at a scale of {count(underflow['scale'])}"
-        yield "Gradients lost", percent_cell(underflow["lost"]), note
 
 
 def _tree(roots: Sequence[Module]) -> Iterator[tuple[Module, int, bool, int]]:
@@ -147,16 +113,3 @@ def _scale_told(steps: Sequence[Mapping[str, Any]]) -> str:
     if min(scales) == max(scales):
         return f"The loss scale was {count(scales[0])} in all {count(len(steps))} steps; {number}."
     return f"The loss scale went from {count(scales[0])} to {count(scales[-1])}; {number}."
-
-
-def _best_told(data: Mapping[str, Any]) -> str:
-    """Returns a sentence on the scale that loses least."""
-    underflow, best = data["underflow"], data["underflow"]["best_scale"]
-    if best == underflow["scale"]:
-        return "No other scale loses less and leaves room for sums of gradients."
-    return f"With room for sums of gradients, a scale of {spelled(best)} loses least."
-
-
-def _types(counts: Mapping[str, int]) -> str:
-    """Returns the types of tensors that went in or came out, and nothing of their numbers."""
-    return ", ".join(module_tree.ordered(counts)) or DASH

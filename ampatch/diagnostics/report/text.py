@@ -44,7 +44,10 @@ def _parts(data: Mapping[str, Any]) -> Iterator[Any]:
 def _head(data: Mapping[str, Any]) -> Iterator[Any]:
     about, cost, settings = data["about"], data["cost"], data["settings"]
     yield f"Report of {_seconds(cost['seconds'])}, begun {about['began']}: {about['command']}"
-    yield f"ampatch {about['ampatch']}, torch {about['torch']}, on {', '.join(about['devices'])}; {_set_up(settings)}"
+    set_up = "amp was not set up"
+    if settings is not None:
+        set_up = f"amp at {settings['opt_level']} in {settings['half_dtype']}, loss_scale={settings['loss_scale']!r}"
+    yield f"ampatch {about['ampatch']}, torch {about['torch']}, on {', '.join(about['devices'])}; {set_up}"
     part = f"{cost['recording_seconds'] / cost['seconds']:.0%}" if cost["seconds"] else "-"
     yield (
         f"The recording took an estimated {_seconds(cost['recording_seconds'])} of that ({part}), and watched "
@@ -59,12 +62,6 @@ def _head(data: Mapping[str, Any]) -> Iterator[Any]:
         f"{_seconds(totals['cast_seconds'])}; the cache saved {counted(totals['cache_hits'], 'cast')} of "
         f"{_bytes(totals['cache_hit_bytes'])}."
     )
-
-
-def _set_up(settings: Mapping[str, Any] | None) -> str:
-    if settings is None:
-        return "amp was not set up"
-    return f"amp at {settings['opt_level']} in {settings['half_dtype']}, loss_scale={settings['loss_scale']!r}"
 
 
 def _advice(advice: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
@@ -171,15 +168,15 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         Column("loss_id", lambda row: "-" if row["loss_id"] is None else str(row["loss_id"]), is_number=True, rank=1),
         Column("scale", lambda row: _scale(row["scale"]), is_number=True),
         Column("skipped", lambda row: "skipped" if row["skipped"] else "overflow" if row["overflow"] else ""),
-        Column("gradient norm", lambda row: _norm(row["gradient_norm"]), is_number=True),
+        Column("gradient norm", _norm, is_number=True),
     ]
     overflows = [row for row in rows if row["overflow"]]
     yield from table("The last overflows", columns, overflows[-ROWS:], len(overflows))
     yield from table("The last steps", columns, rows[-_LAST_STEPS:], len(rows))
 
 
-def _norm(number: float | None) -> str:
-    return "not finite" if number is None else f"{number:.4g}"
+def _norm(row: Mapping[str, Any]) -> str:
+    return "not finite" if row["gradient_norm"] is None else f"{row['gradient_norm']:.4g}"
 
 
 def _underflow(found: Mapping[str, Any]) -> Iterator[Any]:

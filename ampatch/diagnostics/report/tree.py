@@ -56,14 +56,11 @@ class Share:
 def tree(rows: Sequence[Mapping[str, Any]]) -> list[Module]:
     """Returns the outermost modules, those with most activations first; numbered ones in the order of their numbers."""
     modules = [Module(row, number) for number, row in enumerate(rows)]
-    by_name = {module.row["name"]: module for module in reversed(modules)}
+    by_name = {module.row["name"]: module for module in modules}
     roots: list[Module] = []
     for module in modules:
         parent = by_name.get(module.row["parent"])
-        (roots if parent is None or parent is module else parent.children).append(module)
-    reached = {module.number for module, _ in walk(roots)}
-    # Modules that are submodules of one another have no outermost one.
-    roots += [Module(module.row, module.number) for module in modules if module.number not in reached]
+        (roots if parent is None else parent.children).append(module)
     for module, _ in reversed(list(walk(roots))):
         for name in _SUMMED:
             setattr(module, name, total([module.row[name], *(getattr(each, name) for each in module.children)]))

@@ -144,7 +144,10 @@ class Training:
         recorder = TrainingRecorder(self._lists_for(kept)) if watched else None
         sessions: list[Session] = []
         self.state.restore()
-        _seed_all(seed)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed)
         metric, error = math.nan, ""
         began = time.monotonic()
         with noting_warnings(self.warned.setdefault(kept, [])), contextlib.ExitStack() as stack:
@@ -222,13 +225,6 @@ class Training:
                     "train called amp.initialize with other cast lists than those in its argument. Give lists of your "
                     f"own as amp.tune(..., cast_lists=...). {typed}"
                 )
-
-
-def _seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
 
 
 def _number(value: Any) -> float:
