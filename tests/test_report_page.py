@@ -656,3 +656,8 @@ class TestInABrowser:
         assert not browser.value("document.documentElement.classList.contains('scripted')")
         assert browser.value("document.querySelectorAll('details:not([open]) > summary').length") > 50
         assert browser.value("document.querySelectorAll('.needs-script')[0].checkVisibility()") is False
+
+
+@pytest.mark.parametrize(("given", "told"), [(65536.0, "65,536"), (0.5, "0.5"), ("inf", "inf"), ("nan", "nan")])
+def test_a_scale_that_is_not_finite_is_text(given, told):
+    assert report_text._scale(given) == told

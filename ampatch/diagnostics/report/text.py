@@ -157,7 +157,7 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     if not rows:
         yield "No step of an optimizer."
         return
-    skipped, scales = [row for row in rows if row["skipped"]], [row["scale"] for row in rows]
+    skipped, scales = [row for row in rows if row["skipped"]], [float(row["scale"]) for row in rows]  # inf is text
     kept = f"The loss scale was {_scale(scales[0])} throughout."
     if min(scales) != max(scales):
         first, last, least, greatest = map(_scale, (scales[0], scales[-1], min(scales), max(scales)))
@@ -212,7 +212,8 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share == 0 or share >= 0.0005 else "<0.1%"
 
 
-def _scale(number: float) -> str:
+def _scale(given: float | str) -> str:
+    number = float(given)  # inf and NaN are text
     return f"{number:,.0f}" if number >= 1 and number % 1 == 0 else f"{number:g}"
 
 
