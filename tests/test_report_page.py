@@ -29,6 +29,7 @@ from torch import nn
 from ampatch import amp
 from ampatch.diagnostics.report import drawings as report_drawings
 from ampatch.diagnostics.report import numbers as report_numbers
+from ampatch.diagnostics.report import text as report_text
 from ampatch.diagnostics.report import tree as module_tree
 from ampatch.diagnostics.report.exponents import Histogram, Range
 from ampatch.diagnostics.report.page import page
