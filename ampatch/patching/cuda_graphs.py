@@ -25,16 +25,8 @@ def announce(ledger: PatchLedger, before_capture: Callable[[], object]) -> None:
         ledger: records the patch.
         before_capture: function to call; the stream does not capture yet.
     """
-    original = getattr(graphs.CUDAGraph, "capture_begin", None)
-    if original is None:  # under `ampatch run --cpu`, where the class only raises
-        return
-
-    @functools.wraps(original)
-    def capture_begin(*args: Any, **kwargs: Any) -> None:
-        before_capture()
-        original(*args, **kwargs)
-
-    ledger.set(graphs.CUDAGraph, "capture_begin", capture_begin)
+    if hasattr(graphs.CUDAGraph, "capture_begin"):  # not under `ampatch run --cpu`, where the class only raises
+        ledger.before(graphs.CUDAGraph, "capture_begin", lambda *_, **__: before_capture())
 
 
 def accept_adopted_models(ledger: PatchLedger, before_capture: Callable[[], bool | None]) -> None:
