@@ -316,12 +316,8 @@ class Session:
     def _patch_functions(self) -> None:
         hooks = self._hooks
         compilers.build_torch_tables()
-        compilers.prepare_for_patches(
-            self.ledger,
-            self._functions.original_of,
-            (hooks.before_forward, hooks.after_forward),
-            replaced_forward.own_forwards,
-        )
+        as_without_amp = functools.partial(adopted_model.as_without_amp, (hooks.before_forward, hooks.after_forward))
+        compilers.prepare_for_patches(self.ledger, self._functions.original_of, as_without_amp)
         replaced_forward.follow_copies(self.ledger)
         if not self.patches_functions:
             self._functions.install(self.settings.lists, ())

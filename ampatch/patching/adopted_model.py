@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -290,6 +290,12 @@ def hook_state_dict(
         ledger.on_undo(module.register_load_state_dict_post_hook(after_load).remove, module)
 
 
+def _is_of_amp(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch wraps hooks that run before load_state_dict
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "ampatch"
+
+
 def without_hooks(copied: nn.Module) -> nn.Module:
     """Removes amp's hooks from a deep copy (`hook_forward`, `hook_casts`, `hook_state_dict`), and returns the copy."""
     for module in copied.modules():
@@ -300,21 +306,24 @@ def without_hooks(copied: nn.Module) -> nn.Module:
             module._load_state_dict_pre_hooks,
             module._load_state_dict_post_hooks,
         ):
-            for key in [key for key, hook in hooks.items() if _is_of_amp(hook)]:
-                del hooks[key]
-    replaced_forward.restore_forwards(copied)
+            _remove(hooks, _is_of_amp)
+        replaced_forward.restore(module)
     return copied
 
 
 @contextlib.contextmanager
-def without_own_hooks(module: nn.Module) -> Iterator[None]:
-    """Takes amp's hooks around the forward off a module while the block runs."""
-    stores = (module._forward_pre_hooks, module._forward_hooks)
+def without_own_hooks(modules: Iterable[nn.Module], is_own: Callable[[Any], bool] = _is_of_amp) -> Iterator[None]:
+    """Takes amp's hooks around the forward off modules while the block runs.
+
+    Args:
+        modules: the modules.
+        is_own: returns True for the hooks to take off.
+    """
+    stores = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     before = [dict(hooks) for hooks in stores]
     try:
         for hooks in stores:
-            for key in [key for key, hook in hooks.items() if _is_of_amp(hook)]:
-                del hooks[key]
+            _remove(hooks, is_own)
         yield
     finally:
         for hooks, known in zip(stores, before, strict=True):  # under the same keys, by which the ledger removes them
@@ -322,10 +331,16 @@ def without_own_hooks(module: nn.Module) -> Iterator[None]:
             hooks.update(known)
 
 
-def _is_of_amp(hook: Any) -> bool:
-    hook = getattr(hook, "hook", hook)  # torch wraps hooks that run before load_state_dict
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "ampatch"
+@contextlib.contextmanager
+def as_without_amp(hooks: Container[object], model: nn.Module) -> Iterator[None]:
+    """Gives a model its own forwards, and takes off these hooks around them, while the block runs."""
+    with without_own_hooks(model.modules(), hooks.__contains__), replaced_forward.own_forwards(model):
+        yield
+
+
+def _remove(hooks: dict[int, Any], is_own: Callable[[Any], bool]) -> None:
+    for key in [key for key, hook in hooks.items() if is_own(hook)]:
+        del hooks[key]
 
 
 @traced_within_others
