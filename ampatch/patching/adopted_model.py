@@ -266,11 +266,13 @@ def hook_casts(
     """
     before: Any = _Arguments()
     if inputs is not None:
-        before = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
+        cast = functools.partial(cast_labels.under_label, "arguments", _cast_arguments) if labelled else _cast_arguments
+        before = functools.partial(cast, inputs)
     if inputs in HALVES:
         before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
     ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
-    after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
+    cast_result = functools.partial(cast_labels.under_label, "result", _cast_result) if labelled else _cast_result
+    after: Any = functools.partial(cast_result, outputs)
     if widens_copies and inputs is torch.float32:
         after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
     ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
