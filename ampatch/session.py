@@ -15,7 +15,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -52,6 +51,7 @@ from ampatch.patching import (
 )
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.adopted_forward import Recorder, Regions
+from ampatch.patching.adopted_model import Hooks
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.fused_linear import LinearCalls
@@ -94,23 +94,6 @@ class SessionTracer(Tracer, Recorder, Protocol):
 
     def install(self, ledger: PatchLedger) -> None:
         """Begins to watch; the ledger records how to undo that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """The hooks that torch calls around forward passes, and when a model is saved or loaded.
-
-    They are functions of a module, so that a model deep-copies and pickles with them, and look up the session when
-    called.
-    """
-
-    before_forward: Callable[[nn.Module, Any], None]
-    after_forward: Callable[[nn.Module, Any, Any], None]
-    before_replicated_forward: Callable[[nn.Module, Any], None]
-    after_replicated_forward: Callable[[nn.Module, Any, Any], None]
-    after_state_dict: Callable[[nn.Module, Any, str, Any], None]
-    before_load_state_dict: Callable[..., None]
-    after_load_state_dict: Callable[[nn.Module, Any], None]
 
 
 def _with_casts_off(method: Callable[Concatenate[Session, _P], _T]) -> Callable[Concatenate[Session, _P], _T]:
@@ -565,10 +548,8 @@ class Session:
         )
 
     def _hook_state_dict(self, model: nn.Module) -> None:
-        hooks, new = self._hooks, [module for module in model.modules() if module not in self._converted]
-        adopted_model.hook_state_dict(
-            new, self.ledger, hooks.after_state_dict, hooks.before_load_state_dict, hooks.after_load_state_dict
-        )
+        new = [module for module in model.modules() if module not in self._converted]
+        adopted_model.hook_state_dict(new, self.ledger, self._hooks)
         self._converted.update(new)
 
     def _take_in(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
@@ -1123,11 +1104,8 @@ def _check_not_graphed(model: nn.Module) -> None:
 
 def _eps_lost_in(dtype: torch.dtype, optimizer: OptimizerLike) -> float | None:
     """Returns an optimizer's eps that is zero in a half type, as Adam's 1e-8 is in float16; None if there is none."""
-    for group in optimizer.param_groups:
-        eps = group.get("eps")
-        if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=dtype, device="cpu"):
-            return eps
-    return None
+    given = {group["eps"] for group in optimizer.param_groups if isinstance(group.get("eps"), float)}
+    return next((eps for eps in given if eps and not torch.tensor(eps, dtype=dtype, device="cpu")), None)
 
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,23 @@ from ampatch.opt_levels import HALVES
 from ampatch.patching import cast_labels, replaced_forward
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The hooks that torch calls around forward passes, and when a model is saved or loaded.
+
+    They are functions of a module, so that a model deep-copies and pickles with them, and look up the session when
+    called.
+    """
+
+    before_forward: Callable[[nn.Module, Any], None]
+    after_forward: Callable[[nn.Module, Any, Any], None]
+    before_replicated_forward: Callable[[nn.Module, Any], None]
+    after_replicated_forward: Callable[[nn.Module, Any, Any], None]
+    after_state_dict: Callable[[nn.Module, Any, str, Any], None]
+    before_load_state_dict: Callable[..., None]
+    after_load_state_dict: Callable[[nn.Module, Any], None]
 
 
 def check_module(model: object) -> nn.Module:
@@ -278,18 +296,12 @@ def hook_casts(
     ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
 
 
-def hook_state_dict(
-    modules: Iterable[nn.Module],
-    ledger: PatchLedger,
-    after_state_dict: Callable[[nn.Module, Any, str, Any], None],
-    before_load: Callable[..., None],
-    after_load: Callable[[nn.Module, Any], None],
-) -> None:
+def hook_state_dict(modules: Iterable[nn.Module], ledger: PatchLedger, hooks: Hooks) -> None:
     """Registers the three hooks on each module, because submodules can be saved and loaded on their own."""
     for module in modules:
-        ledger.on_undo(module.register_state_dict_post_hook(after_state_dict).remove, module)
-        ledger.on_undo(module.register_load_state_dict_pre_hook(before_load).remove, module)
-        ledger.on_undo(module.register_load_state_dict_post_hook(after_load).remove, module)
+        ledger.on_undo(module.register_state_dict_post_hook(hooks.after_state_dict).remove, module)
+        ledger.on_undo(module.register_load_state_dict_pre_hook(hooks.before_load_state_dict).remove, module)
+        ledger.on_undo(module.register_load_state_dict_post_hook(hooks.after_load_state_dict).remove, module)
 
 
 def _is_of_amp(hook: Any) -> bool:

@@ -79,13 +79,8 @@ class _Entry:
         """
         if self is _METADATA:
             return frozenset()
-        if self.always is Treatment.BLACKLIST:
-            return names[Treatment.WHITELIST] | names[Treatment.BANNED]
-        if self.always is Treatment.WHITELIST:
-            return names[Treatment.BLACKLIST] | names[Treatment.BANNED]
-        if self.always is Treatment.PROMOTE:
-            return names[Treatment.WHITELIST] | names[Treatment.BLACKLIST] | names[Treatment.BANNED]
-        return frozenset().union(*names.values())
+        unchanged = set() if self.always in (None, Treatment.BANNED) else {self.always, Treatment.PROMOTE}
+        return frozenset().union(*(found for treatment, found in names.items() if treatment not in unchanged))
 
 
 class CastRules:

@@ -88,11 +88,6 @@ class _Differing:
         """All rules, the session's first."""
         return [rule for rule in (self.of_session, *self.of_parts.values()) if rule is not None]
 
-    @property
-    def some(self) -> Rule:
-        """One of the rules; there is one, since they differ."""
-        return self.rules[0]
-
     def reason(self) -> str:
         """Returns the note for errors, about the rule in force in this thread."""
         token = thread_rules.in_force()
@@ -225,7 +220,7 @@ class FunctionPatches:
             if others:
                 self._differing[path] = found = _Differing(path, here, others)
                 if here is None:
-                    new.append(found.some)
+                    new.append(found.rules[0])  # there is one, since they differ
         return new
 
     def applies(self, rule: Rule) -> bool:
