@@ -210,7 +210,12 @@ def prepare_for_patches(
         original_of: function that returns the original of a wrapper, and any other object unchanged.
         as_without_amp: returns a block in which a model has neither amp's hooks nor its forwards.
     """
-    _keep_off_disk(ledger)
+    import torch._functorch.aot_autograd as aot_autograd
+
+    # The key of the persistent cache of traced graphs contains only the names of functions, so patched and unpatched
+    # programs would get each other's results. The cache of compiled kernels stays enabled: its key is the final graph.
+    for name in ("should_use_local_autograd_cache", "should_use_remote_autograd_cache"):
+        ledger.set(aot_autograd, name, lambda: False)
     _unwrap_for_torchscript(ledger, original_of, as_without_amp)
     ledger.on_undo(forget_compiled)
 
@@ -222,18 +227,6 @@ def forget_compiled() -> None:
     graphs by name, without a guard.
     """
     torch._dynamo.reset_code_caches()
-
-
-def _keep_off_disk(ledger: PatchLedger) -> None:
-    """Disables the persistent cache of traced graphs while functions are patched.
-
-    Its key contains only the names of functions, so patched and unpatched programs would get each other's results. The
-    cache of compiled kernels stays enabled, because its key is the resulting graph.
-    """
-    import torch._functorch.aot_autograd as aot_autograd
-
-    for name in ("should_use_local_autograd_cache", "should_use_remote_autograd_cache"):
-        ledger.set(aot_autograd, name, lambda: False)
 
 
 def _unwrap_for_torchscript(

@@ -38,14 +38,9 @@ _Chosen = Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None]
 #: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
 Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
-# The layouts of sparse tensors; True for those whose products have half kernels on CUDA, from cuSPARSE.
-_SPARSE = {
-    torch.sparse_coo: False,
-    torch.sparse_csr: True,
-    torch.sparse_csc: True,
-    torch.sparse_bsr: False,
-    torch.sparse_bsc: False,
-}
+# The layouts of sparse tensors whose products have half kernels on CUDA, from cuSPARSE; and all layouts of these.
+_WITH_HALF_KERNELS = {torch.sparse_csr, torch.sparse_csc}
+_SPARSE = {*_WITH_HALF_KERNELS, torch.sparse_coo, torch.sparse_bsr, torch.sparse_bsc}
 # The listed functions that return a view of their argument, and in which calls they do. These compute nothing.
 _VIEWS: dict[Function, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     torch.einsum: lambda args, _: len(list(tensors_in(args))) == 1,
@@ -99,8 +94,8 @@ def _has_size(tensor: Tensor, *size: Any) -> bool:
 
 def lacks_half_products(tensor: Tensor) -> bool:
     """Returns True for a sparse tensor if torch has no half kernels for products with it, or only for a few of them."""
-    on_cuda = _SPARSE.get(tensor.layout)
-    return on_cuda is not None and not (on_cuda and tensor.device.type == "cuda")
+    layout = tensor.layout
+    return layout in _SPARSE and not (layout in _WITH_HALF_KERNELS and tensor.device.type == "cuda")
 
 
 def _instead_of_in_place(name: str) -> str:

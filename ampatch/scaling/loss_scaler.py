@@ -454,18 +454,13 @@ class LossScaler:
     def __repr__(self) -> str:
         # A debugger shows it at any moment: while it is made, under a tracer, while a CUDA graph is captured.
         with contextlib.suppress(Exception):
-            return self._described()
+            if not self.dynamic:
+                return f"LossScaler(static, loss_scale={self._set_to})"
+            device, first = self._scale.device, self.policy.init_scale
+            if device.type != "cpu":  # to read it would wait for the device
+                return f"LossScaler(dynamic, loss_scale on {device}: read it by .state, init_scale={first})"
+            return f"LossScaler(dynamic, loss_scale={float(self._scale)}, unskipped={int(self._unskipped)})"
         return object.__repr__(self)
-
-    def _described(self) -> str:
-        if not self.dynamic:
-            return f"LossScaler(static, loss_scale={self._set_to})"
-        device = self._scale.device
-        if device.type != "cpu":  # to read it would wait for the device
-            return (
-                f"LossScaler(dynamic, loss_scale on {device}: read it by .state, init_scale={self.policy.init_scale})"
-            )
-        return f"LossScaler(dynamic, loss_scale={float(self._scale)}, unskipped={int(self._unskipped)})"
 
     @property
     def state(self) -> ScaleState:
