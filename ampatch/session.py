@@ -499,9 +499,8 @@ class Session:
         self._convert_weights(model)  # of a known model: modules that were added to it since
         if self.patches_any:
             self._functions.rebind_model(model)
-        if self.patches_functions:
-            self._give_rules(model)
-        if self.patches_any:
+            if self.patches_functions:
+                self._give_rules(model)
             self._regions.run_forward(model, self.ledger)
         if is_new:
             self._hook(model)
