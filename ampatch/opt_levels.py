@@ -160,7 +160,11 @@ def check_half_dtype(half_dtype: object, name: str = "half_dtype") -> torch.dtyp
     Raises:
         OptionError: the value is not a half dtype.
     """
-    return _checked_dtype(name, half_dtype, HALVES, "torch.float16 or torch.bfloat16, or its name")
+    found = dtype_of(half_dtype)
+    if isinstance(found, torch.dtype) and found in HALVES:
+        return found
+    hint = _near_dtypes(half_dtype, HALVES)
+    raise OptionError(f"{name} is {half_dtype!r}; expected torch.float16 or torch.bfloat16, or its name.{hint}")
 
 
 def check_model_type(dtype: object) -> torch.dtype | None:
@@ -169,8 +173,13 @@ def check_model_type(dtype: object) -> torch.dtype | None:
     Raises:
         OptionError: the value is not None, float32 or a half dtype.
     """
-    expected = "torch.float32, torch.float16 or torch.bfloat16, or its name, or None for the level's own"
-    return None if dtype is None else _checked_dtype("cast_model_type", dtype, {torch.float32, *HALVES}, expected)
+    found, allowed = dtype_of(dtype), {torch.float32, *HALVES}
+    if found is None or (isinstance(found, torch.dtype) and found in allowed):
+        return found
+    raise OptionError(
+        f"cast_model_type is {dtype!r}; expected torch.float32, torch.float16 or torch.bfloat16, or its name, or None "
+        f"for the level's own.{_near_dtypes(dtype, allowed)}"
+    )
 
 
 def check_output_type(dtype: object) -> torch.dtype | None:
@@ -179,8 +188,13 @@ def check_output_type(dtype: object) -> torch.dtype | None:
     Raises:
         OptionError: the value is not None or a floating dtype of at least 16 bits.
     """
-    expected = "a floating type such as torch.float32, or its name, or None for the level's own"
-    return None if dtype is None else _checked_dtype("cast_model_outputs", dtype, _DTYPE_NAMES.values(), expected)
+    found = dtype_of(dtype)
+    if found is None or (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
+        return found
+    raise OptionError(
+        f"cast_model_outputs is {dtype!r}; expected a floating type such as torch.float32, or its name, or None for "
+        f"the level's own.{_near_dtypes(dtype, _DTYPE_NAMES.values())}"
+    )
 
 
 def dtype_of(value: object) -> object:
@@ -193,16 +207,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _checked_dtype(name: str, given: object, allowed: Collection[torch.dtype], expected: str) -> torch.dtype:
-    """Returns a dtype, given as one or by its name; raises if it is not allowed, with the names close to a typo."""
-    found = dtype_of(given)
-    if isinstance(found, torch.dtype) and found in allowed:
-        return found
-    hint = ""
-    if isinstance(found, str):
-        names = [known for known, dtype in _DTYPE_NAMES.items() if dtype in allowed]
-        hint = did_you_mean(found.removeprefix("torch.").lower(), names)
-    raise OptionError(f"{name} is {given!r}; expected {expected}.{hint}")
+def _near_dtypes(given: object, allowed: Collection[torch.dtype]) -> str:
+    """Returns a hint with the allowed names close to a misspelled one; empty for a non-string or a valid name."""
+    if not isinstance(given, str) or dtype_of(given) is not given:
+        return ""
+    names = [name for name, dtype in _DTYPE_NAMES.items() if dtype in allowed]
+    return did_you_mean(given.removeprefix("torch.").lower(), names)
 
 
 def check_flag(name: str, value: object) -> bool | None:
