@@ -674,18 +674,18 @@ def _checked_gradients(grads: object) -> list[Tensor]:
     return there
 
 
-def _checked_losses(losses: object) -> list[Tensor]:
+def _checked_losses(loss: object) -> list[Tensor]:
     """Returns the losses in nested lists, tuples and dicts; raises if there is none."""
-    if isinstance(losses, (list, tuple, dict)):
-        items = losses.values() if isinstance(losses, dict) else losses
+    if isinstance(loss, (list, tuple, dict)):
+        items = loss.values() if isinstance(loss, dict) else loss
         found = [each for item in items for each in _checked_losses(item)]
         if found:
             return found
-        raise OptionError(f"the loss is an empty {type(losses).__name__}; expected one floating tensor or more.")
-    if isinstance(losses, Tensor) and losses.is_floating_point():
-        return [losses]
+        raise OptionError(f"the loss is an empty {type(loss).__name__}; expected one floating tensor or more.")
+    if isinstance(loss, Tensor) and loss.is_floating_point():
+        return [loss]
     raise OptionError(
-        f"the loss is {_kind(losses)}; expected a floating tensor, or lists, tuples and dicts of floating tensors."
+        f"the loss is {_kind(loss)}; expected a floating tensor, or lists, tuples and dicts of floating tensors."
     )
 
 
