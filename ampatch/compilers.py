@@ -13,8 +13,8 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -198,26 +198,25 @@ def build_torch_tables() -> None:
             ) from error
 
 
-def _as_they_are(_: nn.Module) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 def prepare_for_patches(
     ledger: PatchLedger,
     original_of: Callable[[object], object],
-    hooks: Collection[object],
-    own_forwards: Callable[[nn.Module], AbstractContextManager[None]] = _as_they_are,
+    as_without_amp: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext,
 ) -> None:
     """Prepares the compilers for the patches; must be called before the first patch, so that it is undone last.
 
     Args:
         ledger: records the changes.
         original_of: function that returns the original of a wrapper, and any other object unchanged.
-        hooks: hooks of adopted models.
-        own_forwards: returns a block in which the modules of a model have their own forwards.
+        as_without_amp: returns a block in which a model has neither amp's hooks nor its forwards.
     """
-    _keep_off_disk(ledger)
-    _unwrap_for_torchscript(ledger, original_of, hooks, own_forwards)
+    import torch._functorch.aot_autograd as aot_autograd
+
+    # The key of the persistent cache of traced graphs contains only the names of functions, so patched and unpatched
+    # programs would get each other's results. The cache of compiled kernels stays enabled: its key is the final graph.
+    for name in ("should_use_local_autograd_cache", "should_use_remote_autograd_cache"):
+        ledger.set(aot_autograd, name, lambda: False)
+    _unwrap_for_torchscript(ledger, original_of, as_without_amp)
     ledger.on_undo(forget_compiled)
 
 
@@ -230,27 +229,10 @@ def forget_compiled() -> None:
     torch._dynamo.reset_code_caches()
 
 
-def _keep_off_disk(ledger: PatchLedger) -> None:
-    """Disables the persistent cache of traced graphs while functions are patched.
-
-    Its key contains only the names of functions, so patched and unpatched programs would get each other's results. The
-    cache of compiled kernels stays enabled, because its key is the resulting graph.
-    """
-    import torch._functorch.aot_autograd as aot_autograd
-
-    for name in ("should_use_local_autograd_cache", "should_use_remote_autograd_cache"):
-        ledger.set(aot_autograd, name, _never)
-
-
-def _never() -> bool:
-    return False
-
-
 def _unwrap_for_torchscript(
     ledger: PatchLedger,
     original_of: Callable[[object], object],
-    hooks: Collection[object],
-    own_forwards: Callable[[nn.Module], AbstractContextManager[None]],
+    as_without_amp: Callable[[nn.Module], AbstractContextManager[object]],
 ) -> None:
     """Makes TorchScript compile the originals, and models without amp's hooks and forwards.
 
@@ -271,25 +253,9 @@ def _unwrap_for_torchscript(
         return {"index": sys.maxsize, "arg_name": "", "default": True, "if_true": original, "if_false": original}
 
     def create_script_module(module: nn.Module, *args: Any, **kwargs: Any) -> object:
-        with _without(hooks, module), own_forwards(module):
+        with as_without_amp(module):
             return compile_module(module, *args, **kwargs)
 
     ledger.set(torch.jit._builtins, "_find_builtin", _find_builtin)
     ledger.set(torch._jit_internal, "_try_get_dispatched_fn", _try_get_dispatched_fn)
     ledger.set(torch.jit._recursive, "create_script_module", create_script_module)
-
-
-@contextmanager
-def _without(hooks: Collection[object], model: nn.Module) -> Iterator[None]:
-    """Removes hooks from the modules of a model until the block ends, then restores them in the old order."""
-    saved = [(found, dict(found)) for m in model.modules() for found in (m._forward_pre_hooks, m._forward_hooks)]
-    for found, before in saved:
-        for key, hook in before.items():
-            if hook in hooks:
-                del found[key]
-    try:
-        yield
-    finally:
-        for found, before in saved:
-            found.clear()
-            found.update(before)

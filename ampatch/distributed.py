@@ -76,10 +76,9 @@ class Ranks:
                 replicating.append(module)
             elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
                 self._fsdp1[module] = None
-                self.has_wrappers = True
             elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
                 self._fsdp2[module] = None
-                self.has_wrappers = True
+        self.has_wrappers = self.has_wrappers or self.gathers_weights
         return replicating
 
     @property
@@ -110,8 +109,7 @@ class Ranks:
 
     def begin_block(self, parameters: Iterable[Tensor]) -> ReplicasInBlock:
         """Returns what DDP does in a block that begins now, with gradients of these parameters."""
-        ids = set(map(id, parameters)) if self._ddp else set()
-        return ReplicasInBlock(self, ids)
+        return ReplicasInBlock(self, set(map(id, parameters)) if self._ddp else set())
 
     def note_unreduced(self, parameters: Iterable[Tensor]) -> None:
         """Notes that these have got gradients outside of blocks, which wait unless a backward pass has reduced all."""
@@ -290,7 +288,9 @@ class _Replica:
     def look(self, wrapper: DistributedDataParallel) -> None:
         """Notes whether the wrapper has reduced gradients since the last look."""
         now = _reductions_of(wrapper)
-        if now != self.seen or _always_reduces(wrapper):
+        # Other code than torch's reducer reduces in every backward pass outside of no_sync.
+        is_elsewhere = wrapper._use_python_reducer or wrapper._delay_all_reduce_all_params
+        if now != self.seen or (is_elsewhere and wrapper.require_backward_grad_sync):
             self.seen, self.has_unreduced = now, False
             self.count += 1
 
@@ -373,13 +373,6 @@ def _reductions_of(wrapper: DistributedDataParallel) -> object:
     it measures nothing, and a flag of the wrapper says that it has run.
     """
     return wrapper.reducer.get_backward_stats(), getattr(wrapper, "_static_graph_delay_allreduce_enqueued", False)
-
-
-def _always_reduces(wrapper: DistributedDataParallel) -> bool:
-    """Returns True if other code than torch's reducer reduces, in every backward pass outside of no_sync."""
-    return bool(
-        wrapper.require_backward_grad_sync and (wrapper._use_python_reducer or wrapper._delay_all_reduce_all_params)
-    )
 
 
 def is_about_to_move_gradients(wrapper: DistributedDataParallel) -> bool:

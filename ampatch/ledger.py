@@ -9,12 +9,14 @@ tell torch.compile about objects of ampatch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 class _Missing:
@@ -105,6 +107,23 @@ class PatchLedger:
         except Exception:
             del self._steps[number]
             raise
+
+    def before(self, owner: object, name: str, first: Callable[..., object]) -> None:
+        """Has a function call another one with the same arguments first, which may raise.
+
+        Args:
+            owner: module or class that holds the function.
+            name: its name there.
+            first: the other function; its result is ignored.
+        """
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def following(*args: Any, **kwargs: Any) -> Any:
+            first(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        self.set(owner, name, following)
 
     def on_undo(self, callback: Callable[[], object], owner: object = None) -> None:
         """Registers a function that undoes something other than an attribute, such as a hook.

@@ -28,10 +28,11 @@ from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import adopted_model, cast_labels, casting_mode
 from ampatch.patching.adapters import Adapt
+from ampatch.patching.adopted_model import Hooks
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.wrappers import explain, without_casts
 from ampatch.replaced import Replaced
-from ampatch.session import Hooks, Session
+from ampatch.session import Session
 from ampatch.settings import Settings
 from ampatch.weights import conversion_plan
 

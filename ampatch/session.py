@@ -15,7 +15,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -52,6 +51,7 @@ from ampatch.patching import (
 )
 from ampatch.patching.adapters import Adapters
 from ampatch.patching.adopted_forward import Recorder, Regions
+from ampatch.patching.adopted_model import Hooks
 from ampatch.patching.cast_labels import LabellingCache
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.fused_linear import LinearCalls
@@ -94,23 +94,6 @@ class SessionTracer(Tracer, Recorder, Protocol):
 
     def install(self, ledger: PatchLedger) -> None:
         """Begins to watch; the ledger records how to undo that."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hooks:
-    """The hooks that torch calls around forward passes, and when a model is saved or loaded.
-
-    They are functions of a module, so that a model deep-copies and pickles with them, and look up the session when
-    called.
-    """
-
-    before_forward: Callable[[nn.Module, Any], None]
-    after_forward: Callable[[nn.Module, Any, Any], None]
-    before_replicated_forward: Callable[[nn.Module, Any], None]
-    after_replicated_forward: Callable[[nn.Module, Any, Any], None]
-    after_state_dict: Callable[[nn.Module, Any, str, Any], None]
-    before_load_state_dict: Callable[..., None]
-    after_load_state_dict: Callable[[nn.Module, Any], None]
 
 
 def _with_casts_off(method: Callable[Concatenate[Session, _P], _T]) -> Callable[Concatenate[Session, _P], _T]:
@@ -170,10 +153,9 @@ class Session:
         self.device_types = set(device_types)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: dict[int, AdoptedOptimizer] = {}  # by id, since some optimizers are not hashable
-        is_scaled = not all(scaler.is_one for scaler in self.scalers)
-        self._hears_steps = is_scaled or self.has_masters or self.patches_functions
-        self._masters: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]
-        self._masters = weakref.WeakKeyDictionary()  # the masters found in each model so far
+        self._is_scaled = not all(scaler.is_one for scaler in self.scalers)
+        # The masters found in each model so far.
+        self._masters = weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]()
         self.ranks = Ranks()
         may_skip = (settings.scale_policy.dynamic or settings.check_finite) and not settings.adopts_on_use
         self.kept_buffers = KeptBuffers(self.ledger) if may_skip else None
@@ -186,7 +168,7 @@ class Session:
             lambda: None if settings.adopts_on_use else self.parameter_ids(),
             self.conversion.without_master.forget,
             self.leaves.have,
-            is_scaled=is_scaled,
+            is_scaled=self._is_scaled,
             has_masters=self.has_masters,
         )
         self._converted: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of models with half weights
@@ -222,9 +204,8 @@ class Session:
         self.adapters = self._adapters.by_kind()
         self._accelerator = Accelerator(self.cache.state, self.cache.cast, self.switch, self.device_types)
         lists = settings.lists
-        of_parts = list(dict.fromkeys(entry for entry in lists.modules if not entry.is_float32))
-        self._tokens = tokens_of(of_parts)
-        self.lists_of_parts = {self._tokens[entry]: lists.of_module(entry) for entry in of_parts}
+        self._tokens = tokens_of([entry for entry in lists.modules if not entry.is_float32])
+        self.lists_of_parts = {token: lists.of_module(entry) for entry, token in self._tokens.items()}
         self._functions = FunctionPatches(
             self.ledger,
             self._adapters,
@@ -274,7 +255,8 @@ class Session:
         """Patches torch as the settings say, patches registered functions, and turns casts on."""
         self.registered = tuple(registered)
         self.ledger.set(DistributedDataParallel, "__init__", self._seeing_wrappers(DistributedDataParallel.__init__))
-        self.ledger.set(GradScaler, "_unscale_grads_", self._refusing_to_unscale(GradScaler._unscale_grads_))
+        let_unscale = self._while_active(Session.let_unscale)
+        self.ledger.before(GradScaler, "_unscale_grads_", lambda _, optimizer, *__, **___: let_unscale(optimizer))
         if self.has_masters:
             in_use = self._while_active(lambda session: session._masters_of(None))
             self.ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, lambda: in_use() or ()))
@@ -289,13 +271,12 @@ class Session:
             note = self._while_active(lambda session, *registered: session._replaced.note(*registered))
             self.ledger.on_undo(register_module_parameter_registration_hook(note).remove)
             self._replaced.watch_optimizers(self.ledger)
-        is_scaled = not all(scaler.is_one for scaler in self.scalers)
-        if is_scaled:
+        if self._is_scaled:
             clipping.watch(self.ledger, self._while_active(Session._check_clipped))
-        if is_scaled or self.patches_any:
+        if self._is_scaled or self.patches_any:
             explain = self._while_active(Session._explain_backward)
             unscaled_losses.watch(self.ledger, self._while_active(lambda session: session._blocks), explain)
-        if self._hears_steps:
+        if self._is_scaled or self.has_masters or self.patches_functions:
             self.ledger.on_undo(register_optimizer_step_pre_hook(self._unadopted.before_step).remove)
         if self.has_masters or self.patches_functions:
             untracked_writes.announce(self.ledger, self._while_active(Session.note_write))
@@ -318,12 +299,8 @@ class Session:
     def _patch_functions(self) -> None:
         hooks = self._hooks
         compilers.build_torch_tables()
-        compilers.prepare_for_patches(
-            self.ledger,
-            self._functions.original_of,
-            (hooks.before_forward, hooks.after_forward),
-            replaced_forward.own_forwards,
-        )
+        as_without_amp = functools.partial(adopted_model.as_without_amp, (hooks.before_forward, hooks.after_forward))
+        compilers.prepare_for_patches(self.ledger, self._functions.original_of, as_without_amp)
         replaced_forward.follow_copies(self.ledger)
         if not self.patches_functions:
             self._functions.install(self.settings.lists, ())
@@ -522,9 +499,8 @@ class Session:
         self._convert_weights(model)  # of a known model: modules that were added to it since
         if self.patches_any:
             self._functions.rebind_model(model)
-        if self.patches_functions:
-            self._give_rules(model)
-        if self.patches_any:
+            if self.patches_functions:
+                self._give_rules(model)
             self._regions.run_forward(model, self.ledger)
         if is_new:
             self._hook(model)
@@ -549,24 +525,13 @@ class Session:
                 )
 
     def _convert_weights(self, model: nn.Module) -> None:
-        properties = self.settings.properties
-        dtype = properties.cast_model_type
+        settings, dtype = self.settings, self.settings.properties.cast_model_type
         if dtype is None:
             return
-        parts = ruled_parts(model, self.settings.lists.modules)
-        keep_fp32 = (
-            *self.settings.keep_fp32,
-            *(glob.escape(part.name) for part in parts.values() if part.entry.is_float32),
-        )
-        settings = self.settings
-        plan = conversion_plan.plan(
-            model,
-            dtype,
-            bool(properties.keep_batchnorm_fp32),
-            keep_fp32,
-            settings.float32_outputs,
-            settings.cast_buffers,
-        )
+        keeps_norms = bool(settings.properties.keep_batchnorm_fp32)
+        parts = ruled_parts(model, settings.lists.modules).values()
+        kept = (*settings.keep_fp32, *(glob.escape(part.name) for part in parts if part.entry.is_float32))
+        plan = conversion_plan.plan(model, dtype, keeps_norms, kept, settings.float32_outputs, settings.cast_buffers)
         self.conversion.convert(plan)
         recurrent_weights.flatten(model)
         for module, outputs in plan.guarded.items():
@@ -582,10 +547,8 @@ class Session:
         )
 
     def _hook_state_dict(self, model: nn.Module) -> None:
-        hooks, new = self._hooks, [module for module in model.modules() if module not in self._converted]
-        adopted_model.hook_state_dict(
-            new, self.ledger, hooks.after_state_dict, hooks.before_load_state_dict, hooks.after_load_state_dict
-        )
+        new = [module for module in model.modules() if module not in self._converted]
+        adopted_model.hook_state_dict(new, self.ledger, self._hooks)
         self._converted.update(new)
 
     def _take_in(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
@@ -1081,11 +1044,6 @@ class Session:
                 gradients = adopted.masters.gradients
                 self._moving.append((gradients, gradients.kept(ids)))
 
-    def _note_moved_gradients(self) -> None:
-        moving, self._moving = self._moving, []
-        for gradients, pairs in moving:
-            gradients.note_moved(pairs)
-
     def note_replicated_forward(self, wrapper: DistributedDataParallel) -> None:
         """Notes a forward pass of a wrapper: its settings then decide whether the backward pass reduces gradients.
 
@@ -1099,8 +1057,9 @@ class Session:
                 "the same number of batches (drop_last=True), or use opt_level='O1' with a static loss_scale."
             )
         self.ranks.add(wrapper)
-        if self._moving:
-            self._note_moved_gradients()
+        moving, self._moving = self._moving, []
+        for gradients, pairs in moving:
+            gradients.note_moved(pairs)
 
     def let_unscale(self, optimizer: OptimizerLike) -> None:
         """Prepares for a `GradScaler`, torch's or ampatch's, that is about to unscale an optimizer's gradients.
@@ -1119,19 +1078,6 @@ class Session:
                 "scaled_loss: scaled_loss.backward(), and then optimizer.step()."
             )
         adopted.note_other_scale()
-
-    def _refusing_to_unscale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a `GradScaler._unscale_grads_` that raises if amp has masters or has scaled the gradients."""
-        active = self._while_active(lambda session: session)
-
-        @functools.wraps(original)
-        def _unscale_grads_(scaler: GradScaler, optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
-            session = active()
-            if session is not None:
-                session.let_unscale(optimizer)
-            return original(scaler, optimizer, *args, **kwargs)
-
-        return _unscale_grads_
 
     def _while_active(self, method: Callable[Concatenate[Session, _P], _T]) -> Callable[_P, _T | None]:
         """Binds a method weakly, for code that may keep it; it returns None once the session is taken down."""
@@ -1157,11 +1103,8 @@ def _check_not_graphed(model: nn.Module) -> None:
 
 def _eps_lost_in(dtype: torch.dtype, optimizer: OptimizerLike) -> float | None:
     """Returns an optimizer's eps that is zero in a half type, as Adam's 1e-8 is in float16; None if there is none."""
-    for group in optimizer.param_groups:
-        eps = group.get("eps")
-        if isinstance(eps, float) and eps and not torch.tensor(eps, dtype=dtype, device="cpu"):
-            return eps
-    return None
+    given = {group["eps"] for group in optimizer.param_groups if isinstance(group.get("eps"), float)}
+    return next((eps for eps in given if eps and not torch.tensor(eps, dtype=dtype, device="cpu")), None)
 
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:

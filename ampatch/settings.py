@@ -81,7 +81,9 @@ class Settings:
         both |= {name: (getattr(self, name), getattr(asked, name)) for name in _PLAIN_FIELDS}
         if self.properties.patch_torch_functions != asked.properties.patch_torch_functions:
             del both["fused_linear"]  # its default follows from that
-        both["on_overflow"] = self._named(asked)
+        both["on_overflow"] = mine, other = name_of_choice(self.on_overflow), name_of_choice(asked.on_overflow)
+        if mine == other and self.on_overflow != asked.on_overflow:
+            both["on_overflow"] = mine, f"another {other}"
         both["keep_fp32"] = kept_names(self.keep_fp32), kept_names(asked.keep_fp32)
         both["float32_outputs"] = kept_names(self.float32_outputs), kept_names(asked.float32_outputs)
         told += [f"{name} is {live!r} (this call: {other!r})" for name, (live, other) in both.items() if live != other]
@@ -127,12 +129,6 @@ class Settings:
             cast_model_outputs=dtype("cast_model_outputs"),
             **{name: plain[name] for name in _FLAGS},
         )
-
-    def _named(self, asked: Settings) -> tuple[str, str]:
-        """Returns both choices of ``on_overflow`` as text, which differs if they do."""
-        mine, other = name_of_choice(self.on_overflow), name_of_choice(asked.on_overflow)
-        is_namesake = mine == other and self.on_overflow != asked.on_overflow
-        return mine, f"another {other}" if is_namesake else other
 
 
 _FLAGS = ("exact_hooks", "check_finite", "fused_linear", "allow_banned", "enable_caching", "profile_casts")

@@ -349,43 +349,44 @@ class Switch:
     ) -> None:
         """Patches `torch.utils.checkpoint`, so that it recomputes a region in the state of its first run.
 
-        torch remembers the types of autocast itself, but not whether the thread was in a region.
+        torch remembers the types of autocast itself, but not whether the thread was in a region. The patched functions
+        are below torch.utils.checkpoint.checkpoint, since other code may have bound that before or put it into a
+        functools.partial; and below the generator under it, which torch.distributed has bound.
 
         Args:
             ledger: records the patches.
             recomputed: function called after each recomputation in the backward pass, even if it raised.
             state_of_reentrant: returns the state for a reentrant checkpoint's arguments; None: the state around it.
         """
-        for owner, name, position in checkpoint_functions():
-            state_of = None if position else state_of_reentrant
-            ledger.set(owner, name, self._remembered_by(getattr(owner, name), position, recomputed, state_of))
 
-    def _remembered_by(
-        self,
-        checkpoint: Callable[..., Any],
-        position: int,
-        recomputed: Callable[[], object],
-        state_of: Callable[[tuple[Any, ...]], State] | None,
-    ) -> Callable[..., Any]:
-        @functools.wraps(checkpoint)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            here, function = state() if state_of is None else state_of(args), args[position]
+        def remembering(
+            checkpoint: Callable[..., Any], position: int, state_of: Callable[[tuple[Any, ...]], State] | None
+        ) -> Callable[..., Any]:
+            @functools.wraps(checkpoint)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                here, function = state() if state_of is None else state_of(args), args[position]
 
-            def as_it_ran(*args: Any, **kwargs: Any) -> Any:
-                try:
-                    with Region(here):
-                        return function(*args, **kwargs)
-                finally:
-                    if torch._C._current_graph_task_id() != -1:  # in the backward pass
-                        recomputed()
+                def as_it_ran(*args: Any, **kwargs: Any) -> Any:
+                    try:
+                        with Region(here):
+                            return function(*args, **kwargs)
+                    finally:
+                        if torch._C._current_graph_task_id() != -1:  # in the backward pass
+                            recomputed()
 
-            return checkpoint(*args[:position], as_it_ran, *args[position + 1 :], **kwargs)
+                return checkpoint(*args[:position], as_it_ran, *args[position + 1 :], **kwargs)
 
-        return wrapper
+            return wrapper
+
+        frame, reentrant = torch.utils.checkpoint._CheckpointFrame, torch.utils.checkpoint.CheckpointFunction
+        ledger.set(frame, "__init__", remembering(frame.__init__, 1, None))
+        ledger.set(reentrant, "apply", remembering(reentrant.apply, 0, state_of_reentrant))
 
     def patch_data_parallel(self, ledger: PatchLedger) -> None:
         """Patches `torch.nn.DataParallel`, so that its threads cast if and only if the thread that starts them does."""
-        for owner in parallel_apply_owners():
+        # In their package, functions of the same names hide these two modules.
+        modules = [importlib.import_module(f"torch.nn.parallel.{name}") for name in ("parallel_apply", "data_parallel")]
+        for owner in (torch.nn.parallel, *modules):
             ledger.set(owner, "parallel_apply", self._carried_by(owner.parallel_apply))
 
     def _carried_by(self, parallel_apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -486,25 +487,6 @@ def in_steps(steps: Any, block: Callable[[], AbstractContextManager[None]]) -> A
             raise
         except BaseException as error:  # noqa: BLE001 - any exception thrown into the generator
             resume, value = steps.throw, error
-
-
-def checkpoint_functions() -> list[tuple[Any, str, int]]:
-    """Returns the functions to patch in `torch.utils.checkpoint`: owner, name, and the position of the region.
-
-    They are the level below torch.utils.checkpoint.checkpoint, since other code may have bound that before or put it
-    into a functools.partial. Also below the generator under it, which torch.distributed has bound.
-    """
-    return [
-        (torch.utils.checkpoint._CheckpointFrame, "__init__", 1),
-        (torch.utils.checkpoint.CheckpointFunction, "apply", 0),
-    ]
-
-
-def parallel_apply_owners() -> list[Any]:
-    """Returns the modules that hold the ``parallel_apply`` of `torch.nn.DataParallel`."""
-    # In their package, functions of the same names hide these two modules.
-    modules = [importlib.import_module(f"torch.nn.parallel.{name}") for name in ("parallel_apply", "data_parallel")]
-    return [torch.nn.parallel, *modules]
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def _install() -> PatchLedger:
     ledger = PatchLedger()
     replacements = Replacements(ledger)
     ledger.on_undo(_forget)
-    compilers.prepare_for_patches(ledger, replacements.original_of, hooks=())
+    compilers.prepare_for_patches(ledger, replacements.original_of)
     try:
         for module in (devices, torch_cuda, training, distributed):
             module.install(replacements)

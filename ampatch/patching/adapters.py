@@ -38,14 +38,9 @@ _Chosen = Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None]
 #: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
 Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
-# The layouts of sparse tensors; True for those whose products have half kernels on CUDA, from cuSPARSE.
-_SPARSE = {
-    torch.sparse_coo: False,
-    torch.sparse_csr: True,
-    torch.sparse_csc: True,
-    torch.sparse_bsr: False,
-    torch.sparse_bsc: False,
-}
+# The layouts of sparse tensors whose products have half kernels on CUDA, from cuSPARSE; and all layouts of these.
+_WITH_HALF_KERNELS = {torch.sparse_csr, torch.sparse_csc}
+_SPARSE = {*_WITH_HALF_KERNELS, torch.sparse_coo, torch.sparse_bsr, torch.sparse_bsc}
 # The listed functions that return a view of their argument, and in which calls they do. These compute nothing.
 _VIEWS: dict[Function, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     torch.einsum: lambda args, _: len(list(tensors_in(args))) == 1,
@@ -99,8 +94,8 @@ def _has_size(tensor: Tensor, *size: Any) -> bool:
 
 def lacks_half_products(tensor: Tensor) -> bool:
     """Returns True for a sparse tensor if torch has no half kernels for products with it, or only for a few of them."""
-    on_cuda = _SPARSE.get(tensor.layout)
-    return on_cuda is not None and not (on_cuda and tensor.device.type == "cuda")
+    layout = tensor.layout
+    return layout in _SPARSE and not (layout in _WITH_HALF_KERNELS and tensor.device.type == "cuda")
 
 
 def _instead_of_in_place(name: str) -> str:
@@ -131,6 +126,7 @@ class Casts(Protocol):
         return recurrent_weights.cast_each(weights, dtype, self.cast)
 
 
+@dataclass(eq=False)
 class Adapters:
     """Makes adapters for one half dtype.
 
@@ -145,46 +141,34 @@ class Adapters:
         for_models: True if rules of the whitelist cast only in regions, and outside of them what belongs to a model.
 
     Attributes:
-        half_dtype: the argument.
-        device_types: the argument.
         tables: the tables of models with half weights.
     """
 
-    def __init__(
-        self,
-        half_dtype: torch.dtype,
-        cache: Casts,
-        device_types: Set[str],
-        allow_banned: bool = False,
-        labelled: bool = False,
-        linear: LinearCalls | None = None,
-        hears_regions: bool = True,
-        for_models: bool = False,
-    ) -> None:
-        self.half_dtype = half_dtype
-        self._hears_regions = hears_regions
-        self._linear = linear
-        self._cache = cache
-        self.device_types = device_types
+    half_dtype: torch.dtype
+    cache: Casts
+    device_types: Set[str]
+    allow_banned: bool = False
+    labelled: bool = False
+    linear: LinearCalls | None = None
+    hears_regions: bool = True
+    for_models: bool = False
+
+    def __post_init__(self) -> None:
         # Devices of these types: a set lookup is faster than reading a device's type. All existing devices are added
         # now, because torch.compile would recompile after the set has grown.
         self._devices = {
             torch.device(kind, index)
-            for kind in device_types
+            for kind in self.device_types
             for index in (None, *range(torch.accelerator.device_count() if kind != "cpu" else 0))
         }
-        self._allow_banned = allow_banned
         self.tables: list[weakref.ref[Tensor]] = []
-        self._adds_labels = labelled
         # float64 is never cast, but promotion may end in it.
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
         # All functions with the same treatment share these.
         self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
         self._to_half = self._make_to_half(self._half_of_all)
-        self._chosen: _Chosen = self._half_of_models if for_models else self._half_of_all
-        self._to_half_listed = self._make_to_half(self._chosen) if for_models else self._to_half
-        self._to_widest = self._make_to_widest()
-        self._via_dtype = self._make_via_dtype()
+        self._chosen: _Chosen = self._half_of_models if self.for_models else self._half_of_all
+        self._to_half_listed = self._make_to_half(self._chosen) if self.for_models else self._to_half
         self._obeying_keywords: dict[Adapt, Adapter] = {}
 
     def for_rule(self, rule: Rule, original: Function) -> Adapter:
@@ -235,7 +219,7 @@ class Adapters:
 
     def _labelled(self, adapter: Adapter, path: Path) -> Adapter:
         """Returns an adapter that labels its casts if asked for; drops `plain_cast`, as C++ sets none."""
-        return Adapter(named(adapter.adapt, str(path)), call=adapter.call) if self._adds_labels else adapter
+        return Adapter(named(adapter.adapt, str(path)), call=adapter.call) if self.labelled else adapter
 
     def for_treatment(
         self,
@@ -250,7 +234,7 @@ class Adapters:
 
         A function that no list names always casts: the user has decorated or registered it.
         """
-        if treatment is Treatment.BANNED and not self._allow_banned:
+        if treatment is Treatment.BANNED and not self.allow_banned:
             return Adapter(self._banned(path, instead))
         if is_in_place(path.name):
             return Adapter(self._in_place(path, original, refuse_half=treatment is Treatment.BLACKLIST))
@@ -261,9 +245,9 @@ class Adapters:
             if original is not None and recurrent_weights.is_recurrent(original):
                 chosen = self._chosen if is_listed else self._half_of_all
                 return Adapter(self._with_weights_together(adapter.adapt, original, chosen))
-            if original is LINEAR and self._linear is not None:
-                plain_cast = PlainCast(kind, self.half_dtype, product=self._linear.product)
-                return Adapter(adapter.adapt, plain_cast, self._linear.call)
+            if original is LINEAR and self.linear is not None:
+                plain_cast = PlainCast(kind, self.half_dtype, product=self.linear.product)
+                return Adapter(adapter.adapt, plain_cast, self.linear.call)
         elif treatment is Treatment.PROMOTE:
             adapter = self._obeying(self._to_widest, original, "promote")
         elif via_dtype:
@@ -424,7 +408,7 @@ class Adapters:
     def _half_dtype_for(self, tensor: Tensor) -> torch.dtype | None:
         """Returns the half type for a tensor here; None if it is not cast."""
         dtype = dtype_in_region(tensor.device.type)
-        return self.half_dtype if dtype is None and not (self._hears_regions and is_in_region()) else dtype
+        return self.half_dtype if dtype is None and not (self.hears_regions and is_in_region()) else dtype
 
     def _with_weights_together(self, to_half: Adapt, original: Function, chosen: _Chosen) -> Adapt:
         """Returns an adapter that casts the weights of a recurrent layer into one buffer, the rest by ``to_half``."""
@@ -441,44 +425,35 @@ class Adapters:
                     and self._is_cast_here(weights[0])
                 ):
                     layout_of = functools.partial(recurrent_weights.layout_of, original, args, place, dtype)
-                    casts = self._cache.cast_together(weights, dtype, layout_of)
+                    casts = self.cache.cast_together(weights, dtype, layout_of)
                     args = (*args[:place], casts, *args[place + 1 :])
             return to_half(args, kwargs)
 
         return with_weights_together
 
-    def _make_to_widest(self) -> Adapt:
-        casts = self._to
+    def _to_widest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts to the widest type among the arguments."""
+        values = (*args, *kwargs.values()) if kwargs else args
+        found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
+        if len({tensor.dtype for tensor in found}) < 2:
+            return args, kwargs
+        dtypes = {tensor.dtype for tensor in found if tensor.dtype in self._to and self._is_cast_here(tensor)}
+        if len(dtypes) < 2:
+            return args, kwargs
+        return self._to[functools.reduce(torch.promote_types, dtypes)](args, kwargs)
 
-        def to_widest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            values = (*args, *kwargs.values()) if kwargs else args
-            found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
-            if len({tensor.dtype for tensor in found}) < 2:
+    def _via_dtype(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts to float32, except a half first argument: the kernel reads half and computes in float32."""
+        tensor, cast = args[0] if args else kwargs.get("input"), self._to[torch.float32]
+        if not isinstance(tensor, Tensor) or not self._is_half(tensor) or tensor.is_nested:
+            # Not half, or passed under another name. With dtype=, torch's kernel on CUDA refuses nested tensors.
+            return cast(args, kwargs)
+        for value in args[1:]:
+            if isinstance(value, torch.dtype):
                 return args, kwargs
-            dtypes = {tensor.dtype for tensor in found if tensor.dtype in casts and self._is_cast_here(tensor)}
-            if len(dtypes) < 2:
-                return args, kwargs
-            return casts[functools.reduce(torch.promote_types, dtypes)](args, kwargs)
-
-        return to_widest
-
-    def _make_via_dtype(self) -> Adapt:
-        """Makes an adapter that does not cast a half first argument: the kernel reads half and computes in float32."""
-        cast = self._to[torch.float32]
-
-        def via_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            tensor = args[0] if args else kwargs.get("input")
-            if not isinstance(tensor, Tensor) or not self._is_half(tensor) or tensor.is_nested:
-                # Not half, or passed under another name. With dtype=, torch's kernel on CUDA refuses nested tensors.
+            if value is None:  # it may be the positional dtype, so dtype= cannot be passed as well
                 return cast(args, kwargs)
-            for value in args[1:]:
-                if isinstance(value, torch.dtype):
-                    return args, kwargs
-                if value is None:  # it may be the positional dtype, so dtype= cannot be passed as well
-                    return cast(args, kwargs)
-            return args, {**kwargs, "dtype": torch.float32}
-
-        return via_dtype
+        return args, {**kwargs, "dtype": torch.float32}
 
     def _obeying(
         self, adapt: Adapt, original: Function | None, kind: Kind, dtype: torch.dtype | None = None
@@ -493,17 +468,16 @@ class Adapters:
             kind: what ``adapt`` does to ordinary arguments.
             dtype: type that ``adapt`` casts to; None if it promotes.
         """
-        # Builtins take both by keyword only (except softmax, see `_make_via_dtype`); some Python functions do not.
+        # Builtins take both by keyword only (except softmax, see `_via_dtype`); some Python functions do not.
         names: tuple[str, ...] = ()
         positions: list[int] = []
         if isinstance(original, types.FunctionType):
             code = original.__code__
             names = code.co_varnames[: code.co_argcount]
             positions = [names.index(name) for name in ("dtype", "out") if name in names[code.co_posonlyargcount :]]
-        by_keyword = self._obeying_keywords.get(adapt)
-        if by_keyword is None:
-            by_keyword = Adapter(self._obeying_by_keyword(adapt), PlainCast(kind, dtype))
-            self._obeying_keywords[adapt] = by_keyword
+        if adapt not in self._obeying_keywords:
+            self._obeying_keywords[adapt] = Adapter(self._obeying_by_keyword(adapt), PlainCast(kind, dtype))
+        by_keyword = self._obeying_keywords[adapt]
         if not positions:
             return by_keyword
         first, obeying = min(positions), by_keyword.adapt
@@ -588,7 +562,7 @@ class Adapters:
     def _is_cast_here(self, tensor: Tensor) -> bool:
         device = tensor.device
         return (device in self._devices or self._meet(device)) and (
-            not self._hears_regions or not is_in_region() or dtype_in_region(device.type) is not None
+            not self.hears_regions or not is_in_region() or dtype_in_region(device.type) is not None
         )
 
     def _meet(self, device: torch.device) -> bool:
@@ -599,10 +573,10 @@ class Adapters:
         return False
 
     def _is_half(self, tensor: Tensor) -> bool:
-        return tensor.dtype in (torch.float16, torch.bfloat16) and self._is_cast_here(tensor)
+        return tensor.dtype in HALVES and self._is_cast_here(tensor)
 
     def _tensor_cast(self, dtype: torch.dtype) -> TensorCast:
-        cache, is_cast_here = self._cache, self._is_cast_here
+        cache, is_cast_here = self.cache, self._is_cast_here
 
         def cast(tensor: Tensor) -> Tensor:
             found = tensor.dtype

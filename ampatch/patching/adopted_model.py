@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,23 @@ from ampatch.opt_levels import HALVES
 from ampatch.patching import cast_labels, replaced_forward
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The hooks that torch calls around forward passes, and when a model is saved or loaded.
+
+    They are functions of a module, so that a model deep-copies and pickles with them, and look up the session when
+    called.
+    """
+
+    before_forward: Callable[[nn.Module, Any], None]
+    after_forward: Callable[[nn.Module, Any, Any], None]
+    before_replicated_forward: Callable[[nn.Module, Any], None]
+    after_replicated_forward: Callable[[nn.Module, Any, Any], None]
+    after_state_dict: Callable[[nn.Module, Any, str, Any], None]
+    before_load_state_dict: Callable[..., None]
+    after_load_state_dict: Callable[[nn.Module, Any], None]
 
 
 def check_module(model: object) -> nn.Module:
@@ -266,28 +284,30 @@ def hook_casts(
     """
     before: Any = _Arguments()
     if inputs is not None:
-        before = functools.partial(cast_labels.cast_arguments if labelled else _cast_arguments, inputs)
+        cast = functools.partial(cast_labels.under_label, "arguments", _cast_arguments) if labelled else _cast_arguments
+        before = functools.partial(cast, inputs)
     if inputs in HALVES:
         before.__deepcopy__ = functools.partial(_hook_of_copy, _cast_arguments_of_copy)
     ledger.on_undo(model.register_forward_pre_hook(before, with_kwargs=True).remove, model)
-    after: Any = functools.partial(cast_labels.cast_result if labelled else _cast_result, outputs)
+    cast_result = functools.partial(cast_labels.under_label, "result", _cast_result) if labelled else _cast_result
+    after: Any = functools.partial(cast_result, outputs)
     if widens_copies and inputs is torch.float32:
         after.__deepcopy__ = functools.partial(_hook_of_copy, _leave_result)
     ledger.on_undo(model.register_forward_hook(after, always_call=True).remove, model)
 
 
-def hook_state_dict(
-    modules: Iterable[nn.Module],
-    ledger: PatchLedger,
-    after_state_dict: Callable[[nn.Module, Any, str, Any], None],
-    before_load: Callable[..., None],
-    after_load: Callable[[nn.Module, Any], None],
-) -> None:
+def hook_state_dict(modules: Iterable[nn.Module], ledger: PatchLedger, hooks: Hooks) -> None:
     """Registers the three hooks on each module, because submodules can be saved and loaded on their own."""
     for module in modules:
-        ledger.on_undo(module.register_state_dict_post_hook(after_state_dict).remove, module)
-        ledger.on_undo(module.register_load_state_dict_pre_hook(before_load).remove, module)
-        ledger.on_undo(module.register_load_state_dict_post_hook(after_load).remove, module)
+        ledger.on_undo(module.register_state_dict_post_hook(hooks.after_state_dict).remove, module)
+        ledger.on_undo(module.register_load_state_dict_pre_hook(hooks.before_load_state_dict).remove, module)
+        ledger.on_undo(module.register_load_state_dict_post_hook(hooks.after_load_state_dict).remove, module)
+
+
+def _is_of_amp(hook: Any) -> bool:
+    hook = getattr(hook, "hook", hook)  # torch wraps hooks that run before load_state_dict
+    function = hook.func if isinstance(hook, functools.partial) else hook
+    return str(getattr(function, "__module__", "")).partition(".")[0] == "ampatch"
 
 
 def without_hooks(copied: nn.Module) -> nn.Module:
@@ -300,21 +320,24 @@ def without_hooks(copied: nn.Module) -> nn.Module:
             module._load_state_dict_pre_hooks,
             module._load_state_dict_post_hooks,
         ):
-            for key in [key for key, hook in hooks.items() if _is_of_amp(hook)]:
-                del hooks[key]
-    replaced_forward.restore_forwards(copied)
+            _remove(hooks, _is_of_amp)
+        replaced_forward.restore(module)
     return copied
 
 
 @contextlib.contextmanager
-def without_own_hooks(module: nn.Module) -> Iterator[None]:
-    """Takes amp's hooks around the forward off a module while the block runs."""
-    stores = (module._forward_pre_hooks, module._forward_hooks)
+def without_own_hooks(modules: Iterable[nn.Module], is_own: Callable[[Any], bool] = _is_of_amp) -> Iterator[None]:
+    """Takes amp's hooks around the forward off modules while the block runs.
+
+    Args:
+        modules: the modules.
+        is_own: returns True for the hooks to take off.
+    """
+    stores = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     before = [dict(hooks) for hooks in stores]
     try:
         for hooks in stores:
-            for key in [key for key, hook in hooks.items() if _is_of_amp(hook)]:
-                del hooks[key]
+            _remove(hooks, is_own)
         yield
     finally:
         for hooks, known in zip(stores, before, strict=True):  # under the same keys, by which the ledger removes them
@@ -322,10 +345,16 @@ def without_own_hooks(module: nn.Module) -> Iterator[None]:
             hooks.update(known)
 
 
-def _is_of_amp(hook: Any) -> bool:
-    hook = getattr(hook, "hook", hook)  # torch wraps hooks that run before load_state_dict
-    function = hook.func if isinstance(hook, functools.partial) else hook
-    return str(getattr(function, "__module__", "")).partition(".")[0] == "ampatch"
+@contextlib.contextmanager
+def as_without_amp(hooks: Container[object], model: nn.Module) -> Iterator[None]:
+    """Gives a model its own forwards, and takes off these hooks around them, while the block runs."""
+    with without_own_hooks(model.modules(), hooks.__contains__), replaced_forward.own_forwards(model):
+        yield
+
+
+def _remove(hooks: dict[int, Any], is_own: Callable[[Any], bool]) -> None:
+    for key in [key for key, hook in hooks.items() if is_own(hook)]:
+        del hooks[key]
 
 
 @traced_within_others

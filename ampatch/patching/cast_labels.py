@@ -18,8 +18,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.profiler import record_function
 
-from ampatch.casting import write_back
-from ampatch.casting.nested import CASTABLE, cast_floating, tensors_in
+from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.compilers import traced_within_others
 from ampatch.patching.recurrent_weights import Layout
 from ampatch.patching.weight_cache import WeightCache
@@ -73,31 +72,22 @@ class LabellingCache(WeightCache):
         return store is not None and store.find(tensor, dtype) is not None
 
 
-# Hooks of models: module-level functions, so that models pickle with them.
-
-
 @traced_within_others
-def cast_arguments(
-    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    """Casts floating-point tensors in the arguments of a forward, under a label."""
-    with _label_if_cast("arguments", module, dtype, (args, kwargs)):
-        given: Any = cast_floating((args, kwargs), dtype)
-    write_back.begin(module, (args, kwargs), given)
-    return given  # type: ignore[no-any-return]
+def under_label(what: str, hook: Callable[..., Any], dtype: torch.dtype, module: nn.Module, *given: Any) -> Any:
+    """Calls a hook around a forward, which casts, under a label; a function of this module, so that models pickle.
 
-
-@traced_within_others
-def cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
-    """Casts floating-point tensors in the result of a forward, under a label."""
-    with _label_if_cast("result", module, dtype, result):
-        return write_back.end(module, dtype, result)
-
-
-def _label_if_cast(what: str, module: nn.Module, dtype: torch.dtype, value: object) -> AbstractContextManager[object]:
-    if is_compiling() or not any(each.dtype in CASTABLE and each.dtype is not dtype for each in tensors_in(value)):
-        return nullcontext()
-    return _label(what, type(module).__name__, dtype)
+    Args:
+        what: "arguments" or "result".
+        hook: the hook.
+        dtype: type that it casts to, its first argument.
+        module: the module.
+        given: the other arguments of the hook; the last two have what it casts, or the last one.
+    """
+    values = given if what == "arguments" else given[-1]
+    if is_compiling() or not any(each.dtype in CASTABLE and each.dtype is not dtype for each in tensors_in(values)):
+        return hook(dtype, module, *given)
+    with _label(what, type(module).__name__, dtype):
+        return hook(dtype, module, *given)
 
 
 def _label(what: str, function: str, dtype: torch.dtype) -> AbstractContextManager[object]:

@@ -31,8 +31,9 @@ from ampatch.casting import cast_observers
 from ampatch.casting.nested import TensorCast, cast_tensors
 from ampatch.compilers import constant_while_traced, traced_within_others
 from ampatch.function_wrapper import unwrapped
-from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function
+from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function, is_in_place
 from ampatch.patching.wrappers import explain
+from ampatch.switch import KINDS
 from ampatch.tracing import is_below_operators
 
 
@@ -78,13 +79,8 @@ class _Entry:
         """
         if self is _METADATA:
             return frozenset()
-        if self.always is Treatment.BLACKLIST:
-            return names[Treatment.WHITELIST] | names[Treatment.BANNED]
-        if self.always is Treatment.WHITELIST:
-            return names[Treatment.BLACKLIST] | names[Treatment.BANNED]
-        if self.always is Treatment.PROMOTE:
-            return names[Treatment.WHITELIST] | names[Treatment.BLACKLIST] | names[Treatment.BANNED]
-        return frozenset().union(*names.values())
+        unchanged = set() if self.always in (None, Treatment.BANNED) else {self.always, Treatment.PROMOTE}
+        return frozenset().union(*(found for treatment, found in names.items() if treatment not in unchanged))
 
 
 class CastRules:
@@ -99,7 +95,6 @@ class CastRules:
     Attributes:
         half_dtype: the argument.
         adapters: adapters of decorated functions, by kind.
-        kinds: types of devices that autocast may be on for.
         outside_torch: rules of functions that do not belong to torch, so that torch does not report them to a mode.
         reported_as_other: rules of methods that torch reports to a mode as another function, which has another
             treatment in the lists; each with the name of that function.
@@ -110,10 +105,7 @@ class CastRules:
     ) -> None:
         self.half_dtype = half_dtype
         self._rules, self._registered = tuple(rules), tuple(registered)
-        accelerator = torch.accelerator.current_accelerator()
-        kinds = {"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type}
-        self.kinds = tuple(kinds - {"meta"})
-        adapters = Adapters(half_dtype, _CASTS_OF_THE_BLOCK, kinds, hears_regions=False)
+        adapters = Adapters(half_dtype, _CASTS_OF_THE_BLOCK, {*KINDS, "meta"}, hears_regions=False)
         self.adapters = adapters.by_kind()
         self.outside_torch: list[Rule] = []
         self.entries: dict[Any, _Entry] = {
@@ -137,7 +129,7 @@ class CastRules:
                 adapter = adapters.for_rule(rule, function)
                 reason = f"ampatch: {rule.path} is {place(rule)} ({rule.source})."
             always = rule.treatment if dtype in (None, half_dtype) and not rule.when else None
-            in_half = always is Treatment.WHITELIST and not _is_in_place(rule)
+            in_half = always is Treatment.WHITELIST and not is_in_place(rule.path.name)
             self.entries[function] = _Entry(adapter.adapt, always, in_half, None, reason)
         listed = {function: rule.treatment for rule, function in found}
         reported = reported_functions()
@@ -218,7 +210,7 @@ class CastingMode(TorchFunctionMode):
 
     def _is_guarded(self) -> bool:
         """Returns True within `torch.autocast(enabled=False)` of the model's own code, which wants the types it has."""
-        return _depth_of_blocks(self.rules.kinds) > self._blocks
+        return _depth_of_blocks(KINDS) > self._blocks
 
     def _in_force(self, entry: _Entry) -> _Entry:
         return _UNLISTED if entry is not _TYPE and self._is_guarded() else entry
@@ -410,10 +402,6 @@ def reported_functions() -> dict[Any, Any]:
             with suppress(TypeError), Listening():
                 method(*args)
     return reported
-
-
-def _is_in_place(rule: Rule) -> bool:
-    return rule.path.name.endswith("_") and not rule.path.name.endswith("__")
 
 
 def _is_traced_below() -> bool:

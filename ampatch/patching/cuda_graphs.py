@@ -5,7 +5,6 @@ Owns the patches of ``CUDAGraph.capture_begin`` and ``make_graphed_callables``. 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -25,16 +24,8 @@ def announce(ledger: PatchLedger, before_capture: Callable[[], object]) -> None:
         ledger: records the patch.
         before_capture: function to call; the stream does not capture yet.
     """
-    original = getattr(graphs.CUDAGraph, "capture_begin", None)
-    if original is None:  # under `ampatch run --cpu`, where the class only raises
-        return
-
-    @functools.wraps(original)
-    def capture_begin(*args: Any, **kwargs: Any) -> None:
-        before_capture()
-        original(*args, **kwargs)
-
-    ledger.set(graphs.CUDAGraph, "capture_begin", capture_begin)
+    if hasattr(graphs.CUDAGraph, "capture_begin"):  # not under `ampatch run --cpu`, where the class only raises
+        ledger.before(graphs.CUDAGraph, "capture_begin", lambda *_, **__: before_capture())
 
 
 def accept_adopted_models(ledger: PatchLedger, before_capture: Callable[[], bool | None]) -> None:
@@ -57,12 +48,15 @@ def accept_adopted_models(ledger: PatchLedger, before_capture: Callable[[], bool
         is_one = not isinstance(callables, tuple)
         modules = [each for each in ([callables] if is_one else callables) if isinstance(each, nn.Module)]
         before = [vars(module).get("forward", MISSING) for module in modules]
-        with contextlib.ExitStack() as without_hooks:
-            for module in modules:
-                without_hooks.enter_context(adopted_model.without_own_hooks(module))
+        with adopted_model.without_own_hooks(modules):
             made = original(callables, sample_args, *args, **kwargs)
         for module, forward in zip(modules, before, strict=True):
-            _record_forward(ledger, module, forward)
+            graphed = vars(module)["forward"]
+            if forward is MISSING:
+                del module.forward
+            else:
+                module.forward = forward
+            ledger.set(module, "forward", graphed)
         return made
 
     for owner, name, _ in bindings((torch.cuda, graphs), {id(original): original}):
@@ -72,12 +66,3 @@ def accept_adopted_models(ledger: PatchLedger, before_capture: Callable[[], bool
 def is_graphed(module: nn.Module) -> bool:
     """Returns True if ``torch.cuda.make_graphed_callables`` has replaced the forward of a module."""
     return getattr(vars(module).get("forward"), "__module__", None) == graphs.__name__
-
-
-def _record_forward(ledger: PatchLedger, module: nn.Module, before: object) -> None:
-    graphed = vars(module)["forward"]
-    if before is MISSING:
-        del module.forward
-    else:
-        module.forward = before  # type: ignore[assignment]
-    ledger.set(module, "forward", graphed)

@@ -88,11 +88,6 @@ class _Differing:
         """All rules, the session's first."""
         return [rule for rule in (self.of_session, *self.of_parts.values()) if rule is not None]
 
-    @property
-    def some(self) -> Rule:
-        """One of the rules; there is one, since they differ."""
-        return self.rules[0]
-
     def reason(self) -> str:
         """Returns the note for errors, about the rule in force in this thread."""
         token = thread_rules.in_force()
@@ -101,6 +96,7 @@ class _Differing:
         return _reason_of(self.path, self.of_parts[token], " in this part of the model")
 
 
+@dataclass(eq=False)
 class FunctionPatches:
     """The functions that one session has patched.
 
@@ -116,20 +112,14 @@ class FunctionPatches:
         fuses_linear: True if linear layers that the lists cast to half may become one node.
     """
 
-    def __init__(
-        self,
-        ledger: PatchLedger,
-        adapters: Adapters,
-        accelerator: Accelerator,
-        switch: Switch,
-        for_half_models: bool = False,
-    ) -> None:
+    ledger: PatchLedger
+    adapters: Adapters
+    accelerator: Accelerator
+    switch: Switch
+    for_half_models: bool = False
+
+    def __post_init__(self) -> None:
         self.fuses_linear = False
-        self._ledger = ledger
-        self._for_half_models = for_half_models
-        self._adapters = adapters
-        self._accelerator = accelerator
-        self._switch = switch
         # Wrappers of functions in modules, by the original's id: one for each function, whatever its names.
         self._wrappers: dict[int, FunctionWrapper] = {}
         # The latest wrapper of each method, by the original's id.
@@ -165,17 +155,17 @@ class FunctionPatches:
         # The first patch of a function stays, under every name of the function. So registrations come before the lists,
         # and later registrations before earlier ones.
         for known in reversed(list(registered)):
-            adapter = functools.partial(self._adapters.for_registration, known.path, known.treatment, known.dtype)
+            adapter = functools.partial(self.adapters.for_registration, known.path, known.treatment, known.dtype)
             reason = _reason(known.path, f"registered for the {known.treatment.value}")
             self._patch(known.owner, known.name, adapter, reason, treatments=[known.treatment])
         owner_of = functools.cache(find_owner)
-        half = self._adapters.half_dtype
+        half = self.adapters.half_dtype
         rules = lists.for_half(half)
         # A function keeps its first patch. So those that only parts list come last: they may have other names here.
         only_in_parts = self._note_differing(
             rules, {token: each.for_half(half) for token, each in lists_of_parts.items()}
         )
-        in_half = list(half_functions.functions()) if self._for_half_models else []
+        in_half = list(half_functions.functions()) if self.for_half_models else []
         for path, treatment in in_half:
             self._half_functions[id(getattr(owner_of(path.namespace), path.name))] = path, treatment
         for rule in filter(self.applies, [*rules.values(), *only_in_parts]):
@@ -184,12 +174,12 @@ class FunctionPatches:
                 self._later.setdefault(rule.path.namespace, []).append(rule)
             else:
                 self._patch_rule(owner, rule)
-        for path in () if self._for_half_models else _cast_by_autocast(self._adapters.device_types) - rules.keys():
+        for path in () if self.for_half_models else _cast_by_autocast(self.adapters.device_types) - rules.keys():
             owner = owner_of(path.namespace)
             if id(getattr(owner, path.name, None)) in overridable():  # not what another library has put there
                 self._patch(owner, path.name, lambda _: Adapter(thread_rules.unchanged), _reason_of(path, None))
         for path, treatment in in_half:
-            adapter = functools.partial(self._adapters.in_half, treatment, path)
+            adapter = functools.partial(self.adapters.in_half, treatment, path)
             self._patch(owner_of(path.namespace), path.name, adapter, _reason_in_half(path))
         self._rebind_modules()
         for namespace in self._later:
@@ -200,7 +190,7 @@ class FunctionPatches:
             _waiting.add(self)
             finder = _Announcer(packages)
             sys.meta_path.insert(0, finder)
-            self._ledger.on_undo(functools.partial(_remove, finder))
+            self.ledger.on_undo(functools.partial(_remove, finder))
 
     def add_tables(self, tables: Sequence[Tensor]) -> bool:
         """Makes half results of sums of half activations and tables of models with half weights, from now on.
@@ -208,15 +198,15 @@ class FunctionPatches:
         Returns:
             True if it has patched addition, so that names in models are to be bound again.
         """
-        known = self._adapters.tables
+        known = self.adapters.tables
         new = [table for table in tables if not any(each() is table for each in known)]
         is_first = bool(new) and not known
         if is_first:
             for path in half_functions.ADDITION:
-                adapter = functools.partial(self._adapters.in_half, InHalf.ADD_TABLE, path)
+                adapter = functools.partial(self.adapters.in_half, InHalf.ADD_TABLE, path)
                 self._patch(find_owner(path.namespace), path.name, adapter, _reason_in_half(path))
             self._rebind_modules()
-            compilers.trace_additions(self._ledger, is_in_half, is_looked_up, known)
+            compilers.trace_additions(self.ledger, is_in_half, is_looked_up, known)
             compilers.forget_compiled()
         known.extend(map(weakref.ref, new))
         return is_first
@@ -230,13 +220,13 @@ class FunctionPatches:
             if others:
                 self._differing[path] = found = _Differing(path, here, others)
                 if here is None:
-                    new.append(found.some)
+                    new.append(found.rules[0])  # there is one, since they differ
         return new
 
     def applies(self, rule: Rule) -> bool:
         """Returns True if the session patches the function of a rule."""
         # An in-place function on a half tensor has no room for a float32 result; torch's own error says so.
-        return not self._for_half_models or (bool(rule.needs_float32) and not is_in_place(rule.path.name))
+        return not self.for_half_models or (bool(rule.needs_float32) and not is_in_place(rule.path.name))
 
     @property
     def count(self) -> int:
@@ -259,7 +249,7 @@ class FunctionPatches:
             if wrapper is not None:
                 # An owner that does not store its attributes itself keeps the original.
                 with contextlib.suppress(AttributeError, RefusedError):
-                    self._ledger.set(owner, name, wrapper)
+                    self.ledger.set(owner, name, wrapper)
 
     def rebind_model(self, model: nn.Module) -> None:
         """Rebinds the names in a model's modules, and functions in their containers, partials and traced graphs.
@@ -277,7 +267,7 @@ class FunctionPatches:
             if isinstance(holder, fx.GraphModule):
                 has_changed |= _retarget(holder, self._replacement_of)
             if has_changed:
-                self._ledger.on_undo(functools.partial(_restore, weakref.ref(holder)), holder)
+                self.ledger.on_undo(functools.partial(_restore, weakref.ref(holder)), holder)
 
     def _replacement_of(self, value: object) -> object | None:
         """Returns the wrapper of a function, or None.
@@ -323,7 +313,7 @@ class FunctionPatches:
         Warns:
             AmpWarning: a rule's function is missing from its module, or does not fit the rule.
         """
-        if not self._switch.active:
+        if not self.switch.active:
             return
         by_pattern = self._patch_matched(module)
         for namespace in list(self._later):
@@ -349,7 +339,7 @@ class FunctionPatches:
         matched = sorted(set().union(*(each.matched_in(module) for each in every)))
         if not matched:
             return {}
-        found, *others = [each.late_rules(self._adapters.half_dtype, module, matched) for each in every]
+        found, *others = [each.late_rules(self.adapters.half_dtype, module, matched) for each in every]
         rules = [rule for rule in found.values() if rule is not None]
         rules += self._note_differing(
             {rule.path: rule for rule in rules},
@@ -391,7 +381,7 @@ class FunctionPatches:
     def _patch_rule(self, owner: object, rule: Rule) -> None:
         known = self._differing.get(rule.path)
         if known is None:
-            adapter = functools.partial(self._adapters.for_rule, rule)
+            adapter = functools.partial(self.adapters.for_rule, rule)
             reason = _reason_of(rule.path, rule)
             self._patch(owner, rule.path.name, adapter, reason, rule.needs_float32, [rule.treatment])
         else:
@@ -408,7 +398,7 @@ class FunctionPatches:
         """Returns the adapter of a function that parts of a model treat otherwise than the session does."""
 
         def adapter_of(rule: Rule | None) -> Adapter:
-            return Adapter(thread_rules.unchanged) if rule is None else self._adapters.for_rule(rule, original)
+            return Adapter(thread_rules.unchanged) if rule is None else self.adapters.for_rule(rule, original)
 
         of_session = adapter_of(known.of_session)
         of_parts = {token: adapter_of(rule) for token, rule in known.of_parts.items()}
@@ -442,39 +432,39 @@ class FunctionPatches:
             adapter = make_adapter(original)
             if name in _WRITING or module.partition(".")[0] != "torch":
                 adapter = replace(adapter, plain_cast=None, may_write=True)
-            if needs_float32 and self._for_half_models:
+            if needs_float32 and self.for_half_models:
                 half, otherwise = HalfModelFunction.derived(), None
                 if id(original) in self._half_functions:
                     path, treatment = self._half_functions[id(original)]
-                    beside = self._adapters.in_half(treatment, path, original)
+                    beside = self.adapters.in_half(treatment, path, original)
                     otherwise = self._plain(FunctionInHalf, original, beside, _reason_in_half(path))
-                wrapper = half(original, adapter, self._switch, reason, frozenset(needs_float32), otherwise)
-            elif self._for_half_models:
+                wrapper = half(original, adapter, self.switch, reason, frozenset(needs_float32), otherwise)
+            elif self.for_half_models:
                 wrapper = self._plain(FunctionInHalf, original, adapter, str(reason))
             else:
                 known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
                 needs_block = any(_needs_block(original, known_as, treatment) for treatment in treatments)
                 encloses = needs_block and isinstance(original, types.FunctionType)
                 if encloses or not isinstance(reason, str):
-                    wrapper = PatchedFunction.derived()(original, adapter, self._switch, reason, needs_block)
+                    wrapper = PatchedFunction.derived()(original, adapter, self.switch, reason, needs_block)
                 else:
                     wrapper = self._plain(PatchedFunction, original, adapter, reason, needs_block)
                 self.fuses_linear |= adapter.call is not None
             wrapper.__module__, wrapper.__qualname__ = module, qualified
             self._installed[id(wrapper)] = _alive[id(wrapper)] = wrapper
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
-        self._ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
+        self.ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
     def _plain(
         self, kind: type[_W], original: Function, adapter: Adapter, reason: str, needs_block: bool = False
     ) -> _W:
         """Returns a wrapper of a class, whose calls C++ runs if it can."""
         accelerates = adapter.plain_cast is not None
-        made = (self._accelerator.class_of(kind) if accelerates else kind.derived())(
-            original, adapter, self._switch, reason, needs_block
+        made = (self.accelerator.class_of(kind) if accelerates else kind.derived())(
+            original, adapter, self.switch, reason, needs_block
         )
         if adapter.plain_cast is not None:
-            self._accelerator.accelerate(made, adapter.plain_cast, reason)
+            self.accelerator.accelerate(made, adapter.plain_cast, reason)
         return made
 
 

@@ -123,7 +123,10 @@ def captures(wanted: Container[int]) -> Iterator[Place]:
         wanted: ids of the objects to look for.
     """
     for function in gc.get_objects():
-        if type(function) is types.FunctionType and _captures_any(function) and not _is_torchs_or_amps(function):
+        if type(function) is not types.FunctionType:
+            continue
+        captures_any = function.__closure__ or function.__defaults__ or function.__kwdefaults__
+        if captures_any and not _belongs_to_torch_or_amp(function.__globals__.get("__name__")):
             for name, value in _captures(function):
                 for held in held_in(value) if type(value) in OPENED else (value,):
                     if id(held) in wanted:
@@ -143,10 +146,6 @@ def _is_searched(value: object) -> bool:
     return type(value) in OPENED and not (type(value) is dict and "__name__" in value)
 
 
-def _captures_any(function: types.FunctionType) -> bool:
-    return bool(function.__closure__ or function.__defaults__ or function.__kwdefaults__)
-
-
 def _captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     """Yields the names and values of a function's closure and of its default arguments."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -156,10 +155,6 @@ def _captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:
     # A named tuple's `__new__` has more defaults than arguments.
     yield from zip(reversed(arguments), reversed(function.__defaults__ or ()), strict=False)
     yield from (function.__kwdefaults__ or {}).items()
-
-
-def _is_torchs_or_amps(function: types.FunctionType) -> bool:
-    return _belongs_to_torch_or_amp(function.__globals__.get("__name__"))
 
 
 def _belongs_to_torch_or_amp(module: object) -> bool:

@@ -112,15 +112,7 @@ def _may_be_one_node(layer: _Layer, casts: _Layer) -> bool:
         and input.numel() > 0
         and weight.numel() > 0
         and input.device == weight.device
-        and (
-            bias is None
-            or (
-                type(bias) is Parameter
-                and _is_weight(bias)
-                and bias.shape == weight.shape[:1]
-                and bias.device == weight.device
-            )
-        )
+        and (bias is None or (_is_weight(bias) and (bias.shape, bias.device) == (weight.shape[:1], weight.device)))
     )
 
 
@@ -146,8 +138,8 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _is_weight(parameter: Parameter) -> bool:
-    return parameter.dtype is torch.float32 and parameter.is_leaf and _is_plain(parameter)
+def _is_weight(given: Any) -> bool:
+    return type(given) is Parameter and given.dtype is torch.float32 and given.is_leaf and _is_plain(given)
 
 
 class _Halves(NamedTuple):
@@ -184,7 +176,7 @@ class FusedLinear(torch.autograd.Function):
         # As torch: without the gradient of the input, the cast is not needed any more.
         ctx.save_for_backward(input, half.weight if input.requires_grad else None)
         ctx.product = half.product
-        ctx.has_usual_layout = _has_usual_layout(half.weight)
+        ctx.has_usual_layout = half.weight.stride() == (half.weight.shape[1], 1)
         result = LINEAR(input, half.weight, half.bias)
         # autograd lets nobody write to a view that comes out of a Function.
         return _unsafe_view(result, result.shape) if result._is_view() else result
@@ -227,10 +219,6 @@ def _will_run(node: Any) -> bool:
         return _will_execute(node)
     except RuntimeError:  # torch cannot tell: a leaf whose gradient `torch.autograd.grad` returns
         return True
-
-
-def _has_usual_layout(weight: Tensor) -> bool:
-    return weight.stride() == (weight.shape[1], 1)
 
 
 def _as_rows(tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from ampatch.cast_lists.spellings import spellings
 from ampatch.function_wrapper import unwrapped
 from ampatch.opt_levels import HALVES
 from ampatch.patching.adapters import Adapt, Adapters, Casts, Function, InHalf
+from ampatch.switch import KINDS
 
 # Beside those on the whitelist. Layers with weights: their results are half, like those of products. torch.rms_norm
 # takes mixed types on the CPU, but gives a float32 result.
@@ -116,9 +117,7 @@ def prepare_mode() -> None:
     """Prepares `CastingBesideHalf`, once in a process. Must run before torch.compile traces the mode."""
     if _adapts:
         return
-    accelerator = torch.accelerator.current_accelerator()
-    kinds = {"cpu", "meta"} if accelerator is None else {"cpu", "meta", accelerator.type}
-    adapters = Adapters(torch.float16, _Uncached(), kinds, hears_regions=False)
+    adapters = Adapters(torch.float16, _Uncached(), {*KINDS, "meta"}, hears_regions=False)
     for path, treatment in functions():
         function: Any = unwrapped(find_or(path))
         _adapts.setdefault(function, adapters.in_half(treatment, path, function).adapt)

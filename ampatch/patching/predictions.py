@@ -19,8 +19,8 @@ from ampatch.cast_lists.rules import Rule, Treatment, typed_conditions
 from ampatch.cast_lists.signatures import argument_reader, first_argument_reader, parameter_names
 from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.errors import BannedFunctionError
-from ampatch.opt_levels import HALVES, dtype_name
-from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function, is_in_place, lacks_half_products
+from ampatch.opt_levels import HALF_DTYPES, HALVES, dtype_name
+from ampatch.patching.adapters import Adapt, Adapters, Casts, Function, is_in_place, lacks_half_products
 from ampatch.patching.wrappers import adapted_for_override, is_overridden_by_others
 
 
@@ -83,8 +83,6 @@ class Predictor:
     """
 
     def __init__(self, half_dtype: torch.dtype, device_types: Set[str], allow_banned: bool = False) -> None:
-        self._device_types = device_types
-        self._allow_banned = allow_banned
         self._adapters = Adapters(half_dtype, _Stand(), device_types, allow_banned)
 
     def by_rule(self, rule: Rule, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
@@ -96,9 +94,9 @@ class Predictor:
             args: arguments by position.
             kwargs: arguments by keyword.
         """
-        adapt = self._adapters.for_rule(rule, function).adapt
         unmet = _unmet(rule, function, args, kwargs)
-        return self._predicted(adapt, function, args, kwargs, rule.path.name, rule.treatment, unmet)
+        call = _Call(self._adapters, function, args, kwargs, rule.path.name, rule.treatment, unmet)
+        return call.predicted(self._adapters.for_rule(rule, function).adapt)
 
     def by_registration(
         self,
@@ -110,84 +108,56 @@ class Predictor:
         kwargs: dict[str, Any],
     ) -> Prediction:
         """Predicts a call of a registered function; ``dtype`` is its own half dtype, if it has one."""
-        adapt = self._adapters.for_registration(path, treatment, dtype, function).adapt
-        return self._predicted(adapt, function, args, kwargs, path.name, treatment)
+        call = _Call(self._adapters, function, args, kwargs, path.name, treatment)
+        return call.predicted(self._adapters.for_registration(path, treatment, dtype, function).adapt)
 
     def by_decoration(self, kind: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
         """Predicts a call of a decorated function; ``kind`` is the name of a list or of a half dtype."""
-        adapt = self._adapters.by_kind()[kind]
-        listed = {treatment.value: treatment for treatment in Treatment}
-        treatment = listed.get(kind, Treatment.WHITELIST)
-        return self._predicted(adapt, function, args, kwargs, None, treatment)
-
-    def _predicted(
-        self,
-        adapt: Adapt,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        name: str | None,
-        treatment: Treatment,
-        unmet: str | None = None,
-    ) -> Prediction:
-        """Runs an adapter; ``name`` is the function's, or None for a decorated one."""
-        is_foreign = False
-        try:
-            adapted: Arguments
-            if name is not None and has_torch_function((*args, *kwargs.values())):
-                adapted = adapted_for_override(adapt, args, kwargs)
-                is_foreign = is_overridden_by_others(args, kwargs)
-            else:
-                adapted = adapt(args, kwargs)
-        except BannedFunctionError as error:
-            refused = unchanged(function, args, kwargs, "the call raises")
-            return replace(refused, error=str(error))
-        given = _named(function, args, kwargs)
-        after = list(tensors_in([*adapted[0], *adapted[1].values()]))
-        told = adapted[1].get("dtype")
-        passed = None if told is None or told is kwargs.get("dtype") else told
-        call = _Call(self, function, args, kwargs, name, treatment, unmet, is_foreign, passed)
-        arguments = tuple(
-            Argument(label, tensor.dtype, new.dtype, None if new is not tensor else call.reason(tensor))
-            for (label, tensor), new in zip(given, after, strict=True)
-        )
-        return Prediction(arguments, passed if call.explicit_dtype() is None else None)
-
-    def casts_on(self, device: torch.device) -> bool:
-        """Returns True if tensors on a device are cast."""
-        return device.type in self._device_types
-
-    def device_types(self) -> str:
-        """Returns the device types whose tensors are cast, for a message."""
-        return " and ".join(sorted(self._device_types))
-
-    def raises_for_banned(self) -> bool:
-        """Returns True if banned functions raise, rather than run in float32."""
-        return not self._allow_banned
+        treatment = Treatment.WHITELIST if kind in HALF_DTYPES else Treatment(kind)
+        return _Call(self._adapters, function, args, kwargs, None, treatment).predicted(self._adapters.by_kind()[kind])
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call whose arguments were adapted; says why a tensor among them stayed as it is."""
+    """A call. ``name`` is the function's, None for a decorated one; ``unmet`` the condition that the rule misses."""
 
-    predictor: Predictor
+    adapters: Adapters
     function: Function
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     name: str | None
     treatment: Treatment
-    unmet: str | None
-    is_foreign: bool
-    passed_dtype: torch.dtype | None
+    unmet: str | None = None
 
-    def reason(self, tensor: Tensor) -> str:
-        """Returns why a tensor is not cast: the first reason that holds."""
-        return next(filter(None, self._reasons(tensor)), "the result may be a view of it")
+    def predicted(self, adapt: Adapt) -> Prediction:
+        """Runs an adapter, and says why tensors stay as they are."""
+        args, kwargs, is_foreign = self.args, self.kwargs, False
+        try:
+            if self.name is not None and has_torch_function((*args, *kwargs.values())):
+                adapted = adapted_for_override(adapt, args, kwargs)
+                is_foreign = is_overridden_by_others(args, kwargs)
+            else:
+                adapted = adapt(args, kwargs)
+        except BannedFunctionError as error:
+            return replace(unchanged(self.function, args, kwargs, "the call raises"), error=str(error))
+        after = tensors_in([*adapted[0], *adapted[1].values()])
+        told = adapted[1].get("dtype")
+        passed = None if told is None or told is kwargs.get("dtype") else told
 
-    def _reasons(self, tensor: Tensor) -> Iterator[str | None]:
+        def reason(tensor: Tensor) -> str:
+            reasons = self._reasons(tensor, is_foreign, passed)
+            return next(filter(None, reasons), "the result may be a view of it")
+
+        arguments = tuple(
+            Argument(label, tensor.dtype, new.dtype, None if new is not tensor else reason(tensor))
+            for (label, tensor), new in zip(_named(self.function, args, kwargs), after, strict=True)
+        )
+        return Prediction(arguments, passed if self.explicit_dtype() is None else None)
+
+    def _reasons(self, tensor: Tensor, is_foreign: bool, passed: torch.dtype | None) -> Iterator[str | None]:
         """Yields reasons, in the order in which the adapters check them, and None for those that do not hold."""
         yield self.unmet
-        if self.is_foreign:
+        if is_foreign:
             yield "an argument that is no tensor overrides torch's functions"
         if self.written() is tensor:
             yield "the call writes to it, so it keeps its type"
@@ -195,20 +165,28 @@ class _Call:
             yield "out= is never cast; it decides the type"
         if tensor.dtype not in CASTABLE:
             yield f"{dtype_name(tensor.dtype)} is never cast"
-        if not self.predictor.casts_on(tensor.device):
-            yield f"it is on {tensor.device.type!r}; amp casts on {self.predictor.device_types()}"
+        if not self.is_cast_on(tensor.device):
+            yield f"it is on {tensor.device.type!r}; amp casts on {' and '.join(sorted(self.adapters.device_types))}"
         dtype = self.explicit_dtype()
         if isinstance(dtype, torch.dtype):
             yield f"the call's own dtype={dtype_name(dtype)} is obeyed"
-        if self.passed_dtype is not None:
-            yield f"dtype={dtype_name(self.passed_dtype)} is passed instead: the kernel casts"
+        if passed is not None:
+            yield f"dtype={dtype_name(passed)} is passed instead: the kernel casts"
         yield _by_target(self, tensor)
         yield _by_treatment(self, tensor)
 
+    def is_cast_on(self, device: torch.device) -> bool:
+        """Returns True if tensors on a device are cast."""
+        return device.type in self.adapters.device_types
+
+    @property
+    def is_banned(self) -> bool:
+        """True if the call raises for half tensors, rather than run in float32."""
+        return self.treatment is Treatment.BANNED and not self.adapters.allow_banned
+
     def explicit_dtype(self) -> object:
         """Returns the value that the caller passes for ``dtype``; None if there is none."""
-        is_banned = self.treatment is Treatment.BANNED and self.predictor.raises_for_banned()
-        if self.written() is not None or is_banned:
+        if self.written() is not None or self.is_banned:
             return None
         by_position = (value for value in self.args if isinstance(value, torch.dtype))
         return _read(self.function, "dtype", self.args, self.kwargs) or next(by_position, None)
@@ -232,26 +210,21 @@ def _by_target(call: _Call, tensor: Tensor) -> str | None:
     target = call.written() if call.written() is not None else next(iter(call.out()), None)
     if target is None:
         return None
-    if target.dtype is tensor.dtype:
-        return f"the tensor written to is {dtype_name(target.dtype)} too"
-    return f"the tensor written to is {dtype_name(target.dtype)}"
+    return f"the tensor written to is {dtype_name(target.dtype)}{' too' * (target.dtype is tensor.dtype)}"
 
 
 def _by_treatment(call: _Call, tensor: Tensor) -> str | None:
+    given = list(tensors_in([*call.args, *call.kwargs.values()]))
     if call.treatment is Treatment.PROMOTE:
+        dtypes = {each.dtype for each in given if call.is_cast_on(each.device)} & _EMPTY.keys()
         widest = f"{dtype_name(tensor.dtype)} is the widest type"
-        return "all that could be cast has one type" if _one_type(call) else widest
-    if call.treatment is Treatment.BANNED and call.predictor.raises_for_banned():
+        return "all that could be cast has one type" if len(dtypes) < 2 else widest
+    if call.is_banned:
         return "the ban is for half tensors only"
     is_half = call.treatment is Treatment.WHITELIST
-    if is_half and any(map(lacks_half_products, tensors_in([*call.args, *call.kwargs.values()]))):
+    if is_half and any(map(lacks_half_products, given)):
         return "torch has no half kernel for products with this sparse tensor"
     return f"it is {dtype_name(tensor.dtype)} already" if is_half is (tensor.dtype in HALVES) else None
-
-
-def _one_type(call: _Call) -> bool:
-    found = [each for each in tensors_in([*call.args, *call.kwargs.values()]) if call.predictor.casts_on(each.device)]
-    return len({each.dtype for each in found if each.dtype in (*CASTABLE, torch.float64)}) < 2
 
 
 def _unmet(rule: Rule, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

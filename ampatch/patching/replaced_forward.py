@@ -92,8 +92,19 @@ class ReplacedForward(ABC):
         return result
 
     def enclose_backward(self, result: object, first: int) -> None:
-        """Runs the backward passes of users' functions, from a node's number on, in the block as well."""
-        _enclose_backward(result, first, self.block)
+        """Runs the backward passes of users' `torch.autograd.Function` classes in a graph in the block as well.
+
+        torch's own nodes run in C++, which no cast list reaches.
+
+        Args:
+            result: what the forward returned, with the graph.
+            first: number of the first node of that forward; earlier ones belong to code around it.
+        """
+        roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
+        node: Any
+        for node in nodes_of(roots, enters=lambda node: node._sequence_nr() >= first):
+            if isinstance(node, BackwardCFunction):
+                node._forward_cls = _EnclosedInBackward(node._forward_cls, self.block)  # type: ignore[attr-defined]
 
 
 def check_replaceable(module: nn.Module, name: str, asked: str) -> None:
@@ -127,16 +138,10 @@ def own_forward(module: nn.Module, switch: Switch) -> Callable[..., Any] | None:
     return None if forward.switch is switch else forward.own
 
 
-def restore_forwards(copied: nn.Module) -> None:
-    """Gives the modules of a deep copy their own forwards back."""
-    for module in copied.modules():
-        _restore(module)
-
-
 @contextmanager
 def own_forwards(model: nn.Module) -> Iterator[None]:
     """Gives the modules of a model their own forwards back until the block ends."""
-    replaced = [(module, _restore(module)) for module in model.modules()]
+    replaced = [(module, restore(module)) for module in model.modules()]
     try:
         yield
     finally:
@@ -145,7 +150,7 @@ def own_forwards(model: nn.Module) -> Iterator[None]:
                 vars(module)["forward"] = forward
 
 
-def _restore(module: nn.Module) -> ReplacedForward | None:
+def restore(module: nn.Module) -> ReplacedForward | None:
     """Gives a module its own forward back; returns the one in its place, None if there was none."""
     forward = vars(module).get("forward")
     if not isinstance(forward, ReplacedForward):
@@ -196,23 +201,6 @@ def _give_own_forward(module: nn.Module) -> None:
 
 async def _awaiting(coroutine: Any, block: Callable[[], Block]) -> Any:
     return await InSteps(coroutine, block)
-
-
-def _enclose_backward(result: object, first: int, block: Callable[[], Block]) -> None:
-    """Runs the backward passes of users' `torch.autograd.Function` classes in a graph in a block, as their forward ran.
-
-    torch's own nodes run in C++, which no cast list reaches.
-
-    Args:
-        result: what the forward returned, with the graph.
-        first: number of the first node of that forward; earlier ones belong to code around it.
-        block: returns the block.
-    """
-    roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
-    node: Any
-    for node in nodes_of(roots, enters=lambda node: node._sequence_nr() >= first):
-        if isinstance(node, BackwardCFunction):
-            node._forward_cls = _EnclosedInBackward(node._forward_cls, block)  # type: ignore[attr-defined]
 
 
 class _EnclosedInBackward:

@@ -9,11 +9,9 @@ have to clip at the same time.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -110,24 +108,15 @@ def watch(ledger: PatchLedger, check: Callable[[Sequence[Tensor]], object]) -> N
         ledger: records what is installed.
         check: called with the gradients that torch clips, or takes the norm of; empty if there are none.
     """
+
     # All of torch's functions that clip or take norms call these two, whatever name user code has bound before. Only
     # the second is called without gradients, as masters have none while those of their half parameters are scaled.
-    group = clip_grad._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
-    total_norm = clip_grad._get_total_norm
-
-    @functools.wraps(group)
-    def grouped(tensorlistlist: Any, *args: Any, **kwargs: Any) -> Any:
-        check(tensorlistlist[0])
-        return group(tensorlistlist, *args, **kwargs)
-
-    @functools.wraps(total_norm)
-    def taken(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def check_if_empty(tensors: object, *_: object, **__: object) -> None:
         if isinstance(tensors, list) and not tensors:
             check(tensors)
-        return total_norm(tensors, *args, **kwargs)
 
-    ledger.set(clip_grad, "_group_tensors_by_device_and_dtype", grouped)
-    ledger.set(clip_grad, "_get_total_norm", taken)
+    ledger.before(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists, *_, **__: check(lists[0]))
+    ledger.before(clip_grad, "_get_total_norm", check_if_empty)
 
 
 def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -> Tensor:

@@ -5,14 +5,10 @@ Owns the divisor, and which tensors it applies to. Must not know the optimizer o
 
 from __future__ import annotations
 
-import operator
-
 from torch import Tensor
 
 from ampatch.errors import warn
 from ampatch.native import kernels
-
-_VERSION = operator.attrgetter("_version")
 
 
 class DeferredUnscaling:
@@ -28,8 +24,7 @@ class DeferredUnscaling:
 
     def __init__(self, grads: list[Tensor], divisor: Tensor) -> None:
         self.divisor = divisor
-        self._grads = grads
-        self._versions = list(map(_VERSION, grads))
+        self._noted = {id(grad): (grad, grad._version) for grad in grads}  # kept alive, so that the ids stay theirs
 
     def divide(self, there: list[Tensor]) -> None:
         """Divides in place those gradients that still exist.
@@ -37,8 +32,7 @@ class DeferredUnscaling:
         Args:
             there: the optimizer's present gradients. New ones, from a backward pass without a scale, stay unchanged.
         """
-        ids = set(map(id, there))
-        kernels.multiply_([grad for grad in self._grads if id(grad) in ids], self.divisor.reciprocal())
+        kernels.multiply_([grad for grad in there if id(grad) in self._noted], self.divisor.reciprocal())
 
     def are(self, there: list[Tensor]) -> bool:
         """Returns True if all present gradients are among these.
@@ -49,8 +43,8 @@ class DeferredUnscaling:
         Warns:
             AmpWarning: user code has written to one of them.
         """
-        versions = dict(zip(map(id, self._grads), self._versions, strict=True))
-        written = [grad for grad in there if versions.get(id(grad), grad._version) != grad._version]
+        noted = [(grad, self._noted[id(grad)][1]) for grad in there if id(grad) in self._noted]
+        written = [grad for grad, version in noted if version != grad._version]
         # Syncs with the device only if a version counter has changed. Zeros count as cleared.
         if any(bool(kernels.values_of(grad.detach()).any()) for grad in written):
             warn(
@@ -58,4 +52,4 @@ class DeferredUnscaling:
                 "kernel to unscale and clip. Call it last before optimizer.step(), or leave delay_unscale=True out of "
                 "the block before."
             )
-        return all(map(versions.__contains__, map(id, there)))
+        return len(noted) == len(there)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.nn.modules.module import (
 
 from ampatch.grouping import grouped
 from ampatch.ledger import PatchLedger
-from ampatch.weights.untracked_writes import has_memory, is_shared, is_since, moment_of
+from ampatch.weights.untracked_writes import Moment, has_memory, is_shared, is_since, moment_of
 
 # Larger buffers are mostly tables and masks, which no forward pass writes to.
 _LARGE = 2**20
@@ -28,6 +29,7 @@ _LARGE = 2**20
 _MEDIUM = 2**14
 
 
+@dataclass(slots=True, eq=False)
 class _Kept:
     """One buffer, and a copy of it.
 
@@ -41,13 +43,12 @@ class _Kept:
         copied: the copy; None if there is none.
     """
 
-    __slots__ = ("buffers", "copied", "is_statistic", "moment", "name", "writes")
-
-    def __init__(self, buffers: dict[str, Tensor | None], name: str, is_statistic: bool) -> None:
-        self.buffers, self.name, self.is_statistic = buffers, name, is_statistic
-        self.copied: Tensor | None = None
-        self.moment = moment_of(None)
-        self.writes = 0
+    buffers: dict[str, Tensor | None]
+    name: str
+    is_statistic: bool
+    moment: Moment = (None, -1)
+    writes: int = 0
+    copied: Tensor | None = None
 
     def now(self) -> Tensor | None:
         """Returns the buffer; None if it is none, or of a kind that is not kept."""

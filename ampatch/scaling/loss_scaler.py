@@ -134,9 +134,8 @@ def make_policy(
     growth, backoff = _factors(scale_factor, growth_factor, backoff_factor)
     window, left = _count("scale_window", scale_window), _count("hysteresis", hysteresis)
     start = _checked_scale("init_scale", init_scale)
-    if checked != "dynamic":
-        return ScalePolicy(False, _checked_scale("loss_scale", checked), growth, backoff, window, left, floor, ceiling)
-    return ScalePolicy(True, min(max(start, floor), ceiling), growth, backoff, window, left, floor, ceiling)
+    first = min(max(start, floor), ceiling) if checked == "dynamic" else _checked_scale("loss_scale", checked)
+    return ScalePolicy(checked == "dynamic", first, growth, backoff, window, left, floor, ceiling)
 
 
 def first_state(policy: ScalePolicy) -> ScaleState:
@@ -175,9 +174,7 @@ def scaled(loss: _L, scale: Tensor | None) -> _L:
     if not isinstance(loss, Tensor):
         return cast_tensors(loss, lambda each: scaled(each, scale))  # type: ignore[return-value]
     full = loss.float()
-    if scale is None:
-        return full  # type: ignore[return-value]
-    return full * on_device(scale, full.device)  # type: ignore[return-value]
+    return full if scale is None else full * on_device(scale, full.device)  # type: ignore[return-value]
 
 
 class LossScaler:
@@ -216,23 +213,16 @@ class LossScaler:
     """
 
     uses_by_hand: ClassVar[int] = 0
-    policy: ScalePolicy
-    dynamic: bool
     is_one: bool
     age: int = 0
     _loads: int = 0  # states loaded; what blocks have found before them no longer moves the scale
     overflows: int = 0
-    _scale: Tensor
-    _unskipped: Tensor
-    _hysteresis_left: Tensor
-    _found_inf: Tensor  # overflows noted since the last update
     _has_noted: bool = False
     _is_replayed: bool = False  # a CUDA graph notes overflows, and its replays do not run this code
     _dropped: Tensor | None = None  # not 0 if it has backed off by `back_off` since the last update
     _has_reacted: bool = False
     _counted: int = 0  # updates of a static scale, counted on the host
     _kept: Tensor | None = None  # the snapshot of a static scale
-    _set_to: float  # the scale that the host last set; a static scale still has it
 
     def __init__(
         self,
@@ -274,7 +264,7 @@ class LossScaler:
             self._scale = torch.empty((), dtype=torch.float32, device="cpu")
             self._unskipped = torch.empty((), dtype=torch.int32, device="cpu")
             self._hysteresis_left = torch.empty_like(self._unskipped)
-            self._found_inf = torch.empty_like(self._scale)
+            self._found_inf = torch.empty_like(self._scale)  # overflows noted since the last update
         self.set_state(first_state(policy))
 
     @WithoutCasts()
@@ -417,11 +407,9 @@ class LossScaler:
         Raises:
             OptionError: it is neither a floating tensor, nor lists, tuples and dicts of them.
         """
-        if isinstance(loss, Tensor):
-            _check_loss(loss)
-            self.to(loss.device)
-            return
-        self.to(_checked_losses(loss)[0].device)
+        if not isinstance(loss, Tensor) or not loss.is_floating_point():
+            loss = _checked_losses(loss)[0]
+        self.to(loss.device)
 
     def to(self, device: torch.device) -> None:
         """Moves the state to a device.
@@ -466,18 +454,13 @@ class LossScaler:
     def __repr__(self) -> str:
         # A debugger shows it at any moment: while it is made, under a tracer, while a CUDA graph is captured.
         with contextlib.suppress(Exception):
-            return self._described()
+            if not self.dynamic:
+                return f"LossScaler(static, loss_scale={self._set_to})"
+            device, first = self._scale.device, self.policy.init_scale
+            if device.type != "cpu":  # to read it would wait for the device
+                return f"LossScaler(dynamic, loss_scale on {device}: read it by .state, init_scale={first})"
+            return f"LossScaler(dynamic, loss_scale={float(self._scale)}, unskipped={int(self._unskipped)})"
         return object.__repr__(self)
-
-    def _described(self) -> str:
-        if not self.dynamic:
-            return f"LossScaler(static, loss_scale={self._set_to})"
-        device = self._scale.device
-        if device.type != "cpu":  # to read it would wait for the device
-            return (
-                f"LossScaler(dynamic, loss_scale on {device}: read it by .state, init_scale={self.policy.init_scale})"
-            )
-        return f"LossScaler(dynamic, loss_scale={float(self._scale)}, unskipped={int(self._unskipped)})"
 
     @property
     def state(self) -> ScaleState:
@@ -516,14 +499,14 @@ class LossScaler:
                 f"found {type(state_dict).__name__} as the state of a loss scaler; expected what state_dict() returned."
             )
         known = _GRAD_SCALER_KEYS if is_of_grad_scaler(state_dict) else _KEYS
+        scale_key, unskipped_key = required = known[:2]
         unexpected = [key for key in state_dict if key not in known]
-        missing = [key for key in known[:2] if key not in state_dict]
+        missing = [key for key in required if key not in state_dict]
         if unexpected or missing:
             raise OptionError(
                 f"the state of a loss scaler has unexpected keys {unexpected} and lacks {missing}; expected "
-                f"{', '.join(known[:2])}."
+                f"{', '.join(required)}."
             )
-        scale_key, unskipped_key = known[:2]
         try:
             scale = _checked_scale(scale_key, state_dict[scale_key])
             unskipped = _count(unskipped_key, state_dict[unskipped_key], least=0)
@@ -539,7 +522,7 @@ class LossScaler:
     def set_state(self, state: ScaleState) -> None:
         """Loads a checked state."""
         # In place: a CUDA graph keeps using the tensors that it captured.
-        self._set_to = state.loss_scale
+        self._set_to = state.loss_scale  # for the host; a static scale still has it
         self._scale.fill_(state.loss_scale)
         self._unskipped.fill_(state.unskipped)
         self._hysteresis_left.fill_(state.hysteresis_left)
@@ -691,23 +674,19 @@ def _checked_gradients(grads: object) -> list[Tensor]:
     return there
 
 
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        raise OptionError(
-            f"the loss is {_kind(loss)}; expected a floating tensor, or lists, tuples and dicts of floating tensors."
-        )
-
-
-def _checked_losses(losses: object) -> list[Tensor]:
+def _checked_losses(loss: object) -> list[Tensor]:
     """Returns the losses in nested lists, tuples and dicts; raises if there is none."""
-    if isinstance(losses, (list, tuple, dict)):
-        items = losses.values() if isinstance(losses, dict) else losses
+    if isinstance(loss, (list, tuple, dict)):
+        items = loss.values() if isinstance(loss, dict) else loss
         found = [each for item in items for each in _checked_losses(item)]
         if found:
             return found
-        raise OptionError(f"the loss is an empty {type(losses).__name__}; expected one floating tensor or more.")
-    _check_loss(losses)
-    return [losses]  # type: ignore[list-item]
+        raise OptionError(f"the loss is an empty {type(loss).__name__}; expected one floating tensor or more.")
+    if isinstance(loss, Tensor) and loss.is_floating_point():
+        return [loss]
+    raise OptionError(
+        f"the loss is {_kind(loss)}; expected a floating tensor, or lists, tuples and dicts of floating tensors."
+    )
 
 
 def _kind(value: object) -> str:

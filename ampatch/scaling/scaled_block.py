@@ -73,9 +73,7 @@ class Blocks:
 
     def updated(self) -> set[int]:
         """Returns the ids of the parameters that adopted optimizers update."""
-        return {
-            id(parameter) for each in list(self.adopted.values()) for parameter in each.gradients.model_parameters()
-        }
+        return {id(each) for known in list(self.adopted.values()) for each in known.gradients.model_parameters()}
 
     @property
     def is_any_open(self) -> bool:
@@ -105,11 +103,6 @@ class ScaledBlock(Generic[_L]):
         has_warned: True once it has.
     """
 
-    scale_use: ScaleUse
-    _unscaling: Unscaling
-    _scaler: LossScaler
-    _optimizers: list[AdoptedOptimizer]
-    _gradients: list[OptimizerGradients]
     watched: tuple[Node, ...] = ()
     beside: Sequence[Bystander] = ()
     is_used = True

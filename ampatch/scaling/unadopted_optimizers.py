@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from ampatch.switch import Switch
 from ampatch.weights.optimizer_state import parameters_of
 
 
+@dataclass(eq=False)
 class UnadoptedOptimizers:
     """The optimizers that step while amp is on, and that it has not adopted.
 
@@ -36,23 +38,16 @@ class UnadoptedOptimizers:
         has_masters: whether half weights have masters.
     """
 
-    def __init__(
-        self,
-        adopted: Mapping[int, AdoptedOptimizer],
-        switch: Switch,
-        cache: WeightCache,
-        ids_of_models: Callable[[], Collection[int] | None],
-        leave: Callable[[Tensor], None],
-        is_left_scaled: Callable[[Tensor], bool],
-        *,
-        is_scaled: bool,
-        has_masters: bool,
-    ) -> None:
-        self._adopted = adopted
-        self._switch, self._cache = switch, cache
-        self._ids_of_models, self._leave = ids_of_models, leave
-        self._is_left_scaled = is_left_scaled
-        self._is_scaled, self._has_masters = is_scaled, has_masters
+    adopted: Mapping[int, AdoptedOptimizer]
+    switch: Switch
+    cache: WeightCache
+    ids_of_models: Callable[[], Collection[int] | None]
+    leave: Callable[[Tensor], None]
+    is_left_scaled: Callable[[Tensor], bool]
+    is_scaled: bool
+    has_masters: bool
+
+    def __post_init__(self) -> None:
         self._uses_by_hand = LossScaler.uses_by_hand
         self._passed: dict[int, weakref.ref[Any]] = {}  # optimizers that need no further check, by id
 
@@ -62,8 +57,8 @@ class UnadoptedOptimizers:
 
     def after_step(self, optimizer: Any, *_: object) -> None:
         """Drops the casts of weights after a step; an adopted optimizer does so itself."""
-        if self._switch.active and id(optimizer) not in self._adopted:
-            self._cache.end_iteration_of(functools.partial(parameters_of, optimizer))
+        if self.switch.active and id(optimizer) not in self.adopted:
+            self.cache.end_iteration_of(functools.partial(parameters_of, optimizer))
 
     def before_step(self, optimizer: Any, *_: object) -> None:
         """Checks one of torch's optimizers that is about to step.
@@ -74,9 +69,9 @@ class UnadoptedOptimizers:
         Warns:
             AmpWarning: it updates weights of an adopted model, and was never passed to ``amp.initialize``.
         """
-        if not self._switch.active or any(each.is_at_work for each in list(self._adopted.values())):
+        if not self.switch.active or any(each.is_at_work for each in list(self.adopted.values())):
             return  # amp is off, or this is a part of an adopted optimizer's step
-        if id(optimizer) in self._adopted:
+        if id(optimizer) in self.adopted:
             raise UsageError(
                 f"this step of the {type(optimizer).__name__} was bound, or compiled, before amp.initialize, and goes "
                 "past amp, so that an overflow would reach the weights. Call optimizer.step(); or type "
@@ -87,14 +82,14 @@ class UnadoptedOptimizers:
             self._check(optimizer)
 
     def _check(self, optimizer: Any) -> None:
-        ids = self._ids_of_models()
+        ids = self.ids_of_models()
         updated = [
             each for each in parameters_of(optimizer) if each.grad is not None and (ids is None or id(each) in ids)
         ]
         name = type(optimizer).__name__
         is_judged = getattr(optimizer, "found_inf", None) is not None or LossScaler.uses_by_hand > self._uses_by_hand
         if not updated:
-            left = next(filter(self._is_left_scaled, parameters_of(optimizer)), None)
+            left = next(filter(self.is_left_scaled, parameters_of(optimizer)), None)
             if left is not None and not is_judged:
                 self.exempt(optimizer)
                 warn(
@@ -105,15 +100,15 @@ class UnadoptedOptimizers:
                 )
             return
         self.exempt(optimizer)
-        if self._has_masters and any(each.dtype in HALVES for each in updated):
+        if self.has_masters and any(each.dtype in HALVES for each in updated):
             for each in parameters_of(optimizer):
-                self._leave(each)
+                self.leave(each)
             warn(
                 f"this {name} updates half weights of a model that amp has, and was never handed to amp.initialize: "
                 "there are no float32 masters, and small updates are lost. Type: model, optimizer = "
                 "amp.initialize(model, optimizer, ...) with every optimizer in it."
             )
-        if self._is_scaled and not is_judged:
+        if self.is_scaled and not is_judged:
             step = f"this {name} was never handed to amp.initialize, and steps with gradients"
             warn(NO_SCALE.format(step, SCALED_BACKWARD))
 

@@ -94,11 +94,9 @@ def _check_left_scaled(outputs: Sequence[Tensor | GradientEdge], inputs: Collect
         # A backward pass in pieces begins with an intermediate tensor and a gradient that is scaled already.
         if not isinstance(output, Tensor) or output.numel() != 1 or output.grad_fn is None:
             continue
-        nodes, found = _walk(output.grad_fn, scaled)
-        if found is None:
-            leaves = leaves_among(nodes).keys()
-            for each in left:
-                each.check_not_reached(leaves & inputs if inputs else leaves)
+        leaves, found = _walk(output.grad_fn, scaled, inputs)
+        for each in left if found is None else ():
+            each.check_not_reached(leaves)
 
 
 def _follow(
@@ -129,14 +127,12 @@ def _follow(
     is_loss = accumulates and isinstance(output, Tensor) and output.numel() == 1
     if not is_loss and all(each.is_used for each in blocks):
         return
-    nodes, found = _walk(node, scaled)
+    leaves, found = _walk(node, scaled, inputs)
     if found is not None:
         scaled[found].is_used = True
     elif is_loss:
-        leaves = leaves_among(nodes).keys()
-        reached = leaves & inputs if inputs else leaves
         for each in blocks:
-            if not each.has_warned and each.unscales_any_of(reached):
+            if not each.has_warned and each.unscales_any_of(leaves):
                 each.has_warned = True
                 warn(
                     "this backward pass begins with another loss than the scaled one of the amp.scale_loss block "
@@ -146,19 +142,21 @@ def _follow(
                 )
 
 
-def _walk(root: Node, ends: Collection[Node]) -> tuple[set[Node], Node | None]:
+def _walk(root: Node, ends: Collection[Node], inputs: Collection[int]) -> tuple[Collection[int], Node | None]:
     """Walks a graph in Python, about a microsecond per node.
 
     Args:
         root: the node that the backward pass begins with.
         ends: nodes to stop at.
+        inputs: ids of the only leaves that receive gradients; empty: all leaves.
 
     Returns:
-        The nodes, and None; or the nodes seen so far, and the first of ``ends``.
+        The ids of the leaves that receive gradients, and None; or nothing, and the first of ``ends``.
     """
     seen = set()
     for node in nodes_of([root]):
         seen.add(node)
         if node in ends:
-            return seen, node
-    return seen, None
+            return (), node
+    leaves = leaves_among(seen).keys()
+    return leaves & inputs if inputs else leaves, None
