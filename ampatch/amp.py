@@ -951,12 +951,15 @@ def replay(
     Raises:
         UsageError: amp is set up.
         OptionError: the file holds no step, or the models are others; or a level does not exist.
-        Exception: what a model raises with the settings of the step.
     """
     from ampatch.diagnostics.preflight.preflight import checked_levels
     from ampatch.diagnostics.replay import replay as replays
 
-    models = [adopted_model.check_model(each) for each in (model if isinstance(model, (list, tuple)) else [model])]
+    given = model if isinstance(model, (list, tuple)) else [model]
+    # The file has the models inside of wrappers.
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    bare = (each.module if isinstance(each, wrappers) else getattr(each, "_orig_mod", each) for each in given)
+    models = [adopted_model.check_model(each) for each in bare]
     chosen = replays.LEVELS if levels is None else checked_levels(levels)
     return replays.replay(path, models, chosen, compiled=as_flag("compiled", compiled))
 

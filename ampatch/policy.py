@@ -378,6 +378,11 @@ def _check(saved: object) -> None:
         raise _fault("sha256", f"found {_shown(saved['sha256'])}; its settings and rules have {found!r}.")
 
 
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each difference of two policies, saved -> present."""
+    return [line for _, line in sorted(_differences(saved, present), key=itemgetter(0))]
+
+
 def warnings(saved: Any, present: Mapping[str, Any]) -> list[str]:
     """Returns what to warn of if a saved policy differs from the live session's: one text, or none.
 

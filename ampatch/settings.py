@@ -111,7 +111,7 @@ class Settings:
 
     @classmethod
     def of_plain_data(cls, plain: Mapping[str, Any], lists: CastLists) -> Settings:
-        """Returns the settings that `as_plain_data` has described, with these cast lists; ``on_overflow`` is "log"."""
+        """Returns the settings that `as_plain_data` has described, with cast lists and the default ``on_overflow``."""
 
         def dtype(name: str) -> torch.dtype | None:
             return None if plain[name] is None else getattr(torch, plain[name])

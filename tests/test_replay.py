@@ -182,7 +182,7 @@ class TestErrors:
         saved_step(net())
         other = net()
         other.last = nn.Linear(8, 5)
-        with pytest.raises(amp.OptionError, match=r"of 'last.weight' it has the shape \[4, 8\], and this model"):
+        with pytest.raises(amp.OptionError, match=r"its 'last.weight' is float32 \[4, 8\]; in the model"):
             amp.replay("step.pt", other)
 
     @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def _replay(arguments: argparse.Namespace) -> int:
         model = _returned(arguments.target, "make_model", "a model")
         result = amp.replay(arguments.file, model, levels=levels, compiled=arguments.compiled)
     _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
-    return 0
+    return 0 if result.levels[0].is_finite is not None else _FAULT
 
 
 @contextmanager

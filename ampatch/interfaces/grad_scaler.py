@@ -469,7 +469,7 @@ class GradScaler(torch.amp.GradScaler):
         self._has_stepped |= state.unskipped > 0
         self._in_a_row = 1 if state.unskipped else self._in_a_row + 1
         if runtime.live is not None and not self._overflows.reports:
-            runtime.live.overflows.explain(self._in_a_row, not self._has_stepped, False, describe)
+            runtime.live.overflows.explain(self._in_a_row, not self._has_stepped, False, lambda: describe().trace)
         if scale <= _SMALLEST_USEFUL_SCALE and not self._has_warned:
             self._has_warned = True
             warn(

@@ -689,13 +689,13 @@ class AdoptedOptimizer:
             self._on_overflow,
             lambda: self._announce_skip(overflowed),
         )
-        self._explain(overflowed, lambda: self._overflow_of(overflowed))
+        self._explain(overflowed, lambda: self._traced(overflowed).get("trace"))
 
-    def _explain(self, overflowed: Sequence[ScaleUse], describe: Callable[[], Overflow] | None) -> None:
+    def _explain(self, overflowed: Sequence[ScaleUse], trace: Callable[[], object] | None) -> None:
         self._in_a_row += 1
         if self._on_overflow.explains and self._announce:
             is_certain = any(not use.scaler.dynamic or use.loss_that_is_not_finite is not None for use in overflowed)
-            self._on_overflow.explain(self._in_a_row, not self._has_stepped, is_certain, describe)
+            self._on_overflow.explain(self._in_a_row, not self._has_stepped, is_certain, trace)
 
     def _overflow_of(self, overflowed: Sequence[ScaleUse]) -> Overflow:
         """Returns the skipped step as a value, while its gradients are there; syncs with the device."""
@@ -706,16 +706,18 @@ class AdoptedOptimizer:
         if found:
             for use in overflowed:
                 use.note_named()
-        scales = (float(block.scale) for use in overflowed for block in use.blocks)
-        traced = self._on_overflow.traced(self.gradients.model_parameters(), max(scales, default=1.0))
         return Overflow(
             type(self.optimizer).__name__,
             tuple(last.change for last in _last_of_each_loss(overflowed)),
             found,
             next((loss for use in overflowed if (loss := use.loss_that_is_not_finite) is not None), None),
             "" if found else overflows.OF_ANOTHER_OPTIMIZER if is_anothers else self._remark(),
-            **traced,
+            **self._traced(overflowed),
         )
+
+    def _traced(self, overflowed: Sequence[ScaleUse]) -> dict[str, Any]:
+        scales = (float(block.scale) for use in overflowed for block in use.blocks)
+        return self._on_overflow.traced(self.gradients.model_parameters(), max(scales, default=1.0))
 
     def _remark(self) -> str:
         """Returns why a skipped step has no gradient that is inf or NaN."""

@@ -50,6 +50,10 @@ _CHOICES = ("explain", "log", "raise", "trace")
 _LOGS_ONLY = (("explain",), ("log",))
 #: Skipped steps in a row that the search of the loss scale accounts for: before the first step that ran, and later.
 _FIRST_SEARCH, _SEARCH = 7, 2
+_NOT_NOTED = (
+    "Steps are skipped for which the search of the loss scale does not account. No forward pass of an adopted model "
+    "was noted, such as one that is compiled: on_overflow='trace' watches the steps as they run."
+)
 _LOOKED = "  note      on_overflow='explain', the default, looks for the cause of such steps; 'log' turns that off"
 _SAME = "  the trace is that of the step skipped before"
 _MOST_NAMED = 8
@@ -230,6 +234,10 @@ class Tracer(Protocol):
     skipped: Any
     notes_steps: bool
 
+    @property
+    def has_noted(self) -> bool:
+        """True if a forward pass of the present step was noted, and may run again."""
+
     def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
         """Returns the origin of inf and NaN in the gradients of parameters; None if nothing is known of it.
 
@@ -260,6 +268,7 @@ class OverflowHandler:
     def __init__(self, choice: OnOverflow) -> None:
         self.tracer: Tracer | None = None
         self.trace_next: Callable[[], object] | None = None
+        self._unaccounted, self._due = 0, 2  # skipped steps that no search accounts for; the one to explain next
         self._choices = _choices_of(choice)
         self._finding: object = None  # of the trace that was logged last
 
@@ -305,28 +314,32 @@ class OverflowHandler:
             raise GradientOverflowError(f"{overflow}\n{_GO_ON}", overflow)
 
     def explain(
-        self, in_a_row: int, is_first: bool, is_certain: bool, describe: Callable[[], Overflow] | None = None
+        self, in_a_row: int, is_first: bool, is_certain: bool, trace: Callable[[], object] | None = None
     ) -> None:
         """Logs why a step was skipped, if the search of the loss scale does not account for it, and steps are noted.
 
-        Ordinary steps are not noted. The first skipped step of this kind has the next ones noted.
+        Ordinary steps are not noted. The first skipped step of this kind has the next ones noted. Explained are the
+        second, fourth, eighth ..., so that many bad batches do not slow a run down for good.
 
         Args:
             in_a_row: number of skipped steps in a row.
             is_first: whether no step has run yet: then the search begins at its highest scale.
             is_certain: whether one skipped step is enough: the loss is inf or NaN, or the scale is static.
-            describe: returns the step as a value, while its gradients are there; None if it is over.
+            trace: returns the trace of the step, while its gradients are there; None if it is over.
         """
-        most = _FIRST_SEARCH if is_first else _SEARCH
-        if self.trace_next is None or not (is_certain or in_a_row >= most):
+        in_search = _FIRST_SEARCH if is_first else _SEARCH
+        if self.trace_next is None or not (is_certain or in_a_row >= in_search):
             return
-        if self.is_looking and self.tracer is not None and describe is not None and (is_certain or in_a_row > most):
-            trace = describe().trace
-            finding, self._finding = self._finding, getattr(trace, "finding", None) or str(trace)
+        self._unaccounted += 1
+        if self.is_looking and self.tracer is not None and trace is not None and self._unaccounted >= self._due:
+            self._due = 2 * self._unaccounted
+            found = trace() if self.tracer.has_noted else _NOT_NOTED
+            finding, self._finding = self._finding, getattr(found, "finding", None) or str(found)
             if finding != self._finding:
-                logger.warning("%s\n%s", trace, _LOOKED)
+                logger.warning("%s\n%s", found, _LOOKED)
             self.tracer.end_step(())
-        self.trace_next()
+        if self._unaccounted + 1 >= self._due:
+            self.trace_next()
 
     def traced(self, parameters: Iterable[Tensor], loss_scale: float) -> dict[str, Any]:
         """Returns what the tracer knows of an overflow, as attributes of `Overflow`. See `Tracer.trace_of`."""

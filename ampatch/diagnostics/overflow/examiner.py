@@ -30,7 +30,7 @@ _NOT_RUN_AGAIN = "the remedy was not tried: the operator could not run again in 
 #: How remedies begin of which a second run has shown that all gradients are finite with them, that they are not, or of
 #: which nothing has been shown.
 TRIED, NOT_ENOUGH, NOT_TRIED = "(tried) ", "(tried, and not enough) ", "(not tried) "
-NOT_IN_FLOAT32 = "none in precision: the forward pass as a whole is not finite in float32 either"
+NOT_IN_FLOAT32 = "none in precision: the step as a whole is not finite in float32 either"
 NO_SCALE, _NONE = "no loss scale: ", "none in precision: "
 _NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"
 

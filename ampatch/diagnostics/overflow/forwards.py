@@ -8,13 +8,16 @@ were. Must not judge what a second run shows.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import math
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -22,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
-from ampatch.casting.nested import cast_tensors
+from ampatch.casting import nested
 from ampatch.diagnostics.random_state import RandomState
 from ampatch.diagnostics.recorder.callers import users_frame
 from ampatch.diagnostics.recorder.recorder import paused
@@ -58,7 +61,7 @@ class NotedForward:
 
     __slots__ = (
         *("_call", "_thread", "_versions", "arrived"),
-        *("_called", "given", "module", "outputs", "random", "state"),
+        *("__weakref__", "_called", "given", "module", "outputs", "random", "state"),
     )
 
     def __init__(
@@ -88,7 +91,7 @@ class NotedForward:
             on_gpus = {each.device for each in tensors_in(given) if each.is_cuda}
             random += [(device, torch.cuda.get_rng_state(device)) for device in on_gpus]
         if any(each.requires_grad for each in tensors_in(given)):
-            given = cast_tensors(given, _apart)
+            given = nested.cast_tensors(given, _apart)
         before = state() if torch._C._is_any_autocast_enabled() or is_in_region() else PLAIN
         frame = users_frame(sys._getframe(2))
         # The number of the line takes longer to find than the frame.
@@ -104,13 +107,8 @@ class NotedForward:
         for place, output in enumerate(tensors_in(result)):
             node: Any = output.grad_fn
             if node is not None:  # hooks of nodes cost half of what hooks of tensors do
-                node.register_prehook(functools.partial(self._note, place, output.output_nr))
+                node.register_prehook(functools.partial(_note, weakref.ref(self), place, output.output_nr))
                 self.outputs.append(node._sequence_nr())
-
-    def _note(self, place: int, number: int, gradients: tuple[Tensor | None, ...]) -> None:
-        gradient = gradients[number]
-        if gradient is not None:
-            self.arrived.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient.detach()
 
     @property
     def hooked(self) -> list[str]:
@@ -138,8 +136,8 @@ class NotedForward:
         *,
         replaces: Callable[[Tensor], Tensor] | None = None,
         state: State | None = None,
-    ) -> bool:
-        """Runs the forward pass and its backward passes again.
+    ) -> SecondRun:
+        """Runs the forward pass and its backward passes again, on copies of the model and of its arguments.
 
         Args:
             watch: records what runs; None: nothing does, and compiled code runs compiled.
@@ -147,24 +145,21 @@ class NotedForward:
             replaces: returns the gradients for the backward passes to begin with in place of those that came.
             state: a state of autocast in place of the one that was noted.
 
-        Returns:
-            True if all gradients and outputs are finite, -inf of masks aside; without looking at them, if there is a
-            watch.
-
         Raises:
-            Exception: what the second run raises.
+            Exception: what the second run raises, or the copy of the model.
         """
-        args, kwargs = self.given
-        is_finite = True
+        run = SecondRun(self)
+        args, kwargs = run.given
         with contextlib.ExitStack() as stack:
             region = Region(self.state if state is None else state)
             printed = contextlib.redirect_stdout(io.StringIO())
-            for each in (_unchanged(self.module, self.random), region, torch.enable_grad(), printed):
+            for each in (_drawing_again(self.random), region, torch.enable_grad(), printed):
                 stack.enter_context(each)
             if watch is not None:
                 stack.enter_context(watch)
-            with contextlib.nullcontext() if watch is None else watch.inside(self.module):
-                outputs = tensors_in(self._call(*args, **kwargs))
+            is_told = watch is None or self._call is self.module  # by the hooks around it
+            with contextlib.nullcontext() if is_told else watch.inside(run.module):  # type: ignore[union-attr]
+                outputs = tensors_in(run.call(*args, **kwargs))
             for gradients in self.arrived.values():
                 roots = [outputs[place] for place in gradients]
                 # At another opt level the outputs may have another type.
@@ -177,17 +172,59 @@ class NotedForward:
                 with paused():
                     finite = [bool(own.isfinite().all()) for own in incoming]
                 pairs = zip(roots, incoming, finite, strict=True)
-                hooks = [root.register_hook(_replacing(own)) for root, own, replaces in pairs if replaces]
+                hooks = [root.register_hook(_replacing(own)) for root, own, is_known in pairs if is_known]
                 found = _gradients(roots, incoming, list(leaves.values()))
                 for leaf, gradient in zip(leaves.values(), found, strict=True):
                     if gradient is not None and watch is not None:
                         watch.note_gradient(leaf, gradient, roots)
                     elif gradient is not None:
-                        is_finite &= bool(gradient.isfinite().all())
+                        run.is_finite &= bool(gradient.isfinite().all())
                 for hook in hooks:
                     hook.remove()
-                is_finite &= watch is not None or all(bool((each < math.inf).all()) for each in roots)
-        return is_finite
+                run.is_finite &= watch is not None or all(bool((each < math.inf).all()) for each in roots)
+        return run
+
+
+def _note(reference: weakref.ref[NotedForward], place: int, number: int, gradients: tuple[Tensor | None, ...]) -> None:
+    # The graph, which a loss may keep for long, keeps no arguments and gradients.
+    noted, gradient = reference(), gradients[number]
+    if noted is not None and gradient is not None:
+        noted.arrived.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient.detach()
+
+
+class SecondRun:
+    """Copies of a model and its arguments, which one second run uses up.
+
+    Args:
+        noted: the forward pass.
+
+    Attributes:
+        module: the copy of the model.
+        call: runs its forward.
+        given: the copies of the arguments.
+        originals: what the copies are made of, modules and parameters, by the id of the copy.
+        is_finite: True if all gradients and outputs are finite, -inf of masks aside; not looked at under a watch.
+    """
+
+    def __init__(self, noted: NotedForward) -> None:
+        self.is_finite = True
+        originals = [*noted.module.parameters(), *noted.module.buffers(), *tensors_in(noted.given)]
+        # Made here, since at O2 deep copies of half weights are float32.
+        memo: dict[int, Any] = {id(each): _copied(each) for each in originals}
+        with torch.no_grad():
+            self.call, self.given = copy.deepcopy((noted._call, noted.given), memo)
+        self.module: nn.Module = memo[id(noted.module)]
+        known = (*noted.module.modules(), *noted.module.parameters())
+        self.originals: dict[int, Any] = {id(memo[id(each)]): each for each in known if id(each) in memo}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    made = tensor.detach().clone()
+    return (
+        nn.Parameter(made, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else made.requires_grad_(tensor.requires_grad)
+    )
 
 
 def stand_in(loss_scale: float) -> Callable[[Tensor], Tensor]:
@@ -206,7 +243,7 @@ def _replacing(own: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _gradients(roots: list[Tensor], incoming: list[Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
-    """Returns the gradients of leaves, and leaves ``.grad`` as it is."""
+    """Returns the gradients of leaves, which are copies."""
     if not leaves:
         return []
     try:
@@ -215,32 +252,28 @@ def _gradients(roots: list[Tensor], incoming: list[Tensor], leaves: list[Tensor]
         if "use_reentrant" not in str(error):
             raise
     # A reentrant checkpoint takes no backward pass but one that accumulates.
-    before = [leaf.grad for leaf in leaves]
-    try:
-        for leaf in leaves:
-            leaf.grad = None
-        _engine_run_backward(
-            tuple(roots), tuple(incoming), True, False, (), allow_unreachable=True, accumulate_grad=True
-        )
-        return [leaf.grad for leaf in leaves]
-    finally:
-        for leaf, grad in zip(leaves, before, strict=True):
-            leaf.grad = grad
+    for leaf in leaves:
+        leaf.grad = None
+    _engine_run_backward(tuple(roots), tuple(incoming), True, False, (), allow_unreachable=True, accumulate_grad=True)
+    return [leaf.grad for leaf in leaves]
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Returns the tensors in what a model gets or returns, in sequences, mappings and dataclasses: outer ones first."""
     found: list[Tensor] = []
-    waiting = [value]
+    waiting, opened = [value], set()
     for each in waiting:  # it grows meanwhile
         if isinstance(each, Tensor):
             found.append(each)
+        elif type(each) in nested.PLAIN or id(each) in opened:  # a value may hold itself
+            continue
         elif isinstance(each, (list, tuple)):
             waiting += each
-        elif type(each) is dict or isinstance(each, Mapping):
+        elif isinstance(each, (dict, UserDict)):  # other mappings may compute their values
             waiting += each.values()
         elif is_dataclass(each) and not isinstance(each, type):
             waiting += [getattr(each, field.name, None) for field in fields(each)]
+        opened.add(id(each))
     return found
 
 
@@ -254,19 +287,9 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _unchanged(module: nn.Module, noted: Random) -> Iterator[None]:
-    """Context that begins with noted random states, and after which random states and buffers are as before.
-
-    The forward gets copies of the buffers, and of small frozen parameters, which it may write to.
-    """
+def _drawing_again(noted: Random) -> Iterator[None]:
+    """Context that begins with noted random states, and after which random states are as before."""
     before = RandomState()
-    tables = [(each._buffers, dict(each._buffers)) for each in module.modules()]
-    frozen = [each for each in module.parameters() if not each.requires_grad and each.numel() <= 2**20]
-    kept = [each.detach().clone() for each in frozen]
-    versions = [each._version for each in frozen]
-    copies = {id(each): each.detach().clone() for each in module.buffers()}
-    for table, buffers in tables:
-        table.update({name: each if each is None else copies[id(each)] for name, each in buffers.items()})
     for device, values in noted:
         if device is None:
             torch.set_rng_state(values)
@@ -276,10 +299,3 @@ def _unchanged(module: nn.Module, noted: Random) -> Iterator[None]:
         yield
     finally:
         before.restore()
-        for table, buffers in tables:
-            table.clear()
-            table.update(buffers)
-        if [each._version for each in frozen] != versions:
-            with torch.no_grad():
-                for parameter, value in zip(frozen, kept, strict=True):
-                    parameter.copy_(value)

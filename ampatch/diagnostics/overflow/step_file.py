@@ -6,7 +6,9 @@ Owns the format of the file. It holds tensors and plain data only, so that `torc
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from ampatch import policy
@@ -21,7 +24,7 @@ from ampatch.diagnostics import json_files
 from ampatch.diagnostics.overflow.forwards import NotedForward, stand_in
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError
-from ampatch.opt_levels import HALVES
+from ampatch.opt_levels import HALVES, dtype_name
 from ampatch.session import Session
 from ampatch.switch import PLAIN
 
@@ -31,7 +34,7 @@ _ENDINGS = (".pt", ".pth")
 _WRITE_ONE = (
     "Write one with overflow.save('step.pt'), in a function for amp.initialize(on_overflow=('trace', function))."
 )
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 
 
 class SkippedStep:
@@ -47,27 +50,31 @@ class SkippedStep:
     """
 
     def __init__(self, session: Session, noted: Sequence[NotedForward], facts: Mapping[str, Any]) -> None:
-        self._session, self._noted, self._facts = session, tuple(noted), facts
+        self._session: Any = session  # None once it is closed
+        self._noted, self._facts = tuple(noted), facts
         self.has_noted = bool(noted)
         self._versions = self._read_versions()
 
     def close(self) -> None:
         """Drops what it holds, as the weights are about to change."""
-        self._noted = ()
+        self._noted, self._session = (), None
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the file; see `Overflow.save`."""
         file = json_files.checked_path(path, _ENDINGS, "Type 'step.pt'.")
         if not self.has_noted:
             raise UsageError(
-                "overflow.save was called for a step of which no forward pass was noted; expected one of an adopted "
-                "model that is not compiled. Leave torch.compile out to save a step."
+                "overflow.save was called for a step of which no forward pass was noted; expected one of a model that "
+                "amp.initialize has adopted, and that is not compiled. Leave torch.compile out to save a step."
             )
         if not self._noted or self._versions != self._read_versions():
             raise UsageError(
                 "overflow.save was called after the step: its inputs are gone, or its weights have changed. Call it in "
                 "a function for amp.initialize(on_overflow=('trace', function)), which runs in the step."
             )
+        obstacle = next(filter(None, (each.obstacle for each in self._noted)), None)
+        if obstacle is not None:
+            raise UsageError(f"overflow.save was called for a step that cannot run again: {obstacle}.")
         roots = _roots(self._session, self._noted)
         data = {
             "format": FORMAT,
@@ -85,8 +92,9 @@ class SkippedStep:
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def _read_versions(self) -> list[int]:
-        return [each._version for noted in self._noted for each in noted.module.parameters()]
+    def _read_versions(self) -> list[tuple[int, int]]:
+        weights = (each for noted in self._noted for each in noted.module.parameters())
+        return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in weights]
 
 
 def read(path: str | PathLike[str]) -> dict[str, Any]:
@@ -102,13 +110,15 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     try:
         data = torch.load(name, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise OptionError(f"{name} holds no step: torch.load cannot read it ({error}). {_WRITE_ONE}") from error
+        raise OptionError(
+            f"{name} holds no step: torch.load cannot read it ({type(error).__name__}). {_WRITE_ONE}"
+        ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise OptionError(f"{name} holds no step: its format is not {FORMAT!r}. {_WRITE_ONE}")
-    if data["version"] != VERSION:
+    if data.get("version") != VERSION:
         raise OptionError(
-            f"{name} holds a step of version {data['version']!r}; this one reads version {VERSION}. Read it with "
-            f"the ampatch that wrote it ({data['policy']['versions']['ampatch']})."
+            f"{name} holds a step of version {data.get('version')!r}; this one reads version {VERSION}. Read it with "
+            "the ampatch that wrote it."
         )
     return data
 
@@ -129,10 +139,15 @@ def put_into(models: Sequence[nn.Module], saved: Sequence[Mapping[str, Any]], na
         found = ", ".join(type(each).__name__ for each in models)
         raise OptionError(f"{name} is a step of {', '.join(classes)}; found {found}. Pass models of these classes.")
     for model, values in zip(models, saved, strict=True):
-        for kind, own in (("parameters", dict(model.named_parameters())), ("buffers", dict(model.named_buffers()))):
-            _check_same(own, values[kind], f"{name} has a {values['class']} with other {kind}")
-            for key, tensor in own.items():
-                tensor.data = values[kind][key].to(tensor.device, tensor.dtype)
+        own = dict(model.named_parameters())
+        _check_same(own, values["parameters"], f"{name} is a step of another {values['class']}: its")
+        device = next((each.device for each in own.values()), torch.device("cpu"))
+        for key, tensor in own.items():
+            tensor.data = values["parameters"][key].to(tensor.device, tensor.dtype)
+        for key, value in values["buffers"].items():  # some models make or replace them as they run
+            parent, _, last = key.rpartition(".")
+            with contextlib.suppress(AttributeError):
+                model.get_submodule(parent)._buffers[last] = value.to(device)
         for key, parameter in model.named_parameters():
             parameter.requires_grad_(key not in values["frozen"])
         for key, module in model.named_modules():
@@ -212,20 +227,25 @@ def _of_forward(noted: NotedForward, roots: Sequence[nn.Module]) -> dict[str, An
     return {
         "model": number,
         "module": name,
-        "args": tuple(args),
-        "kwargs": dict(kwargs),
+        "args": _whole(tuple(args)),
+        "kwargs": _whole(dict(kwargs)),
         "state": noted.state,
         "random": [(None if device is None else str(device), state) for device, state in noted.random],
-        "arrived": list(noted.arrived.values()),
+        "arrived": [_whole(each) for each in noted.arrived.values()],
     }
+
+
+def _whole(value: Any) -> Any:
+    """Returns a value with copies of its tensors: of a view, torch saves all of the memory behind it."""
+    return tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), value)
 
 
 def _first_other(value: Any) -> object | None:
     """Returns what is neither a tensor nor plain data in a value; None if all of it is."""
-    if type(value) in (list, tuple, dict):
-        inside = value.values() if isinstance(value, dict) else value
+    if type(value) in (list, tuple, dict, OrderedDict):
+        inside = [*value, *value.values()] if isinstance(value, dict) else value
         return next((other for other in (_first_other(each) for each in inside) if other is not None), None)
-    return None if type(value) in (Tensor, nn.Parameter) or isinstance(value, _PLAIN) else value
+    return None if type(value) in (Tensor, nn.Parameter) or type(value) in _PLAIN else value
 
 
 def _moved(value: Any, device: torch.device, half_in: torch.dtype | None = None) -> Any:
@@ -244,7 +264,17 @@ def has_lost_gradients(saved: Mapping[str, Any]) -> bool:
 
 def _check_same(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], told: str) -> None:
     for name in (*saved, *own):
-        shapes = [None if each is None else list(each.shape) for each in (saved.get(name), own.get(name))]
-        if shapes[0] != shapes[1]:
-            there, here = ("none" if each is None else f"the shape {each}" for each in shapes)
-            raise OptionError(f"{told}: of {name!r} it has {there}, and this model {here}. Pass the model of the step.")
+        there, here = saved.get(name), own.get(name)
+        fits = there is not None and here is not None and not is_lazy(here) and there.shape == here.shape
+        # At O3 the run's weights are half; a half model has no room for float32 ones.
+        if not fits or torch.promote_types(there.dtype, here.dtype) != here.dtype:  # type: ignore[union-attr]
+            raise OptionError(
+                f"{told} {name!r} is {_shown(there)}; in the model that was passed it is {_shown(here)}. Pass a model "
+                "made as in the run, before amp.initialize."
+            )
+
+
+def _shown(tensor: Tensor | None) -> str:
+    if tensor is None or is_lazy(tensor):
+        return "missing" if tensor is None else "without a shape"
+    return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from ampatch.diagnostics.overflow.examiner import (
     NO_SCALE,
     NOT_ENOUGH,
     NOT_IN_FLOAT32,
+    NOT_TRIED,
     TRIED,
     Examiner,
     enters,
@@ -59,6 +61,7 @@ FINITE_AGAIN = (
     "the forward passes ran again, and all gradients were finite: another rank's are not, other code changed them "
     "afterwards, a term of the loss goes past the model, or the overflow depends on what has changed since"
 )
+_DIFFER = "a forward pass that runs twice gives different results: it depends on something that changes"
 _WITH_RANKS = "to find it there, train with one process: with several, amp does not watch steps as they run"
 IS_ARMED = "the next steps are watched as they run, which takes several times as long, to find it there"
 
@@ -68,11 +71,18 @@ _FORWARDS_KEPT = 8
 #: Forward passes of one step that are kept; of accumulated gradients, the last ones.
 _MOST_NOTED = 32
 
+#: The same while steps are noted without being asked for; and losses whose graph is known.
+_LOSSES_KEPT = 4
+
 #: Nodes between the loss and the model that are named.
 _MOST_NAMED = 12
 
 #: Steps that are watched as they run, if a second run cannot tell.
 _STEPS_WATCHED = 20
+
+
+#: A forward pass of a step, and the ids of the parameters whose gradients are looked at.
+_OfStep = tuple[NotedForward, Collection[int] | None]
 
 
 class OverflowTracer:
@@ -93,10 +103,12 @@ class OverflowTracer:
         self._steps = self._noted_left = steps
         settings = session.settings
         self._session = session
-        self._examiner = Examiner(settings.properties, settings.scale_policy, session.named_modules)
+        self._copies: dict[int, Any] = {}  # what the modules of the last second run are copies of, by id
+        self._examiner = Examiner(settings.properties, settings.scale_policy, self._named_modules)
         self.skipped: SkippedStep | None = None
+        self._known: object = None  # the finding whose remedies were tried last, if steps are noted for a while
         self._has_stepped = False  # since the last forward pass
-        self._losses: list[Node] = []  # the last nodes of scaled losses
+        self._losses: deque[Node] = deque(maxlen=_LOSSES_KEPT)  # the last nodes of scaled losses
         self._noted: list[NotedForward] = []
         self._parameters: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()  # ids
         self._thread = _Thread()
@@ -129,10 +141,12 @@ class OverflowTracer:
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
         thread = self._thread
-        if thread.is_inside or not torch.is_grad_enabled() or not _is_usual():
+        if thread.is_inside or not _is_usual():
             return call(*args, **kwargs)
         if self._has_stepped:
             self._drop_used()
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
         noted = NotedForward.begun(module, call, args, kwargs)
         thread.is_inside = True
         try:
@@ -141,9 +155,13 @@ class OverflowTracer:
             thread.is_inside = False
         noted.follow(result)
         self._noted.append(noted)
-        if len(self._noted) > _FORWARDS_KEPT:
+        if len(self._noted) > (_FORWARDS_KEPT if self._steps is None else _LOSSES_KEPT):
             self._drop_old()
         return result
+
+    def _named_modules(self) -> dict[int, str]:
+        names = self._session.named_modules()
+        return names | {key: names[id(each)] for key, each in self._copies.items() if id(each) in names}
 
     def note_losses(self, losses: Iterable[Tensor]) -> None:
         """Notes scaled losses, whose backward passes follow."""
@@ -159,13 +177,15 @@ class OverflowTracer:
         """Drops what is noted of a step, but for some forward passes."""
         self._has_stepped = False
         self._losses.clear()
+        self._copies = {}
         self._noted[:] = but
         if self.skipped is not None:
             self.skipped.close()
 
     def _drop_old(self) -> None:
         idle = [each for each in self._noted if not each.arrived]
-        dropped = idle[: -_FORWARDS_KEPT or None] + self._noted[: -_MOST_NOTED or None]
+        most = _MOST_NOTED if self._steps is None else _LOSSES_KEPT
+        dropped = idle[:-_FORWARDS_KEPT] + self._noted[:-most]
         if dropped:
             self._noted[:] = [each for each in self._noted if each not in dropped]
 
@@ -180,15 +200,22 @@ class OverflowTracer:
         trace = self._trace_of(ids, loss_scale)
         noted = [each for each in self._noted if each.arrived]
         facts = {"loss_scale": loss_scale, "trace": trace.to_dict()}
+        if self.skipped is not None:
+            self.skipped.close()
         self.skipped = SkippedStep(self._session, noted, facts)
         return trace
+
+    @property
+    def has_noted(self) -> bool:
+        """True if a forward pass of the present step was noted, and may run again: not while other ranks wait."""
+        return any(each.arrived for each in self._noted) and not distributed.has_other_ranks()
 
     def _trace_of(self, ids: set[int], loss_scale: float) -> OverflowTrace:
         seen = None if self._watched is None else self._watched.trace_of(ids, loss_scale)
         if seen is not None and (seen.direction != "unknown" or (self._watched and self._watched.has_begun)):
             return seen
         with hidden():
-            trace = self.by_second_run(self._noted, loss_scale, ids)
+            trace, _ = self.by_second_run(self._noted, loss_scale, ids)
         if trace.direction != "unknown":
             return trace
         if self._steps is not None:
@@ -235,11 +262,14 @@ class OverflowTracer:
 
     def by_second_run(
         self, noted: Iterable[NotedForward], loss_scale: float, ids: Collection[int] | None = None
-    ) -> OverflowTrace:
-        """Runs forward passes again, the last one first, until one shows an origin.
+    ) -> tuple[OverflowTrace, bool | None]:
+        """Runs forward passes again, the last one first, until one shows an origin in a forward pass.
 
         Those of models through which the gradients came follow, such as a discriminator's. Other ranks run as many
         passes, since one may wait for theirs; then all run, each of them twice.
+
+        Returns:
+            The trace; and whether all gradients were finite, None if that is unknown.
 
         Args:
             noted: the forward passes.
@@ -251,28 +281,43 @@ class OverflowTracer:
         backward = {number for each in own for number in each.arrived}
         through = [each for each in noted if each not in own and not backward.isdisjoint(each.arrived)]
         has_others = distributed.has_other_ranks()
-        told, notes = None, dict.fromkeys([] if own else [_NOT_NOTED])
+        found: list[tuple[NotedForward, Collection[int] | None, OverflowTrace, WatchedOp]] = []
+        notes: dict[str, None] = {}
         for each in (*reversed(own), *reversed(through)):
-            if told is not None and not has_others:
+            # One in the forward pass explains a loss that is not finite, and what follows from it.
+            if not has_others and any(trace.direction != "backward" for *_, trace, _ in found):
                 break
+            of_step = ids if each in own else None
             try:
-                trace, why = self._examined(each, ids if each in own else None, loss_scale, runs_twice=has_others)
-            except Exception as error:  # noqa: BLE001 - a model may raise anything
-                trace, why = None, f"a forward pass could not run again: {type(error).__name__}: {error}"
-            if trace is not None and told is None:
-                which = f"in forward pass {noted.index(each) + 1} of the {len(noted)} before this step"
-                hooks = f"hooks of {', '.join(each.hooked)} ran again with the forward pass"
-                added = [*[which] * (len(noted) > 1), *[hooks] * bool(each.hooked)]
-                told = replace(trace, notes=(*trace.notes, *added))
-            notes |= dict.fromkeys([why] if why else [])
-        return told or OverflowTrace("unknown", notes=tuple(notes) or (FINITE_AGAIN,))
+                shown = self._examined(each, of_step, loss_scale, runs_twice=has_others)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - a model may raise anything
+                shown = f"a forward pass could not run again: {type(error).__name__}: {error}"
+            if isinstance(shown, str):
+                notes |= dict.fromkeys([shown])
+            elif shown is not None:
+                found.append((each, of_step, *shown))
+        if not found:
+            unknown = OverflowTrace("unknown", notes=tuple(notes or [FINITE_AGAIN if own else _NOT_NOTED]))
+            return unknown, None if notes or not own else True
+        first = next((each for each in found if each[2].direction != "backward"), found[0])
+        source, of_step, trace, op = first
+        if has_others or trace.finding == self._known:
+            trace = replace(trace, remedies=marked(trace.remedies))
+        else:
+            step = [(each, ids if each in own else None) for each in (*own, *through)]
+            trace = self._tried(step, trace, op, loss_scale)
+        self._known = trace.finding if self._steps is not None else None
+        which = f"in forward pass {noted.index(source) + 1} of the {len(noted)} before this step"
+        hooks = f"hooks of {', '.join(source.hooked)} ran again with the forward pass"
+        added = [*[which] * (len(noted) > 1), *[hooks] * bool(source.hooked)]
+        return replace(trace, notes=(*trace.notes, *added)), False
 
     def _examined(
         self, noted: NotedForward, ids: Collection[int] | None, loss_scale: float, *, runs_twice: bool
-    ) -> tuple[OverflowTrace | None, str]:
-        """Returns what a second run shows, and why it shows nothing; both are empty if all gradients are finite."""
+    ) -> tuple[OverflowTrace, WatchedOp] | str | None:
+        """Returns what a second run shows, with the operator; or why nothing; None if all gradients are finite."""
         if noted.obstacle:
-            return None, f"a forward pass could not run again: {noted.obstacle}"
+            return f"a forward pass could not run again: {noted.obstacle}"
         first = self._origins(noted, ids, None)
         found = [op for op in first if op is not None and not enters(op)]
         # Arguments are kept in another run, for the operator to be tried in float32: they take memory.
@@ -281,16 +326,13 @@ class OverflowTracer:
         if found:
             found = [op for op in again if op is not None and not enters(op)]
             trace = self._examiner.describe(found, loss_scale=loss_scale)
-            if trace.direction == "unknown":  # the two runs differ
-                return None, FINITE_AGAIN
+            if trace.direction == "unknown":
+                return _DIFFER
             if trace.file is None and noted.place is not None:
                 place = noted.place
                 trace = replace(trace, file=place.file, line=place.line, source=place.source)
-            if runs_twice:
-                return replace(trace, remedies=marked(trace.remedies)), ""
-            first_op = min(found, key=lambda op: op.number)
-            return self._tried(noted, ids, trace, first_op, loss_scale), ""
-        return None, f"{_FROM_OUTSIDE}{self._between()}" if first else ""
+            return trace, min(found, key=lambda op: op.number)
+        return f"{_FROM_OUTSIDE}{self._between()}" if first else None
 
     def _between(self) -> str:
         """Returns text that names the nodes between the losses and the models, the loss first."""
@@ -302,46 +344,52 @@ class OverflowTracer:
         names = [type(node).__name__ for node in nodes_of(self._losses, is_between) if not has_scaled(node)]
         return f". Between the loss and the model: {', '.join(names[:_MOST_NAMED])}" if names else ""
 
-    def _tried(
-        self, noted: NotedForward, ids: Collection[int] | None, trace: OverflowTrace, op: WatchedOp, loss_scale: float
-    ) -> OverflowTrace:
-        """Returns a trace whose remedies say whether a second run with them was finite."""
-        fits = trace.max_loss_scale
+    def _tried(self, step: list[_OfStep], trace: OverflowTrace, op: WatchedOp, loss_scale: float) -> OverflowTrace:
+        """Returns a trace whose remedies say whether a second run of the whole step was finite with them."""
+        fits, several = trace.max_loss_scale, [noted for noted, _ in step]
         if fits is None:
-            return self._with_functions(noted, trace, op, loss_scale)
+            return self._with_functions(several, trace, op, loss_scale)
         for scale in (fits / 2**halvings for halvings in (*range(9), 16)):
-            if not self._origins(noted, ids, None, scale / loss_scale):
+            if not any(self._origins(noted, ids, None, scale / loss_scale) for noted, ids in step):
                 mended = self._examiner.of_loss_scale(scale)
                 return replace(trace, **{**mended, "remedies": marked(mended["remedies"], TRIED)})
         none = replace(trace, **self._examiner.of_loss_scale(0.0))
-        return self._with_functions(noted, none, op, loss_scale)
+        return self._with_functions(several, none, op, loss_scale)
 
     def _with_functions(
-        self, noted: NotedForward, trace: OverflowTrace, op: WatchedOp, loss_scale: float
+        self, several: list[NotedForward], trace: OverflowTrace, op: WatchedOp, loss_scale: float
     ) -> OverflowTrace:
         """Returns a trace that suggests functions in float32 with which a second run was finite."""
         if not self._session.patches_functions or trace.direction == "input":
             return replace(trace, remedies=marked(trace.remedies))
 
+        # A dynamic scale comes down to where the backward pass is finite.
+        factor = 1 / loss_scale if self._session.settings.scale_policy.dynamic else 1.0
+        results: list[bool | None] = []
+
         def is_finite(blacklist: Blacklist | None) -> bool | None:
             """Returns None if the forward pass raises; without a blacklist, everything runs in float32."""
-            state = OFF if blacklist is None else None
-            try:
-                with contextlib.nullcontext() if blacklist is None else in_float32(blacklist):
-                    return noted.run_again(None, replaces=stand_in(loss_scale), state=state)
-            except Exception:  # noqa: BLE001 - types that do not fit together: then it is no remedy
-                return None
+            state, result = OFF if blacklist is None else None, None
+            # An error: types that do not fit together. Then it is no remedy.
+            changed = contextlib.nullcontext() if blacklist is None else in_float32(blacklist)
+            with contextlib.suppress(Exception), changed:
+                runs = (each.run_again(None, factor, replaces=stand_in(loss_scale), state=state) for each in several)
+                result = all(run.is_finite for run in runs)
+            results.append(result)
+            return result
 
         self._thread.is_inside = True
         try:
             if is_finite(None) is False:
                 return replace(trace, remedies=(NOT_IN_FLOAT32,), cast_lists=None)
+            results.clear()
             blacklist = smallest(self._examiner.blacklists_around(op), is_finite)
         finally:
             self._thread.is_inside = False
         first, *others = trace.remedies
         if blacklist is None:
-            return replace(trace, remedies=(*marked([first], NOT_ENOUGH), *marked(others)))
+            mark = NOT_ENOUGH if trace.cast_lists and False in results else NOT_TRIED
+            return replace(trace, remedies=(*marked([first], mark), *marked(others)))
         overlay = {"blacklist": blacklist}
         kept = [first] if first.startswith(NO_SCALE) else []
         return replace(trace, remedies=(*kept, *marked([told_of(overlay)], TRIED), *marked(others)), cast_lists=overlay)
@@ -353,10 +401,12 @@ class OverflowTracer:
         watch = Watch(None if kept is None else lambda values: watch.count - 1 == kept and has_half(values))
         self._thread.is_inside = True
         try:
-            noted.run_again(watch, factor)
+            run = noted.run_again(watch, factor)
         finally:
             self._thread.is_inside = False
-        return [origin for key, origin in origins_of_gradients(watch).items() if ids is None or key in ids]
+        self._copies = run.originals
+        found = {id(run.originals.get(key)): origin for key, origin in origins_of_gradients(watch).items()}
+        return [origin for key, origin in found.items() if ids is None or key in ids]
 
 
 class _Thread(threading.local):

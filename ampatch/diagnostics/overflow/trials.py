@@ -6,6 +6,7 @@ Owns the search for a small set of functions. Must never change a result outside
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -51,7 +52,7 @@ class _InFloat32(TorchFunctionMode):
 
     def __init__(self, ids: set[int]) -> None:
         super().__init__()
-        self._ids = ids
+        self._ids, self._thread = ids, threading.get_ident()
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_listed = id(unwrapped(func)) in self._ids and is_in_region() and not Switch.is_off()
@@ -64,7 +65,7 @@ class _InFloat32(TorchFunctionMode):
     # What `cast_observers` asks
 
     def is_calling(self, function: object) -> bool:
-        return id(function) not in self._ids
+        return id(function) not in self._ids or threading.get_ident() != self._thread
 
     def call(self, function: Any, _: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return self._run(function, args, kwargs)
@@ -93,12 +94,14 @@ def smallest(candidates: Iterable[Blacklist], is_finite: Callable[[Blacklist], b
     Args:
         candidates: blacklists of one function each, the likeliest first. They are added up, and then those dropped that
             are not needed.
-        is_finite: runs the forward pass with a blacklist.
+        is_finite: runs the forward pass with a blacklist; returns None if that raises.
     """
     chosen: list[Blacklist] = []
     for each in itertools.islice(candidates, _MOST):
-        chosen.append(each)
-        if is_finite(merged(chosen)):
+        result = is_finite(merged([*chosen, each]))
+        if result is not None:  # None: it raises
+            chosen.append(each)
+        if result:
             break
     else:
         return None

@@ -10,7 +10,6 @@ import math
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -198,9 +197,16 @@ def has_half(several: Iterable[Values]) -> bool:
     return any(values.dtype in HALVES for values in several)
 
 
-@cache
 def _name_of(function: Any) -> str:
-    named = resolve_name(function)
-    if named is not None:
-        return str(named)
-    return f"{getattr(function, '__module__', None) or 'torch'}.{getattr(function, '__name__', function)}"
+    # By id: torch.mm == torch.spmm is True.
+    known = _names.get(id(function))
+    if known is None:
+        own = getattr(function, "__name__", None)
+        is_torchs = own is not None and getattr(torch, own, None) is function
+        named = f"torch.{own}" if is_torchs else resolve_name(function)
+        home = getattr(function, "__module__", None) or "torch"
+        known = _names[id(function)] = function, str(named or f"{home}.{own or function}")
+    return known[1]
+
+
+_names: dict[int, tuple[Any, str]] = {}  # with the functions, whose ids stay their own

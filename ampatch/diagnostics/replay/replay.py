@@ -17,8 +17,9 @@ from torch import nn
 from ampatch import policy
 from ampatch.cast_lists.lists import shipped
 from ampatch.diagnostics.overflow import step_file
+from ampatch.diagnostics.overflow.forwards import stand_in
 from ampatch.diagnostics.overflow.trace import OverflowTrace
-from ampatch.diagnostics.overflow.tracer import FINITE_AGAIN, OverflowTracer
+from ampatch.diagnostics.overflow.tracer import OverflowTracer
 from ampatch.diagnostics.preflight.preflight import Level
 from ampatch.diagnostics.preflight.steps import Setup, opened
 from ampatch.diagnostics.preflight.subject import copied, text_of, undisturbed
@@ -27,8 +28,8 @@ from ampatch.opt_levels import dtype_name
 from ampatch.settings import Settings
 
 _LOST = (
-    "gradients that came into the outputs were inf or NaN; at levels other than the saved one, backward passes began "
-    "with those of the output's mean in their place"
+    "gradients that came into the outputs were inf or NaN; in all rows but the first, backward passes began with the "
+    "loss scale, divided by the number of elements, in each element of the output"
 )
 
 #: Tried without being asked for: the levels that `amp.initialize` offers, each with its half types.
@@ -59,7 +60,8 @@ def replay(
             rows.append(run.at(settings, _name(settings))[1])
         if compiled:
             rows.append(run.compiled(own, f"{_name(own)}, as saved, compiled"))
-    is_same = _finding(trace.to_dict()) == _finding(saved["trace"])
+    found, before = _finding(trace.to_dict()), _finding(saved["trace"])
+    is_same = found is not None and found == before
     return Replay(fspath(path), trace, is_same, tuple(rows), tuple(run.notes))
 
 
@@ -89,21 +91,21 @@ class _Run:
         """Runs the step with some settings, watched; returns the trace, and the row of the table."""
         try:
             with self._opened(settings, is_recorded) as (tracer, noted):
-                trace = tracer.by_second_run(noted, self._saved["loss_scale"])
+                trace, is_finite = tracer.by_second_run(noted, self._saved["loss_scale"])
         except Exception as error:
             if is_recorded:
                 raise
             return OverflowTrace("unknown"), ReplayedLevel(name, None, text_of(error))
         if trace.direction != "unknown":
             return trace, ReplayedLevel(name, False, trace.headline, trace)
-        is_finite = trace.notes == (FINITE_AGAIN,)
-        return trace, ReplayedLevel(name, True if is_finite else None, "" if is_finite else "; ".join(trace.notes))
+        return trace, ReplayedLevel(name, is_finite, "" if is_finite else "; ".join(trace.notes))
 
     def compiled(self, settings: Settings, name: str) -> ReplayedLevel:
         """Runs the step with some settings in compiled models; returns the row of the table."""
         try:
             with self._opened(settings, True, compiles=True) as (_, noted):
-                finite = [each.run_again(None) for each in noted]
+                replaces = stand_in(self._saved["loss_scale"])
+                finite = [each.run_again(None, replaces=replaces).is_finite for each in noted]
         except Exception as error:  # noqa: BLE001 - a model or a compiler may raise anything
             return ReplayedLevel(name, None, text_of(error))
         return ReplayedLevel(name, all(finite))
@@ -114,10 +116,11 @@ class _Run:
         with opened(models, settings) as (session, _), contextlib.ExitStack() as stack:
             if compiles:
                 stack.enter_context(torch.compiler.set_stance("default"))
-                for model in models:
-                    model.compile()
+                for module in {models[each["model"]].get_submodule(each["module"]) for each in self._saved["forwards"]}:
+                    module.compile()
             if is_recorded:
-                self.notes |= dict.fromkeys(policy.warnings(self._saved["policy"], policy.effective(session)))
+                told = policy.differences(self._saved["policy"], policy.effective(session))
+                self.notes |= dict.fromkeys(f"the policy differs from that of the run: {each}" for each in told)
             by_call = compiles or not is_recorded
             yield OverflowTracer(session), step_file.loaded(self._saved, models, as_saved=is_recorded, by_call=by_call)
 
@@ -128,5 +131,6 @@ def _name(settings: Settings) -> str:
     return properties.opt_level if is_float32 else f"{properties.opt_level} {dtype_name(properties.half_dtype)}"
 
 
-def _finding(trace: dict[str, Any]) -> list[Any]:
-    return [trace[name] for name in ("direction", "function", "operator", "module", "line")]
+def _finding(trace: dict[str, Any]) -> list[Any] | None:
+    is_known = trace["direction"] != "unknown"
+    return [trace[name] for name in ("direction", "function", "operator", "module", "line")] if is_known else None

@@ -56,7 +56,13 @@ class Replay:
             Column("gradients", lambda row: _GRADIENTS[row.is_finite]),
             Column("first inf or NaN", lambda row: row.finding),
         ]
-        same = "the place of the saved trace" if self.is_same else "another place than the saved trace names"
+        same = (
+            "the place of the saved trace"
+            if self.is_same
+            else "no place, so that the model's code or its settings may differ from those of the run"
+            if self.trace.direction == "unknown"
+            else "another place than the saved trace names"
+        )
         head = f"{self.trace}\n  replayed  from {self.file}: {same}\n"
         rows = table("The same step at each level", columns, self.levels, len(self.levels))
         return printed([head, *rows, *(f"note: {note}" for note in self.notes)])
