@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -127,9 +128,42 @@ class TestReplay:
         assert not amp.is_on()
 
     @pytest.mark.slow
-    def test_compiled(self, net: Any) -> None:
+    def test_compiled(self) -> None:
+        class Model(nn.Linear):
+            def forward(self, x: Tensor, options: dict[str, float]) -> Tensor:
+                y = super().forward(x)
+                return y if torch.compiler.is_compiling() else y * 1e6 * options["scale"]
+
+        saved_step(Model(8, 4))
+        rows = finite(amp.replay("step.pt", Model(8, 4), levels="O1", compiled=True))
+        assert rows["O1 float16, as saved"] is False
+        assert rows["O1 float16, as saved, compiled"] is True
+
+    @EACH_LEVEL
+    def test_of_frozen_weights_parts_in_eval_mode_and_buffers_made_meanwhile(self, net: Any, level: str) -> None:
+        model = net()
+        model.first.weight.requires_grad_(False)
+        model.norm.eval()
+        model.norm.running_var.fill_(0.25)
+        model.register_buffer("table", torch.ones(3), persistent=False)
+        overflow = saved_step(model, level)
+        replay = amp.replay("step.pt", net(), levels="O3")
+        assert replay.trace.outputs == overflow.trace.outputs
+        assert replay.is_same
+
+    def test_without_the_cause_names_no_place(self, net: Any) -> None:
+        class Net(nn.Module):  # of the same name, with other code
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+            def forward(self, x: Tensor, options: Any) -> Tensor:
+                return self.last(self.first(x)) / 1e3
+
         saved_step(net())
-        assert finite(amp.replay("step.pt", net(), compiled=True))["O1 float16, as saved, compiled"] is False
+        replay = amp.replay("step.pt", Net(), levels="O3")
+        assert not replay.is_same
+        assert "no place, so that the model's code or its settings may differ" in " ".join(str(replay).split())
 
     def test_of_a_backward_overflow(self, net: Any) -> None:
         class Amplified(torch.autograd.Function):
@@ -197,6 +231,43 @@ class TestErrors:
         write(Path("step.pt"))
         with pytest.raises(amp.OptionError, match=told):
             amp.replay("step.pt", net())
+
+    def test_of_a_half_model(self, net: Any) -> None:
+        saved_step(net())
+        with pytest.raises(amp.OptionError, match=r"is float32 \[8, 8\]; in the model that was passed it is float16"):
+            amp.replay("step.pt", net().half())
+
+    @pytest.mark.parametrize("value", [np.float64(1), {1: [np.int64(2)]}, {np.int64(1): 2}])
+    def test_of_numbers_of_numpy(self, value: Any) -> None:
+        class Model(nn.Linear):
+            def forward(self, x: Tensor, options: Any, value: Any = value) -> Tensor:
+                return super().forward(x) * 1e6
+
+        model = Model(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        on_overflow = ("trace", lambda overflow: overflow.save("step.pt"))
+        amp.initialize(model, optimizer, half_dtype="float16", verbosity=0, on_overflow=on_overflow)
+        with amp.scale_loss(model(torch.ones(2, 8), {}, value).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        with pytest.raises(amp.OptionError, match="which a file of tensors and plain data cannot hold"):
+            optimizer.step()
+        amp.deinitialize()
+
+    def test_of_inputs_that_were_written_to(self) -> None:
+        class Model(nn.Linear):
+            def forward(self, x: Tensor, options: Any) -> Tensor:
+                return super().forward(x) * 1e6
+
+        model, x = Model(8, 4), torch.ones(2, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        on_overflow = ("trace", lambda overflow: overflow.save("step.pt"))
+        amp.initialize(model, optimizer, half_dtype="float16", verbosity=0, on_overflow=on_overflow)
+        with amp.scale_loss(model(x, {}).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        x.zero_()
+        with pytest.raises(amp.UsageError, match="cannot run again: its arguments were written to since"):
+            optimizer.step()
+        amp.deinitialize()
 
     def test_where_amp_is_set_up(self, net: Any) -> None:
         saved_step(net())

@@ -6,9 +6,10 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +194,71 @@ def test_says_in_which_use_of_a_shared_module() -> None:
     assert trace.notes == ("in use 2 of this module in the forward pass",)
 
 
+class Writing(nn.Module):
+    """Writes in its forward to everything that a forward can write to, and overflows at the second call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.slow = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.slow.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(8))
+        self.calls, self.bank, self.generator = 0, [torch.zeros(8)], np.random.default_rng(0)
+        self.batches = iter([1.0, 1.0, 1e6, 1.0, 1.0, 1.0] * 20)
+        self.limit = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, node: Any = None) -> Tensor:
+        self.calls += 1
+        self.bank.append(x.detach().mean(0) + self.bank[-1])
+        factor = next(self.batches) if node is None else node.factor
+        with torch.no_grad():
+            self.limit.mul_(0.9)
+            self.seen += x[0]
+            self.seen[1:].view(7).add_(1)
+            self.slow.bias.mul_(0.5)
+        self.slow.weight.data = self.slow.weight.data * 0.9 + self.first.weight.data * 0.1
+        noise = float(self.generator.normal()) + self.calls + float(self.bank[-1].sum())
+        x.data.mul_(0.9)
+        return self.last(self.slow(self.first(x) * factor)) * self.limit * noise / factor
+
+
+@EACH_LEVEL
+def test_leaves_all_that_a_forward_writes_to(level: str) -> None:
+    def outcome(on_overflow: Any) -> Any:
+        optimizer = begun(model := Writing(), level, on_overflow)
+        inputs = list(batches(5))
+        for x in inputs:
+            step(model, optimizer, x)
+        skipped = amp.skipped_steps(optimizer)
+        amp.deinitialize()
+        state = dict(model.named_parameters()), dict(model.named_buffers()), model.bank, inputs
+        return skipped, model.calls, next(model.batches), float(model.generator.normal()), state
+
+    *told, state = outcome("trace")
+    *others, expected = outcome("log")
+    assert told == others
+    assert told[0] == 1
+    assert_same_state(state, expected)
+
+
+def test_arguments_may_hold_themselves() -> None:
+    class Node:
+        factor = 1e6
+
+    @dataclass
+    class Tree:
+        factor: float
+        children: list[Any]
+
+    tree = Tree(1e6, [])
+    tree.children += [tree, {"parent": tree}]
+    events: list[Any] = []
+    optimizer = begun(model := Writing(), "O1", ("trace", events.append))
+    with amp.scale_loss(model(torch.ones(4, 8), tree).float().sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert events[0].trace.function == "torch.Tensor.mul"
+
+
 class Constant(torch.autograd.Function):
     """Gives a gradient that does not depend on the incoming one, and so on no loss scale."""
 
@@ -206,6 +272,48 @@ class Constant(torch.autograd.Function):
 
 
 class TestRemedies:
+    def test_are_tried_on_all_forward_passes_of_the_step(self) -> None:
+        def function(_: nn.Module, x: Tensor) -> Tensor:
+            if len(x) == 15:
+                return torch.baddbmm(x[None], x[None] * 3e2, x[None, :8] * 3e2)[0] / 1e6
+            return torch.matmul(x * 3e2, x[:8] * 3e2) / 1e6
+
+        events: list[Any] = []
+        optimizer = begun(model := Around(function), "O1", ("trace", events.append), init_scale=1.0)
+        first, second, _ = batches()
+        step(model, optimizer, first, second[:15])
+        amp.deinitialize()
+        trace = events[0].trace
+        optimizer = begun(model := Around(function), "O1", init_scale=1.0, cast_lists=trace.cast_lists)
+        step(model, optimizer, first, second[:15])
+        assert trace.remedies[0].startswith("(tried) ") is not amp.step_was_skipped(optimizer)
+
+    def test_a_forward_pass_that_overflows_comes_before_a_backward_pass_that_does(self) -> None:
+        def function(_: nn.Module, x: Tensor) -> Tensor:
+            return Amplified.apply(x, 1e9) if len(x) == 15 else x * 1e6
+
+        events: list[Any] = []
+        optimizer = begun(model := Around(function), "O1", ("trace", events.append))
+        first, second, _ = batches()
+        step(model, optimizer, first, second[:15])
+        assert events[0].trace.direction == "forward"
+        assert events[0].trace.notes == ("in forward pass 1 of the 2 before this step",)
+
+    def test_of_a_function_that_equals_another(self) -> None:
+        trace = told_of(Around(lambda _, x: torch.mm(x * 3e2, x[:8] * 3e2) / 1e6), "O1")
+        assert trace.function == "torch.mm"  # which equals torch.spmm
+        assert "mm" in trace.cast_lists["blacklist"]["*"]
+
+    def test_under_a_static_scale_speak_of_the_forward_pass(self) -> None:
+        events: list[Any] = []
+        model = Around(lambda _, x: torch.log(x * 0 + 1e-8) * 1e-3)
+        optimizer = begun(model, "O1", ("trace", events.append), loss_scale=1024.0, check_finite=True)
+        (x,) = batches(1)
+        with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled_loss:  # its gradient is NaN
+            scaled_loss.backward()
+        optimizer.step()
+        assert events[0].trace.remedies[0].startswith("(tried in the forward pass) ")
+
     def test_of_a_function_in_torchs_own_python_that_lists_know(self) -> None:
         def function(_: nn.Module, x: Tensor) -> Tensor:
             return torch.einsum("bl,kl->bk", x * 300, x * 300)[:, :8] / 1e6

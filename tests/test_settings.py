@@ -23,6 +23,7 @@ from ampatch import amp
 from ampatch.errors import UsageError
 from ampatch.opt_levels import LEVELS
 from ampatch.runtime import runtime
+from ampatch.settings import Settings
 
 BFLOAT16 = {"half_dtype": torch.bfloat16, "verbosity": 0}
 
@@ -309,6 +310,23 @@ class TestReprs:
         told = repr(runtime.live.settings)
         assert len(told) < 1000
         assert "CastLists(shipped lists, a mapping: " in told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"opt_level": "O2", "half_dtype": "float16", "keep_fp32": ["0"], "cast_buffers": False},
+        {"opt_level": "O1", "half_dtype": "float16", "loss_scale": 128.0, "check_finite": True, "num_losses": 2},
+        {"opt_level": "O3", "keep_batchnorm_fp32": True, "cast_model_outputs": torch.float32},
+    ],
+)
+def test_settings_come_back_from_plain_data(options):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **options)
+    live = runtime.live.settings
+    again = Settings.of_plain_data(live.as_plain_data(), live.lists)
+    assert again == live
 
 
 class TestTheDifference:

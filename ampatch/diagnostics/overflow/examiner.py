@@ -27,9 +27,10 @@ from ampatch.scaling.loss_scaler import ScalePolicy
 
 _OTHER_THREADS = "forward passes in other threads were not watched"
 _NOT_RUN_AGAIN = "the remedy was not tried: the operator could not run again in float32, or its inputs were written to"
-#: How remedies begin of which a second run has shown that all gradients are finite with them, that they are not, or of
-#: which nothing has been shown.
-TRIED, NOT_ENOUGH, NOT_TRIED = "(tried) ", "(tried, and not enough) ", "(not tried) "
+#: How remedies begin of which a second run has shown that all gradients are finite with them, that this holds for the
+#: forward pass, that it does not hold, or of which nothing has been shown.
+TRIED, TRIED_FORWARD = "(tried) ", "(tried in the forward pass) "
+NOT_ENOUGH, NOT_TRIED = "(tried, and not enough) ", "(not tried) "
 NOT_IN_FLOAT32 = "none in precision: the step as a whole is not finite in float32 either"
 NO_SCALE, _NONE = "no loss scale: ", "none in precision: "
 _NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"

@@ -111,6 +111,11 @@ class NotedForward:
                 self.outputs.append(node._sequence_nr())
 
     @property
+    def has_lost_gradients(self) -> bool:
+        """True if a gradient that came into an output is not finite; waits for the device."""
+        return not all(bool(each.isfinite().all()) for given in self.arrived.values() for each in given.values())
+
+    @property
     def hooked(self) -> list[str]:
         """Names of the submodules whose hooks run again with it."""
         tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -136,6 +141,7 @@ class NotedForward:
         *,
         replaces: Callable[[Tensor], Tensor] | None = None,
         state: State | None = None,
+        compiles: bool = False,
     ) -> SecondRun:
         """Runs the forward pass and its backward passes again, on copies of the model and of its arguments.
 
@@ -144,11 +150,14 @@ class NotedForward:
             factor: factor of the gradients that came into the outputs: that of another loss scale.
             replaces: returns the gradients for the backward passes to begin with in place of those that came.
             state: a state of autocast in place of the one that was noted.
+            compiles: whether ``torch.compile`` compiles the copy of the model.
 
         Raises:
             Exception: what the second run raises, or the copy of the model.
         """
         run = SecondRun(self)
+        if compiles:
+            run.module.compile()
         args, kwargs = run.given
         with contextlib.ExitStack() as stack:
             region = Region(self.state if state is None else state)

@@ -31,6 +31,7 @@ from ampatch.switch import PLAIN
 FORMAT = "ampatch step"
 VERSION = 1
 _ENDINGS = (".pt", ".pth")
+_KEYS = {"forwards", "loss_scale", "models", "policy", "settings", "trace"}
 _WRITE_ONE = (
     "Write one with overflow.save('step.pt'), in a function for amp.initialize(on_overflow=('trace', function))."
 )
@@ -93,7 +94,7 @@ class SkippedStep:
             unfinished.unlink(missing_ok=True)
 
     def _read_versions(self) -> list[tuple[int, int]]:
-        weights = (each for noted in self._noted for each in noted.module.parameters())
+        weights = (each for noted in self._noted for each in noted.module.parameters() if not is_lazy(each))
         return [(each.data_ptr(), 0 if each.is_inference() else each._version) for each in weights]
 
 
@@ -115,7 +116,7 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
         ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise OptionError(f"{name} holds no step: its format is not {FORMAT!r}. {_WRITE_ONE}")
-    if data.get("version") != VERSION:
+    if data.get("version") != VERSION or not data.keys() >= _KEYS:
         raise OptionError(
             f"{name} holds a step of version {data.get('version')!r}; this one reads version {VERSION}. Read it with "
             "the ampatch that wrote it."

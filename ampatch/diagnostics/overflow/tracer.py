@@ -26,6 +26,7 @@ from ampatch.diagnostics.overflow.examiner import (
     NOT_IN_FLOAT32,
     NOT_TRIED,
     TRIED,
+    TRIED_FORWARD,
     Examiner,
     enters,
     marked,
@@ -392,7 +393,9 @@ class OverflowTracer:
             return replace(trace, remedies=(*marked([first], mark), *marked(others)))
         overlay = {"blacklist": blacklist}
         kept = [first] if first.startswith(NO_SCALE) else []
-        return replace(trace, remedies=(*kept, *marked([told_of(overlay)], TRIED), *marked(others)), cast_lists=overlay)
+        # A static scale does not come down to what the stand-ins for gradients need.
+        mark = TRIED if factor != 1 or not any(each.has_lost_gradients for each in several) else TRIED_FORWARD
+        return replace(trace, remedies=(*kept, *marked([told_of(overlay)], mark), *marked(others)), cast_lists=overlay)
 
     def _origins(
         self, noted: NotedForward, ids: Collection[int] | None, kept: int | None, factor: float = 1.0

@@ -18,6 +18,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import resolve_name
 
 from ampatch.diagnostics.recorder.operands import versions_of
+from ampatch.function_wrapper import unwrapped
 from ampatch.opt_levels import HALVES
 
 #: The operator below all casts.
@@ -202,7 +203,7 @@ def _name_of(function: Any) -> str:
     known = _names.get(id(function))
     if known is None:
         own = getattr(function, "__name__", None)
-        is_torchs = own is not None and getattr(torch, own, None) is function
+        is_torchs = own is not None and unwrapped(getattr(torch, own, None)) is function
         named = f"torch.{own}" if is_torchs else resolve_name(function)
         home = getattr(function, "__module__", None) or "torch"
         known = _names[id(function)] = function, str(named or f"{home}.{own or function}")

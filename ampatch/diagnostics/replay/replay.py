@@ -60,8 +60,7 @@ def replay(
             rows.append(run.at(settings, _name(settings))[1])
         if compiled:
             rows.append(run.compiled(own, f"{_name(own)}, as saved, compiled"))
-    found, before = _finding(trace.to_dict()), _finding(saved["trace"])
-    is_same = found is not None and found == before
+    is_same = _names_same_place(trace.to_dict(), saved["trace"])
     return Replay(fspath(path), trace, is_same, tuple(rows), tuple(run.notes))
 
 
@@ -105,7 +104,7 @@ class _Run:
         try:
             with self._opened(settings, True, compiles=True) as (_, noted):
                 replaces = stand_in(self._saved["loss_scale"])
-                finite = [each.run_again(None, replaces=replaces).is_finite for each in noted]
+                finite = [each.run_again(None, replaces=replaces, compiles=True).is_finite for each in noted]
         except Exception as error:  # noqa: BLE001 - a model or a compiler may raise anything
             return ReplayedLevel(name, None, text_of(error))
         return ReplayedLevel(name, all(finite))
@@ -116,8 +115,6 @@ class _Run:
         with opened(models, settings) as (session, _), contextlib.ExitStack() as stack:
             if compiles:
                 stack.enter_context(torch.compiler.set_stance("default"))
-                for module in {models[each["model"]].get_submodule(each["module"]) for each in self._saved["forwards"]}:
-                    module.compile()
             if is_recorded:
                 told = policy.differences(self._saved["policy"], policy.effective(session))
                 self.notes |= dict.fromkeys(f"the policy differs from that of the run: {each}" for each in told)
@@ -131,6 +128,7 @@ def _name(settings: Settings) -> str:
     return properties.opt_level if is_float32 else f"{properties.opt_level} {dtype_name(properties.half_dtype)}"
 
 
-def _finding(trace: dict[str, Any]) -> list[Any] | None:
-    is_known = trace["direction"] != "unknown"
-    return [trace[name] for name in ("direction", "function", "operator", "module", "line")] if is_known else None
+def _names_same_place(trace: dict[str, Any], saved: dict[str, Any]) -> bool:
+    is_same = all(trace[name] == saved[name] for name in ("direction", "function", "operator", "module"))
+    # The line may be that of the call of the model, which is another here.
+    return is_same and trace["direction"] != "unknown" and trace["line"] in (saved["line"], None)
