@@ -60,8 +60,8 @@ def replay(
             rows.append(run.at(settings, _name(settings))[1])
         if compiled:
             rows.append(run.compiled(own, f"{_name(own)}, as saved, compiled"))
-    is_same = _names_same_place(trace.to_dict(), saved["trace"])
-    return Replay(fspath(path), trace, is_same, tuple(rows), tuple(run.notes))
+    is_same, compared = _compared(trace.to_dict(), saved["trace"])
+    return Replay(fspath(path), trace, is_same, compared, tuple(rows), tuple(run.notes))
 
 
 class _Run:
@@ -128,7 +128,13 @@ def _name(settings: Settings) -> str:
     return properties.opt_level if is_float32 else f"{properties.opt_level} {dtype_name(properties.half_dtype)}"
 
 
-def _names_same_place(trace: dict[str, Any], saved: dict[str, Any]) -> bool:
+def _compared(trace: dict[str, Any], saved: dict[str, Any]) -> tuple[bool, str]:
+    """Returns whether a trace names the place that the saved one names, and what to say of that."""
+    if saved["direction"] == "unknown":
+        return False, "the saved trace names no place"
+    if trace["direction"] == "unknown":
+        return False, "no place, so that the model's code or its settings may differ from those of the run"
     is_same = all(trace[name] == saved[name] for name in ("direction", "function", "operator", "module"))
     # The line may be that of the call of the model, which is another here.
-    return is_same and trace["direction"] != "unknown" and trace["line"] in (saved["line"], None)
+    is_same = is_same and trace["line"] in (saved["line"], None)
+    return is_same, "the place of the saved trace" if is_same else "another place than the saved trace names"

@@ -36,6 +36,7 @@ class Replay:
         file: name of the file.
         trace: the trace of the step with the settings of the file.
         is_same: True if this trace names the place that the saved one names.
+        compared: the same in words.
         levels: the step as saved, and at each opt level.
         notes: what may differ from the step as it was.
     """
@@ -43,6 +44,7 @@ class Replay:
     file: str
     trace: OverflowTrace
     is_same: bool
+    compared: str
     levels: tuple[ReplayedLevel, ...]
     notes: tuple[str, ...] = ()
 
@@ -56,14 +58,7 @@ class Replay:
             Column("gradients", lambda row: _GRADIENTS[row.is_finite]),
             Column("first inf or NaN", lambda row: row.finding),
         ]
-        same = (
-            "the place of the saved trace"
-            if self.is_same
-            else "no place, so that the model's code or its settings may differ from those of the run"
-            if self.trace.direction == "unknown"
-            else "another place than the saved trace names"
-        )
-        head = f"{self.trace}\n  replayed  from {self.file}: {same}\n"
+        head = f"{self.trace}\n  replayed  from {self.file}: {self.compared}\n"
         rows = table("The same step at each level", columns, self.levels, len(self.levels))
         return printed([head, *rows, *(f"note: {note}" for note in self.notes)])
 
