@@ -193,10 +193,16 @@ class Explanation:
         """Yields the lines of the text."""
         yield self.asked
         yield from _wrapped(" ".join(self.state))
+        # Forwards of modules are on no list; what they call says in which type they compute.
+        shown = [
+            each
+            for each in self.spellings
+            if not (self.calls and each.path.endswith(".forward") and _is_unlisted(each))
+        ]
         sections: dict[str, Iterable[str]] = {
             f"This call, in {self.policy['half_dtype']}": _call_lines(self.call),
-            "Spellings": _spelling_lines(self.spellings),
-            "Lists": _meaning_lines(self.spellings, bool(self.policy["allow_banned"])),
+            "Spellings": _spelling_lines(shown),
+            "Lists": _meaning_lines(shown, bool(self.policy["allow_banned"])),
             "Reasons in the lists": _reason_lines([*self.spellings, *self.calls]),
             "Listed functions that it calls inside, as far as its code shows": _called_lines(self.calls),
             "Where else it is bound": _place_lines(self.places, bool(self.calls)),
@@ -232,6 +238,10 @@ def _plain(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 # As text
+
+
+def _is_unlisted(spelling: Spelling) -> bool:
+    return all(each.treatment == UNLISTED for each in spelling.rulings)
 
 
 def _call_lines(call: ExplainedCall | None) -> Iterator[str]:
