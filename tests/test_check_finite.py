@@ -265,7 +265,7 @@ class TestASkippedStep:
     def test_under_a_dynamic_scale_is_one_skip_for_block_and_step(self, far, make, log, request):
         if far:
             request.getfixturevalue("far_away")
-        model, optimizer = begun(make, loss_scale="dynamic", verbosity=1)
+        model, optimizer = begun(make, loss_scale="dynamic", verbosity=1, on_overflow="log")
         in_a_block(model, optimizer)
         optimizer.step()
         optimizer.zero_grad()
