@@ -269,26 +269,26 @@ class OverflowTracer:
         Those of models through which the gradients came follow, such as a discriminator's. Other ranks run as many
         passes, since one may wait for theirs; then all run, each of them twice.
 
-        Returns:
-            The trace; and whether all gradients were finite, None if that is unknown.
-
         Args:
             noted: the forward passes.
             loss_scale: scale of the loss in the backward passes.
             ids: those of the parameters whose gradients are looked at; None: all are.
+
+        Returns:
+            The trace; and whether all gradients were finite, None if that is unknown.
         """
         noted = [each for each in noted if each.arrived]
         own = [each for each in noted if ids is None or not self._ids_of(each.module).isdisjoint(ids)]
         backward = {number for each in own for number in each.arrived}
         through = [each for each in noted if each not in own and not backward.isdisjoint(each.arrived)]
         has_others = distributed.has_other_ranks()
-        found: list[tuple[NotedForward, Collection[int] | None, OverflowTrace, WatchedOp]] = []
+        step = [*((each, ids) for each in reversed(own)), *((each, None) for each in reversed(through))]
+        found: list[tuple[NotedForward, OverflowTrace, WatchedOp]] = []
         notes: dict[str, None] = {}
-        for each in (*reversed(own), *reversed(through)):
+        for each, of_step in step:
             # One in the forward pass explains a loss that is not finite, and what follows from it.
-            if not has_others and any(trace.direction != "backward" for *_, trace, _ in found):
+            if not has_others and any(trace.direction != "backward" for _, trace, _ in found):
                 break
-            of_step = ids if each in own else None
             try:
                 shown = self._examined(each, of_step, loss_scale, runs_twice=has_others)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - a model may raise anything
@@ -296,16 +296,14 @@ class OverflowTracer:
             if isinstance(shown, str):
                 notes |= dict.fromkeys([shown])
             elif shown is not None:
-                found.append((each, of_step, *shown))
+                found.append((each, *shown))
         if not found:
             unknown = OverflowTrace("unknown", notes=tuple(notes or [FINITE_AGAIN if own else _NOT_NOTED]))
             return unknown, None if notes or not own else True
-        first = next((each for each in found if each[2].direction != "backward"), found[0])
-        source, of_step, trace, op = first
+        source, trace, op = next((each for each in found if each[1].direction != "backward"), found[0])
         if has_others or trace.finding == self._known:
             trace = replace(trace, remedies=marked(trace.remedies))
         else:
-            step = [(each, ids if each in own else None) for each in (*own, *through)]
             trace = self._tried(step, trace, op, loss_scale)
         self._known = trace.finding if self._steps is not None else None
         which = f"in forward pass {noted.index(source) + 1} of the {len(noted)} before this step"
