@@ -200,7 +200,7 @@ class TestForward:
     def test_no_list_is_suggested_for_an_operator_that_is_called_by_itself(self):
         trace = trace_of(Applied(lambda x: torch.ops.aten.mul.Tensor(x.half(), torch.full((), 6e4).half())))
         assert trace.function == "torch.ops.aten.mul.Tensor"
-        assert all("mul" not in names for names in (trace.cast_lists or {}).values())
+        assert "mul" not in str(trace.cast_lists)
         assert "no list can name it" in trace.remedies[0]
 
     def test_a_remedy_that_could_not_be_tried_is_a_guess(self):
@@ -552,7 +552,8 @@ class TestResult:
         (record,) = caplog.records
         assert "Gradient overflow. Skipping step" in record.message
         assert "First inf: in torch.Tensor." in record.message
-        assert "  remedy    (tried) this function in float32" in record.message or way == "watched"
+        mark = "(tried)" if way == "second run" else "(not tried)"
+        assert f"  remedy    {mark} this function in float32" in record.message
 
     def test_is_in_the_error(self):
         with pytest.raises(amp.GradientOverflowError, match=r"First inf: in torch\.Tensor") as caught:
