@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import assert_same_state
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from workers import Workers
 
 from ampatch import amp
 from ampatch.diagnostics.overflow.tracer import FINITE_AGAIN, IS_ARMED, OverflowTracer
+from ampatch.runtime import runtime
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loss of a:ampatch.errors.AmpWarning")
 
@@ -595,6 +597,35 @@ def test_ranks_run_their_forward_passes_again_together(two: Workers, level: str)
     assert second[0] == ["Amplified"]
     assert first[0] == [FINITE_AGAIN]
     assert_same_state(first[1], second[1])
+
+
+def explained_on_two_ranks(late: bool) -> tuple[int, bool]:
+    """Trains with a collective in the forward, and a loss that is NaN on one rank only."""
+    rank, group = dist.get_rank(), Around(synchronised)
+    optimizer = begun(group, "O1", "explain", verbosity=1)
+    if late:  # begun before other ranks were known
+        session = runtime.live
+        session.trace_with(OverflowTracer(session, steps=100))
+    for x in batches(4):
+        optimizer.zero_grad()
+        loss = group(x).float().mean() * (float("nan") if rank else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    skipped = amp.skipped_steps(optimizer)
+    amp.deinitialize()
+    return skipped, late
+
+
+def synchronised(_: nn.Module, x: Tensor) -> Tensor:
+    mean = x.detach().float().mean()
+    dist.all_reduce(mean)
+    return x - mean
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_explain_nothing_unasked(two: Workers, late: bool) -> None:
+    assert two.run(explained_on_two_ranks, late) == [(0, late), (4, late)]
 
 
 def test_a_users_file_with_the_name_of_a_module_of_the_standard_library_is_the_users(tmp_path: Any) -> None:
