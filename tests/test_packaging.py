@@ -159,9 +159,9 @@ def test_each_kind_of_install_stands_in_for_apex(installed: tuple[Path, Path], t
 def test_the_wheel_holds_every_module_and_template_of_the_checkout(checkout: Path, built: dict[str, Path]) -> None:
     modules = {path.relative_to(checkout).as_posix() for path in (checkout / "ampatch").rglob("*.py")}
 
-    folder = checkout / "ampatch" / "diagnostics" / "templates"
+    folder = checkout / "ampatch" / "diagnostics" / "report" / "templates"
     templates = {path.relative_to(checkout).as_posix() for path in folder.iterdir()}
-    assert len(templates) == 4
+    assert len(templates) == 5
 
     assert modules | templates | {"ampatch/py.typed"} <= set(zipfile.ZipFile(built["wheel"]).namelist())
 
