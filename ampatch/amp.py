@@ -166,10 +166,6 @@ _Models = TypeVar("_Models", bound=nn.Module | Sequence[nn.Module])
 _Optimizers = TypeVar("_Optimizers")
 
 
-#: Steps that "explain" has noted after it has begun.
-_STEPS_NOTED = 100
-
-
 def __dir__() -> list[str]:
     return __all__  # completion offers public names only
 
@@ -1431,17 +1427,17 @@ def _open(settings: Settings, device_types: Iterable[str], fused_linear: object)
 
 def _trace_next(reference: weakref.ref[Session]) -> None:
     """Has a session's next steps noted, as one was skipped for which the search of the loss scale does not account."""
-    from ampatch.diagnostics.overflow.tracer import OverflowTracer
-
     session = reference()
     # Ranks that do not skip together would wait for one another in a second run.
     if session is None or distributed.has_other_ranks():
         return
     tracer = session.overflows.tracer
-    if isinstance(tracer, OverflowTracer):
+    if tracer is not None:
         tracer.note_next()
-    else:
-        session.trace_with(OverflowTracer(session, steps=_STEPS_NOTED))
+        return
+    from ampatch.diagnostics.overflow.tracer import OverflowTracer
+
+    session.trace_with(OverflowTracer(session, is_asked=False))
 
 
 def _disable() -> None:

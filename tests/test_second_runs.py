@@ -605,7 +605,7 @@ def explained_on_two_ranks(late: bool) -> tuple[int, bool]:
     optimizer = begun(group, "O1", "explain", verbosity=1)
     if late:  # begun before other ranks were known
         session = runtime.live
-        session.trace_with(OverflowTracer(session, steps=100))
+        session.trace_with(OverflowTracer(session, is_asked=False))
     for x in batches(4):
         optimizer.zero_grad()
         loss = group(x).float().mean() * (float("nan") if rank else 1.0)

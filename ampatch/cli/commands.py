@@ -283,6 +283,16 @@ def _searching_here() -> Iterator[None]:
             sys.path.remove("")
 
 
+def _add_level(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--level",
+        action="append",
+        default=[],
+        metavar="LEVEL",
+        help=f"an opt level to try (default: {default}); may be given several times",
+    )
+
+
 def _add_preflight(parser: argparse.ArgumentParser) -> None:
     """Tells which opt levels a model stands, and what to type for those that it does not."""
     parser.add_argument(
@@ -291,13 +301,7 @@ def _add_preflight(parser: argparse.ArgumentParser) -> None:
         help="a function without arguments that returns a model, its inputs and a loss function, as `amp.preflight` "
         "takes them; the module is searched for in the current folder too",
     )
-    parser.add_argument(
-        "--level",
-        action="append",
-        default=[],
-        metavar="LEVEL",
-        help="an opt level to try (default: O1, O2 and O3); may be given several times",
-    )
+    _add_level(parser, "O1, O2 and O3")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--no-measure", action="store_true", help="measure neither time nor memory")
     parser.set_defaults(run=_preflight)
@@ -329,13 +333,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
         help="a function without arguments that returns a model of the same class, or several as `amp.replay` takes "
         "them; the module is searched for in the current folder too",
     )
-    parser.add_argument(
-        "--level",
-        action="append",
-        default=[],
-        metavar="LEVEL",
-        help="an opt level to try (default: O1 and O2 in both half types, and O3); may be given several times",
-    )
+    _add_level(parser, "O1 and O2 in both half types, and O3")
     parser.add_argument("--compiled", action="store_true", help="try it compiled by torch.compile as well")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.set_defaults(run=_replay)

@@ -246,6 +246,9 @@ class Tracer(Protocol):
             loss_scale: scale of the loss in the backward passes; 1 if it was not scaled.
         """
 
+    def note_next(self) -> None:
+        """Notes the next steps, if it notes steps for a while only."""
+
     def note_losses(self, losses: Iterable[Tensor]) -> None:
         """Notes scaled losses, whose backward passes follow."""
 

@@ -1,8 +1,8 @@
 """Forward passes, noted so that they can run again: a step that is skipped changes no weight.
 
 Owns what a second run needs: the arguments, the state of autocast and of torch's random generators, and the gradients
-that came into the outputs. A note waits for no device. A second run leaves buffers, random states and ``.grad`` as they
-were. Must not judge what a second run shows.
+that came into the outputs. A note waits for no device. A second run takes copies of the model and of its arguments, and
+sets random states back. Must not judge what a second run shows.
 """
 
 from __future__ import annotations

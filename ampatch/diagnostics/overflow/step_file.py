@@ -183,7 +183,7 @@ def loaded(
         noted.arrived = dict(enumerate(_moved(gradients, device) for gradients in each["arrived"]))
         if not as_saved:
             for gradients in noted.arrived.values():
-                gradients.update((place, finite(each)) for place, each in gradients.items())
+                gradients.update((place, finite(gradient)) for place, gradient in gradients.items())
         found.append(noted)
     return found
 
@@ -255,12 +255,6 @@ def _moved(value: Any, device: torch.device, half_in: torch.dtype | None = None)
         return each.detach().to(device, dtype, copy=True).requires_grad_(each.requires_grad)
 
     return tree_map_only(Tensor, move, value)
-
-
-def has_lost_gradients(saved: Mapping[str, Any]) -> bool:
-    """Returns True if gradients that came into outputs are not finite: at other levels, others stand for them."""
-    arrived = (gradients.values() for forward in saved["forwards"] for gradients in forward["arrived"])
-    return not all(bool(each.isfinite().all()) for gradients in arrived for each in gradients)
 
 
 def _check_same(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], told: str) -> None:

@@ -7,6 +7,7 @@ next steps as they run. Owns which forward passes are noted, and when steps are 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import weakref
 from collections import deque
@@ -72,7 +73,13 @@ _FORWARDS_KEPT = 8
 #: Forward passes of one step that are kept; of accumulated gradients, the last ones.
 _MOST_NOTED = 32
 
-#: The same while steps are noted without being asked for; and losses whose graph is known.
+#: The same while steps are noted unasked.
+_MOST_NOTED_UNASKED = 4
+
+#: Steps that are noted unasked.
+_STEPS_NOTED = 100
+
+#: Losses whose graph is known.
 _LOSSES_KEPT = 4
 
 #: Nodes between the loss and the model that are named.
@@ -91,17 +98,18 @@ class OverflowTracer:
 
     Args:
         session: the session.
-        steps: number of steps that it notes until `note_next` is called; None notes all. With a number, it never
-            watches steps as they run.
+        is_asked: True notes all steps; False a number of them, until `note_next` is called, and never watches steps as
+            they run.
 
     Attributes:
         skipped: the step that was skipped last; None before there is one.
         notes_steps: True as long as it notes them.
     """
 
-    def __init__(self, session: Session, steps: int | None = None) -> None:
-        self.notes_steps = True
-        self._steps = self._noted_left = steps
+    def __init__(self, session: Session, *, is_asked: bool = True) -> None:
+        self.notes_steps, self._is_asked = True, is_asked
+        self._noted_left = math.inf if is_asked else _STEPS_NOTED  # number of steps
+        self._most_noted = _MOST_NOTED if is_asked else _MOST_NOTED_UNASKED
         settings = session.settings
         self._session = session
         self._copies: dict[int, Any] = {}  # what the modules of the last second run are copies of, by id
@@ -124,19 +132,18 @@ class OverflowTracer:
 
         def after_step(*_: object) -> None:  # also of optimizers that amp has not adopted
             self._has_stepped = True
-            if self._noted_left is not None and self.notes_steps:
-                self._noted_left -= 1
-                if self._noted_left <= 0:
-                    self.notes_steps = False
-                    self._session.note_forwards(None)
-                    self._drop()
+            self._noted_left -= 1
+            if self.notes_steps and self._noted_left <= 0:
+                self.notes_steps = False
+                self._session.note_forwards(None)
+                self._drop()
 
         setattr(after_step, OWN_HOOK, True)
         ledger.on_undo(register_optimizer_step_post_hook(after_step).remove)
 
     def note_next(self) -> None:
         """Notes the next steps, as many as at first."""
-        self.notes_steps, self._noted_left = True, self._steps
+        self.notes_steps, self._noted_left = True, _STEPS_NOTED
         self._session.note_forwards(self)
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,7 +163,7 @@ class OverflowTracer:
             thread.is_inside = False
         noted.follow(result)
         self._noted.append(noted)
-        if len(self._noted) > (_FORWARDS_KEPT if self._steps is None else _LOSSES_KEPT):
+        if len(self._noted) > min(_FORWARDS_KEPT, self._most_noted):
             self._drop_old()
         return result
 
@@ -185,8 +192,7 @@ class OverflowTracer:
 
     def _drop_old(self) -> None:
         idle = [each for each in self._noted if not each.arrived]
-        most = _MOST_NOTED if self._steps is None else _LOSSES_KEPT
-        dropped = idle[:-_FORWARDS_KEPT] + self._noted[:-most]
+        dropped = idle[:-_FORWARDS_KEPT] + self._noted[: -self._most_noted]
         if dropped:
             self._noted[:] = [each for each in self._noted if each not in dropped]
 
@@ -217,9 +223,7 @@ class OverflowTracer:
             return seen
         with hidden():
             trace, _ = self.by_second_run(self._noted, loss_scale, ids)
-        if trace.direction != "unknown":
-            return trace
-        if self._steps is not None:
+        if trace.direction != "unknown" or not self._is_asked:
             return trace
         if distributed.has_other_ranks():  # they may have found it, and go on to run forward passes again
             return replace(trace, notes=(*trace.notes, _WITH_RANKS))
@@ -305,7 +309,7 @@ class OverflowTracer:
             trace = replace(trace, remedies=marked(trace.remedies))
         else:
             trace = self._tried(step, trace, op, loss_scale)
-        self._known = trace.finding if self._steps is not None else None
+        self._known = None if self._is_asked else trace.finding
         which = f"in forward pass {noted.index(source) + 1} of the {len(noted)} before this step"
         hooks = f"hooks of {', '.join(source.hooked)} ran again with the forward pass"
         added = [*[which] * (len(noted) > 1), *[hooks] * bool(source.hooked)]

@@ -55,12 +55,14 @@ class _InFloat32(TorchFunctionMode):
         self._ids, self._thread = ids, threading.get_ident()
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_listed = id(unwrapped(func)) in self._ids and is_in_region() and not Switch.is_off()
-        return (self._run if is_listed else _plainly)(func, args, kwargs or {})
+        if id(unwrapped(func)) in self._ids and is_in_region() and not Switch.is_off():
+            return self._run(unwrapped(func), args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
     def _run(self, function: Any, args: Any, kwargs: Any) -> Any:
+        wide_args, wide_kwargs = cast_floating((args, kwargs), torch.float32)
         with WithoutCasts():
-            return _plainly(unwrapped(function), *cast_floating((args, kwargs), torch.float32))
+            return function(*wide_args, **wide_kwargs)
 
     # What `cast_observers` asks
 
@@ -82,10 +84,6 @@ class _Observing(ObservingMode):
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-def _plainly(function: Any, args: Any, kwargs: Any) -> Any:
-    return function(*args, **kwargs)
 
 
 def smallest(candidates: Iterable[Blacklist], is_finite: Callable[[Blacklist], bool | None]) -> Blacklist | None:

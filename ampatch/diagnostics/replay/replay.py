@@ -77,14 +77,12 @@ class _Run:
     """
 
     def __init__(self, saved: dict[str, Any], models: Sequence[nn.Module], name: str) -> None:
-        self._saved, self._name = saved, name
+        self._saved = saved
         self._models = [copied(model) for model in models]
         step_file.put_into(self._models, saved["models"], name)
         self.notes: dict[str, None] = {}
         if any(device for each in saved["forwards"] for device, _ in each["random"]) and not torch.cuda.is_available():
             self.notes["random numbers of a GPU are others here, such as those of dropout"] = None
-        if step_file.has_lost_gradients(saved):
-            self.notes[_LOST] = None
 
     def at(self, settings: Settings, name: str, *, is_recorded: bool = False) -> tuple[OverflowTrace, ReplayedLevel]:
         """Runs the step with some settings, watched; returns the trace, and the row of the table."""
@@ -112,14 +110,15 @@ class _Run:
     @contextlib.contextmanager
     def _opened(self, settings: Settings, is_recorded: bool, compiles: bool = False) -> Iterator[Any]:
         models = [copied(model) for model in self._models]
-        with opened(models, settings) as (session, _), contextlib.ExitStack() as stack:
-            if compiles:
-                stack.enter_context(torch.compiler.set_stance("default"))
+        stance = torch.compiler.set_stance("default") if compiles else contextlib.nullcontext()
+        with opened(models, settings) as (session, _), stance:
+            by_call = compiles or not is_recorded
+            noted = step_file.loaded(self._saved, models, as_saved=is_recorded, by_call=by_call)
             if is_recorded:
+                self.notes |= dict.fromkeys([_LOST] * any(each.has_lost_gradients for each in noted))
                 told = policy.differences(self._saved["policy"], policy.effective(session))
                 self.notes |= dict.fromkeys(f"the policy differs from that of the run: {each}" for each in told)
-            by_call = compiles or not is_recorded
-            yield OverflowTracer(session), step_file.loaded(self._saved, models, as_saved=is_recorded, by_call=by_call)
+            yield OverflowTracer(session), noted
 
 
 def _name(settings: Settings) -> str:
