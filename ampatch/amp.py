@@ -395,7 +395,7 @@ def initialize(
     _check_optimizers(optimizer_list, model_list, live, outgoing)
     if properties.cast_model_type in opt_levels.HALVES:
         _check_whole(optimizer_list, model_list, properties)
-    every_model = [*model_list, *(live.models if live is not None else ())]
+    every_model = [*model_list, *(live.adopted.models if live is not None else ())]
     conversion_plan.check_matches(every_model, kept)
     conversion_plan.check_matches(every_model, wide, "float32_outputs")
     conversion_plan.check_matches_buffers(every_model, settings.cast_buffers)
@@ -403,7 +403,7 @@ def initialize(
 
     device_types = adopted_model.device_types_of(model_list)
     opened = _open(settings, device_types, fused_linear) if live is None else live
-    opened.verbose = verbose
+    opened.losses.verbose = verbose
     try:
         opened.adopt(model_list, optimizer_list)
     except BaseException:
@@ -421,7 +421,7 @@ def _announce(opened: Session) -> None:
     settings = opened.settings
     logger.info("amp is on: %s", settings.properties)
     told = kept_names(settings.keep_fp32)
-    if opened.has_half_weights and told and not settings.float32_outputs:
+    if opened.settings.has_half_weights and told and not settings.float32_outputs:
         logger.info(
             "outputs of parts in keep_fp32 (%s) are cast to %s for the layers behind them. If the model returns one, "
             "name its part in float32_outputs",
@@ -549,7 +549,7 @@ def init(
         fused_linear=_fuses_linear(fused_linear, properties),
     )
     opened = _open(settings, adopted_model.all_device_types(), fused_linear)
-    opened.verbose = is_verbose
+    opened.losses.verbose = is_verbose
     runtime.disabled = False
     return Handle(opened)
 
@@ -597,7 +597,7 @@ def scale_loss(
             runtime.replaced.check(optimizer, live)
     if not optimizer_list:
         raise OptionError("amp.scale_loss got no optimizer, so that gradients would stay scaled; expected one or more.")
-    return live.scale_loss(
+    return live.losses.scale_loss(
         loss, optimizer_list, loss_id, delay_unscale=delay_unscale, delay_overflow_check=delay_overflow_check
     )
 
@@ -697,7 +697,7 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
     """
     checked = adopted_model.check_module(model)
     live = runtime.live
-    with contextlib.nullcontext() if live is None else live.frozen_weights(checked):
+    with contextlib.nullcontext() if live is None else live.casts.frozen_weights(checked):
         yield
 
 
@@ -996,9 +996,9 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     """
     live = runtime.live
     checked = check_optimizer(optimizer)
-    if live is None or not live.has_adopted(optimizer):
+    if live is None or not live.adopted.has(optimizer):
         return parameters_of(checked)
-    return live.master_params(checked)
+    return live.gradients.master_params(checked)
 
 
 def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
@@ -1034,8 +1034,8 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
     checked = check_optimizer(optimizer)
     most = opt_levels.check_limit("max_norm", max_norm)
     live = runtime.live
-    if live is not None and live.has_adopted(optimizer):
-        return live.clip_grad_norm_(checked, most)
+    if live is not None and live.adopted.has(optimizer):
+        return live.gradients.clip(checked, most)
     return clip_unscaled(parameters_of(checked), most, Ranks())
 
 
@@ -1059,7 +1059,7 @@ def unscale_(optimizer: Any) -> None:
     """
     checked = check_optimizer(optimizer)
     if not runtime.disabled:
-        _session_of(checked, "amp.unscale_").unscale_(checked)
+        _session_of(checked, "amp.unscale_").gradients.unscale(checked)
 
 
 def grads_are_unscaled(optimizer: Any) -> bool:
@@ -1070,7 +1070,10 @@ def grads_are_unscaled(optimizer: Any) -> bool:
         UsageError: it was never passed to ``amp.initialize``.
     """
     checked = check_optimizer(optimizer)
-    return runtime.disabled or _session_of(checked, "amp.grads_are_unscaled").adopted(checked).gradients.are_unscaled()
+    return (
+        runtime.disabled
+        or _session_of(checked, "amp.grads_are_unscaled").adopted.record_of(checked).gradients.are_unscaled()
+    )
 
 
 def gradients_are_finite(optimizer: Any) -> Tensor:
@@ -1096,7 +1099,7 @@ def gradients_are_finite(optimizer: Any) -> Tensor:
     if runtime.disabled:
         flags = [each.isfinite().all() for each in gradients_of(parameters_of(checked))]
         return stacked(flags).all() if flags else torch.ones((), dtype=torch.bool, device="cpu")
-    return _session_of(checked, "amp.gradients_are_finite").gradients_are_finite(checked)
+    return _session_of(checked, "amp.gradients_are_finite").gradients.are_finite(checked)
 
 
 def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
@@ -1118,7 +1121,7 @@ def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
         return {}
     live = _require_session("amp.state_dict")
     states: dict[str, dict[str, Any]] = {
-        f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(live.all_scalers())
+        f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(live.losses.all_scalers())
     }
     return {**states, policy.KEY: policy.effective(live)} if with_policy else states
 
@@ -1149,7 +1152,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if isinstance(state_dict, Mapping) and policy.KEY in state_dict:
         warnings = policy.warnings(state_dict[policy.KEY], policy.effective(live))
         state_dict = {key: value for key, value in state_dict.items() if key != policy.KEY}
-    load_states(live.all_scalers(), state_dict, logs=live.verbose, warnings=warnings)
+    load_states(live.losses.all_scalers(), state_dict, logs=live.losses.verbose, warnings=warnings)
 
 
 def get_loss_scale(loss_id: int = 0) -> float:
@@ -1160,7 +1163,7 @@ def get_loss_scale(loss_id: int = 0) -> float:
     """
     if runtime.disabled:
         return 1.0
-    return _require_session("amp.get_loss_scale").scaler(loss_id).state.loss_scale
+    return _require_session("amp.get_loss_scale").losses.scaler(loss_id).state.loss_scale
 
 
 def step_was_skipped(optimizer: Any) -> bool:
@@ -1173,7 +1176,7 @@ def step_was_skipped(optimizer: Any) -> bool:
     if runtime.disabled:
         return False
     checked = check_optimizer(optimizer)
-    return _session_of(checked, "amp.step_was_skipped").adopted(checked).step_was_skipped
+    return _session_of(checked, "amp.step_was_skipped").adopted.record_of(checked).step_was_skipped
 
 
 def skipped_steps(optimizer: Any) -> int:
@@ -1186,7 +1189,7 @@ def skipped_steps(optimizer: Any) -> int:
     if runtime.disabled:
         return 0
     checked = check_optimizer(optimizer)
-    return _session_of(checked, "amp.skipped_steps").adopted(checked).skipped_steps
+    return _session_of(checked, "amp.skipped_steps").adopted.record_of(checked).skipped_steps
 
 
 def stats() -> dict[str, int | float]:
@@ -1404,15 +1407,15 @@ def _open(settings: Settings, device_types: Iterable[str], fused_linear: object)
     opened = open_session(settings, device_types)
     try:
         if fused_linear is not None and settings.fused_linear:
-            opened.check_fuses_linear()
-        if opened.overflows.traces:
+            opened.casts.check_fuses_linear()
+        if opened.losses.overflows.traces:
             from ampatch.diagnostics.overflow.tracer import OverflowTracer
 
             opened.trace_with(OverflowTracer(opened))
-        elif opened.overflows.explains:
+        elif opened.losses.overflows.explains:
             reference = weakref.ref(opened)
-            opened.overflows.trace_next = lambda: _trace_next(reference)
-        never_fires = opened.overflows.reports and not (settings.scale_policy.dynamic or settings.check_finite)
+            opened.losses.overflows.trace_next = lambda: _trace_next(reference)
+        never_fires = opened.losses.overflows.reports and not (settings.scale_policy.dynamic or settings.check_finite)
         if never_fires:
             warn(
                 f"on_overflow={overflows.name_of_choice(settings.on_overflow)!r} has no effect with a static loss "
@@ -1431,7 +1434,7 @@ def _trace_next(reference: weakref.ref[Session]) -> None:
     # Ranks that do not skip together would wait for one another in a second run.
     if session is None or distributed.has_other_ranks():
         return
-    tracer = session.overflows.tracer
+    tracer = session.losses.overflows.tracer
     if tracer is not None:
         tracer.note_next()
         return
@@ -1617,10 +1620,10 @@ def _check_optimizers(
 ) -> None:
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for session in (live, outgoing):  # an optimizer of the outgoing session still updates its masters
-        known |= session.parameter_ids() if session is not None else set()
+        known |= session.adopted.parameter_ids() if session is not None else set()
     for index, optimizer in enumerate(optimizers):
         if any(optimizer is other for other in optimizers[:index]) or (
-            live is not None and live.has_adopted(optimizer)
+            live is not None and live.adopted.has(optimizer)
         ):
             raise UsageError(
                 f"this {type(optimizer).__name__} was handed to amp.initialize before. Hand it in once, or type "

@@ -252,10 +252,10 @@ def _places(live: Session) -> tuple[dict[tuple[int, str], str], Counter[str]]:
     """Returns the namespaces of functions that amp patches, by `_Patch.key`, and counts of those not imported yet."""
     places: dict[tuple[int, str], str] = {}
     waiting: Counter[str] = Counter()
-    if live.patches_functions:
+    if live.settings.patches_functions:
         for known in runtime.registered:
             places[id(known.owner), known.name] = known.path.namespace
-    for path in live.rules():
+    for path in live.casts.rules():
         owner = find_owner_or(path.namespace, MISSING)
         if owner is None:
             waiting[path.namespace] += 1
@@ -268,7 +268,7 @@ def _places(live: Session) -> tuple[dict[tuple[int, str], str], Counter[str]]:
 
 
 def _names(seen: _Seen) -> Iterator[str]:
-    if seen.live is None or not seen.live.patches_any:
+    if seen.live is None or not seen.live.settings.patches_any:
         yield "not looked for: amp patches no functions now"
         return
     patched = [patch.installed for patch in seen.patches if is_wrapper(patch.installed)]

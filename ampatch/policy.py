@@ -138,7 +138,7 @@ def _settings(session: Session) -> dict[str, Any]:
         outputs = torch.float32
     told = {
         "opt_level": properties.opt_level,
-        "half_dtype": dtype_name(properties.half_dtype) if session.patches_any else None,
+        "half_dtype": dtype_name(properties.half_dtype) if session.settings.patches_any else None,
         "patch_torch_functions": properties.patch_torch_functions,
         "cast_model_type": None if weights is None else dtype_name(weights),
         "keep_batchnorm_fp32": bool(properties.keep_batchnorm_fp32),
@@ -168,7 +168,7 @@ def _names(kept: KeepFloat32) -> list[str]:
 
 def _rules(session: Session, pattern_paths: Sequence[Path]) -> dict[Path, _Decided]:
     """Returns what is decided about each function that a list names, or that was registered."""
-    if not session.patches_any:
+    if not session.settings.patches_any:
         return {}
     lists, half_dtype = session.settings.lists, session.settings.properties.half_dtype
     in_force, before = lists.for_half(half_dtype), shipped().for_half(half_dtype)
@@ -181,16 +181,16 @@ def _rules(session: Session, pattern_paths: Sequence[Path]) -> dict[Path, _Decid
         waits = bool(lists.waiting) and find_owner_or(path.namespace) is None
         rule = _by_text(session, path) if waits else in_force.get(path)
         was = before.get(path)
-        if rule is not None and session.applies(rule):
+        if rule is not None and session.casts.applies(rule):
             found[path] = _decision(rule, session), SHIPPED if id(rule) in ids_shipped else rule.source
-        elif rule is None and (is_covered(path, pattern_paths) or (was is not None and session.applies(was))):
+        elif rule is None and (is_covered(path, pattern_paths) or (was is not None and session.casts.applies(was))):
             removed.append(path)
     entries = user_entries(lists) if removed else []
     for path in removed:
         entry = unlisting(path, dtype_name(half_dtype), entries)
         found[path] = UNLISTED, "cast_lists" if entry is None else entry.source
-    if session.patches_functions:
-        _register(found, session.registered, half_dtype)
+    if session.settings.patches_functions:
+        _register(found, session.casts.registered, half_dtype)
     return _under_shipped_names(found)
 
 
@@ -232,7 +232,7 @@ def _register(found: dict[Path, _Decided], registered: Sequence[Registration], h
 
 
 def _decorated(session: Session) -> dict[str, _Decided]:
-    if not session.patches_functions:
+    if not session.settings.patches_functions:
         return {}
     half_dtype = session.settings.properties.half_dtype
     found = {}
@@ -251,7 +251,7 @@ def _casting(treatment: str, dtype: torch.dtype | None, half_dtype: torch.dtype)
 
 def _patterns(session: Session) -> list[tuple[Path, _Decided]]:
     """Returns what each pattern decides, in an order that depends only on the decisions."""
-    if not session.patches_any:
+    if not session.settings.patches_any:
         return []
     rules: dict[Path, Rule | None] = {}
     for changes in session.settings.lists.waiting:
@@ -263,7 +263,7 @@ def _patterns(session: Session) -> list[tuple[Path, _Decided]]:
         [
             (path, (UNLISTED, "cast_lists") if rule is None else (_decision(rule, session), rule.source))
             for path, rule in rules.items()
-            if rule is None or session.applies(rule)
+            if rule is None or session.casts.applies(rule)
         ]
     )
 
@@ -271,7 +271,7 @@ def _patterns(session: Session) -> list[tuple[Path, _Decided]]:
 def _of_modules(session: Session) -> Iterator[list[str]]:
     """Yields a row for each rule of each entry for parts of a model; one for an entry that has no rules."""
     half_dtype, properties = session.settings.properties.half_dtype, session.settings.properties
-    if not session.patches_functions and properties.cast_model_type not in HALVES:
+    if not session.settings.patches_functions and properties.cast_model_type not in HALVES:
         return
     for entry in session.settings.lists.modules:
         if entry.changes is None:
@@ -313,7 +313,7 @@ def _decision(rule: Rule, session: Session) -> str:
     options = [
         *([f"when {', '.join(conditions)}"] if conditions else []),
         *(["via_dtype"] if rule.via_dtype else []),
-        *([] if session.patches_functions else typed_need(sorted(rule.needs_float32))),
+        *([] if session.settings.patches_functions else typed_need(sorted(rule.needs_float32))),
     ]
     return " ".join([rule.treatment.value, *options])
 

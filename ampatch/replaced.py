@@ -102,7 +102,7 @@ class Replaced:
             UsageError: the optimizer is watched, and the live session has not adopted it.
         """
         watched = self._find(optimizer)
-        if watched is not None and not live.settings.adopts_on_use and not live.has_adopted(optimizer):
+        if watched is not None and not live.settings.adopts_on_use and not live.adopted.has(optimizer):
             raise UsageError(
                 f"this {type(optimizer).__name__} was handed to an amp.initialize that a later one has replaced, since "
                 f"the settings differ ({watched.why}). {_ADVICE}"
@@ -131,8 +131,8 @@ class Replaced:
 def _has(session: Session, trained: Any) -> bool:
     """Returns True if a session has adopted an optimizer, or a model that is the given one or contains it."""
     if not isinstance(trained, nn.Module):
-        return session.has_adopted(trained)
-    return any(trained in model.modules() for model in session.models)
+        return session.adopted.has(trained)
+    return any(trained in model.modules() for model in session.adopted.models)
 
 
 def _forget(watched: dict[int, _Watched], key: int, reference: weakref.ref[Any]) -> None:

@@ -16,17 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.compiler import is_dynamo_compiling
-from torch.nn.parallel import DistributedDataParallel
 
-from ampatch import compilers, tracing
+from ampatch import compilers
 from ampatch.cast_lists.rules import Treatment
 from ampatch.casting import cast_observers, write_back
-from ampatch.casting.cast_errors import note_half
-from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError
-from ampatch.patching import adopted_model, cast_labels, casting_mode
+from ampatch.patching import cast_labels, casting_mode
 from ampatch.patching.adapters import Adapt
 from ampatch.patching.adopted_model import Hooks
 from ampatch.patching.function_patches import Registration
@@ -34,7 +31,6 @@ from ampatch.patching.wrappers import explain, without_casts
 from ampatch.replaced import Replaced
 from ampatch.session import Session
 from ampatch.settings import Settings
-from ampatch.weights import conversion_plan
 
 
 @dataclass(slots=True)
@@ -76,9 +72,9 @@ def open_session(settings: Settings, device_types: Iterable[str]) -> Session:
                 "amp.deinitialize() first."
             )
         replace_session(difference(live, settings) or "amp.init was called again")
-    session = Session(settings, device_types, _HOOKS)
+    session = Session(settings, device_types, _HOOKS, runtime.registered)
     try:
-        session.install(runtime.registered)
+        session.install()
     except BaseException:
         session.take_down()
         raise
@@ -108,7 +104,7 @@ def replacing() -> Iterator[None]:
 def difference(session: Session, settings: Settings) -> str:
     """Returns the differences between a session and one opened now, for a message; empty if there are none."""
     parts = [session.settings.difference(settings)]
-    if set(session.registered) != set(runtime.registered):
+    if set(session.casts.registered) != set(runtime.registered):
         parts.append("registered functions")
     return ", ".join(part for part in parts if part)
 
@@ -122,7 +118,7 @@ def replace_session(why: str) -> None:
     live = runtime.live
     if live is None:
         return
-    models, optimizers = live.models, live.optimizers
+    models, optimizers = live.adopted.models, live.adopted.optimizers
     close_session(live)
     if runtime.replaced is None:
         runtime.replaced = Replaced(before_replaced_forward, before_replaced_step)
@@ -151,7 +147,7 @@ def decorate(function: Any, kind: str) -> Any:
 
     Args:
         function: function, builtin, static method or class method to decorate.
-        kind: key of `Session.adapters`.
+        kind: key of `Casts.adapters`.
 
     Raises:
         OptionError: ``function`` is none of these.
@@ -169,10 +165,15 @@ def decorate(function: Any, kind: str) -> Any:
         session, mode = runtime.live, casting_mode.thread.mode
         if mode is not None:  # in a forward of an `amp.convert_model` copy, where the session's casts are off
             adapt: Adapt = functools.partial(mode.adapt_decorated, kind)
-        elif session is None or not session.patches_functions or not session.switch.active or session.switch.is_off():
+        elif (
+            session is None
+            or not session.settings.patches_functions
+            or not session.switch.active
+            or session.switch.is_off()
+        ):
             return function(*args, **kwargs)
         else:
-            adapt = session.adapters[kind]
+            adapt = session.casts.adapters[kind]
             if session.settings.profile_casts:
                 adapt = cast_labels.named(adapt, name)
         observer = None if is_dynamo_compiling() else cast_observers.observer
@@ -216,19 +217,8 @@ def decorated() -> dict[str, list[str]]:
 def before_forward(model: nn.Module, _: object) -> None:
     """Runs before the forward of an adopted model, or of a copy of one."""
     session = runtime.live
-    if session is None:
-        return
-    adopted_model.check_device(model, session.device_types)
-    if not torch.compiler.is_compiling():
-        # The DDP wrapper may be older than the session, or a copy.
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None:
-            session.note_replicated_forward(wrapper)
-        if session.has_half_weights and not tracing.is_recording():
-            session.synchronise_weights(model)
-        if session.kept_buffers is not None and not tracing.is_recording() and not tracing.is_capturing():
-            session.kept_buffers.before_forward(model)
-        session.cache.enter_forward(model)
+    if session is not None:
+        session.before_forward(model)
 
 
 @compilers.traced_within_others
@@ -236,17 +226,8 @@ def after_forward(model: nn.Module, inputs: object, outputs: object) -> None:
     """Runs after the forward of an adopted model, whether it returned or raised."""
     session = runtime.live
     if session is not None and not torch.compiler.is_compiling():
-        session.cache.exit_forward(model)
-        if session.kept_buffers is not None and not tracing.is_recording() and not tracing.is_capturing():
-            session.kept_buffers.after_forward(model)
-        error, settings = sys.exc_info()[1], session.settings
-        if outputs is None and error is not None:  # if the forward raised, torch is still handling the error
-            half = settings.properties.half_dtype
-            is_own = not session.has_half_weights and half in {tensor.dtype for tensor in tensors_in(inputs)}
-            if session.has_made_half() and not is_own:
-                note_half(error, half)
-            if session.has_half_weights:
-                adopted_model.note_types(model, error, half, settings.keep_fp32)
+        # If the forward raised, torch is still handling the error.
+        session.after_forward(model, inputs, sys.exc_info()[1] if outputs is None else None)
 
 
 @compilers.traced_within_others
@@ -266,43 +247,21 @@ def before_replicated_forward(wrapper: Any, _: object) -> None:
     """Runs before every forward of a DistributedDataParallel wrapper whose gradients are views of its buckets."""
     session = runtime.live
     if session is not None:
-        session.expect_moved_gradients(wrapper)
+        session.wrappers.expect_moved_gradients(wrapper)
 
 
 def after_replicated_forward(wrapper: Any, *_: object) -> None:
     """Runs after every forward of a DistributedDataParallel wrapper."""
     session = runtime.live
     if session is not None:
-        session.note_replicated_forward(wrapper)
+        session.wrappers.note_forward(wrapper)
 
 
 def after_state_dict(module: nn.Module, saved: dict[str, Any], prefix: str, _: object) -> None:
-    """Runs for every submodule of a converted model: saves float32 values, with the masters' bits, for half tensors."""
+    """Runs for every submodule of a converted model when it is saved."""
     session = runtime.live
-    if session is None:
-        return
-    with session.switch.suspended():
-        for name, tensor in conversion_plan.own_tensors(module):
-            full = session.float32_of(module, name, tensor)
-            if full is not None:
-                for key in _keys_of(tensor, prefix + name, prefix, saved):
-                    saved[key] = full if saved[key] is tensor else full.detach()  # itself with keep_vars=True
-
-
-def _keys_of(tensor: Tensor, expected: str, prefix: str, saved: dict[str, Any]) -> list[str]:
-    """Returns the keys of a tensor in a state dict: its own name, or names that the user's hooks have given it."""
-    candidates = [expected] if expected in saved else [key for key in saved if key.startswith(prefix)]
-    return [key for key in candidates if _is_alias(saved[key], tensor)]
-
-
-def _is_alias(value: object, tensor: Tensor) -> bool:
-    """Returns True if a value is the tensor itself or a view of all of it, so that no user hook has changed it."""
-    return (
-        isinstance(value, Tensor)
-        and (value.dtype, value.shape, value.layout) == (tensor.dtype, tensor.shape, tensor.layout)
-        and value.data_ptr() == tensor.data_ptr()
-        and value.stride() == tensor.stride()
-    )
+    if session is not None:
+        session.state_dicts.after_save(module, saved, prefix)
 
 
 def before_load_state_dict(
@@ -310,29 +269,16 @@ def before_load_state_dict(
 ) -> None:
     """Runs for every submodule of a converted model, before it loads a state dict."""
     session = runtime.live
-    if session is None:
-        return
-    if local_metadata.get("assign_to_params_buffers") and session.conversion.has_any_of(module):  # or it is a copy
-        raise UsageError(
-            "load_state_dict(assign=True) would replace the half parameters that amp converted. Leave assign out, or "
-            "type amp.deinitialize() first."
-        )
-    if not prefix:
-        session.complete_masters()
-    session.loading[module] = (saved, prefix)
+    if session is not None:
+        assigns = bool(local_metadata.get("assign_to_params_buffers"))
+        session.state_dicts.before_load(module, saved, prefix, assigns)
 
 
 def after_load_state_dict(module: nn.Module, _: object) -> None:
-    """Runs after a submodule has loaded: gives masters the unrounded values, by the names that user hooks gave them."""
+    """Runs after a submodule of a converted model has loaded a state dict."""
     session = runtime.live
-    if session is None:
-        return
-    saved, prefix = session.loading.pop(module, ({}, ""))
-    with session.switch.suspended():
-        for name, tensor in conversion_plan.own_tensors(module):
-            value = saved.get(prefix + name)
-            if isinstance(value, Tensor) and value.layout is torch.strided and value.device.type != "meta":
-                session.conversion.load(tensor, value)
+    if session is not None:
+        session.state_dicts.after_load(module)
 
 
 _HOOKS = Hooks(

@@ -18,7 +18,7 @@ from ampatch import opt_levels
 from ampatch.cast_lists import list_edits
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules
-from ampatch.opt_levels import Properties
+from ampatch.opt_levels import HALVES, Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.scaling.overflows import OnOverflow, name_of_choice
 from ampatch.weights.conversion_plan import CastBuffers, KeepFloat32
@@ -66,6 +66,36 @@ class Settings:
     on_overflow: OnOverflow = "explain"
     check_finite: bool = False
     fused_linear: bool = False
+
+    @property
+    def patches_functions(self) -> bool:
+        """True if torch's functions cast by the lists."""
+        return self.properties.patch_torch_functions
+
+    @property
+    def has_half_weights(self) -> bool:
+        """True if models are converted to a half type."""
+        return self.properties.cast_model_type in HALVES
+
+    @property
+    def has_masters(self) -> bool:
+        """True if half weights get float32 masters."""
+        return bool(self.properties.master_weights) and self.has_half_weights
+
+    @property
+    def patches_any(self) -> bool:
+        """True if some functions are patched: by the lists, or for models with half weights."""
+        return self.patches_functions or self.has_half_weights
+
+    @property
+    def casts_for_models(self) -> bool:
+        """True if the whitelist casts for the work of adopted models only, and not in the whole process."""
+        return self.patches_functions and not self.adopts_on_use
+
+    @property
+    def casts_in_half(self) -> bool:
+        """True if functions cast what meets a half weight, and nothing by the lists but what needs float32."""
+        return self.has_half_weights and not self.patches_functions
 
     def difference(self, asked: Settings) -> str:
         """Returns text that names each argument in which ``asked`` differs, with both values; empty if none does."""

@@ -384,7 +384,7 @@ class TestLevels:
     def test_loss_scale_may_be_overridden(self, model, level, loss_scale, expected):
         initialize(model, opt_level=level, loss_scale=loss_scale)
         assert amp.get_loss_scale() == expected
-        assert runtime.live.scalers[0].dynamic is (loss_scale == "dynamic")
+        assert runtime.live.losses.scalers[0].dynamic is (loss_scale == "dynamic")
 
     @pytest.mark.parametrize("value", [True, False, "True", "False", None])
     def test_keep_batchnorm_fp32_is_taken_where_it_contradicts_nothing(self, model, value):

@@ -54,7 +54,7 @@ class Bench:
         live = runtime.live
         return (
             live,
-            None if live is None else (live.ledger.patches, [scaler.state for scaler in live.scalers]),
+            None if live is None else (live.ledger.patches, [scaler.state for scaler in live.losses.scalers]),
             runtime.disabled,
             list(runtime.registered),
             {name: id(value) for name, value in self.model.state_dict(keep_vars=True).items()},

@@ -267,7 +267,7 @@ def test_a_block_whose_end_fails_is_not_asked_again(level: str, monkeypatch: pyt
         with pytest.raises(MemoryError):
             run.by_head()
     assert runtime.live is not None
-    assert runtime.live._blocks.open == []
+    assert runtime.live.losses.blocks.open == []
     for each in (run, plain):
         each.of_encoder.zero_grad()
         each.of_head.zero_grad()

@@ -564,7 +564,7 @@ class TestWithoutIt:
         model, optimizer = begun(check_finite=False, loss_scale=loss_scale)
         backward(model, optimizer)
         assert runtime.live is not None
-        (use,) = runtime.live.adopted(optimizer).gradients.pending
+        (use,) = runtime.live.adopted.record_of(optimizer).gradients.pending
         assert (use.found_inf, use._losses) == (None, [])
 
     def test_results_of_steps_are_the_same(self):

@@ -137,7 +137,7 @@ class TestReport:
     def test_reads_nothing_off_a_device(self):
         """A tensor on the meta device has no value to be read."""
         with amp.init(half_dtype=torch.float16):
-            runtime.live.scalers[0].scale(torch.ones((), device="meta"))
+            runtime.live.losses.scalers[0].scale(torch.ones((), device="meta"))
             assert "Devices" in report()
 
     def test_names_are_read_from_lazy_modules_without_waking_them(self, monkeypatch):

@@ -60,7 +60,7 @@ def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: tuple[floa
 
 def recorder() -> Any:
     assert runtime.live is not None
-    return runtime.live._regions.recorder
+    return runtime.live.casts.regions.recorder
 
 
 @pytest.fixture(autouse=True)

@@ -1484,7 +1484,7 @@ class TestLifetime:
         initialize(model, optimizer, num_losses=2)
         for index in range(50):
             backward(loss_of(model, 0) * (OVERFLOW if index == 9 else 1), optimizer, loss_id=index % 2)
-            assert len(runtime.live.adopted(optimizer).gradients.pending) <= 8
+            assert len(runtime.live.adopted.record_of(optimizer).gradients.pending) <= 8
         optimizer.step()
         assert amp.step_was_skipped(optimizer)
         assert amp.get_loss_scale(1) == SCALE / 2
@@ -1495,7 +1495,7 @@ class TestLifetime:
         initialize(model, optimizer)
         backward(loss_of(model, 0), optimizer)
         optimizer.step()
-        assert runtime.live.adopted(optimizer).gradients.pending == []
+        assert runtime.live.adopted.record_of(optimizer).gradients.pending == []
 
     def test_cast_weights_are_forgotten_by_a_step_that_is_skipped_too(self):
         model = linear()

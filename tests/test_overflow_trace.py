@@ -593,7 +593,7 @@ class TestMemory:
         model = nn.Linear(8, 8)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, half_dtype=FLOAT16, verbosity=0, on_overflow="trace")
-        tracer: Any = runtime.live.overflows.tracer  # type: ignore[union-attr]
+        tracer: Any = runtime.live.losses.overflows.tracer  # type: ignore[union-attr]
         counts = []
         for _ in range(20):
             model(batch())
@@ -604,7 +604,7 @@ class TestMemory:
     def test_a_forked_process_records_nothing(self):
         model = nn.Linear(8, 8)
         model = amp.initialize(model, half_dtype=FLOAT16, verbosity=0, on_overflow="trace")
-        tracer: Any = runtime.live.overflows.tracer  # type: ignore[union-attr]
+        tracer: Any = runtime.live.losses.overflows.tracer  # type: ignore[union-attr]
         tracer.watch(set(), 1)
         watch = tracer._watched._watch
         model(batch())

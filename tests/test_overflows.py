@@ -479,7 +479,7 @@ class TestTrace:
 
         model, optimizer = begun(seen.append if on_overflow == "function" else on_overflow)
         assert runtime.live is not None
-        runtime.live.overflows.tracer = Tracer()
+        runtime.live.losses.overflows.tracer = Tracer()
         block: Any = amp.scale_loss(loss_of(model), optimizer)
         with block as scaled_loss:
             scaled_loss.backward()
@@ -508,7 +508,7 @@ class TestTrace:
 
         model, optimizer = begun("trace", loss_scale=8.0, num_losses=2, check_finite=True)
         assert runtime.live is not None
-        runtime.live.overflows.tracer = Tracer()
+        runtime.live.losses.overflows.tracer = Tracer()
         backward(model, optimizer, loss_id=1)
         backward(model, optimizer, bad=model[0])
         optimizer.step()

@@ -254,10 +254,10 @@ class TestFailureHalfWay:
         self.attempt(OptionError, model, good, closed)
         assert runtime.live is live
         assert first.linear(x()).dtype is torch.bfloat16
-        assert not live.has_adopted(good)
-        assert live.parameter_ids() == {id(parameter) for parameter in first.parameters()}
+        assert not live.adopted.has(good)
+        assert live.adopted.parameter_ids() == {id(parameter) for parameter in first.parameters()}
         amp.initialize(model, good, verbosity=0)
-        assert live.has_adopted(good)
+        assert live.adopted.has(good)
 
     def test_of_a_session_with_half_weights_leaves_the_next_attempt_every_hook(self):
         options = {"opt_level": "O2", "verbosity": 0, "keep_fp32": nn.LayerNorm}
@@ -395,4 +395,4 @@ class TestWhatUsersDoWithTheirObjects:
         del model, optimizer, loss
         gc.collect()
         assert [reference() for reference in died] == [None, None, None]
-        assert not runtime.live._optimizers
+        assert not runtime.live.adopted.by_id

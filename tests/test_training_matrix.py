@@ -210,8 +210,8 @@ def held(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What it updates: at O2 the masters, as they are, for `amp.master_params` copies edits."""
     live = runtime.live
-    is_adopted = live is not None and live.has_adopted(optimizer)
-    return list(live.adopted(optimizer).gradients.parameters()) if is_adopted else held(optimizer)
+    is_adopted = live is not None and live.adopted.has(optimizer)
+    return list(live.adopted.record_of(optimizer).gradients.parameters()) if is_adopted else held(optimizer)
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -230,7 +230,7 @@ def test_a_function_that_only_the_evaluation_calls_moves_too() -> None:
 @pytest.mark.slow
 def test_the_share_of_flops_in_half_is_measured() -> None:
     def off(model: Trained, x: Tensor) -> float:
-        if x.dtype is torch.float32 and runtime.live is not None and runtime.live.patches_functions:
+        if x.dtype is torch.float32 and runtime.live is not None and runtime.live.settings.patches_functions:
             model.layer(x.view(16, 4))
         return error(x.view(16, 4) @ x.view(4, 16), x.double().view(16, 4) @ x.double().view(4, 16))
 
@@ -843,7 +843,7 @@ def test_a_metric_that_watching_would_change_is_of_a_run_without_it() -> None:
         thread = threading.Thread(target=lambda: model.layer(x.view(16, 4)))
         thread.start()
         thread.join()
-        return float(_is_watched()) if runtime.live and runtime.live.patches_functions else 0.0
+        return float(_is_watched()) if runtime.live and runtime.live.settings.patches_functions else 0.0
 
     probe = Probe(off)
     tuning = probe.tuned()

@@ -220,7 +220,7 @@ class _Prepared:
     def prepare_optimizer(self, original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises for an optimizer that amp does not know, as ``accelerator.backward`` would not scale for it."""
         live = runtime.live
-        if live is not None and not live.has_adopted(optimizer):
+        if live is not None and not live.adopted.has(optimizer):
             raise UsageError(
                 f"accelerator.prepare got a {type(optimizer).__name__} that amp does not know, and amp is on for "
                 "this Accelerator. Hand all models and optimizers to one call of ampatch's prepare; call "

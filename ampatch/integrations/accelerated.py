@@ -59,10 +59,10 @@ def updated(parameters: Iterable[Tensor]) -> list[Tensor]:
     if session is None:
         return given
     masters: dict[int, Tensor] = {}
-    for optimizer in session.optimizers:
-        found = session.updated(optimizer, given)
+    for optimizer in session.adopted.optimizers:
+        found = session.gradients.updated(optimizer, given)
         if found:
-            gradients = session.adopted(optimizer).gradients
+            gradients = session.adopted.record_of(optimizer).gradients
             gradients.unscale_deferred()
             gradients.check_unscaled("clip where accelerator.sync_gradients is True. These gradients are")
         masters |= {id(each): full for each, full in found}
@@ -152,7 +152,7 @@ adopted_optimizers = SharedPatches(_install)
 
 def _step_was_skipped(optimizer: AcceleratedOptimizer) -> bool:
     session = runtime.live
-    if session is not None and session.has_adopted(optimizer):
+    if session is not None and session.adopted.has(optimizer):
         return amp.step_was_skipped(optimizer)
     return bool(optimizer._is_overflow)
 

@@ -358,16 +358,16 @@ def _install(ledger: PatchLedger) -> None:
 def _averaged(handler: EMAHandler) -> Any:
     """Returns the handler's model, with float32 values of its half weights once the handler has its averages."""
     live, model, averages = runtime.live, vars(handler)["model"], vars(handler).get("ema_model")
-    if live is None or averages is None or not live.conversion.has_any_of(model):
+    if live is None or averages is None or not live.weights.conversion.has_any_of(model):
         return model
     for weight, average in zip(model.parameters(), averages.parameters(), strict=False):
-        if average.dtype in HALVES and live.conversion.dtype_before(weight) is not None:
+        if average.dtype in HALVES and live.weights.conversion.dtype_before(weight) is not None:
             raise UsageError(
                 f"EMAHandler has {average.dtype} averages, in which small updates are lost: opt_level="
                 f"{live.settings.properties.opt_level!r} has no float32 masters to copy. Make the EMAHandler before "
                 "amp.initialize, or use opt_level='O2'."
             )
-    return Full(model, live.conversion.full_of)
+    return Full(model, live.weights.conversion.full_of)
 
 
 #: Within `_averages_of_masters.installed()`, ``EMAHandler`` reads float32 values: half ones would round its averages.

@@ -39,5 +39,5 @@ def _as_saved(parameters: Callable[..., Iterator[Tensor]], *args: Any, **kwargs:
     """Yields tensors of the types that the parameters have in their model's state dict."""
     live = runtime.live
     for parameter in parameters(*args, **kwargs):
-        dtype = None if live is None else live.conversion.dtype_before(parameter)
+        dtype = None if live is None else live.weights.conversion.dtype_before(parameter)
         yield parameter if dtype is None else torch.empty((), dtype=dtype, device=parameter.device)

@@ -134,8 +134,8 @@ def _check(session: Session, loss: Tensor, create_graph: bool) -> None:
             "the script: type amp_autocast = contextlib.nullcontext where timm's train.py chooses one."
         )
     properties = session.settings.properties
-    has_masters = session.has_half_weights and session.has_masters
-    is_float16 = properties.half_dtype is torch.float16 and (session.patches_functions or session.has_half_weights)
+    has_masters = session.settings.has_masters
+    is_float16 = properties.half_dtype is torch.float16 and session.settings.patches_any
     if create_graph and (has_masters or is_float16):
         why = (
             "the graph ends in half weights, and the optimizer updates their float32 masters"
@@ -161,7 +161,7 @@ def _updated(optimizer: Any, parameters: Iterable[Tensor] | Tensor | None) -> li
     if session is None:
         found = [each for each in updated if any(each is other for other in given)]
     else:
-        found = [full for _, full in session.updated(optimizer, given)]
+        found = [full for _, full in session.gradients.updated(optimizer, given)]
     if not found:
         raise OptionError(
             f"found no parameter of this {type(optimizer).__name__} among parameters, so that clip_grad would clip "

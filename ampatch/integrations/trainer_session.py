@@ -213,11 +213,11 @@ class TrainerSession:
             session = runtime.live
             optimizers = [] if self._scaler is not None else self.optimizers
             # The session still knows an optimizer that trained in it before.
-            new = [each for each in optimizers if session is None or not session.has_adopted(each)]
+            new = [each for each in optimizers if session is None or not session.adopted.has(each)]
             self._initialize(self.models, new, joins=bool(others))
             self._session = runtime.live
             if self._session is not None:
-                self._session.leaves.are_unscaled = True
+                self._session.losses.leaves.are_unscaled = True
             _shared.users.append(self)
             try:
                 self._after_initialize(precise, updated, state, is_first=not others)
@@ -274,7 +274,7 @@ class TrainerSession:
         self.load_state_dict(state)
         for optimizer in self.optimizers:
             if self._scaler is None:
-                self._session.adopted(optimizer).scaled_backward = self._wording.backward
+                self._session.adopted.record_of(optimizer).scaled_backward = self._wording.backward
             else:
                 self._steps.set(optimizer, "step", self._scaled_step(optimizer, optimizer.step))
 
@@ -460,7 +460,7 @@ class TrainerSession:
         session = runtime.live
         if session is None or self._scaler is not None:
             return parameters_of(optimizer)
-        return session.adopted(optimizer).gradients.model_parameters()
+        return session.adopted.record_of(optimizer).gradients.model_parameters()
 
     def _updating(self, ours: set[int]) -> list[Any]:
         """Returns the optimizers that update any of these leaves; all if there are none."""
@@ -472,7 +472,7 @@ class TrainerSession:
         session = runtime.live
         if session is None or self._scaler is not None:
             return False
-        uses = (session.adopted(optimizer).gradients.scaled_by for optimizer in self.optimizers)
+        uses = (session.adopted.record_of(optimizer).gradients.scaled_by for optimizer in self.optimizers)
         return any(each is not None and each.is_open for each in uses)
 
     # Scalers given by the user

@@ -268,7 +268,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies gradients in place; returns an overflow flag for each device that holds gradients."""
         session = runtime.live
         if session is not None and session.switch.active:
-            session.let_unscale(optimizer)
+            session.gradients.let_unscale(optimizer)
         precise = None if allow_fp16 else mixed_precision_within(optimizer)
         if precise is not None:
             precise.widen_gradients()
@@ -407,7 +407,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _host_must_read(self, optimizer: Any, found_inf: Tensor) -> bool:
         """Returns True if the host must read the overflow flag before a step that could skip by itself."""
-        is_looking = runtime.live is not None and runtime.live.overflows.is_looking
+        is_looking = runtime.live is not None and runtime.live.losses.overflows.is_looking
         if self._has_floor or self._overflows.reports or is_looking or found_inf.device.type in scale_use.AT_HAND:
             return True
         return _is_torchs(optimizer) and not optimizer_state.has_state(optimizer)
@@ -469,7 +469,9 @@ class GradScaler(torch.amp.GradScaler):
         self._has_stepped |= state.unskipped > 0
         self._in_a_row = 1 if state.unskipped else self._in_a_row + 1
         if runtime.live is not None and not self._overflows.reports:
-            runtime.live.overflows.explain(self._in_a_row, not self._has_stepped, False, lambda: describe().trace)
+            runtime.live.losses.overflows.explain(
+                self._in_a_row, not self._has_stepped, False, lambda: describe().trace
+            )
         if scale <= _SMALLEST_USEFUL_SCALE and not self._has_warned:
             self._has_warned = True
             warn(
@@ -664,8 +666,8 @@ def _overflow_of(optimizer: OptimizerLike, change: ScaleChange) -> Overflow:
     found = overflows.non_finite_gradients(parameters, optimizer_state.names_in(optimizer))
     traced: dict[str, Any] = {}
     if runtime.live is not None:
-        traced = runtime.live.overflows.traced(parameters, change.before)
-        runtime.live.overflows.end_step(parameters)
+        traced = runtime.live.losses.overflows.traced(parameters, change.before)
+        runtime.live.losses.overflows.end_step(parameters)
     remark = overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CLEARED
     return Overflow(type(optimizer).__name__, (change,), found, remark="" if found else remark, **traced)
 

@@ -480,7 +480,7 @@ def _check_composition(optimizer: object) -> None:
         )
     live = runtime.live
     for each in _wrapped_optimizers(optimizer):
-        if live is not None and live.has_adopted(each) and live.adopted(each).masters.wanted:
+        if live is not None and live.adopted.has(each) and live.adopted.record_of(each).masters.wanted:
             raise UsageError(
                 f"amp.initialize gives this {kind} float32 masters, at opt_level="
                 f"{live.settings.properties.opt_level!r}. Leave MixedPrecision out, or type master_weights=False there."

@@ -81,6 +81,23 @@ def check_model(model: object) -> nn.Module:
     return model
 
 
+def warn_of_graphs(model: nn.Module) -> None:
+    """Warns of parts of a model that are graphs of operators, in which no patched function is called."""
+    scripted = scripted_parts(model)
+    if scripted:
+        warn(
+            f"TorchScript has compiled {', '.join(scripted)}: amp casts nothing in there. torch's autocast "
+            "does, in the model's forward, by lists of its own. Use the Python code that it was made of."
+        )
+    exported = exported_parts(model)
+    if exported:
+        warn(
+            f"torch.export has made {', '.join(exported)}; the graphs call operators below torch's functions: "
+            "only torch's autocast casts in there, by lists of its own. Hand the module that was exported to "
+            "amp.initialize, and export it afterwards, which records the casts."
+        )
+
+
 def scripted_parts(model: nn.Module) -> list[str]:
     """Returns the names of TorchScript-compiled submodules, and of compiled functions that modules hold or call."""
     parts: dict[int, str] = {}

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.cuda import graphs
 
+from ampatch.errors import OptionError
 from ampatch.ledger import MISSING, PatchLedger, bindings
 from ampatch.patching import adopted_model
 
@@ -63,6 +64,16 @@ def accept_adopted_models(ledger: PatchLedger, before_capture: Callable[[], bool
         ledger.set(owner, name, make_graphed_callables)
 
 
-def is_graphed(module: nn.Module) -> bool:
-    """Returns True if ``torch.cuda.make_graphed_callables`` has replaced the forward of a module."""
-    return getattr(vars(module).get("forward"), "__module__", None) == graphs.__name__
+def check_not_graphed(model: nn.Module) -> None:
+    """Raises if the forward of a model, or of a part of it, is a CUDA graph, to which amp could not add casts.
+
+    Raises:
+        OptionError: ``torch.cuda.make_graphed_callables`` has replaced it.
+    """
+    for name, module in model.named_modules():
+        if getattr(vars(module).get("forward"), "__module__", None) == graphs.__name__:
+            raise OptionError(
+                f"torch.cuda.make_graphed_callables has made {f'its {name!r}' if name else 'the model'} a CUDA graph, "
+                "which computes in the types in which it was captured. Call amp.initialize first, and "
+                "torch.cuda.make_graphed_callables on what it returns."
+            )

@@ -156,7 +156,7 @@ class TestReplacing:
             (torch.float32, apex_amp.register_float_function),
         ]:
             live = runtime.live
-            had = live is not None and bool(live.registered)
+            had = live is not None and bool(live.casts.registered)
             register(F, "given")
             fold("O1")
             assert F.given(torch.ones(2)) is wanted

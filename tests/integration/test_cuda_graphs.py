@@ -469,7 +469,7 @@ class TestBeforeACapture:
     def test_a_step_is_asked_for_where_the_scale_is_still_elsewhere(self, device):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O1", half_dtype=torch.float16, loss_scale=128.0)
         if device == "cpu":  # where the scale begins
-            runtime.live.scalers[0].to(torch.device("meta"))
+            runtime.live.losses.scalers[0].to(torch.device("meta"))
         with pytest.raises(UsageError, match="Run one whole step before the capture"):
             capture(loop.step)
 
@@ -554,7 +554,7 @@ class TestUnderCapture:
     def test_what_a_graph_would_write_to_stays_where_it_is(self):
         loop = Loop(OPTIMIZERS["Adam"], "cpu", half_dtype=torch.float16)
         loop.step()
-        (scaler,) = runtime.live.scalers
+        (scaler,) = runtime.live.losses.scalers
         before = {name: value.data_ptr() for name, value in vars(scaler).items() if isinstance(value, Tensor)}
         assert len(before) == 4
         for index, overflows in enumerate(OVERFLOWS):

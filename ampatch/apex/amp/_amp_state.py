@@ -77,7 +77,7 @@ class AmpState:
     @property
     def loss_scalers(self) -> list[LossScaler]:
         """Loss scaler of each loss; empty without a session."""
-        return [] if runtime.live is None else [LossScaler.of(scaler) for scaler in runtime.live.scalers]
+        return [] if runtime.live is None else [LossScaler.of(scaler) for scaler in runtime.live.losses.scalers]
 
     @property
     def min_loss_scale(self) -> float | None:

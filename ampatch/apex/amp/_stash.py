@@ -59,9 +59,9 @@ class AmpStash:
     def _groups(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Returns, by group, pairs of a trained parameter of the model and the tensor that the optimizer updates."""
         optimizer, session = self._optimizer(), self._session()
-        if optimizer is None or session is None or not session.has_adopted(optimizer):
+        if optimizer is None or session is None or not session.adopted.has(optimizer):
             return []
-        masters = session.adopted(optimizer).masters
+        masters = session.adopted.record_of(optimizer).masters
         masters.make_missing()
         return [
             [

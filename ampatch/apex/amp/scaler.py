@@ -81,8 +81,8 @@ class LossScaler:
             True if the gradients overflowed, according to ``_overflow_buf``; syncs with the device.
         """
         scaler, overflowed = self._there, self._overflow_buf.ne(0).any()
-        if runtime.live is not None and scaler in runtime.live.all_scalers():
-            runtime.live.judge(scaler, overflowed.to(scaler.snapshot()))
+        if runtime.live is not None and scaler in runtime.live.losses.all_scalers():
+            runtime.live.gradients.judge(scaler, overflowed.to(scaler.snapshot()))
         return bool(overflowed)
 
     @property

@@ -223,12 +223,12 @@ def _send_parameters(module: nn.Module) -> None:
     if session is None:
         flat_dist_call(parameters, dist.broadcast, (0,))
         return
-    session.synchronise_weights()
-    values = {parameter: session.conversion.kept_float32_values(parameter) for parameter in parameters}
+    session.masters.synchronise()
+    values = {parameter: session.weights.conversion.kept_float32_values(parameter) for parameter in parameters}
     behind = {parameter: full for parameter, full in values.items() if full is not None}
     flat_dist_call([*parameters, *behind.values()], dist.broadcast, (0,))
     for parameter in behind:
-        session.conversion.note(parameter)
+        session.weights.conversion.note(parameter)
 
 
 @torch.no_grad()

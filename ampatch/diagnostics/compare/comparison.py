@@ -140,7 +140,7 @@ def _recorded(subject: Subject, side: Side, scale: float) -> _Recorded:
             mode_stacks.OPERATORS.insert(random_in_float32)
             stack.callback(mode_stacks.OPERATORS.remove, random_in_float32)
             loss = subject.loss_of(opened.model, arguments)
-            with opened.session.scale_loss(loss, [opened.optimizer], 0) as scaled:
+            with opened.session.losses.scale_loss(loss, [opened.optimizer], 0) as scaled:
                 scaled.backward()
                 watch.stop()  # what amp does at the block's end is no call of the step
         step = opened.outcome(loss.detach())

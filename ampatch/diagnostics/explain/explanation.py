@@ -82,9 +82,9 @@ def _policy(rulings: Rulings) -> dict[str, Any]:
         "is_on": live is not None,
         "opt_level": None if live is None else live.settings.properties.opt_level,
         "half_dtype": dtype_name(rulings.half_dtype),
-        "patches_functions": None if live is None else live.patches_functions,
+        "patches_functions": None if live is None else live.settings.patches_functions,
         "allow_banned": rulings.allows_banned,
-        "casts_here": live is not None and live.patches_functions and not live.switch.is_off(),
+        "casts_here": live is not None and live.settings.patches_functions and not live.switch.is_off(),
         "cast_lists": list(rulings.lists.files),
         "modules": {entry.name: entry.source for entry in rulings.of_session.modules},
     }
@@ -99,9 +99,9 @@ def _state(rulings: Rulings) -> Iterator[str]:
     else:
         level = live.settings.properties.opt_level
         yield f"amp is on at {level} in {dtype_name(rulings.half_dtype)}, with {named}."
-        if not live.patches_any:
+        if not live.settings.patches_any:
             yield f"{level} patches no functions, so none of this is applied."
-        elif not live.patches_functions:
+        elif not live.settings.patches_functions:
             marked = f"{level} applies only what is marked needs_float32"
             yield f"{marked}, and beside a half weight other arguments become half."
         elif live.switch.is_off():
@@ -163,7 +163,7 @@ def _notes(subject: Subject, rulings: Rulings, calls: Sequence[Called]) -> Itera
 def _notes_on_parts(rulings: Rulings, paths: Sequence[Path]) -> Iterator[str]:
     """Yields a sentence for each entry for parts of a model that treats functions otherwise than the session."""
     lists = rulings.of_session
-    if not lists.modules or (rulings.live is not None and not rulings.live.patches_functions):
+    if not lists.modules or (rulings.live is not None and not rulings.live.settings.patches_functions):
         return
     rules = lists.expanded().rules
     for entry in lists.modules:
@@ -204,10 +204,10 @@ def _explained_call(subject: Subject, rulings: Rulings, args: tuple[Any, ...], k
 def _why_nothing(subject: Subject, rulings: Rulings) -> str | None:
     """Returns why a call casts nothing, whatever its arguments are; None if the arguments decide."""
     live = rulings.live
-    if live is not None and not live.patches_functions:
+    if live is not None and not live.settings.patches_functions:
         rule = rulings.rule(subject.primary, rulings.half_dtype)
         if not rulings.applies(rule):
-            only = " but those that need float32" if live.patches_any else ""
+            only = " but those that need float32" if live.settings.patches_any else ""
             return f"{live.settings.properties.opt_level} patches no functions{only}"
         if rule is not None and rule.needs_float32 != EVERY_DEVICE and live.device_types.isdisjoint(rule.needs_float32):
             return f"torch has a half kernel for it on {' and '.join(sorted(live.device_types))}"

@@ -86,11 +86,11 @@ class Rulings:
     def __init__(self, lists: CastLists | None, half_dtypes: tuple[torch.dtype, ...]) -> None:
         self.live = live = runtime.live if lists is None else None
         self.of_session = lists if lists is not None else shipped() if live is None else live.settings.lists
-        part = None if live is None else live.part_in_force()
+        part = None if live is None else live.casts.part_in_force()
         self.part = None if part is None else part[0]
         self.lists = (self.of_session if part is None else part[1]).expanded()
         self.half_dtypes = half_dtypes
-        self.registered = tuple(runtime.registered) if live is None else live.registered
+        self.registered = tuple(runtime.registered) if live is None else live.casts.registered
         self.listed = dict.fromkeys(path for path, _ in self.lists.rules)
 
     @cached_property
@@ -137,13 +137,13 @@ class Rulings:
 
     def is_patched(self, spelled: Located, *half_dtypes: torch.dtype) -> bool:
         """Returns True if amp patches a function for any of some half dtypes, or would."""
-        if self.registration(spelled) is not None and (self.live is None or self.live.patches_functions):
+        if self.registration(spelled) is not None and (self.live is None or self.live.settings.patches_functions):
             return True
         return any(self.applies(self.rule(spelled, half_dtype)) for half_dtype in half_dtypes)
 
     def applies(self, rule: Rule | None) -> bool:
         """Returns True if a rule is applied at the session's opt level, or would be."""
-        return rule is not None and (self.live is None or self.live.applies(rule))
+        return rule is not None and (self.live is None or self.live.casts.applies(rule))
 
     def registration(self, spelled: Located) -> Registration | None:
         """Returns the registration that decides about a function."""

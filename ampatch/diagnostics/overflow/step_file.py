@@ -190,7 +190,7 @@ def loaded(
 
 def _roots(session: Session, noted: Sequence[NotedForward]) -> list[nn.Module]:
     """Returns the models whose forward passes were noted, in the order in which they ran."""
-    models = [model for each in noted for model in session.models if each.module in set(model.modules())]
+    models = [model for each in noted for model in session.adopted.models if each.module in set(model.modules())]
     for root in models:
         if is_sharded(root.parameters()):
             raise UsageError(

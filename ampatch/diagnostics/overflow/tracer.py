@@ -168,7 +168,7 @@ class OverflowTracer:
         return result
 
     def _named_modules(self) -> dict[int, str]:
-        names = self._session.named_modules()
+        names = self._session.adopted.named_modules()
         return names | {key: names[id(each)] for key, each in self._copies.items() if id(each) in names}
 
     def note_losses(self, losses: Iterable[Tensor]) -> None:
@@ -363,7 +363,7 @@ class OverflowTracer:
         self, several: list[NotedForward], trace: OverflowTrace, op: WatchedOp, loss_scale: float
     ) -> OverflowTrace:
         """Returns a trace that suggests functions in float32 with which a second run was finite."""
-        if not self._session.patches_functions or trace.direction == "input":
+        if not self._session.settings.patches_functions or trace.direction == "input":
             return replace(trace, remedies=marked(trace.remedies))
 
         # A dynamic scale comes down to where the backward pass is finite.

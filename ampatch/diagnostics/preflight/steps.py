@@ -264,14 +264,14 @@ class OpenedCopy:
     def step_of(self, subject: Subject, arguments: Arguments) -> Tensor:
         """Runs forward and backward pass; returns the loss."""
         loss = subject.loss_of(self.model, arguments)
-        with self.session.scale_loss(loss, [self.optimizer], 0) as scaled:
+        with self.session.losses.scale_loss(loss, [self.optimizer], 0) as scaled:
             scaled.backward()
         return loss.detach()
 
     def outcome(self, loss: Tensor) -> Step:
         """Returns the loss and the unscaled gradients of the step that ran last."""
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
-        return Step.of(loss, zip(names, self.session.master_params(self.optimizer), strict=True), self.model)
+        return Step.of(loss, zip(names, self.session.gradients.master_params(self.optimizer), strict=True), self.model)
 
 
 @contextlib.contextmanager
@@ -290,7 +290,7 @@ def opened(models: Sequence[nn.Module], settings: Settings) -> Iterator[tuple[Se
     trained = [each for model in models for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.0)
     session = open_session(settings, {kind for model in models for kind in adopted_model.device_types(model)})
-    session.verbose = False
+    session.losses.verbose = False
     try:
         session.adopt(list(models), [optimizer])
         yield session, optimizer
@@ -364,7 +364,7 @@ def until_finite(subject: Subject, opened: OpenedCopy) -> tuple[Step, float, Ove
     examiner = opened.setup.examiner(opened.model)
     traces: dict[Any, list[OverflowTrace]] = {}
     while True:
-        scale, arguments = opened.session.scaler(0).state.loss_scale, subject.begin_step()
+        scale, arguments = opened.session.losses.scaler(0).state.loss_scale, subject.begin_step()
         with Watch(keep=has_half) as watch, RandomInFloat32():
             loss = opened.step_of(subject, arguments)
         step = opened.outcome(loss)

@@ -110,9 +110,9 @@ class Rulings:
     def __init__(self, session: Session) -> None:
         self.half_dtype = session.settings.properties.half_dtype
         self._lists = session.settings.lists
-        self._of_parts = tuple(session.lists_of_parts.values())
-        self._registered = session.registered
-        self._patches = session.patches_functions
+        self._of_parts = tuple(session.casts.lists_of_parts.values())
+        self._registered = session.casts.registered
+        self._patches = session.settings.patches_functions
 
     def of(self, functions: Iterable[Any], *, of_parts: bool = True) -> dict[Any, str]:
         """Returns "whitelist", "blacklist", "promote", "banned", "by part" or "registered" by function.

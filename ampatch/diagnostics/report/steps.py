@@ -199,7 +199,7 @@ class Steps:
     @_timed
     def _after_step(self, optimizer: Any, *_: object) -> None:
         """Ends a step of an optimizer that amp has not adopted."""
-        if self._is_hidden(optimizer) or (runtime.live is not None and runtime.live.has_adopted(optimizer)):
+        if self._is_hidden(optimizer) or (runtime.live is not None and runtime.live.adopted.has(optimizer)):
             return
         if id(optimizer) not in self._open:  # a closure's gradients are those that its last call has left
             self._count(optimizer, 1.0, None)
@@ -263,7 +263,7 @@ class Steps:
         if runtime.live is None:
             return {}
         self._half = runtime.live.settings.properties.half_dtype
-        return runtime.live.parameter_names()
+        return runtime.live.adopted.parameter_names()
 
     def _warn_of_underflow(self) -> None:
         """Warns once if the scale of the last block loses more than `WARNS_ABOVE`; looks after some blocks only."""

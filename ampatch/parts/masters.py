@@ -1,0 +1,189 @@
+"""The float32 masters of all optimizers, and what user code does to half weights behind their back.
+
+Owns the search for weights that were replaced or written to. One optimizer's masters are
+`ampatch.weights.master_weights`. Must not know whether a step is skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Collection, Iterable
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ampatch import tracing
+from ampatch.errors import UsageError
+from ampatch.parts.part import Part, Shared, with_casts_off
+from ampatch.parts.weights import Weights
+from ampatch.scaling.optimizer_step import OptimizerLike
+from ampatch.weights import copies, optimizer_state, untracked_writes
+from ampatch.weights.master_weights import MasterWeights, dropping_sums
+from ampatch.weights.replaced_parameters import ReplacedParameters
+
+logger = logging.getLogger("ampatch")
+
+
+class Masters(Part):
+    """The masters of a session; without `Settings.has_masters` there are none, and most methods do nothing.
+
+    Args:
+        shared: what all parts share.
+        weights: the half weights.
+    """
+
+    def __init__(self, shared: Shared, weights: Weights) -> None:
+        super().__init__(shared)
+        adopted = shared.adopted
+        self._conversion = weights.conversion
+        self._replaced = ReplacedParameters(
+            weights.conversion, weights.modules, lambda: adopted.optimizers, adopted.parameter_names
+        )
+        # The masters found in each model so far.
+        self._of_models = weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]()
+
+    def install(self) -> None:
+        """Has torch report what concerns masters: copies, cleared gradients, replaced weights, uncounted writes."""
+        settings, ledger = self.settings, self.ledger
+        if settings.has_masters:
+            in_use = self.while_active(self._all)
+            ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, lambda: in_use() or ()))
+            copies.widen(ledger, self.while_active(self._conversion.full_of))
+            note = self.while_active(self._replaced.note)
+            ledger.on_undo(register_module_parameter_registration_hook(note).remove)
+            self._replaced.watch_optimizers(ledger)
+        if settings.has_masters or settings.patches_functions:
+            untracked_writes.announce(ledger, self.while_active(self._note_write))
+
+    def of(self, optimizer: OptimizerLike) -> MasterWeights:
+        """Returns the masters of an optimizer that is about to be adopted; its step makes them.
+
+        Raises:
+            UsageError: it updates masters of another optimizer.
+        """
+        self._replaced.follow(optimizer)
+        for masters in self._all():
+            if any(masters.is_master(parameter) for parameter in optimizer_state.parameters_of(optimizer)):
+                raise UsageError(
+                    f"this {type(optimizer).__name__} updates float32 masters that belong to another optimizer. Hand "
+                    "only one of the two to amp.initialize: the outer one, if one is wrapped around the other."
+                )
+        return MasterWeights(optimizer, self._conversion, self.settings.has_masters, self.shared.adopted.name_of)
+
+    def prepare(self, optimizers: Collection[OptimizerLike]) -> None:
+        """Decides on the parameters that were replaced; new optimizers may have those that replaced them."""
+        self.settle_replaced(optimizers)
+
+    def finish(self, _: Collection[nn.Module], optimizers: Collection[OptimizerLike]) -> None:
+        """Drops float32 values that no optimizer needs, and gives the optimizers' state the type of what they update.
+
+        Rounding cannot be undone.
+        """
+        self._conversion.forget_unclaimed()
+        for masters in self._all():
+            masters.search_replaced(self._replaced)
+        for optimizer in optimizers:
+            mastered = self.shared.adopted.record_of(optimizer).masters.ids()
+            optimizer_state.cast_state(optimizer, self._conversion.dtype_before, but=mastered)
+
+    def before_forward(self, model: nn.Module) -> None:
+        """Synchronises the masters of a model's weights, except where the forward is being recorded."""
+        if self.settings.has_half_weights and not tracing.is_recording():
+            self.synchronise(model)
+
+    def release(self) -> None:
+        """Decides on the parameters that were replaced, while there are masters."""
+        self.settle_replaced()
+
+    @with_casts_off
+    def synchronise(self, model: nn.Module | None = None) -> None:
+        """Copies writes to half weights or to their masters from one to the other.
+
+        Args:
+            model: limits this to optimizers that update its parameters, since other optimizers may be in a step in
+                another thread; None: all optimizers.
+        """
+        self.settle_replaced()
+        self._settle_written()
+        if self.settings.has_masters:
+            for masters in self._all() if model is None else self._of_model(model):
+                masters.synchronise()
+
+    def before_capture(self) -> bool:
+        """Does what cannot be done while a CUDA graph is captured, or would be missing from its replays.
+
+        Autograd graphs of kept casts belong to other streams, which a capture must not wait for. Writes to weights are
+        found by reading from the device.
+
+        Returns:
+            True; `while_active` returns None in its place once the session has ended.
+        """
+        self.shared.cache.end_iteration()
+        self.synchronise()
+        return True
+
+    @with_casts_off
+    def complete(self) -> None:
+        """Makes missing masters of half parameters, such as unfrozen ones."""
+        for masters in self._all():
+            masters.make_missing()
+
+    def before_step(self, masters: MasterWeights) -> None:
+        """Gives an optimizer that is about to step the masters of what the models have now."""
+        masters.search_replaced(self._replaced)
+        self.settle_replaced()
+        self._settle_written()
+        self._replaced.tell()
+
+    def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
+        """Returns what is saved of a half tensor, and of a float32 copy that replaced one; None: the tensor itself."""
+        full = self._conversion.float32_of(module, name, tensor)
+        return self._replaced.float32_of(module, name, tensor) if full is None else full
+
+    def _all(self) -> list[MasterWeights]:
+        return [record.masters for record in self.shared.adopted.records]
+
+    def _of_model(self, model: nn.Module) -> set[MasterWeights]:
+        """Returns the masters of a model's parameters, one object per optimizer.
+
+        Remembers them, since inside `torch.func.functional_call` a model has other parameters.
+        """
+        remembered = (reference() for reference in self._of_models.get(model, ()))
+        found = {masters for masters in remembered if masters is not None}
+        if len(found) < len(self.shared.adopted.by_id):  # otherwise all are known
+            found |= self._conversion.owners_of(model.parameters())
+            self._of_models[model] = tuple(map(weakref.ref, found))
+        return found
+
+    def settle_replaced(self, given: Iterable[OptimizerLike] = ()) -> None:
+        """Decides on the half parameters that user code has replaced in the models; see `ReplacedParameters.settle`."""
+        if self._replaced.settle(given):
+            for masters in self._all():
+                masters.make_missing()
+            if not given:  # otherwise their masters are still to be made
+                self._conversion.forget_unclaimed()
+
+    def _settle_written(self) -> None:
+        """Makes half weights without a master float32 that were written to, and tells of them."""
+        self._conversion.without_master.check_left()
+        widened = self._conversion.take_back()
+        if widened:
+            others = f" and {len(widened) - 1} more" if widened[1:] else ""
+            logger.info(
+                "%s%s: user code writes to weights that no optimizer of amp updates. They are float32 from now on, as "
+                "half weights would lose small updates.",
+                self.shared.adopted.name_of(widened[0]),
+                others,
+            )
+
+    @with_casts_off
+    def _note_write(self, tensor: Tensor, data: Tensor | None = None, *, is_read: bool = False) -> Tensor | None:
+        """Notes that user code may write to a tensor in a way that torch does not count; see `untracked_writes`."""
+        if isinstance(tensor, nn.Parameter):
+            self.shared.cache.forget(tensor)
+        if not self.settings.has_masters or not untracked_writes.has_memory(tensor):
+            return None
+        hears = (self._conversion.without_master.hear, *(masters.hear for masters in self._all()))
+        given = [hear(tensor, data, is_read=is_read) for hear in hears]
+        return next((each for each in given if each is not None), None)

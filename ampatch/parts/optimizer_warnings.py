@@ -1,0 +1,60 @@
+"""Warnings of optimizers that would train badly, or nothing, though nothing is wrong with amp's own set-up.
+
+Must change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from ampatch.errors import warn
+from ampatch.opt_levels import HALVES
+from ampatch.parts.adopted import Adopted
+from ampatch.scaling.optimizer_step import OptimizerLike
+from ampatch.weights.optimizer_state import parameters_of
+
+
+def warn_of_half_updates(optimizer: OptimizerLike, adopted: Adopted, opt_level: str) -> None:
+    """Warns if an optimizer updates half weights, at a level that leaves weights as they are."""
+    halves = (each for each in parameters_of(optimizer) if each.dtype in HALVES and each.requires_grad)
+    parameter = next(halves, None)
+    if parameter is None:
+        return
+    eps = _eps_lost_in(parameter.dtype, optimizer)
+    lost = "small updates are lost."
+    if eps is not None:
+        lost += (
+            f" In {parameter.dtype}, its eps of {eps:g} is zero: where the square of a gradient is zero as well, it "
+            "divides by zero, and weights become NaN or infinite."
+        )
+    warn(
+        f"the {type(optimizer).__name__} updates half weights, such as {adopted.name_of(parameter)} "
+        f"({parameter.dtype}), and opt_level={opt_level!r} makes no float32 masters: {lost} Make these weights float32 "
+        "before the optimizer (weight.data = weight.data.float()), or use opt_level='O2'."
+    )
+
+
+def _eps_lost_in(dtype: torch.dtype, optimizer: OptimizerLike) -> float | None:
+    """Returns an optimizer's eps that is zero in a half type, as Adam's 1e-8 is in float16; None if there is none."""
+    given = {group["eps"] for group in optimizer.param_groups if isinstance(group.get("eps"), float)}
+    return next((eps for eps in given if eps and not torch.tensor(eps, dtype=dtype, device="cpu")), None)
+
+
+def warn_of_frozen(optimizers: Iterable[OptimizerLike], adopted: Adopted) -> None:
+    """Warns of optimizers that have frozen parameters only, if no optimizer has those that are to be trained."""
+    updated = {id(each) for record in adopted.records for each in record.gradients.model_parameters()}
+    trained = [each for model in adopted.models for each in model.parameters() if each.requires_grad]
+    if not trained or not updated.isdisjoint(map(id, trained)):
+        return
+    for optimizer in optimizers:
+        parameters = list(parameters_of(optimizer))
+        if parameters and not any(each.requires_grad for each in parameters):
+            kind = type(optimizer).__name__
+            warn(
+                f"the {kind} updates {len(parameters)} parameters, all of which are frozen, and no optimizer has those "
+                f"that require gradients, such as {adopted.name_of(trained[0])}. Was it made before get_peft_model, or "
+                f"before the model was frozen? Make it after: optimizer = torch.optim.{kind}([each for each in "
+                "model.parameters() if each.requires_grad], lr=...)."
+            )
