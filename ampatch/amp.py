@@ -45,6 +45,7 @@ from ampatch.errors import (
     did_you_mean,
     warn,
 )
+from ampatch.half_types import HALVES, default_half
 from ampatch.interfaces.inference_copy import check_no_copy, convert
 from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import calls, kernels
@@ -393,7 +394,7 @@ def initialize(
     )
     live, outgoing = _joined_and_replaced(settings)
     _check_optimizers(optimizer_list, model_list, live, outgoing)
-    if properties.cast_model_type in opt_levels.HALVES:
+    if properties.cast_model_type in HALVES:
         _check_whole(optimizer_list, model_list, properties)
     every_model = [*model_list, *(live.adopted.models if live is not None else ())]
     conversion_plan.check_matches(every_model, kept)
@@ -1507,7 +1508,7 @@ def _check_have_effect(lists: CastLists, properties: Properties) -> None:
             converted, and an entry under ``modules`` has rules of its own.
     """
     level = properties.opt_level
-    converts = properties.cast_model_type in opt_levels.HALVES
+    converts = properties.cast_model_type in HALVES
     if converts:
         own = next((entry for entry in lists.modules if not entry.is_float32), None)
         if own is not None:
@@ -1537,7 +1538,7 @@ def _as_list(value: Any) -> list[Any]:
 def _kept(argument: str, given: object, properties: opt_levels.Properties) -> conversion_plan.KeepFloat32:
     """Returns names, patterns and classes of submodules that an argument keeps in float32."""
     kept = conversion_plan.check_keep_fp32(given, argument)
-    if kept and not (properties.patch_torch_functions or properties.cast_model_type in opt_levels.HALVES):
+    if kept and not (properties.patch_torch_functions or properties.cast_model_type in HALVES):
         raise OptionError(
             f"{argument} contradicts opt_level={properties.opt_level!r}, which computes in float32 everywhere. Leave "
             f"{argument} out, or use opt_level='O1' or 'O2'."
@@ -1548,7 +1549,7 @@ def _kept(argument: str, given: object, properties: opt_levels.Properties) -> co
 def _cast_buffers(given: object, properties: opt_levels.Properties) -> conversion_plan.CastBuffers:
     """Returns the buffers that become half."""
     wanted = conversion_plan.check_cast_buffers(given)
-    if wanted and properties.cast_model_type not in opt_levels.HALVES:
+    if wanted and properties.cast_model_type not in HALVES:
         raise OptionError(
             f"cast_buffers contradicts opt_level={properties.opt_level!r}, which makes no weights half. Leave "
             "cast_buffers out, or use opt_level='O2'."
@@ -1581,10 +1582,10 @@ def _half_dtype(
     live = runtime.live
     if live is not None and not runtime.may_replace:
         return live.settings.properties.half_dtype
-    halves = {parameter.dtype for model in models for parameter in model.parameters()} & opt_levels.HALVES
+    halves = {parameter.dtype for model in models for parameter in model.parameters()} & HALVES
     if len(halves) == 1:
         return halves.pop()
-    return torch.bfloat16 if adopted_model.device_types_of(models) == {"cpu"} else torch.float16
+    return default_half(adopted_model.device_types_of(models))
 
 
 def _lists(overlay: Overlay | None) -> CastLists:

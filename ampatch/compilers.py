@@ -26,8 +26,8 @@ import wrapt
 from torch import Tensor, nn
 
 from ampatch.errors import UsageError
+from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

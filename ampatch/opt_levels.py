@@ -17,23 +17,18 @@ from typing import Any, Literal
 import torch
 
 from ampatch.errors import OptionError, UnknownOptionError, did_you_mean
-
-HALF_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-HALVES = frozenset(HALF_DTYPES.values())
+from ampatch.half_types import HALF_DTYPES, HALF_TYPES, HALVES, needs_scale
 
 # The names that an argument accepts for a dtype: torch's own names first, then those of other libraries.
-# "half" is float16, like torch.half, even if the session's half dtype is bfloat16.
 _DTYPE_NAMES = {
     **HALF_DTYPES,
     "float32": torch.float32,
     "float64": torch.float64,
-    "half": torch.half,
     "float": torch.float,
     "double": torch.double,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "fp64": torch.float64,
+    **{alias: row.dtype for row in HALF_TYPES.values() for alias in row.aliases},
 }
 
 LossScale = float | Literal["dynamic"]
@@ -120,8 +115,7 @@ def resolve(opt_level: str, half_dtype: torch.dtype, **overrides: object) -> Pro
     level = LEVELS[check_opt_level(opt_level)]
     half = level.half_dtype or half_dtype
     weights = {None: None, "half": half, "float32": torch.float32, "bfloat16": torch.bfloat16}[level.weights]
-    # bfloat16 has float32's range: without a loss scale, its gradients neither overflow nor underflow.
-    default_scale: LossScale = 1.0 if half is torch.bfloat16 else level.loss_scale
+    default_scale: LossScale = level.loss_scale if needs_scale(half) else 1.0
     properties = Properties(
         opt_level, half, weights, level.patched, level.keep_batchnorm_fp32, level.master_weights, default_scale
     )

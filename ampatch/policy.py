@@ -25,8 +25,9 @@ from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, sorted_
 from ampatch.errors import OptionError
 from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
+from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.ledger import MISSING
-from ampatch.opt_levels import HALF_DTYPES, HALVES, dtype_name
+from ampatch.opt_levels import dtype_name
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import decorated
 from ampatch.session import Session

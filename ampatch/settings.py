@@ -18,7 +18,8 @@ from ampatch import opt_levels
 from ampatch.cast_lists import list_edits
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules
-from ampatch.opt_levels import HALVES, Properties
+from ampatch.half_types import HALVES
+from ampatch.opt_levels import Properties
 from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.scaling.overflows import OnOverflow, name_of_choice
 from ampatch.weights.conversion_plan import CastBuffers, KeepFloat32

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ampatch.errors import UsageError
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 
 
 def synchronised(norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:

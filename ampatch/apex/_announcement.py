@@ -13,7 +13,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from ampatch.opt_levels import HALVES, Properties
+from ampatch.half_types import HALVES
+from ampatch.opt_levels import Properties
 
 logger = logging.getLogger("ampatch")
 

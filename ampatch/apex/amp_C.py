@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ampatch.errors import OptionError
+from ampatch.half_types import HALVES
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device
-from ampatch.opt_levels import HALVES
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_l2norm_scale", "multi_tensor_scale"]
 

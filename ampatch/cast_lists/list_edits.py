@@ -17,7 +17,7 @@ from ampatch.cast_lists.paths import Path, find_or, identity
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treatment, place, typed_options
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
 from ampatch.grouping import grouped
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.half_types import HALF_DTYPES
 
 _MOST_TOLD = 3
 

@@ -24,7 +24,8 @@ from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treat
 from ampatch.cast_lists.spellings import NAMESPACES, method_of_operator
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
 from ampatch.grouping import grouped
-from ampatch.opt_levels import HALF_DTYPES, dtype_name
+from ampatch.half_types import HALF_DTYPES
+from ampatch.opt_levels import dtype_name
 
 BOTH = tuple(HALF_DTYPES.values())
 

@@ -23,7 +23,7 @@ from ampatch.cast_lists.rules import FLOAT32, MODULES, UNLISTED, Change, Changes
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, known_names, spellings
 from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, scalar_of
 from ampatch.errors import AmpError, CastListError, Fault, did_you_mean
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.half_types import HALF_DTYPES
 
 #: What a list holds, for messages.
 _NAMESPACES = "namespaces with lists of names, such as `torch: [mm, bmm]`"

@@ -11,11 +11,10 @@ from collections.abc import Collection, Iterable
 import torch
 
 from ampatch.casting.nested import CASTABLE, tensors_in
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALF_TYPES, HALVES
 
 _NAMES = {
-    torch.float16: ("Half", "half", "float16", "fp16"),
-    torch.bfloat16: ("BFloat16", "bfloat16", "bf16"),
+    **{row.dtype: (row.name, *row.aliases, *row.spellings) for row in HALF_TYPES.values()},
     torch.float32: ("Float", "float32", "fp32"),
     torch.float64: ("Double", "float64"),
     # No cast starts from these, or ends in them, so one key stands for all of them.

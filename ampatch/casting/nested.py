@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
+from ampatch.half_types import HALVES
+
 #: The dtypes that a cast may start from. float64, complex, quantized, 8-bit and integer tensors are never cast.
-CASTABLE = frozenset({torch.float32, torch.float16, torch.bfloat16})
+CASTABLE = frozenset({torch.float32, *HALVES})
 
 #: The classes of most arguments. They hold no tensor, so they are skipped before any slower check.
 PLAIN = frozenset({int, float, bool, str, type(None)})

@@ -163,7 +163,7 @@ def _peer_or_file(text: str) -> str:
 def _diff(arguments: argparse.Namespace) -> int:
     from ampatch.cast_lists import list_reports
     from ampatch.cast_lists.lists import PEERS, peer, shipped
-    from ampatch.opt_levels import HALF_DTYPES
+    from ampatch.half_types import HALF_DTYPES
 
     other = arguments.other
     _import(arguments.modules)
@@ -623,7 +623,7 @@ def _build_calls(force: bool) -> None:
 
 
 def _add_half_dtype(parser: argparse.ArgumentParser, help_text: str) -> None:
-    from ampatch.opt_levels import HALF_DTYPES
+    from ampatch.half_types import HALF_DTYPES
 
     parser.add_argument(
         "--half-dtype", type=_half_dtype, default=None, metavar=f"{{{','.join(HALF_DTYPES)}}}", help=help_text

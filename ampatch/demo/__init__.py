@@ -27,7 +27,7 @@ from ampatch.demo.run_report import RunReport
 from ampatch.demo.training import Result, State
 from ampatch.diagnostics import json_files
 from ampatch.errors import OptionError
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.half_types import HALF_DTYPES
 
 DEFAULTS = Plan()
 # Test accuracy that every default level reaches with the default number of epochs.

@@ -20,7 +20,7 @@ from ampatch.demo import training
 from ampatch.demo.plan import CHOICES, Plan
 from ampatch.demo.training import Result, State
 from ampatch.errors import AmpError
-from ampatch.opt_levels import HALF_DTYPES
+from ampatch.half_types import HALF_DTYPES
 
 _FORMAT = "ampatch demo"
 # Increase with every change of the saved content, the network or the optimizer.

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ampatch.opt_levels import HALF_DTYPES, LEVELS
+from ampatch.half_types import HALF_DTYPES
+from ampatch.opt_levels import LEVELS
 
 # The levels that the demo offers, and the half types of each (None: no half type).
 OPT_LEVELS: dict[str, Sequence[str | None]] = {

@@ -20,12 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
+from ampatch.half_types import HALVES
 from ampatch.integrations import accelerated, options
 from ampatch.integrations.accelerated import STATE_NAME, adopted_optimizers
 from ampatch.integrations.shared_patches import put_around
 from ampatch.integrations.trainer_session import TrainerSession, Wording, uninterrupted
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES, LEVELS, check_names
+from ampatch.opt_levels import LEVELS, check_names
 from ampatch.runtime import runtime
 
 # isort: split

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import OptionError, warn
+from ampatch.half_types import HALVES
 from ampatch.integrations import versions
 from ampatch.integrations.shared_patches import SharedPatches, put_around
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES
 from ampatch.runtime import runtime
 
 versions.need("this adapter of ampatch", "accelerate", "accelerate", (1, 15))

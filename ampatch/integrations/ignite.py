@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
+from ampatch.half_types import HALVES
 from ampatch.integrations import versions
 from ampatch.integrations.shared_patches import SharedPatches, put_around
 from ampatch.integrations.trainer_session import uninterrupted
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES, as_flag, check_count, check_flag, hint
+from ampatch.opt_levels import as_flag, check_count, check_flag, hint
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session

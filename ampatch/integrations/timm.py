@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
+from ampatch.half_types import needs_scale
 from ampatch.integrations import versions
 from ampatch.opt_levels import as_flag, check_limit, hint
 from ampatch.runtime import runtime
@@ -135,8 +136,8 @@ def _check(session: Session, loss: Tensor, create_graph: bool) -> None:
         )
     properties = session.settings.properties
     has_masters = session.settings.has_masters
-    is_float16 = properties.half_dtype is torch.float16 and session.settings.patches_any
-    if create_graph and (has_masters or is_float16):
+    is_scaled = needs_scale(properties.half_dtype) and session.settings.patches_any
+    if create_graph and (has_masters or is_scaled):
         why = (
             "the graph ends in half weights, and the optimizer updates their float32 masters"
             if has_masters

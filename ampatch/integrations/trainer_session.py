@@ -27,11 +27,12 @@ from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.grouping import grouped
+from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.integrations import other_leaves
 from ampatch.integrations.other_leaves import OtherLeaves
 from ampatch.integrations.shared_patches import put_around
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES, LEVELS
+from ampatch.opt_levels import LEVELS
 from ampatch.runtime import runtime
 from ampatch.scaling.scale_use import has_scaled
 from ampatch.weights.optimizer_state import has_gradients, parameters_of
@@ -238,7 +239,7 @@ class TrainerSession:
 
     def _check_may_join(self, others: Sequence[TrainerSession]) -> None:
         live = amp.settings()
-        converts = live.get("cast_model_type") in ("float16", "bfloat16")
+        converts = live.get("cast_model_type") in HALF_DTYPES
         shares_scale = self.is_training and self._scaler is None and live.get("loss_scale") == "dynamic"
         if converts or (shares_scale and any(other.is_training for other in others)):
             why = "which converts weights" if converts else "with a dynamic loss scale"
@@ -253,7 +254,7 @@ class TrainerSession:
         live = amp.settings()
         self._may_skip = live["loss_scale"] == "dynamic" or live["check_finite"]
         self._is_one = self._scaler is None and live["loss_scale"] == 1
-        if self._scaler is not None and live["cast_model_type"] in ("float16", "bfloat16") and live["master_weights"]:
+        if self._scaler is not None and live["cast_model_type"] in HALF_DTYPES and live["master_weights"]:
             raise OptionError(
                 f"a scaler cannot replace amp's own scale at opt_level={live['opt_level']!r}, whose float32 masters "
                 "get their gradients from amp's scale. Leave the scaler out, or use opt_level='O1'."
@@ -266,7 +267,7 @@ class TrainerSession:
             if now.dtype is not before.dtype and not (id(now) in mastered and now.requires_grad)
         ]
         self._counts = amp.cast_counts()
-        casts = live["patch_torch_functions"] or live["cast_model_type"] in ("float16", "bfloat16")
+        casts = live["patch_torch_functions"] or live["cast_model_type"] in HALF_DTYPES
         self._unproven, self._has_run_backward = self.is_training and casts, False
         if is_first:
             _shared.first_state = amp.state_dict()

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ampatch.errors import OptionError, UsageError
+from ampatch.half_types import HALVES
 from ampatch.native import kernels
 from ampatch.native.host_copy import for_fused_step
-from ampatch.opt_levels import HALVES, dtype_of
+from ampatch.opt_levels import dtype_of
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.switch import WithoutCasts

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ampatch.grouping import grouped
+from ampatch.half_types import HALVES
 from ampatch.native import calls, extension, extension_kernels, torch_kernels
 from ampatch.native.host_copy import on_device
 from ampatch.native.selection import Chosen, NotBuiltError, Selection
-from ampatch.opt_levels import HALVES
 
 logger = logging.getLogger("ampatch")
 

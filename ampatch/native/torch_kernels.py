@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
-# The smallest positive (subnormal) number of each dtype.
-_LEAST = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}
+from ampatch.half_types import HALF_TYPES
 
 # Half types for which `torch._amp_foreach_non_finite_check_and_unscale_` has kernels, by type of device (torch 2.13).
 _UNSCALED_HALVES = {"cpu": (torch.float16, torch.bfloat16), "cuda": (torch.float16,)}
@@ -45,7 +44,7 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
 
 def _has_kernel(grad: Tensor) -> bool:
     """Returns True if torch's operator for unscaling has a kernel for the device and dtype of a gradient."""
-    return grad.dtype not in _LEAST or grad.dtype in _UNSCALED_HALVES.get(grad.device.type, ())
+    return grad.dtype not in HALF_TYPES or grad.dtype in _UNSCALED_HALVES.get(grad.device.type, ())
 
 
 def _unscale_in_float32(halves: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -84,7 +83,7 @@ def unscale_add(
 def copy_to_half_grads(master_grads: list[Tensor], grads: list[Tensor]) -> None:
     """Copies ``master_grads`` to ``grads``, rounded; nonzero elements stay nonzero instead of underflowing."""
     for narrow, wide in _by_dtype(grads, master_grads):
-        if narrow[0].dtype not in _LEAST:
+        if narrow[0].dtype not in HALF_TYPES:
             torch._foreach_copy_(narrow, wide)
             continue
         for batch in _batches(narrow, wide):
@@ -250,8 +249,8 @@ def _shown(full: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype is torch.float32:  # of a half parameter that user code has made float32: nothing underflows
         return full
     size = full.abs()
-    vanishes = (size < _LEAST[dtype]).logical_and_(size != 0)
-    return torch.where(vanishes, size.fill_(_LEAST[dtype]).copysign_(full), full)
+    vanishes = (size < HALF_TYPES[dtype].least).logical_and_(size != 0)
+    return torch.where(vanishes, size.fill_(HALF_TYPES[dtype].least).copysign_(full), full)
 
 
 def _bits(piece: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 
 from ampatch.errors import warn
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.parts.adopted import Adopted
 from ampatch.scaling.optimizer_step import OptimizerLike
 from ampatch.weights.optimizer_state import parameters_of

@@ -23,8 +23,8 @@ from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, first_argument_reader, may_have
 from ampatch.casting.nested import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
 from ampatch.errors import BannedFunctionError, CastListError, Fault
+from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.native.calls import Kind, PlainCast
-from ampatch.opt_levels import HALF_DTYPES, HALVES
 from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
 from ampatch.patching.fused_linear import LINEAR, LinearCalls

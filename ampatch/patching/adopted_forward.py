@@ -24,9 +24,9 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ampatch.casting.nested import tensors_in
 from ampatch.compilers import trace_calls, traced_within_others
+from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
-from ampatch.opt_levels import HALVES
 from ampatch.patching.half_functions import CastingBesideHalf, prepare_mode
 from ampatch.patching.replaced_forward import Block, ReplacedForward, own_forward
 from ampatch.switch import (

@@ -20,9 +20,9 @@ from ampatch.casting.cast_errors import may_be_of_mixed_types, names_missing_ker
 from ampatch.casting.nested import cast_floating
 from ampatch.compilers import traced_within_others
 from ampatch.errors import AmpError, OptionError, UsageError, in_every_layer, warn
+from ampatch.half_types import HALF_TYPES, HALVES
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
-from ampatch.opt_levels import HALVES
 from ampatch.patching import cast_labels, replaced_forward
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -176,8 +176,7 @@ def device_types(model: nn.Module) -> set[str]:
 def warn_of_slow_half(model: nn.Module, half: torch.dtype) -> None:
     """Warns if the model is on a GPU that is no faster in a half type than in float32.
 
-    float16 has tensor cores from compute capability 7.0 on, bfloat16 from 8.0 on (NVIDIA's CUDA C++ Programming Guide,
-    "Compute Capabilities"). GPUs of other vendors are not checked.
+    GPUs of other vendors than NVIDIA are not checked.
 
     Args:
         model: module whose parameters' devices are checked.
@@ -188,11 +187,11 @@ def warn_of_slow_half(model: nn.Module, half: torch.dtype) -> None:
     """
     if torch.version.hip is not None:
         return
-    least = (8, 0) if half is torch.bfloat16 else (7, 0)
     for device in _gpus(model):
         capability = torch.cuda.get_device_capability(device)
-        if capability < least:
-            other = "; or half_dtype=torch.float16" if capability >= (7, 0) else ""
+        if capability < HALF_TYPES[half].tensor_cores:
+            faster = [row.dtype for row in HALF_TYPES.values() if capability >= row.tensor_cores]
+            other = f"; or half_dtype={faster[0]}" if faster else ""
             warn(
                 f"{torch.cuda.get_device_name(device)} has compute capability {'.'.join(map(str, capability))}, and no "
                 f"tensor cores for {half}: training saves memory, but is not faster than in float32, or slower. Type "

@@ -21,8 +21,8 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from ampatch.half_types import HALVES
 from ampatch.native.selection import checked
-from ampatch.opt_levels import HALVES
 from ampatch.tracing import is_traced
 
 # Operators, because torch's functions of these names are patched, and would cast.

@@ -18,7 +18,7 @@ from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import spellings
 from ampatch.function_wrapper import unwrapped
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.patching.adapters import Adapt, Adapters, Casts, Function, InHalf
 from ampatch.switch import KINDS
 

@@ -18,8 +18,8 @@ from ampatch.cast_lists.rules import ModuleRules
 from ampatch.casting import write_back
 from ampatch.casting.nested import cast_floating
 from ampatch.errors import OptionError
+from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import HALVES
 from ampatch.patching import thread_rules
 from ampatch.patching.replaced_forward import Block, ReplacedForward, check_replaceable, own_forward
 from ampatch.patching.thread_rules import TOKENS, Token

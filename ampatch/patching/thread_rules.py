@@ -17,6 +17,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from ampatch.compilers import called_in_graphs
+from ampatch.half_types import HALVES
 from ampatch.switch import KINDS, RULES, Region
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -30,7 +31,7 @@ NO_TOKEN: Token = torch.float16
 
 #: All tokens of rules of parts, in the order of their use.
 TOKENS: Sequence[Token] = sorted(
-    {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - {torch.float16, torch.bfloat16},
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)} - HALVES,
     key=str,
 )
 

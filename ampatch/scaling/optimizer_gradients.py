@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ampatch.distributed import Ranks
 from ampatch.errors import UsageError, warn
+from ampatch.half_types import HALVES
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device, stacked
-from ampatch.opt_levels import HALVES
 from ampatch.scaling import overflows
 from ampatch.scaling.deferred_unscaling import DeferredUnscaling
 from ampatch.scaling.overflows import NonFiniteGradient

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from ampatch.errors import UsageError, warn
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_step import NO_SCALE, OWN_HOOK, SCALED_BACKWARD, AdoptedOptimizer

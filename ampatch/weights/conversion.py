@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.errors import OptionError, UsageError
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.weights.conversion_plan import Plan, own_tensors
 from ampatch.weights.exchange import exchange
 from ampatch.weights.untracked_writes import data_of, moments_of

@@ -20,7 +20,7 @@ from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.spellings import NAMESPACES, spellings
 from ampatch.casting.nested import CASTABLE
 from ampatch.errors import OptionError, did_you_mean
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.weights.untracked_writes import data_of
 
 KeepFloat32 = tuple[str | type[nn.Module], ...]

@@ -26,9 +26,9 @@ from torch.autograd.graph import increment_version
 from ampatch.casting.write_back import is_running
 from ampatch.errors import UsageError, in_every_layer
 from ampatch.grouping import grouped
+from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
-from ampatch.opt_levels import HALVES
 from ampatch.weights import copies, optimizer_state
 from ampatch.weights.conversion import Conversion, Marks
 from ampatch.weights.exchange import exchange

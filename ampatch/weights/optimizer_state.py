@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ampatch.casting.nested import CASTABLE, cast_tensors
+from ampatch.half_types import HALVES
 from ampatch.native import calls
-from ampatch.opt_levels import HALVES
 
 _PARAMETERS = operator.itemgetter("params")
 _GRAD = operator.attrgetter("grad")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch.errors import UsageError
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.weights.untracked_writes import GivenData, has_memory, is_shared, moments_of
 
 _P = ParamSpec("_P")

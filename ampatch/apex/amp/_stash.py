@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.session import Session
 
 

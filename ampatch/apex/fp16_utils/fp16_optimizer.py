@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ampatch.apex.fp16_utils.fp16util import clip_grad_norm
 from ampatch.apex.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
 from ampatch.errors import LossScaleError, OptionError, did_you_mean
+from ampatch.half_types import HALVES
 from ampatch.native import kernels
-from ampatch.opt_levels import HALVES
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import make_policy
 from ampatch.scaling.optimizer_step import check_optimizer

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ampatch.errors import OptionError, UsageError
 from ampatch.grouping import grouped
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.weights.optimizer_state import parameters_of
 
 #: A group of parameters, with their options.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ampatch import amp
 from ampatch.grouping import grouped
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.weights.optimizer_state import of_the_wrapped
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ampatch.apex.apex_C import flatten, unflatten
 from ampatch.errors import OptionError, warn
 from ampatch.grouping import grouped
-from ampatch.opt_levels import HALF_DTYPES, HALVES
+from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.runtime import runtime
 
 __all__ = [

@@ -21,7 +21,8 @@ from ampatch.diagnostics.preflight.steps import RandomInFloat32, Setup, Step, op
 from ampatch.diagnostics.preflight.subject import Subject, noting, noting_warnings, undisturbed
 from ampatch.diagnostics.recorder import mode_stacks
 from ampatch.diagnostics.recorder.watch import Watch
-from ampatch.opt_levels import HALVES, dtype_name
+from ampatch.half_types import HALVES
+from ampatch.opt_levels import dtype_name
 
 _MEMORY = "ampatch: amp.compare keeps all tensors of both steps. Give it a smaller batch."
 _OTHER_THREADS = "forward passes in other threads were not compared"

@@ -27,7 +27,8 @@ from ampatch.diagnostics.explain.subjects import Subject, subject_of
 from ampatch.diagnostics.shown_names import shown_path
 from ampatch.errors import OptionError
 from ampatch.function_wrapper import is_wrapper
-from ampatch.opt_levels import HALF_DTYPES, dtype_name
+from ampatch.half_types import HALF_DTYPES
+from ampatch.opt_levels import dtype_name
 from ampatch.patching import adopted_model, casting_mode, function_places
 from ampatch.patching.function_places import Kind
 from ampatch.patching.predictions import Prediction, Predictor, unchanged

@@ -22,7 +22,8 @@ from ampatch.cast_lists.rules import UNLISTED, Rule, Treatment
 from ampatch.diagnostics.explain.result import Overridden, Ruling, Spelling
 from ampatch.function_wrapper import is_wrapper, unwrapped
 from ampatch.grouping import grouped
-from ampatch.opt_levels import HALF_DTYPES, dtype_name
+from ampatch.half_types import HALF_DTYPES, default_half
+from ampatch.opt_levels import dtype_name
 from ampatch.patching import adopted_model, function_places
 from ampatch.patching.function_patches import Registration
 from ampatch.runtime import decoration_of, runtime
@@ -105,7 +106,7 @@ class Rulings:
             return self.live.settings.properties.half_dtype
         if len(self.half_dtypes) == 1:
             return self.half_dtypes[0]
-        return torch.bfloat16 if adopted_model.all_device_types() == {"cpu"} else torch.float16
+        return default_half(adopted_model.all_device_types())
 
     @property
     def allows_banned(self) -> bool:

@@ -24,7 +24,8 @@ from ampatch.diagnostics import json_files
 from ampatch.diagnostics.overflow.forwards import NotedForward, stand_in
 from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError
-from ampatch.opt_levels import HALVES, dtype_name
+from ampatch.half_types import HALVES
+from ampatch.opt_levels import dtype_name
 from ampatch.session import Session
 from ampatch.switch import PLAIN
 

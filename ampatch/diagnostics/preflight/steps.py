@@ -42,8 +42,9 @@ from ampatch.diagnostics.recorder.records import WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.errors import LossScaleError
 from ampatch.grouping import grouped
+from ampatch.half_types import HALVES
 from ampatch.native import calls, kernels
-from ampatch.opt_levels import HALVES, LossScale, Properties, dtype_name, resolve
+from ampatch.opt_levels import LossScale, Properties, dtype_name, resolve
 from ampatch.patching import adopted_model
 from ampatch.runtime import close_session, open_session
 from ampatch.scaling.loss_scaler import make_policy

@@ -19,7 +19,7 @@ from torch.overrides import resolve_name
 
 from ampatch.diagnostics.recorder.operands import versions_of
 from ampatch.function_wrapper import unwrapped
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 
 #: The operator below all casts.
 CAST = "_to_copy"

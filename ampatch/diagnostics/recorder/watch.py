@@ -26,7 +26,7 @@ from ampatch.diagnostics.recorder.records import ArrivedGradient, Place, Values,
 from ampatch.diagnostics.recorder.written_memory import WrittenMemory
 from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 
 #: The types whose largest values are read.
 _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.complex128}

@@ -38,7 +38,7 @@ from ampatch.diagnostics.report.modules import WRAPPERS, Forward, Modules
 from ampatch.diagnostics.report.rows import Row, Rows
 from ampatch.errors import UsageError
 from ampatch.function_wrapper import unwrapped
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of, runtime
 from ampatch.switch import WithoutCasts, is_in_region

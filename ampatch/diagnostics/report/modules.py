@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ampatch.diagnostics.recorder.operands import bytes_of
-from ampatch.opt_levels import HALVES, dtype_name
+from ampatch.half_types import HALVES
+from ampatch.opt_levels import dtype_name
 
 #: Modules around the user's model, which are not recorded: names of modules are those in the model.
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)

@@ -25,7 +25,7 @@ from ampatch.diagnostics.report.calls import CallRecorder, remember
 from ampatch.diagnostics.report.rows import Row
 from ampatch.errors import CastListError
 from ampatch.grouping import grouped
-from ampatch.opt_levels import HALVES
+from ampatch.half_types import HALVES
 from ampatch.patching.adapters import is_in_place
 from ampatch.patching.fused_linear import LINEAR, NODE
 
