@@ -167,7 +167,7 @@ def decorate(function: Any, kind: str) -> Any:
             adapt: Adapt = functools.partial(mode.adapt_decorated, kind)
         elif (
             session is None
-            or not session.settings.patches_functions
+            or not session.settings.properties.patch_torch_functions  # torch.compile reads no property
             or not session.switch.active
             or session.switch.is_off()
         ):

@@ -23,7 +23,7 @@ from ampatch.parts.gradients import Gradients
 from ampatch.parts.losses import Losses
 from ampatch.parts.masters import Masters
 from ampatch.parts.optimizer_warnings import warn_of_frozen
-from ampatch.parts.part import Part, Shared, asked
+from ampatch.parts.part import Part, Shared
 from ampatch.parts.state_dicts import StateDicts
 from ampatch.parts.weights import Weights
 from ampatch.parts.wrappers import Wrappers
@@ -103,8 +103,8 @@ class Session:
             self.gradients,
             self.wrappers,
         )
-        self._before_forward = asked(self.parts, "before_forward")
-        self._after_forward = asked(self.parts, "after_forward")
+        self._before_forward = [part.before_forward for part in self.parts if part.before_forward is not None]
+        self._after_forward = [part.after_forward for part in self.parts if part.after_forward is not None]
 
     def install(self) -> None:
         """Patches torch as the settings say, and turns casts on."""

@@ -35,7 +35,6 @@ from ampatch.scaling.overflows import OverflowHandler
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 from ampatch.scaling.scaled_leaves import ScaledLeaves
 from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
-from ampatch.tracing import is_capturing, is_recording
 
 
 class Losses(Part):
@@ -74,6 +73,8 @@ class Losses(Part):
         self._is_scaled = not all(scaler.is_one for scaler in self.scalers)
         may_skip = (settings.scale_policy.dynamic or settings.check_finite) and not settings.adopts_on_use
         self.kept_buffers = KeptBuffers(self.ledger) if may_skip else None
+        if self.kept_buffers is not None:
+            self.before_forward, self.after_forward = self.kept_buffers.before_forward, self.kept_buffers.after_forward
         self.leaves = ScaledLeaves()
         self.unadopted = UnadoptedOptimizers(
             adopted.by_id,
@@ -180,16 +181,6 @@ class Losses(Part):
         self._skip_counts.append(record.skips)
         finalizer = weakref.finalize(optimizer, shared.adopted.forget_optimizer, id(optimizer))
         self.ledger.on_undo(finalizer.detach, optimizer)
-
-    def before_forward(self, model: nn.Module) -> None:
-        """Keeps the buffers that a forward may change."""
-        if self.kept_buffers is not None and not is_recording() and not is_capturing():
-            self.kept_buffers.before_forward(model)
-
-    def after_forward(self, model: nn.Module) -> None:
-        """Notes that a forward may have changed buffers."""
-        if self.kept_buffers is not None and not is_recording() and not is_capturing():
-            self.kept_buffers.after_forward(model)
 
     def all_scalers(self) -> tuple[LossScaler, ...]:
         """Returns the scalers of all optimizers that exist, those of the optimizers that were adopted last first."""

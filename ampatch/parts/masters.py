@@ -36,6 +36,8 @@ class Masters(Part):
     def __init__(self, shared: Shared, weights: Weights) -> None:
         super().__init__(shared)
         adopted = shared.adopted
+        if self.settings.has_half_weights:
+            self.before_forward = self._synchronise_before
         self._conversion = weights.conversion
         self._replaced = ReplacedParameters(
             weights.conversion, weights.modules, lambda: adopted.optimizers, adopted.parameter_names
@@ -87,9 +89,8 @@ class Masters(Part):
             mastered = self.shared.adopted.record_of(optimizer).masters.ids()
             optimizer_state.cast_state(optimizer, self._conversion.dtype_before, but=mastered)
 
-    def before_forward(self, model: nn.Module) -> None:
-        """Synchronises the masters of a model's weights, except where the forward is being recorded."""
-        if self.settings.has_half_weights and not tracing.is_recording():
+    def _synchronise_before(self, model: nn.Module) -> None:
+        if not tracing.is_recording():
             self.synchronise(model)
 
     def release(self) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from torch import nn
 
@@ -53,7 +53,16 @@ class Shared:
 
 
 class Part:
-    """A part of a session; each of its answers may be to do nothing."""
+    """A part of a session; each of its answers may be to do nothing.
+
+    Attributes:
+        before_forward: runs before the forward of an adopted model, except where torch.compile traces it; None: this
+            part has nothing to do there.
+        after_forward: runs after the forward, whether it returned or raised.
+    """
+
+    before_forward: Callable[[nn.Module], None] | None = None
+    after_forward: Callable[[nn.Module], None] | None = None
 
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
@@ -74,12 +83,6 @@ class Part:
 
     def finish(self, models: Collection[nn.Module], optimizers: Collection[OptimizerLike]) -> None:
         """Does the part of an adoption that cannot be undone, after all else has succeeded."""
-
-    def before_forward(self, model: nn.Module) -> None:
-        """Runs before the forward of an adopted model, except where torch.compile traces it."""
-
-    def after_forward(self, model: nn.Module) -> None:
-        """Runs after the forward of an adopted model, whether it returned or raised."""
 
     def explain(self, model: nn.Module, inputs: object, error: BaseException) -> None:
         """Adds a note to an error that the forward of an adopted model raised, if this part has caused it."""
@@ -110,12 +113,6 @@ def with_casts_off(method: Callable[Concatenate[_Self, _P], _T]) -> Callable[Con
             return method(part, *args, **kwargs)
 
     return run
-
-
-def asked(parts: Sequence[Part], question: str) -> list[Callable[..., Any]]:
-    """Returns the answers of those parts that have one of their own to a question, for calls in every step."""
-    own = [part for part in parts if getattr(type(part), question) is not getattr(Part, question)]
-    return [getattr(part, question) for part in own]
 
 
 def _do_nothing() -> None:

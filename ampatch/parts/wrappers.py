@@ -34,6 +34,7 @@ class Wrappers(Part):
     def __init__(self, shared: Shared, weights: Weights, masters: Masters, losses: Losses) -> None:
         super().__init__(shared)
         self._weights, self._masters, self._losses = weights, masters, losses
+        self.before_forward = self._note_around
         self._moving: list[tuple[MasterGradients, list[Pair]]] = []  # in the forward pass that runs
 
     def install(self) -> None:
@@ -48,7 +49,7 @@ class Wrappers(Part):
         if self.shared.ranks.gathers_weights:
             self.shared.cache.disable()
 
-    def before_forward(self, _: object) -> None:
+    def _note_around(self, _: object) -> None:
         """Notes the wrapper around a forward: it may be older than the session, or a copy."""
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is not None:

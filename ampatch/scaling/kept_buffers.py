@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 
 from ampatch.grouping import grouped
 from ampatch.ledger import PatchLedger
+from ampatch.tracing import is_capturing, is_recording
 from ampatch.weights.untracked_writes import Moment, has_memory, is_shared, is_since, moment_of
 
 # Larger buffers are mostly tables and masks, which no forward pass writes to.
@@ -167,7 +168,8 @@ class KeptBuffers:
     def before_forward(self, model: nn.Module) -> None:
         """Keeps the buffers of a model before its first forward pass since a step, and what user code has written."""
         buffers = self._of.get(model)
-        if buffers is not None and buffers.is_needed and torch.is_grad_enabled():
+        is_read = not is_recording() and not is_capturing()
+        if is_read and buffers is not None and buffers.is_needed and torch.is_grad_enabled():
             buffers.keep(overwrites=not self._needed)
 
     def before_part(self) -> None:
@@ -178,7 +180,7 @@ class KeptBuffers:
     def after_forward(self, model: nn.Module) -> None:
         """Notes the end of a forward pass of a model."""
         buffers = self._of.get(model)
-        if buffers is not None:
+        if buffers is not None and not is_recording() and not is_capturing():
             buffers.note_forward()
 
     def before_step(
