@@ -6,8 +6,6 @@ never exist in part, and its content must never be used before it is checked.
 
 from __future__ import annotations
 
-import io
-import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,12 +17,13 @@ import torch
 from ampatch.demo import training
 from ampatch.demo.plan import CHOICES, Plan
 from ampatch.demo.training import Result, State
+from ampatch.diagnostics import json_files
 from ampatch.errors import AmpError
 from ampatch.opt_levels import HALF_DTYPES
 
 _FORMAT = "ampatch demo"
 # Increase with every change of the saved content, the network or the optimizer.
-_VERSION = 3
+_VERSION = 4
 _DAMAGED = "is no whole checkpoint: it was cut short, damaged, or is something else"
 
 
@@ -51,30 +50,16 @@ class Checkpoint:
     report: str | None = None
 
 
-def check_target(path: Path) -> None:
-    """Checks, without writing it, that a file could be written at this path.
-
-    Raises:
-        OSError: the file could not be written.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(f"{str(path)!r} is not an ordinary file")
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise OSError(f"there is no folder {str(folder)!r}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OSError(f"no permission to create a file in {str(folder)!r}")
-
-
 def save(checkpoint: Checkpoint, path: Path) -> None:
     """Writes a checkpoint; an existing file is replaced.
 
     The run may change the tensors of its state once this function has returned.
 
     Raises:
+        OptionError: the path is none of a file that can be written.
         OSError: the file could not be written; an existing file is unchanged.
     """
-    check_target(path)
+    target = json_files.checked_path(path, (), "")
     run = checkpoint.plan.runs()[len(checkpoint.finished) :][:1]
     content = {
         "format": _FORMAT,
@@ -84,19 +69,8 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
         # The name is for people who read the file: `load` finds the run by the number of results.
         "running": None if checkpoint.running is None else {"run": str(*run), "state": checkpoint.running},
     }
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    target = path.resolve()  # if the path is a link, replace the file that it points to
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(target)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with json_files.replacing(target) as unfinished:
+        torch.save(content, unfinished)
 
 
 def load(path: Path) -> Checkpoint:
@@ -122,8 +96,6 @@ def _content(path: Path) -> Any:
         if path.exists() and not path.is_file():
             raise _error(path, "is not an ordinary file")
         with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise _error(path, "is empty")
             # torch.load does not verify checksums.
             if ZipFile(file).testzip() is not None:
                 raise _error(path, _DAMAGED)

@@ -17,10 +17,11 @@ from ampatch.demo import checkpoints, training
 from ampatch.demo.checkpoints import Checkpoint, CheckpointError
 from ampatch.demo.plan import Plan
 from ampatch.demo.training import Result
+from ampatch.errors import OptionError
 
 PLAN = Plan(["O0", "O4"], ["bfloat16"], epochs=2, seed=3)
 FLOAT32 = Result("O0", None, 0.99, 0.0084, 7.1, 7.06, 0.0, 0.0, 0, 1.0)
-STATE = {"progress": {"epoch": 0, "step": 1, "losses": [2.5], "seconds": [0.01]}, "parts": {"model": torch.ones(3)}}
+STATE = {"losses": [2.5], "seconds": [0.01], "counts": {}, "parts": {"model": torch.ones(3)}}
 CHECKPOINT = Checkpoint(PLAN, "/results.json", [FLOAT32], STATE, "/report.html")
 
 
@@ -37,7 +38,7 @@ class TestSave:
         assert (loaded.plan, loaded.json, loaded.report) == (PLAN, "/results.json", "/report.html")
         assert loaded.finished == [FLOAT32]
         assert loaded.running is not None
-        assert loaded.running["progress"] == STATE["progress"]
+        assert (loaded.running["losses"], loaded.running["seconds"]) == ([2.5], [0.01])
         assert torch.equal(loaded.running["parts"]["model"], torch.ones(3))
 
     def test_between_two_runs_there_is_no_state(self, tmp_path: Path) -> None:
@@ -50,7 +51,7 @@ class TestSave:
         checkpoints.save(CHECKPOINT, tmp_path / "demo.pt")
         content = contents(tmp_path / "demo.pt")
 
-        assert (content["format"], content["version"]) == ("ampatch demo", 3)
+        assert (content["format"], content["version"]) == ("ampatch demo", 4)
         assert content["arguments"] == {
             "opt_levels": ["O0", "O4"],
             "half_dtypes": ["bfloat16"],
@@ -78,10 +79,11 @@ class TestSave:
         if there is not None:
             target.write_bytes(there)
 
-        def fail(_descriptor: int) -> None:
+        def fail(_content: object, path: Path) -> None:
+            path.write_bytes(b"a part")
             raise error
 
-        monkeypatch.setattr(os, "fsync", fail)
+        monkeypatch.setattr(torch, "save", fail)
 
         with pytest.raises(type(error)):
             checkpoints.save(CHECKPOINT, target)
@@ -94,7 +96,7 @@ class TestSave:
     ) -> None:
         monkeypatch.chdir(tmp_path)
 
-        with pytest.raises(OSError, match=r"is not an ordinary file|there is no folder"):
+        with pytest.raises(OptionError, match=r"it is a folder|it is no ordinary file|there is no folder"):
             checkpoints.save(CHECKPOINT, Path(target))
 
 
@@ -163,7 +165,7 @@ ARGUMENTS = {**dataclasses.asdict(PLAN), "json": CHECKPOINT.json, "report": CHEC
 
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (missing, "cannot be read (No such file or directory)"),
-    "empty": (empty, "is empty"),
+    "empty": (empty, "is no whole checkpoint"),
     "a_folder": (a_folder, "is not an ordinary file"),
     "a_pipe": (a_pipe, "is not an ordinary file"),
     "cut_short": (cut_short, "is no whole checkpoint"),
@@ -174,8 +176,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a_compiled_script": (a_compiled_script, "is no whole checkpoint"),
     "somebody_elses": (somebody_elses, "was not written by `ampatch demo`"),
     "a_tensor": (a_tensor, "was not written by `ampatch demo`"),
-    "an_older_format": (changed(version=1), "the format of another version of ampatch: found 1, expected 3"),
-    "a_newer_format": (changed(version=4), "the format of another version of ampatch: found 4, expected 3"),
+    "an_older_format": (changed(version=1), "the format of another version of ampatch: found 1, expected 4"),
+    "a_newer_format": (changed(version=5), "the format of another version of ampatch: found 5, expected 4"),
     "without_arguments": (changed(arguments=None), "has been changed since"),
     "an_unknown_argument": (changed(arguments={**ARGUMENTS, "width": 3}), "has been changed since"),
     "a_report_that_is_no_path": (
