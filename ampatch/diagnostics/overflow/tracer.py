@@ -11,7 +11,7 @@ import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,19 +148,15 @@ class OverflowTracer:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
-        thread = self._thread
-        if thread.is_inside or not _is_usual():
+        if self._thread.is_inside or not _is_usual():
             return call(*args, **kwargs)
         if self._has_stepped:
             self._drop_used()
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         noted = NotedForward.begun(module, call, args, kwargs)
-        thread.is_inside = True
-        try:
+        with self._thread.inside():
             result = call(*args, **kwargs)
-        finally:
-            thread.is_inside = False
         noted.follow(result)
         self._noted.append(noted)
         if len(self._noted) > min(_FORWARDS_KEPT, self._most_noted):
@@ -221,7 +217,7 @@ class OverflowTracer:
         seen = None if self._watched is None else self._watched.trace_of(ids, loss_scale)
         if seen is not None and (seen.direction != "unknown" or (self._watched and self._watched.has_begun)):
             return seen
-        with hidden():
+        with hidden(), self._thread.inside():
             trace, _ = self.by_second_run(self._noted, loss_scale, ids)
         if trace.direction != "unknown" or not self._is_asked:
             return trace
@@ -381,14 +377,10 @@ class OverflowTracer:
             results.append(result)
             return result
 
-        self._thread.is_inside = True
-        try:
-            if is_finite(None) is False:
-                return replace(trace, remedies=(NOT_IN_FLOAT32,), cast_lists=None)
-            results.clear()
-            blacklist = smallest(self._examiner.blacklists_around(op), is_finite)
-        finally:
-            self._thread.is_inside = False
+        if is_finite(None) is False:
+            return replace(trace, remedies=(NOT_IN_FLOAT32,), cast_lists=None)
+        results.clear()
+        blacklist = smallest(self._examiner.blacklists_around(op), is_finite)
         first, *others = trace.remedies
         if blacklist is None:
             mark = NOT_ENOUGH if trace.cast_lists and False in results else NOT_TRIED
@@ -404,18 +396,22 @@ class OverflowTracer:
     ) -> list[WatchedOp | None]:
         """Runs a forward pass again; returns the origins of gradients of some parameters, or None: of all leaves."""
         watch = Watch(None if kept is None else lambda values: watch.count - 1 == kept and has_half(values))
-        self._thread.is_inside = True
-        try:
-            run = noted.run_again(watch, factor)
-        finally:
-            self._thread.is_inside = False
+        run = noted.run_again(watch, factor)
         self._copies = run.originals
         found = {id(run.originals.get(key)): origin for key, origin in origins_of_gradients(watch).items()}
         return [origin for key, origin in found.items() if ids is None or key in ids]
 
 
 class _Thread(threading.local):
-    is_inside = False  # a forward pass that is noted
+    is_inside = False  # a forward pass that is noted, or a second run
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
 
 
 def _is_usual() -> bool:
