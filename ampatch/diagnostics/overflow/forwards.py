@@ -14,7 +14,6 @@ import io
 import math
 import sys
 import threading
-import types
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -50,7 +49,7 @@ class NotedForward:
         given: its arguments and keyword arguments, without graphs.
         random: the states of torch's random generators when it began.
         state: the state of autocast then.
-        called: the user code that called it, and the instruction.
+        place: the line of user code that called it.
         outputs: the numbers of the nodes that made its outputs.
         arrived: the gradients that came into its outputs, by the number of the backward pass and the output's place.
     """
@@ -60,7 +59,7 @@ class NotedForward:
     given: tuple[Any, Any]
     random: Random
     state: State
-    called: tuple[types.CodeType, int] | None = None
+    place: Place | None = None
     outputs: list[int] = field(default_factory=list)
     arrived: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     _versions: tuple[int, ...] = field(init=False)
@@ -82,14 +81,7 @@ class NotedForward:
         if any(each.requires_grad for each in tensors_in(given)):
             given = nested.cast_tensors(given, _apart)
         before = state() if torch._C._is_any_autocast_enabled() or is_in_region() else PLAIN
-        frame = users_frame(sys._getframe(2))
-        # The number of the line takes longer to find than the frame.
-        return cls(module, call, given, random, before, None if frame is None else (frame.f_code, frame.f_lasti))
-
-    @property
-    def place(self) -> Place | None:
-        """The line of user code that called it."""
-        return None if self.called is None else Place.of(*self.called)
+        return cls(module, call, given, random, before, Place.of(users_frame(sys._getframe(2))))
 
     def follow(self, result: object) -> None:
         """Notes the gradients that come into the outputs from now on."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -119,7 +118,6 @@ class OverflowTracer:
         self._has_stepped = False  # since the last forward pass
         self._losses: deque[Node] = deque(maxlen=_LOSSES_KEPT)  # the last nodes of scaled losses
         self._noted: list[NotedForward] = []
-        self._parameters: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()  # ids
         self._thread = _Thread()
         self._watched: _WatchedSteps | None = None
 
@@ -240,12 +238,6 @@ class OverflowTracer:
         self._stop_watching()
         self._watched = _WatchedSteps(self._examiner, ids, steps + 1)  # one is about to end
 
-    def _ids_of(self, module: nn.Module) -> frozenset[int]:
-        found = self._parameters.get(module)
-        if found is None:
-            found = self._parameters[module] = frozenset(map(id, module.parameters()))
-        return found
-
     def _stop_watching(self) -> None:
         if self._watched is not None:
             self._watched.stop()
@@ -270,7 +262,7 @@ class OverflowTracer:
             The trace; and whether all gradients were finite, None if that is unknown.
         """
         noted = [each for each in noted if each.arrived]
-        own = [each for each in noted if ids is None or not self._ids_of(each.module).isdisjoint(ids)]
+        own = [each for each in noted if ids is None or any(id(weight) in ids for weight in each.module.parameters())]
         backward = {number for each in own for number in each.arrived}
         through = [each for each in noted if each not in own and not backward.isdisjoint(each.arrived)]
         has_others = distributed.has_other_ranks()

@@ -37,10 +37,9 @@ class Place:
     line: int
 
     @classmethod
-    def of(cls, code: types.CodeType, at: int) -> Place:
-        """Returns the line of an instruction, given by its offset in the code."""
-        line = next(line for begin, end, line in code.co_lines() if begin <= at < end)
-        return cls(code.co_filename, line or code.co_firstlineno)
+    def of(cls, frame: types.FrameType | None) -> Place | None:
+        """Returns the line that a frame runs; None without one."""
+        return None if frame is None else cls(frame.f_code.co_filename, frame.f_lineno)
 
     @property
     def source(self) -> str:

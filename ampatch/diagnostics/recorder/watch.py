@@ -145,14 +145,13 @@ class Watch(Recorder):
             if own_node is not None:
                 self._by_node[own_node] = None
             return op(*args, **kwargs)
-        frame = users_frame(sys._getframe(1))
         watched = WatchedOp(
             op,
             self.count,
             is_backward,
             self._functions[-1] if self._functions and not is_backward else None,
             tuple([each.module for each in running]),
-            None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno),
+            Place.of(users_frame(sys._getframe(1))),
             None if node is None else node.name(),
             self._by_node.get(node._sequence_nr()) if is_backward else None,
             parameter=node.variable if accumulates and op._schema.name in _ADDS else None,

@@ -312,6 +312,20 @@ def spelled(scale: float) -> str:
     return f"{scale:.0f}" if scale >= 1 and scale % 1 == 0 else f"{scale:g}"
 
 
+def course_of_scale(steps: Sequence[Mapping[str, Any]], spell: Callable[[float], str]) -> str:
+    """Returns how the loss scale went over some steps, without the full stop.
+
+    Args:
+        steps: at least one.
+        spell: returns the text of a number.
+    """
+    scales = [float(step["scale"]) for step in steps]  # inf is text
+    first, last, least, greatest = map(spell, (scales[0], scales[-1], min(scales), max(scales)))
+    if least == greatest:
+        return f"The loss scale was {first} throughout"
+    return f"The loss scale went from {first} to {last}, between {least} and {greatest}"
+
+
 def options_for(scale: float, dynamic: bool) -> str:
     """Returns the arguments of `amp.initialize` with which the loss scale is a number, or starts at it."""
     if not dynamic:
