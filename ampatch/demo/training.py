@@ -39,10 +39,6 @@ _STEPS_UNTIL_MEASURED = 3
 State = dict[str, Any]
 
 
-class StateError(amp.AmpError, ValueError):
-    """A state belongs to another network, optimizer or schedule than the run that resumes from it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Result:
     """Results of a run; the fields are the keys of the JSON report, in the order of the table.
@@ -112,7 +108,6 @@ def run(
 
     Raises:
         AmpError: ``amp.initialize`` does not accept the level or the half type.
-        StateError: ``resume_from`` does not fit this run's network, optimizer or schedule.
     """
     peak_memory_mib = peak_memory(train, opt_level, half_dtype, seed=seed) / 2**20
     with ExitStack() as recorded:
@@ -124,7 +119,14 @@ def run(
             steps = epochs * steps_per_epoch(train)
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
             parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "amp": amp}
-            losses, seconds, counted = ([], [], Counter()) if resume_from is None else _restored(parts, resume_from)
+            losses: list[float] = []
+            seconds: list[float] = []
+            counted = Counter[str]()
+            if resume_from is not None:
+                for name, part in parts.items():
+                    part.load_state_dict(resume_from["parts"][name])
+                losses, seconds = list(resume_from["losses"]), list(resume_from["seconds"])
+                counted = Counter(resume_from["counts"])
 
             def state() -> State:
                 state_dicts = {name: part.state_dict() for name, part in parts.items()}
@@ -256,20 +258,3 @@ def _batches(count: int, epochs: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]
     return [batch for order in orders for batch in order.split(BATCH_SIZE)]
-
-
-def _restored(parts: dict[str, Any], state: State) -> tuple[list[float], list[float], Counter[str]]:
-    """Loads a state into the parts of a run; returns the losses and times of its steps, and its counts.
-
-    Raises:
-        StateError: the state does not fit the parts.
-    """
-    try:
-        for name, part in parts.items():
-            part.load_state_dict(state["parts"][name])
-        return list(state["losses"]), list(state["seconds"]), Counter(state["counts"])
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise StateError(
-            "found the saved state of another network, optimizer or schedule; expected one of this version of the "
-            "demo. Train from the start."
-        ) from error

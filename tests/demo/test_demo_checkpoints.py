@@ -166,14 +166,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "a_newer_format": (changed(version=5), "the format of another version of ampatch: found 5, expected 4"),
     "without_arguments": (changed(arguments=None), "has been changed since"),
     "an_unknown_argument": (changed(arguments={**ARGUMENTS, "width": 3}), "has been changed since"),
-    "a_report_that_is_no_path": (
-        changed(arguments={**ARGUMENTS, "report": 3}),
-        "has been changed since",
-    ),
-    "an_unknown_level": (changed(arguments={**ARGUMENTS, "opt_levels": ["O0", "O7"]}), "has been changed since"),
-    "results_of_other_runs": (changed(arguments={**ARGUMENTS, "opt_levels": ["O4", "O0"]}), "has been changed since"),
-    "a_state_of_no_run": (changed(arguments={**ARGUMENTS, "opt_levels": ["O0"]}), "has been changed since"),
-    "no_state": (changed(running={"state": {}}), "has been changed since"),
+    "no_state": (changed(running={}), "has been changed since"),
     "half_a_result": (changed(finished=[{"opt_level": "O0"}]), "has been changed since"),
 }
 
@@ -201,16 +194,3 @@ class TestLoad:
         assert "expected a file that `ampatch demo` saved" in line
         assert "leave --resume out" in line
         assert printed.out == ""
-
-    def test_the_state_of_another_network_is_one_clear_error_too(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        path = tmp_path / "demo.pt"
-        checkpoints.save(CHECKPOINT, path)
-
-        assert cli.main(["demo", "--resume", str(path)]) == 1
-
-        assert capsys.readouterr().err.splitlines()[-1] == (
-            "ampatch: error: found the saved state of another network, optimizer or schedule; expected one of this "
-            "version of the demo. Train from the start."
-        )
