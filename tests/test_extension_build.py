@@ -97,8 +97,8 @@ def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def left_in(cache: Path) -> list[str]:
-    """All that lies in a cache, but for the locks."""
-    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock")
+    """All that lies in a cache, but for the locks and for folders with nothing else in them."""
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock" and (path.is_file() or left_in(path)))
 
 
 class TestPlan:
@@ -426,13 +426,14 @@ class TestBuild:
         assert (tmp_path / "mine" / "notes").read_text() == "mine"
 
     def test_what_a_killed_build_left_is_cleared_away_and_nothing_else(self, sources: Path, cache: Path) -> None:
-        name = plan("cpu").directory.name
-        for directory in (f".{name}.abc", f".{name}-sm90.abc", "other"):
-            (cache / directory / "fresh").mkdir(parents=True)
+        directory = plan("cpu").directory
+        for name in (f".{extension.LIBRARY}.abc", "other"):
+            (directory / name).mkdir(parents=True)
+            (directory / name / "operators.cpp.o").write_text("half")
 
         build("cpu")
 
-        assert left_in(cache) == [f".{name}-sm90.abc", name, "other"]
+        assert left_in(directory) == ["build.log", extension.LIBRARY, extension.SIDECAR, "other"]
 
     def test_of_processes_that_ask_at_once_one_compiles(
         self, sources: Path, cache: Path, program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -509,8 +510,7 @@ class TestObjectFiles:
         with pytest.raises(KernelError, match=r"`.*c\+\+` ended with status 1:\nan error\."):
             build("cpu")
 
-        (log,) = left_in(cache)
-        assert (cache / log).read_text().count("an error") == 1
+        assert (plan("cpu").directory / "build.log").read_text().count("an error") == 1
 
     def test_a_build_that_is_killed_leaves_nothing_that_the_next_one_would_take(
         self,
@@ -556,8 +556,8 @@ class TestFailure:
         with pytest.raises(KernelError, match=match) as raised:
             build("cpu")
 
-        log = cache / f"{plan('cpu').directory.name}.log"
-        assert left_in(cache) == [log.name]
+        log = plan("cpu").directory / "build.log"
+        assert left_in(log.parent) == [log.name]
         assert str(raised.value).endswith(f". The command and all that it printed are in {log}.")
         assert extension.find() is None
         return log.read_text()
@@ -601,7 +601,7 @@ class TestFailure:
         with pytest.raises(KernelError, match=message):
             build("cpu")
 
-        assert left_in(cache) == [f"{plan('cpu').directory.name}.log"]
+        assert left_in(plan("cpu").directory) == ["build.log"]
 
     def test_the_log_of_a_failure_goes_with_the_next_success(
         self, sources: Path, cache: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -613,7 +613,7 @@ class TestFailure:
 
         library = build("cpu").library
 
-        assert left_in(cache) == [library.path.parent.name]
+        assert library.path.with_name("build.log").read_text().count("$ ") == 2
 
     def test_if_it_is_forced_what_was_there_stays(
         self, sources: Path, cache: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -626,23 +626,24 @@ class TestFailure:
 
         assert extension.find() == library
 
-    def test_so_it_does_if_it_cannot_be_replaced(
-        self, sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    def test_interrupted_while_it_is_moved_it_is_absent_until_the_next_build(
+        self, sources: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         library = build("cpu").library
         replace_ = Path.replace
 
         def replace(self: Path, target: Path) -> Path:
-            if self.name == "fresh":
+            if self.name == extension.LIBRARY:
                 raise KeyboardInterrupt
             return replace_(self, target)
 
-        monkeypatch.setattr(Path, "replace", replace)
-        with pytest.raises(KeyboardInterrupt):
-            build("cpu", force=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", replace)
+            with pytest.raises(KeyboardInterrupt):
+                build("cpu", force=True)
 
-        assert extension.find() == library
-        assert left_in(cache) == [library.path.parent.name]
+        assert extension.find() is None
+        assert build("cpu").library == extension.find() == library
 
     def test_interrupted_it_leaves_nothing_and_nothing_running(
         self,
@@ -686,7 +687,7 @@ class TestFailure:
     def test_a_cache_that_cannot_be_written(self, sources: Path, tmp_path: Path, cache: Path) -> None:
         cache.write_text("a file")
 
-        with pytest.raises(KernelError, match=rf"cannot be written to {re.escape(str(cache))} \(.*AMPATCH_CACHE"):
+        with pytest.raises(KernelError, match=rf"cannot be written to {re.escape(str(cache))}/\S+ \(.*AMPATCH_CACHE"):
             build("cpu")
 
     @pytest.mark.parametrize("when", ["write_text", "mkdir"])

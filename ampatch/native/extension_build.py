@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -68,7 +68,6 @@ class Plan:
         sources: files to compile.
         source_hash: result of `extension.source_hash` when the plan was made.
         directory: directory for the library.
-        is_cached: True if the directory is in the cache: it then holds only this library and is replaced as a whole.
         note: sentence on kernels that are left out, with the reason; empty if none are.
         part: part of the extension to build.
     """
@@ -78,7 +77,6 @@ class Plan:
     sources: tuple[Path, ...]
     source_hash: str
     directory: Path
-    is_cached: bool
     note: str
     part: Part
 
@@ -171,7 +169,6 @@ def _plan_of(
         sources=tuple(path for path in extension.sources(part) if path.suffix in suffixes),
         source_hash=source_hash,
         directory=cached if output is None else output.absolute(),
-        is_cached=output is None,
         note=note,
         part=part,
     )
@@ -188,16 +185,14 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
         KernelError: there is no disk space, or compiling failed.
     """
     began = time.monotonic()
-    place = plan.directory.parent if plan.is_cached else plan.directory
+    place, prefix = plan.directory, f".{extension.LIBRARY}."
     try:
         place.mkdir(parents=True, exist_ok=True)
-        # The dot ends the name: the pattern for sm80 must not match the files of sm80-sm90, which has another lock.
-        prefix = f".{plan.directory.name if plan.is_cached else extension.LIBRARY}."
         # If several processes build at once, the others wait here for the first, and then find its library.
         with FileLock(place / f"{prefix}lock"):
             for left in place.glob(f"{prefix}*/"):  # by a killed build: this process has the lock now
                 shutil.rmtree(left, ignore_errors=True)
-            library = extension.read(plan.directory)
+            library = extension.read(place)
             was_cached = (
                 not force
                 and library is not None
@@ -358,30 +353,20 @@ def _for_targets(plan: Plan) -> list[str]:
 
 def _built(plan: Plan, scratch: Path) -> Library:
     """Compiles the library, tests it, moves it to its directory and returns it."""
-    fresh = scratch / "fresh"  # with the usual permissions, unlike the directory around it
-    fresh.mkdir()
-    log = fresh / _LOG
+    log, sidecar = scratch / _LOG, scratch / extension.SIDECAR
     try:
-        library = _made(plan, fresh / extension.LIBRARY, log, scratch)
+        library = _made(plan, scratch / extension.LIBRARY, log, scratch)
     except _FailedError as failed:
-        kept = _kept_log(plan)
-        shutil.move(log, kept)
+        kept = log.replace(plan.directory / _LOG)
         raise KernelError(f"{failed}. The command and all that it printed are in {kept}.") from failed
     if extension.source_hash(plan.part) != plan.source_hash:
         raise KernelError("the sources of the extension were changed while they were compiled. Build once more.")
-    (fresh / extension.SIDECAR).write_text(extension.describe(library), encoding="utf-8")
-    if plan.is_cached:
-        _replace(fresh, plan.directory, scratch / "before")
-        _kept_log(plan).unlink(missing_ok=True)
-    else:
-        # A library without a description does not count: with the description removed first, the two never mismatch.
-        (plan.directory / extension.SIDECAR).unlink(missing_ok=True)
-        for name in (_LOG, extension.LIBRARY, extension.SIDECAR):
-            (fresh / name).replace(plan.directory / name)
-    there = extension.read(plan.directory)
-    if there is None:
-        raise KernelError(f"{plan.directory} was removed or changed by another program meanwhile. Build once more.")
-    return there
+    sidecar.write_text(extension.describe(library), encoding="utf-8")
+    # A library without a description does not count: with the description removed first, the two never mismatch.
+    (plan.directory / extension.SIDECAR).unlink(missing_ok=True)
+    for made in (log, library.path, sidecar):
+        made.replace(plan.directory / made.name)
+    return replace(library, path=plan.directory / extension.LIBRARY)
 
 
 def _made(plan: Plan, path: Path, log: Path, scratch: Path) -> Library:
@@ -407,23 +392,6 @@ def _made(plan: Plan, path: Path, log: Path, scratch: Path) -> Library:
     )
     _try_out(library, plan.part, log, scratch)
     return library
-
-
-def _kept_log(plan: Plan) -> Path:
-    """Returns the path where the log of a failed build is kept."""
-    return plan.directory.with_name(f"{plan.directory.name}.log") if plan.is_cached else plan.directory / _LOG
-
-
-def _replace(fresh: Path, directory: Path, before: Path) -> None:
-    """Replaces a directory by another one, and moves the old one back if that fails."""
-    with suppress(FileNotFoundError):
-        directory.replace(before)
-    try:
-        fresh.replace(directory)
-    except BaseException:  # Ctrl-C among them
-        with suppress(FileNotFoundError):
-            before.replace(directory)
-        raise
 
 
 # Runs in a process of its own: torch cannot unload a library, and a broken one may crash.
