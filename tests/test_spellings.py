@@ -185,12 +185,13 @@ class TestEverySpelling:
             pytest.param("whitelist: {*: [softmax]}", "but found ':'. Put \"*\" in quotes.", id="no quotes"),
             pytest.param(
                 'whitelist: {"*": [softmax]}\nblacklist: {"*": [softmax]}',
-                "2: torch.softmax stands in 'blacklist' here and in 'whitelist' in line 1; keep one of them.",
+                '2: `blacklist: {"*": [softmax]}` here and `whitelist: {"*": [softmax]}` in line 1 both stand for '
+                'torch.softmax; keep one of them, or type namespaces in the place of "*".',
                 id="two lists",
             ),
             pytest.param(
                 'whitelist:\n  "*": [softmax]\n  torch: [softmax]',
-                "3: torch.softmax stands in 'whitelist' a second time, first in line 2; keep one.",
+                '3: `whitelist: {torch: [softmax]}` here and `whitelist: {"*": [softmax]}` in line 2 both stand for',
                 id="twice",
             ),
             pytest.param(
@@ -213,12 +214,12 @@ class TestEverySpelling:
             pytest.param(
                 'whitelist: {torch.Tensor: [abs]}\nblacklist: {"*": [absolute]}',
                 '2: `blacklist: {"*": [absolute]}` here and `whitelist: {torch.Tensor: [abs]}` in line 1 both stand '
-                "for torch.Tensor.__abs__; keep one",
+                "for torch.Tensor.__abs__, which is the same function as torch.Tensor.abs; keep one",
                 id="two lists for one function by other names",
             ),
             pytest.param(
                 'whitelist: {"*": [mul, multiply, mul]}',
-                "1: torch.mul stands in 'whitelist' a second time, first in line 1; keep one.",
+                '1: `whitelist: {"*": [mul]}` here and `whitelist: {"*": [mul]}` in line 1 both stand for torch.mul;',
                 id="a name twice",
             ),
             pytest.param(
