@@ -6,13 +6,12 @@ Owns the sentences that report them to the user. Must never change a list or tor
 from __future__ import annotations
 
 import functools
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
+from ampatch.cast_lists.lists import CastLists, shipped
 from ampatch.cast_lists.paths import Path, find_or, identity
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, place, typed_options
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
@@ -150,7 +149,7 @@ def undone(
 
 
 def undone_edits_in_brief(lists: CastLists, half_dtype: torch.dtype, registered: Sequence[Edit]) -> str | None:
-    """Returns a warning about undone edits: the first one in full, the others in brief; None if none is undone.
+    """Returns a warning about undone edits: the first one in full, the others by name; None if none is undone.
 
     Args:
         lists: rules in force, edits included.
@@ -163,11 +162,6 @@ def undone_edits_in_brief(lists: CastLists, half_dtype: torch.dtype, registered:
     (_, first), *others = told.items()
     if not others:
         return first
-    # The command reads each file alone, and does not see mappings and registered functions.
-    if len(lists.files) == 1 and lists.files[0] != MAPPING and not registered:
-        verb = "is" if len(others) == 1 else "are"
-        command = f"ampatch lists check {shlex.quote(lists.files[0])}"
-        return f"{first} {len(others)} more {verb} undone in the same way: `{command}` lists them all."
     return f"{first} Also undone in this way: {_enumerated([str(path) for path, _ in others])}."
 
 

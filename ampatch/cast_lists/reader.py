@@ -10,7 +10,6 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -394,9 +393,6 @@ _FULL = {
 
 _MAY_LACK = " Mark the entry `optional: true` if it may be missing."
 
-# The most names that a message gives for a pattern. The user types them out, and the losses fit into one message.
-_MOST_NAMED = 24
-
 
 def _public_names() -> list[str]:
     return sorted(name for name in known_names() if not name.startswith("_"))
@@ -404,18 +400,13 @@ def _public_names() -> list[str]:
 
 def _no_pattern(pattern: str) -> str:
     """Returns the fault for a pattern under `EVERY_NAMESPACE`, with what to type instead, or the closest names."""
-    fitting = [name for name in _public_names() if fnmatchcase(name, pattern)]
     found = f"found the pattern {pattern!r}; expected a function's name under {EVERY_NAMESPACE!r}."
-    if not fitting:
+    homes = [namespace for namespace in NAMESPACES if patterns.functions(Path(namespace, pattern))]
+    if not homes:
         return found + did_you_mean(re.sub(r"[*?\[\]]", "", pattern), _public_names())
     # A list without namespaces, under `modules`, stands for `EVERY_NAMESPACE` too: there the key is yet to be typed.
-    homes = [namespace for namespace in NAMESPACES if patterns.functions(Path(namespace, pattern))]
     typed = ", ".join(f'{namespace}: ["{pattern}"]' for namespace in homes)
-    more = f", and {len(fitting) - _MOST_NAMED} more" if len(fitting) > _MOST_NAMED else ""
-    return (
-        f"{found} Patterns stand under a namespace: type `{{{typed}}}`, or each name out: "
-        f"{', '.join(fitting[:_MOST_NAMED])}{more}."
-    )
+    return f"{found} Patterns stand under a namespace: type `{{{typed}}}`."
 
 
 def _with_namespaces(list_name: str, node: yaml.Node) -> str:
