@@ -21,7 +21,7 @@ from ampatch.cast_lists import patterns
 from ampatch.cast_lists.annotations import unlisting, user_entries
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find_owner_or, function_key
-from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, sorted_conditions, typed_need
+from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, typed_options
 from ampatch.errors import OptionError
 from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
@@ -302,13 +302,8 @@ def _decision(rule: Rule, session: Session) -> str:
 
     Left out are the advice in a banned function's error, and ``needs_float32`` if the level patches by the lists.
     """
-    conditions = sorted_conditions(rule.when)
-    options = [
-        *([f"when {', '.join(conditions)}"] if conditions else []),
-        *(["via_dtype"] if rule.via_dtype else []),
-        *([] if session.patches_functions else typed_need(sorted(rule.needs_float32))),
-    ]
-    return " ".join([rule.treatment.value, *options])
+    need = () if session.patches_functions else sorted(rule.needs_float32)
+    return " ".join([rule.treatment.value, *typed_options(rule.when, rule.via_dtype, need)])
 
 
 def _full_name(owner: object) -> str:
