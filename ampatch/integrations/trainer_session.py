@@ -578,8 +578,8 @@ def _backward_of_steps(original: Callable[..., None], *args: Any, **kwargs: Any)
 
 def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:
     of_scale = ("loss_scale", "init_scale", "scale_factor", "growth_factor", "backoff_factor", "scale_window")
-    of_others = ("hysteresis", "min_loss_scale", "max_loss_scale", "scaler", "on_overflow", "check_finite")
-    given = [name for name in (*of_scale, *of_others) if name in options]
+    of_bounds = ("hysteresis", "min_loss_scale", "max_loss_scale", "scaler")
+    given = [name for name in (*of_scale, *of_bounds, "on_overflow", "check_finite") if name in options]
     if given:
         raise OptionError(
             f"a scaler replaces amp's own scale and decides which steps are skipped, so that {' and '.join(given)} "
