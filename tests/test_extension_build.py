@@ -750,7 +750,7 @@ class TestTrial:
             build("cpu")
 
         assert extension.find() is None
-        log = (extension.cache_directory() / f"{plan('cpu').directory.name}.log").read_text()
+        log = (plan("cpu").directory / "build.log").read_text()
         assert message in log or "SIG" in message
 
 
