@@ -36,8 +36,6 @@ from ampatch.session import Session
 
 _NVIDIA_DRIVER = FilePath("/proc/driver/nvidia/version")
 
-_HOMES_OF_METHODS = ("torch._C", "torch._tensor")
-
 # Types that wrap a function, and their attribute with the wrapped one.
 _AROUND: dict[type, str] = {
     staticmethod: "__func__",
@@ -277,48 +275,17 @@ def _names(seen: _Seen) -> Iterator[str]:
     users = {id(module): module for module in loaded_modules("torch", "ampatch")}
     torchs = {id(module): module for module in loaded_modules("ampatch") if id(module) not in users}
     held = [(owner, name, paths[id(value)]) for owner, name, value in bindings(users.values(), originals)]
-    held += _lost(users.values(), seen, originals.keys())
     yield from _problems("in loaded modules", [f"{_name_of(owner)}.{name}: {path}" for owner, name, path in held])
     yield f"in torch's own modules, which are left alone: {len(bindings(torchs.values(), originals))}"
     yield from _problems("in closures and default arguments", sorted(set(_captured(paths))))
     yield "not looked for: containers that neither a function nor a model passed to amp.initialize leads to"
+    yield "not looked for: functions of torch's that another tool had replaced before amp was set up"
 
 
 def _captured(paths: Mapping[int, str]) -> Iterator[str]:
     """Yields descriptions of user functions that hold an unpatched function in a closure or default argument."""
     for found in function_places.captures(paths):
         yield f"{_describe(found.owner)}: {paths[id(found.held)]} as {found.name}"
-
-
-def _lost(modules: Iterable[object], seen: _Seen, originals: Iterable[int]) -> Iterator[tuple[object, str, str]]:
-    """Yields module attributes that still hold a torch function which another tool replaced before amp was set up.
-
-    Amp patched the replacement, and a replacement has no reference to the original. So originals are recognised by the
-    names that they give themselves.
-    """
-    patched = {patch.key for patch in seen.patches}
-    replaced = [listed for listed in seen.foreign if (id(listed.owner), listed.path.name) in patched]
-    paths = {call_sign: listed.path for listed in replaced for call_sign in _call_signs(listed)}
-    replacements = [_core(listed.function) for listed in replaced]
-    # Modules of replacements are skipped: they keep the original in order to call it.
-    homes = {id(function.__globals__) for function in replacements if type(function) is types.FunctionType}
-    owners = {id(listed.owner): listed.owner for listed in seen.listed}
-    known = {id(value) for owner in owners.values() for value in vars(owner).values()}.union(originals)
-    for module in modules:
-        attributes = object.__getattribute__(module, "__dict__")
-        if id(attributes) in homes:
-            continue
-        for name, value in list(attributes.items()):
-            if _is_torchs(value) and id(value) not in known:
-                path = paths.get((value.__name__, _home(value) in _HOMES_OF_METHODS))
-                if path is not None:
-                    yield module, name, str(path)
-
-
-def _call_signs(listed: _Listed) -> list[tuple[str, bool]]:
-    """Returns the names that torch's function may give itself (such as linalg_norm), each with True for a method."""
-    name, namespace = listed.path.name, listed.path.namespace.rpartition(".")[2]
-    return [(called, isinstance(listed.owner, type)) for called in (name, f"{namespace}_{name}")]
 
 
 # What others have patched

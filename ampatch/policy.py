@@ -21,7 +21,7 @@ from ampatch.cast_lists import patterns
 from ampatch.cast_lists.annotations import unlisting, user_entries
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find_owner_or, function_key
-from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, sorted_conditions, typed_need
+from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, typed_options
 from ampatch.errors import OptionError
 from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
@@ -44,13 +44,6 @@ FORMAT = 1
 #: Sections whose rows are sorted by name, and those whose rows stand in the order in which they apply.
 BY_NAME, IN_ORDER = ("rules", "decorated"), ("patterns", "modules")
 
-#: The lists of a policy, each with the names of the columns of its rows; all columns are text but "value".
-TABLES = {
-    "settings": ("name", "value"),
-    **dict.fromkeys((*BY_NAME, *IN_ORDER), ("name", "decision", "source")),
-    "overlays": ("name", "text"),
-}
-
 #: The source of a rule that comes with ampatch.
 SHIPPED = "shipped"
 
@@ -64,14 +57,14 @@ def effective(session: Session) -> dict[str, Any]:
     Tables are lists of rows, since ``torch.distributed.checkpoint`` loads only dicts with the same keys.
 
     Returns:
-        A dict with "format", "sha256" (see `digest`), "versions" of ampatch and torch, and `TABLES`:
+        A dict with "format", "sha256" (see `digest`), "versions" of ampatch and torch, and lists of rows:
 
-        - "settings": the arguments of ``amp.initialize`` that have an effect.
+        - "settings": the arguments of ``amp.initialize`` that have an effect, each with its value.
         - "rules": each function that a list names or that was registered.
         - "patterns": each pattern. If several match a function, the last decides.
         - "modules": each rule of parts of a model, in an order in which the last decides.
-        - "decorated": each decorated function.
-        - "overlays": the text of the user's lists.
+        - "decorated": each decorated function. All rows of rules have a name, a decision and its source.
+        - "overlays": the user's lists, each with its text.
     """
     in_order = _patterns(session)
     policy = {
@@ -100,8 +93,8 @@ def digest(policy: Mapping[str, Any]) -> str:
         "format": policy["format"],
         # A file format may turn 2.0 into 2.
         "settings": sorted([name, _whole(value)] for name, value in policy["settings"]),
-        **{section: sorted(row[:2] for row in policy[section]) for section in BY_NAME},
-        **{section: [row[:2] for row in policy[section]] for section in IN_ORDER},
+        **{section: sorted([name, decision] for name, decision, _ in policy[section]) for section in BY_NAME},
+        **{section: [[name, decision] for name, decision, _ in policy[section]] for section in IN_ORDER},
     }
     # A function that was taken off all lists is like one that was never listed, unless a pattern would list it.
     form["rules"] = [
@@ -310,13 +303,8 @@ def _decision(rule: Rule, session: Session) -> str:
 
     Left out are the advice in a banned function's error, and ``needs_float32`` if the level patches by the lists.
     """
-    conditions = sorted_conditions(rule.when)
-    options = [
-        *([f"when {', '.join(conditions)}"] if conditions else []),
-        *(["via_dtype"] if rule.via_dtype else []),
-        *([] if session.settings.patches_functions else typed_need(sorted(rule.needs_float32))),
-    ]
-    return " ".join([rule.treatment.value, *options])
+    need = () if session.settings.patches_functions else sorted(rule.needs_float32)
+    return " ".join([rule.treatment.value, *typed_options(rule.when, rule.via_dtype, need)])
 
 
 def _full_name(owner: object) -> str:
@@ -355,28 +343,21 @@ def _check(saved: object) -> None:
     """Checks that a saved policy is what `effective` returned.
 
     Raises:
-        OptionError: it is not; the message names the part.
+        OptionError: it is not.
     """
     if not isinstance(saved, Mapping):
-        raise _fault("", f"found {_shown(saved)}; expected a dict.")
+        raise _fault(f"found {_shown(saved)}; expected a dict.")
     number = saved.get("format")
     if not isinstance(number, int) or number != FORMAT:  # a tensor compares by element
-        raise _fault("format", f"found {_shown(number)}; expected {FORMAT}.")
-    keys = ("format", "sha256", "versions", *TABLES)
-    for key in (*saved, *keys):
-        if key not in keys:
-            raise _fault(str(key), f"expected only {', '.join(keys)}.")
-        if key not in saved:
-            raise _fault(key, "it is missing.")
-    _check_versions(saved["versions"])
-    for table, columns in TABLES.items():
-        _check_table(saved[table], table, columns)
+        raise _fault(f"its format is {_shown(number)}; expected {FORMAT}.")
+    if not isinstance(saved.get("versions"), Mapping):
+        raise _fault(f"its versions are {_shown(saved.get('versions'))}; expected a dict.")
     try:
         found = digest(saved)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise _fault("settings", f"found values that are no plain data: {error}.") from None
-    if saved["sha256"] != found:
-        raise _fault("sha256", f"found {_shown(saved['sha256'])}; its settings and rules have {found!r}.")
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise _fault(f"it cannot be read ({type(error).__name__}: {error}).") from None
+    if saved.get("sha256") != found:
+        raise _fault(f"its sha256 is {_shown(saved.get('sha256'))}; its settings and rules have {found!r}.")
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
@@ -388,16 +369,16 @@ def warnings(saved: Any, present: Mapping[str, Any]) -> list[str]:
     """Returns what to warn of if a saved policy differs from the live session's: one text, or none.
 
     Raises:
-        OptionError: the saved policy is not what `effective` returned; the message names the part.
+        OptionError: the saved policy is not what `effective` returned.
     """
     _check(saved)
     found = sorted(_differences(saved, present), key=itemgetter(0))
     if not found:
         return []
     versions = [
-        f"{name} {then} (here: {present['versions'][name]})"
-        for name, then in saved["versions"].items()
-        if then != present["versions"][name]
+        f"{name} {saved['versions'].get(name)} (here: {now})"
+        for name, now in present["versions"].items()
+        if now != saved["versions"].get(name)
     ]
     by = f", by {' and '.join(versions)}" if versions else ""
     number = "1 difference" if len(found) == 1 else f"{len(found)} differences"
@@ -474,28 +455,10 @@ def _told(decided: _Decided) -> str:
     return f"{decision} ({source})" if source else decision
 
 
-def _check_versions(versions: object) -> None:
-    for name in ("ampatch", "torch"):
-        found = versions.get(name) if isinstance(versions, Mapping) else None
-        if not isinstance(found, str):
-            raise _fault("versions", f"found {_shown(versions)}; expected the versions of ampatch and torch as text.")
-
-
-def _check_table(rows: object, table: str, columns: tuple[str, ...]) -> None:
-    if not isinstance(rows, list):
-        raise _fault(table, f"found {_shown(rows)}; expected a list.")
-    for place, row in enumerate(rows):
-        is_row = isinstance(row, (list, tuple)) and len(row) == len(columns)
-        pairs = zip(columns, row, strict=True) if is_row else ()
-        if not is_row or not all(isinstance(value, str) for column, value in pairs if column != "value"):
-            raise _fault(f"{table}[{place}]", f"found {_shown(row)}; expected {', '.join(columns)}.")
-
-
-def _fault(where: str, what: str) -> OptionError:
+def _fault(what: str) -> OptionError:
     return OptionError(
-        f"the policy in the state dict is damaged, or from an ampatch that writes it otherwise. In "
-        f"{KEY}{'.' if where else ''}{where}: {what} Nothing was loaded. To load the loss scales alone, type "
-        f"state_dict.pop({KEY!r}) first."
+        f"the policy in the state dict is damaged, or from an ampatch that writes it otherwise: {what} Nothing was "
+        f"loaded. To load the loss scales alone, type state_dict.pop({KEY!r}) first."
     )
 
 

@@ -119,7 +119,7 @@ CAST_LISTS = [
     Mistake(
         "name-in-two-lists",
         lambda bench: bench.lists("whitelist:\n  torch: [exp]\nblacklist:\n  torch: [exp]\n"),
-        r"lists\.yaml:4: torch\.exp .*blacklist.*whitelist.*2; keep one",
+        r"lists\.yaml:4: .*blacklist.*whitelist.*line 2 both stand for torch\.exp; keep one",
         CastListError,
     ),
     Mistake(

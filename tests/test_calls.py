@@ -816,7 +816,7 @@ class TestChoice:
         code = "import torch; from ampatch import amp; amp.initialize(torch.nn.Linear(1, 1), opt_level='O1')"
         done = fresh.run(code, environment=environment)
         assert done.returncode != 0
-        assert "AMPATCH_CALLS=compiled asks for calls in C++, and there is no compiled library" in done.stderr
+        assert "AMPATCH_CALLS=compiled asks for compiled code, and there is no compiled library" in done.stderr
         assert "Type `ampatch build`" in done.stderr
 
     def test_one_that_cannot_be_loaded_is_said_to_be_so(self, compiled_calls, tmp_path, monkeypatch):

@@ -50,10 +50,15 @@ ENTRY = "expected a function's name, or a mapping such as {name: exp, dtypes: [f
 HALF_TYPES = "expected a list of half types, such as [float16]."
 CONDITION = "expected arguments with lists of values, such as {mode: [bicubic, area]}."
 VALUE = "expected text, a number, true, false or null."
-SAME = "is the same function as"
 VERSION = "expected a torch version in quotes, such as '2.10'."
 TWICE = "stands here a second time; keep one."
 KEEP_ONE = "keep one of them."
+
+
+def both(here: str, there: str, path: str) -> str:
+    """The fault of an entry that stands for a path for which another does."""
+    return f"`{here}` here and `{there} both stand for {path}; {KEEP_ONE}"
+
 
 NOT_LOADED = "in the place of a namespace; no module or class of that name is loaded."
 EVERY = 'where "*" stands for every namespace of torch'
@@ -212,28 +217,30 @@ NO_FUNCTION: dict[str, Case] = {
 TWO_PLACES: dict[str, Case] = {
     "a name in two lists": (
         "whitelist:\n  torch: [exp]\nblacklist:\n  torch: [exp]\n",
-        [f":4: torch.exp stands in 'blacklist' here and in 'whitelist' in line 2; {KEEP_ONE}"],
+        [":4: " + both("blacklist: {torch: [exp]}", "whitelist: {torch: [exp]}` in line 2", "torch.exp")],
     ),
     "two names of one function": (
         "whitelist:\n  torch.nn.functional: [conv2d]\nblacklist:\n  torch: [conv2d]\n",
         [
-            (
-                ":4: torch.conv2d, which is the same function as torch.nn.functional.conv2d, stands in "
-                f"'blacklist' here and in 'whitelist' in line 2; {KEEP_ONE}"
+            ":4: "
+            + both(
+                "blacklist: {torch: [conv2d]}",
+                "whitelist: {torch.nn.functional: [conv2d]}` in line 2",
+                "torch.conv2d, which is the same function as torch.nn.functional.conv2d",
             )
         ],
     ),
     "listed and unlisted": (
         "promote: {torch: [exp]}\nunlisted: {torch: [exp]}\n",
-        [f":2: torch.exp stands in 'unlisted' here and in 'promote' in line 1; {KEEP_ONE}"],
+        [":2: " + both("unlisted: {torch: [exp]}", "promote: {torch: [exp]}` in line 1", "torch.exp")],
     ),
     "for overlapping half types": (
         "promote: {torch: [{name: exp, dtypes: [float16]}]}\nblacklist: {torch: [exp]}\n",
-        [f":2: torch.exp stands in 'blacklist' here and in 'promote' in line 1; {KEEP_ONE}"],
+        [":2: " + both("blacklist: {torch: [exp]}", "promote: {torch: [exp]}` in line 1", "torch.exp")],
     ),
     "twice in one list": (
         "whitelist:\n  torch:\n  - exp\n  - {name: exp, dtypes: [float16]}\n",
-        [":4: torch.exp stands in 'whitelist' a second time, first in line 3; keep one."],
+        [":4: " + both("whitelist: {torch: [exp]}", "whitelist: {torch: [exp]}` in line 3", "torch.exp")],
     ),
     "a list twice": (
         "whitelist: {torch: [mm]}\npromote: {}\nwhitelist: {torch: [bmm]}\n",
@@ -292,7 +299,14 @@ WRONG_TYPE: dict[str, Case] = {
     ),
     "two names of one function with different options": (
         "whitelist:\n  torch: [{name: conv2d, when: {groups: [2]}}]\n  torch.nn.functional: [conv2d]\n",
-        [f":3: torch.nn.functional.conv2d {SAME} torch.conv2d, which has other options in line 2; expected the same."],
+        [
+            ":3: "
+            + both(
+                "whitelist: {torch.nn.functional: [conv2d]}",
+                "whitelist: {torch: [conv2d]}` in line 2, which has other options,",
+                "torch.nn.functional.conv2d, which is the same function as torch.conv2d",
+            )
+        ],
     ),
     "a list that contains itself": (
         "whitelist:\n  torch:\n  - &names\n    - mm\n    - *names\n",
@@ -605,11 +619,11 @@ class TestWhatAUserIsToldOfAMapping:
             ({"whitelist": {"torch": "mm"}}, f"found 'mm'; {NAMES}"),
             (
                 {"whitelist": {"torch": ["mm"]}, "blacklist": {"torch": ["mm"]}},
-                f"torch.mm stands in 'blacklist' here and in 'whitelist'; {KEEP_ONE}",
+                both("blacklist: {torch: [mm]}", "whitelist: {torch: [mm]}`", "torch.mm"),
             ),
             (
                 {"whitelist": {"torch": ["mm", "mm"]}},
-                "torch.mm stands in 'whitelist' a second time; keep one.",
+                both("whitelist: {torch: [mm]}", "whitelist: {torch: [mm]}`", "torch.mm"),
             ),
             ({"whitelist": {"torch": ["zzz"]}}, f"'torch' has no 'zzz'. {MISSING}"),
             (

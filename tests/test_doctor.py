@@ -345,19 +345,6 @@ class TestNamesWithoutCasts:
             assert unreached() == ["late.linalg_multi_dot: torch.linalg.multi_dot"]
 
     @pytest.mark.parametrize(
-        ("owner", "name"),
-        [(F, "linear"), (F, "layer_norm"), (torch, "matmul"), (torch.linalg, "multi_dot"), (torch.Tensor, "bmm")],
-        ids=["functional-builtin", "functional", "torch", "linalg", "method"],
-    )
-    def test_a_name_bound_before_another_tool_replaced_the_function(self, owner, name, module, monkeypatch):
-        """Amp patches the replacement, and so nothing of it reaches the name."""
-        path = f"torch.Tensor.{name}" if owner is torch.Tensor else f"{owner.__name__}.{name}"
-        module("early", f"import torch\nkept = {path}\n")
-        monkeypatch.setattr(owner, name, lambda *args, **kwargs: None)
-        with casts_on():
-            assert unreached() == [f"early.kept: {path}"]
-
-    @pytest.mark.parametrize(
         ("definition", "line", "name"),
         [
             pytest.param("def f(x, act=softmax): ...", 6, "act", id="default"),
@@ -387,29 +374,6 @@ class TestNamesWithoutCasts:
         with casts_on():
             _, details = facts(NAMES)["in closures and default arguments"]
         assert not [detail for detail in details if f"({early.__file__}:" in detail]
-
-    def test_another_function_of_the_same_name_is_no_fault(self, module, monkeypatch):
-        """torch.rrelu is not in the lists, and is not what was replaced."""
-        module("early", "from torch import rrelu\n")
-        monkeypatch.setattr(F, "rrelu", functools.wraps(F.rrelu)(lambda *args, **kwargs: None))
-        with casts_on(torch.float16):
-            assert foreign()[0].startswith("torch.nn.functional.rrelu: ")
-            assert unreached() == []
-
-    def test_the_tool_that_replaced_it_may_keep_it(self, module, monkeypatch):
-        monkeypatch.setattr(F, "linear", F.linear)  # puts it back in the end
-        module(
-            "tool",
-            "import torch.nn.functional as F\nkept = F.linear\ndef fast(*args): return kept(*args)\nF.linear = fast\n",
-        )
-        with casts_on():
-            assert unreached() == []
-
-    def test_a_name_of_a_function_that_is_not_patched_is_no_fault(self, module, monkeypatch):
-        module("early", "from torch.nn.functional import linear, dropout\n")
-        monkeypatch.setattr(F, "linear", fast_linear)
-        with casts_on(cast_lists={"unlisted": {"torch.nn.functional": ["linear"]}}):
-            assert unreached() == []
 
     def test_torchs_own_modules_are_counted_only(self):
         with casts_on():

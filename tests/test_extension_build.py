@@ -23,7 +23,7 @@ import torch
 
 from ampatch.errors import AmpError, KernelError, OptionError
 from ampatch.native import extension, extension_build
-from ampatch.native.extension_build import OBJECTS, Built, carry_out, plan
+from ampatch.native.extension_build import Built, carry_out, plan
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -97,8 +97,8 @@ def no_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def left_in(cache: Path) -> list[str]:
-    """All that lies in a cache, but for the locks and the object files."""
-    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock" and path.name != OBJECTS)
+    """All that lies in a cache, but for the locks and for folders with nothing else in them."""
+    return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock" and (path.is_file() or left_in(path)))
 
 
 class TestPlan:
@@ -426,13 +426,14 @@ class TestBuild:
         assert (tmp_path / "mine" / "notes").read_text() == "mine"
 
     def test_what_a_killed_build_left_is_cleared_away_and_nothing_else(self, sources: Path, cache: Path) -> None:
-        name = plan("cpu").directory.name
-        for directory in (f".{name}.abc", f".{name}-sm90.abc", "other"):
-            (cache / directory / "fresh").mkdir(parents=True)
+        directory = plan("cpu").directory
+        for name in (f".{extension.LIBRARY}.abc", "other"):
+            (directory / name).mkdir(parents=True)
+            (directory / name / "operators.cpp.o").write_text("half")
 
         build("cpu")
 
-        assert left_in(cache) == [f".{name}-sm90.abc", name, "other"]
+        assert left_in(directory) == ["build.log", extension.LIBRARY, extension.SIDECAR, "other"]
 
     def test_of_processes_that_ask_at_once_one_compiles(
         self, sources: Path, cache: Path, program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -463,210 +464,58 @@ class TestBuild:
         assert {path for _, path in got} == {str(plan("cpu").directory / extension.LIBRARY)}
 
 
-ALL = ["alone.cpp", "cpu.cpp", "operators.cpp"]
-
-
 class TestObjectFiles:
-    """Each file is compiled by itself, side by side, and only if the last build had another."""
+    """Each file is compiled by itself, side by side with the others."""
 
     @pytest.fixture
-    def compiled(
-        self, sources: Path, program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> Callable[..., list[str]]:
-        """Builds by a compiler that takes any file without the word `error` in it, and says which it compiled."""
-        for name, content in {
-            "operators.cpp": '#include "direct.h"\n#include <vector>\n',
-            "cpu.cpp": '  #  include  "through.h"\n',
-            "alone.cpp": '// no #include "direct.h"\n#include "nowhere.h"\n',
-            "through.h": '#include "direct.h"\n',
-            "direct.h": '#include "direct.h"\n',
-        }.items():
-            (sources / name).write_text(content)
-        log = tmp_path / "log"
-        script = f"""
+    def several(self, sources: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The names of three sources, and a compiler that takes any file without the word `error` in it."""
+        script = """
             for word in "$@"; do case "$word" in
-                *.cpp) echo "$word" >> {log}; if grep -q error "$word"; then echo an error; exit 1; fi;;
+                *.cpp) if grep -q error "$word"; then echo an error; exit 1; fi;;
             esac; done
             while [ "$1" != -o ]; do shift; done; echo made > "$2"
         """
         monkeypatch.setenv("CXX", str(program(script)))
+        names = ["alone.cpp", "cpu.cpp", "operators.cpp"]
+        for name in names:
+            (sources / name).write_text("")
+        return names
 
-        def compiled(**options: bool) -> list[str]:
-            log.write_text("")
-            build("cpu", **options)
-            return sorted(Path(line).name for line in log.read_text().splitlines())
+    def test_the_log_has_all_commands_and_what_they_printed(self, several: list[str]) -> None:
+        log = (build("cpu").library.path.parent / "build.log").read_text()
 
-        return compiled
-
-    @pytest.mark.parametrize(
-        ("changed", "expected"),
-        [
-            ("alone.cpp", ["alone.cpp"]),
-            ("through.h", ["cpu.cpp"]),
-            ("direct.h", ["cpu.cpp", "operators.cpp"]),
-        ],
-    )
-    def test_only_what_depends_on_a_changed_file_is_compiled_again(
-        self, changed: str, expected: list[str], sources: Path, compiled: Callable[..., list[str]]
-    ) -> None:
-        assert compiled() == ALL
-        before = (sources / changed).stat()
-        (sources / changed).write_text((sources / changed).read_text() + "// more\n")
-        os.utime(sources / changed, ns=(before.st_atime_ns, before.st_mtime_ns))  # by content, and not by time
-
-        assert compiled() == expected
-
-    def test_all_of_it_where_it_is_forced(self, compiled: Callable[..., list[str]]) -> None:
-        assert [compiled(), compiled(), compiled(force=True)] == [ALL, [], ALL]
-
-    def test_and_with_other_flags(self, compiled: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-        compiled()
-        monkeypatch.setattr(extension, "COMMON_FLAGS", ("-O1",))
-
-        assert compiled() == ALL
-
-    def test_the_cache_keeps_one_of_each_file(
-        self, sources: Path, cache: Path, compiled: Callable[..., list[str]]
-    ) -> None:
-        compiled()
-        (sources / "alone.cpp").write_text("")
-        compiled()
-
-        names = [path.name.split("-")[1] for path in (cache / OBJECTS).iterdir()]
-        assert sorted(names) == ALL
-
-    def test_what_compiled_before_another_failed_is_taken_over(
-        self, sources: Path, cache: Path, compiled: Callable[..., list[str]]
-    ) -> None:
-        (sources / "operators.cpp").write_text("an error")
-        with pytest.raises(KernelError, match=r"`.*c\+\+` ended with status 1:\nan error\."):
-            compiled()
-        kept = {path.name.split("-")[1] for path in (cache / OBJECTS).iterdir()}
-        (sources / "operators.cpp").write_text("")
-
-        assert compiled() == sorted({*ALL} - kept)
-
-    def test_of_what_does_not_run_none_is_kept(
-        self, cache: Path, compiled: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def try_out(*_arguments: object) -> None:
-            raise extension_build._FailedError("it does not run")
-
-        monkeypatch.setattr(extension_build, "_try_out", try_out)
-        with pytest.raises(KernelError, match="it does not run"):
-            compiled()
-
-        assert list((cache / OBJECTS).iterdir()) == []
-
-    @pytest.mark.parametrize("damage", [lambda kept: b"", lambda kept: kept[:-2], lambda kept: kept[:-2] + b"x\n"])
-    def test_a_damaged_one_is_compiled_anew_by_the_same_build(
-        self, damage: Callable[[bytes], bytes], sources: Path, cache: Path, compiled: Callable[..., list[str]]
-    ) -> None:
-        compiled()
-        kept = next(path for path in (cache / OBJECTS).iterdir() if "alone" in path.name)
-        kept.write_bytes(damage(kept.read_bytes()))
-        (sources / "cpu.cpp").write_text("")
-
-        assert compiled() == ["alone.cpp", "cpu.cpp"]
-        (sources / "cpu.cpp").write_text("// once more")
-        assert compiled() == ["cpu.cpp"]
-
-    def test_where_the_cache_keeps_none_everything_is_compiled(
-        self, cache: Path, compiled: Callable[..., list[str]]
-    ) -> None:
-        cache.mkdir()
-        (cache / OBJECTS).write_text("a file in their place")
-
-        assert compiled() == ALL
-        assert compiled(force=True) == ALL
-        assert (cache / OBJECTS).read_text() == "a file in their place"
-
-    def test_nor_does_one_that_cannot_be_read_written_or_removed_stop_a_build(
-        self, sources: Path, cache: Path, compiled: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        compiled()
-        (sources / "alone.cpp").write_text("")
-        kept = sorted((cache / OBJECTS).iterdir())
-
-        # As in a folder of another user; root, as whom tests may run, is refused nothing.
-        def refused(there: Callable[..., Path]) -> Callable[..., Path]:
-            def call(*paths: Path, **options: bool) -> Path:
-                if any(cache / OBJECTS in (path, path.parent) for path in paths):
-                    raise PermissionError(13, "Permission denied")
-                return there(*paths, **options)
-
-            return call
-
-        for name in ("read_bytes", "mkdir", "unlink", "replace"):
-            monkeypatch.setattr(Path, name, refused(getattr(Path, name)))
-        assert compiled() == ALL
-        (sources / "alone.cpp").write_text("an error")
-        with pytest.raises(KernelError, match=r"ended with status 1:\nan error"):
-            compiled()
-        assert sorted((cache / OBJECTS).iterdir()) == kept
-
-    @pytest.mark.parametrize(
-        ("variable", "value"),
-        [
-            ("PATH", "{folder}"),
-            ("NVCC_CCBIN", "{folder}"),
-            ("NVCC_CCBIN", "{folder}/gcc"),
-            ("NVCC_PREPEND_FLAGS", "-O2 -ccbin {folder}"),
-            ("NVCC_APPEND_FLAGS", "--compiler-bindir='{folder}/gcc' -O2"),
-        ],
-        ids=["PATH", "directory", "program", "prepended", "appended"],
-    )
-    def test_those_of_nvcc_are_for_one_version_of_its_host_compiler(
-        self,
-        variable: str,
-        value: str,
-        sources: Path,
-        program: Callable[..., Path],
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        for name in ("NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(extension_build, "_nvcc_places", lambda: [str(program("exit 0", "nvcc").parent)])
-        other = program("exit 0", "gcc")
-        host = tmp_path / "host" / "gcc"
-        host.parent.mkdir()
-        host.write_text(other.read_text())
-        host.chmod(0o755)
-        monkeypatch.setenv("PATH", str(other.parent), prepend=":")
-        monkeypatch.setenv(variable, value.format(folder=host.parent), prepend=":" if variable == "PATH" else None)
-
-        def kept() -> list[Path | None]:
-            return [step.kept for step in extension_build._steps(plan("cuda", ["90"]), tmp_path)]
-
-        before = kept()
-        assert kept() == before
-        host.write_text(host.read_text().replace("fake 1.0", "fake 1.1"))
-        assert not {*before} & {*kept()}
-        host.write_text("#!/no/such/shell")
-        assert not {*before} & {*kept()}
-
-    def test_a_directory_that_is_named_gets_none(
-        self, tmp_path: Path, cache: Path, compiled: Callable[..., list[str]]
-    ) -> None:
-        build("cpu", output=tmp_path / "out")
-
-        assert left_in(tmp_path / "out") == ["build.log", extension.LIBRARY, extension.SIDECAR]
-        assert not cache.exists()
-
-    def test_the_log_has_all_commands_and_what_they_printed(
-        self, compiled: Callable[..., list[str]], cache: Path
-    ) -> None:
-        compiled()
-
-        log = (plan("cpu").directory / "build.log").read_text()
-        assert [line.split()[-3].rpartition("/")[2] for line in log.splitlines() if " -c " in line] == ALL
+        assert [line.split()[-3].rpartition("/")[2] for line in log.splitlines() if " -c " in line] == several
         assert log.count("$ ") == 4  # with the one that links
+
+    def test_they_are_compiled_at_once(
+        self, several: list[str], program: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        began = tmp_path / "began"
+        began.mkdir()
+        # Each waits until all have begun, for ten seconds at most; the one that links comes last, and sees them all.
+        wait = f"touch {began}/$$; for i in $(seq 1000); do [ $(ls {began} | wc -l) -lt {len(several)} ] || break"
+        ends = f"sleep 0.01; done; [ $(ls {began} | wc -l) -ge {len(several)} ] || exit 1"
+        makes = 'while [ "$1" != -o ]; do shift; done; echo made > "$2"'
+        monkeypatch.setenv("CXX", str(program(f"{wait}; {ends}; {makes}")))
+
+        assert not build("cpu").was_cached
+
+    @pytest.mark.parametrize("faulty", ["alone.cpp", "operators.cpp"])
+    def test_of_one_that_fails_the_error_is_told(
+        self, faulty: str, several: list[str], sources: Path, cache: Path
+    ) -> None:
+        (sources / faulty).write_text("an error")
+
+        with pytest.raises(KernelError, match=r"`.*c\+\+` ended with status 1:\nan error\."):
+            build("cpu")
+
+        assert (plan("cpu").directory / "build.log").read_text().count("an error") == 1
 
     def test_a_build_that_is_killed_leaves_nothing_that_the_next_one_would_take(
         self,
         cache: Path,
-        compiled: Callable[..., list[str]],
+        several: list[str],
         program: Callable[..., Path],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
@@ -684,9 +533,8 @@ class TestObjectFiles:
             time.sleep(0.05)
         monkeypatch.setenv("CXX", cxx)
 
-        assert compiled() == ALL
+        assert build("cpu").library.path.read_text() == "made\n"
         assert left_in(cache) == [plan("cpu").directory.name]
-        assert {path.read_bytes()[-5:] for path in (cache / OBJECTS).iterdir()} == {b"made\n"}
 
 
 def any_program_names(path: Path) -> bool:
@@ -708,8 +556,8 @@ class TestFailure:
         with pytest.raises(KernelError, match=match) as raised:
             build("cpu")
 
-        log = cache / f"{plan('cpu').directory.name}.log"
-        assert left_in(cache) == [log.name]
+        log = plan("cpu").directory / "build.log"
+        assert left_in(log.parent) == [log.name]
         assert str(raised.value).endswith(f". The command and all that it printed are in {log}.")
         assert extension.find() is None
         return log.read_text()
@@ -753,7 +601,7 @@ class TestFailure:
         with pytest.raises(KernelError, match=message):
             build("cpu")
 
-        assert left_in(cache) == [f"{plan('cpu').directory.name}.log"]
+        assert left_in(plan("cpu").directory) == ["build.log"]
 
     def test_the_log_of_a_failure_goes_with_the_next_success(
         self, sources: Path, cache: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -765,7 +613,7 @@ class TestFailure:
 
         library = build("cpu").library
 
-        assert left_in(cache) == [library.path.parent.name]
+        assert library.path.with_name("build.log").read_text().count("$ ") == 2
 
     def test_if_it_is_forced_what_was_there_stays(
         self, sources: Path, cache: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
@@ -778,23 +626,24 @@ class TestFailure:
 
         assert extension.find() == library
 
-    def test_so_it_does_if_it_cannot_be_replaced(
-        self, sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    def test_interrupted_while_it_is_moved_it_is_absent_until_the_next_build(
+        self, sources: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         library = build("cpu").library
         replace_ = Path.replace
 
         def replace(self: Path, target: Path) -> Path:
-            if self.name == "fresh":
+            if self.name == extension.LIBRARY:
                 raise KeyboardInterrupt
             return replace_(self, target)
 
-        monkeypatch.setattr(Path, "replace", replace)
-        with pytest.raises(KeyboardInterrupt):
-            build("cpu", force=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "replace", replace)
+            with pytest.raises(KeyboardInterrupt):
+                build("cpu", force=True)
 
-        assert extension.find() == library
-        assert left_in(cache) == [library.path.parent.name]
+        assert extension.find() is None
+        assert build("cpu").library == extension.find() == library
 
     def test_interrupted_it_leaves_nothing_and_nothing_running(
         self,
@@ -838,7 +687,7 @@ class TestFailure:
     def test_a_cache_that_cannot_be_written(self, sources: Path, tmp_path: Path, cache: Path) -> None:
         cache.write_text("a file")
 
-        with pytest.raises(KernelError, match=rf"cannot be written to {re.escape(str(cache))} \(.*AMPATCH_CACHE"):
+        with pytest.raises(KernelError, match=rf"cannot be written to {re.escape(str(cache))}/\S+ \(.*AMPATCH_CACHE"):
             build("cpu")
 
     @pytest.mark.parametrize("when", ["write_text", "mkdir"])
@@ -901,7 +750,7 @@ class TestTrial:
             build("cpu")
 
         assert extension.find() is None
-        log = (extension.cache_directory() / f"{plan('cpu').directory.name}.log").read_text()
+        log = (plan("cpu").directory / "build.log").read_text()
         assert message in log or "SIG" in message
 
 

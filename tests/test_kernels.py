@@ -693,7 +693,7 @@ class TestChoice:
     @pytest.mark.usefixtures("none_built")
     def test_an_extension_that_is_asked_for_and_not_there_is_an_error(self, unchosen):
         unchosen("torch")
-        with pytest.raises(KernelError, match=r"there is none of this version.*Type `ampatch build`"):
+        with pytest.raises(KernelError, match=r"there is no compiled extension of this version.*Type `ampatch build`"):
             unchosen("extension")
         assert "AMPATCH_KERNELS=torch" in kernels.in_use()
 
@@ -716,7 +716,7 @@ assert torch.mm is before
         done = fresh.run(program, environment=environment)
 
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("AMPATCH_KERNELS=extension asks for the compiled extension, and there is none")
+        assert done.stdout.startswith("AMPATCH_KERNELS=extension asks for compiled code, and there is no")
         assert "Type `ampatch build`" in done.stdout
 
     def test_a_library_that_cannot_be_loaded_is_left_alone_unless_it_is_asked_for(

@@ -605,11 +605,12 @@ class TestFaults:
 
     def test_another_session_differs(self) -> None:
         ruled({"head": OWN})
-        with pytest.raises(UsageError, match=r"modules 'head' has rules by cast_lists \(this call: float32 by"):
+        rules = r"modules has rules for 'head' by cast_lists \(this call: "
+        with pytest.raises(UsageError, match=rf"{rules}float32 for 'head' by cast_lists\)"):
             ruled({"head": "float32"})
-        with pytest.raises(UsageError, match=r"this call: other rules by"):
+        with pytest.raises(UsageError, match=rf"{rules}rules for 'head' by cast_lists\)"):
             ruled({"head": {}})
-        with pytest.raises(UsageError, match=r"modules 'tail' has no entry \(this call: float32"):
+        with pytest.raises(UsageError, match=rf"{rules}rules for 'head' by cast_lists and float32 for 'tail' by cast_"):
             ruled({"head": OWN, "tail": "float32"})
 
 
@@ -683,9 +684,7 @@ class TestTold:
         assert of_one[-3:] == [parts[0], parts[1], parts[3]]
         changed = [re.split(r" {2,}", line) for line in list_reports.changes(shipped(), lists, "casts.yaml")]
         assert changed[0] == ["0 paths treated differently in float16 and bfloat16."]
-        assert changed[1][0].startswith("Columns: part of a model; function;")
-        assert ["body", "torch.nn.functional.gelu", "-", "blacklist", f"{file}:4"] in changed
-        assert ["head*", "everything", "by the lists", "float32", f"{file}:2"] in changed
+        assert sorted(changed[1:]) == sorted(parts)
         told = list_reports.checked("casts.yaml", shipped(), lists).lines
         assert told[-1].endswith("how 0 paths are treated, and has 3 entries for parts of a model.")
 

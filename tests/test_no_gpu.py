@@ -37,6 +37,7 @@ class TestErrors:
             TypeError("type torch.cuda.FloatTensor not available."),
             RuntimeError("Attempting to deserialize object on a CUDA device but torch.cuda.is_available() is False."),
             RuntimeError("Cannot access accelerator device when none is available."),
+            RuntimeError("Tried to instantiate dummy base class Stream"),
             SystemError("this needs a GPU"),
         ],
         ids=str,

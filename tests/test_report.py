@@ -257,7 +257,7 @@ class TestBadInput:
                 raised.append(error)
 
         with amp.report() as watched:
-            with pytest.raises(UsageError, match="a report is open already"):
+            with pytest.raises(UsageError, match="a report was begun inside the block of another one"):
                 amp.report().__enter__()
             thread = threading.Thread(target=other)
             thread.start()

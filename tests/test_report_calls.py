@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ampatch import amp
 from ampatch.casting import cast_observers
 from ampatch.diagnostics.recorder import mode_stacks
+from ampatch.diagnostics.recorder.functions import name_of
 from ampatch.diagnostics.recorder.recorder import FunctionMode, OperatorMode
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.diagnostics.report import calls as report_calls
@@ -432,6 +433,11 @@ class TestCosts:
             totals = recorder.as_dict()["totals"]
             expected = {**totals, "operators": recorder.operators, "modules": recorder._modules.count}[kind]
             assert recorder.seconds == expected > 0
+
+
+def test_functions_that_python_takes_for_equal_have_their_own_names() -> None:
+    assert torch.mm == torch.spmm
+    assert [name_of(each) for each in (torch.spmm, torch.mm)] == ["torch.spmm", "torch.mm"]
 
 
 class TestLines:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import pickle
+import re
 
 import pytest
 
+from ampatch.errors import KernelError
 from ampatch.native.selection import Chosen, NotBuiltError, Selection
 
 
@@ -31,6 +32,17 @@ def test_what_is_compiled_or_was_asked_for_is_not_told(caplog: pytest.LogCapture
     assert caplog.messages == []
 
 
-def test_what_is_not_built_is_told_in_another_process_too() -> None:
-    error = pickle.loads(pickle.dumps(NotBuiltError("Type `ampatch build`.", "there is no library")))
-    assert (str(error), error.why) == ("Type `ampatch build`.", "there is no library")
+def test_what_is_not_built_is_an_error_only_where_it_is_asked_for() -> None:
+    def load() -> Chosen[str]:
+        raise NotBuiltError("there is no library in /cache")
+
+    choices = ("auto", "compiled", "plain")
+    probes = Selection("AMPATCH_PROBE", choices, "plain probes", load, "Probes are read by %s.")
+    why = "plain probes, as there is no library in /cache. `ampatch build` compiles it"
+    assert probes.select("auto") == Chosen(None, why)
+    message = (
+        "AMPATCH_PROBE=compiled asks for compiled code, and there is no library in /cache. Type `ampatch build`; or "
+        "leave the variable out, to go on with plain probes."
+    )
+    with pytest.raises(KernelError, match=re.escape(message)):
+        probes.select("compiled")

@@ -468,7 +468,7 @@ class TestTheDifference:
             (
                 {"blacklist": {"torch": ["mm"]}},
                 {"blacklist": {"torch": [{"name": "mm", "when": {"mat2": [1, "2"]}}]}},
-                "torch.mm is in the blacklist by cast_lists (this call: in the blacklist when mat2=1|'2' by cast_lists",
+                "torch.mm is in the blacklist by cast_lists (this call: in the blacklist when mat2='2'|1 by cast_lists",
             ),
             (
                 {"blacklist": {"torch": ["mm"]}},

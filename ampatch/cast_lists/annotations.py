@@ -1,7 +1,6 @@
 """Reads from the files of the lists what a rule does not hold: reasons in comments, and limits to versions of torch.
 
-YAML's tree has no comments, so they are read from the lines around an entry. Must only read files, and never change a
-list or a rule.
+YAML's tree has no comments, so they are read from the lines around an entry. Must never change a list or a rule.
 """
 
 from __future__ import annotations
@@ -10,18 +9,16 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path as FilePath
 
 import yaml
 
 from ampatch.cast_lists import patterns
-from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
+from ampatch.cast_lists.lists import MAPPING, CastLists
 from ampatch.cast_lists.paths import Path, identity
 from ampatch.cast_lists.reader import LISTS, Reading, is_in_force
 from ampatch.cast_lists.rules import MODULES, UNLISTED, Rule, Treatment
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, spellings
-from ampatch.cast_lists.yaml_tree import UnreadableError, compose, kind_of, line_of, text_of
-from ampatch.errors import CastListError
+from ampatch.cast_lists.yaml_tree import compose, kind_of, line_of
 from ampatch.opt_levels import dtype_name
 
 
@@ -64,14 +61,14 @@ class Entry:
 def user_entries(lists: CastLists) -> list[Entry]:
     """Returns the entries of the files that were laid over the shipped lists, the last file first.
 
-    Files are read again. One that cannot be read any more has no entries here, nor has one that no longer agrees with
-    the rules, nor a mapping.
+    They are those of the texts that made the lists, even if a file has changed since. A mapping has none here.
     """
-    return [entry for file in reversed(lists.files) if file != MAPPING for entry in _entries_of_user(file)]
+    overlays = list(zip(lists.files, lists.texts, strict=True))
+    return [entry for file, text in reversed(overlays) if file != MAPPING for entry in _entries_of_user(file, text)]
 
 
 def entry_of(rule: Rule, entries: Iterable[Entry]) -> Entry | None:
-    """Returns the entry that a rule comes from; None if its file has changed since, or was a mapping."""
+    """Returns the entry that a rule comes from; None if that was in a mapping."""
     made = (rule.source, rule.treatment.value)
     return next((each for each in entries if (each.source, each.list_name) == made and each.covers(rule.path)), None)
 
@@ -93,14 +90,7 @@ def shipped_entries() -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def _entries_of_user(file: str) -> list[Entry]:
-    try:
-        if not FilePath(file).is_file():  # a pipe would block
-            return []
-        shipped().overlaid(file)  # finds faults: a file that has some was not read like this before
-        text = text_of(file)
-    except (CastListError, UnreadableError, OSError):
-        return []
+def _entries_of_user(file: str, text: str) -> list[Entry]:
     node = compose(text)
     lists = {} if node is None or kind_of(node) != "map" else {key.value: value for key, value in node.value}
     lists.pop(MODULES, None)  # its entries are rules of parts of a model, not of the session

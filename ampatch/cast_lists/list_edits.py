@@ -6,15 +6,14 @@ Owns the sentences that report them to the user. Must never change a list or tor
 from __future__ import annotations
 
 import functools
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ampatch.cast_lists.lists import MAPPING, CastLists, shipped
+from ampatch.cast_lists.lists import CastLists, shipped
 from ampatch.cast_lists.paths import Path, find_or, identity
-from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treatment, place, typed_options
+from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, place, typed_options
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
 from ampatch.grouping import grouped
 from ampatch.half_types import HALF_DTYPES
@@ -75,20 +74,13 @@ def difference(live: CastLists, asked: CastLists) -> list[str]:
 
 def _differing_modules(live: CastLists, asked: CastLists) -> Iterator[str]:
     """Yields how the entries for parts of a model differ; their order counts, as the last one decides."""
-    mine, theirs = ({entry.name: entry for entry in lists.modules} for lists in (live, asked))
-    for name in dict.fromkeys([*mine, *theirs]):
-        here, there = mine.get(name), theirs.get(name)
-        if here != there:
-            others = here is not None and there is not None and not (here.is_float32 or there.is_float32)
-            yield f"modules {name!r} has {_has(here)} (this call: {'other ' if others else ''}{_has(there)})"
-    if live.modules != asked.modules and mine == theirs:
-        yield f"modules has its entries in the order {', '.join(mine)} (this call: {', '.join(theirs)})"
+    if live.modules != asked.modules:
+        yield f"modules has {_entries(live)} (this call: {_entries(asked)})"
 
 
-def _has(entry: ModuleRules | None) -> str:
-    if entry is None:
-        return "no entry"
-    return f"{FLOAT32 if entry.is_float32 else 'rules'} by {entry.source}"
+def _entries(lists: CastLists) -> str:
+    told = [f"{FLOAT32 if each.is_float32 else 'rules'} for {each.name!r} by {each.source}" for each in lists.modules]
+    return _enumerated(told) if told else "no entry"
 
 
 def undone_in_modules(
@@ -157,7 +149,7 @@ def undone(
 
 
 def undone_edits_in_brief(lists: CastLists, half_dtype: torch.dtype, registered: Sequence[Edit]) -> str | None:
-    """Returns a warning about undone edits: the first one in full, the others in brief; None if none is undone.
+    """Returns a warning about undone edits: the first one in full, the others by name; None if none is undone.
 
     Args:
         lists: rules in force, edits included.
@@ -170,11 +162,6 @@ def undone_edits_in_brief(lists: CastLists, half_dtype: torch.dtype, registered:
     (_, first), *others = told.items()
     if not others:
         return first
-    # The command reads each file alone, and does not see mappings and registered functions.
-    if len(lists.files) == 1 and lists.files[0] != MAPPING and not registered:
-        verb = "is" if len(others) == 1 else "are"
-        command = f"ampatch lists check {shlex.quote(lists.files[0])}"
-        return f"{first} {len(others)} more {verb} undone in the same way: `{command}` lists them all."
     return f"{first} Also undone in this way: {_enumerated([str(path) for path, _ in others])}."
 
 

@@ -17,10 +17,10 @@ import torch
 
 from ampatch.cast_lists import list_edits, patterns
 from ampatch.cast_lists.coverage import Coverage, reason_of
-from ampatch.cast_lists.list_edits import Sides, options_of
+from ampatch.cast_lists.list_edits import options_of
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, find_or, function_key, identity, is_importable
-from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treatment, typed_options
+from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, typed_options
 from ampatch.cast_lists.spellings import NAMESPACES, method_of_operator
 from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
 from ampatch.grouping import grouped
@@ -77,13 +77,14 @@ def _rows(
         yield [*start, rule.treatment.value, source, "; ".join(conditions)]
 
 
-def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], names: Sequence[str]) -> list[str]:
+def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], names: Sequence[str] = ()) -> list[str]:
     """Returns the rules of parts of a model as lines with a heading; with names, those of these functions only."""
     rows = []
     for entry in lists.modules:
         if entry.is_float32:
             rows.append([entry.name, "everything", FLOAT32, entry.source, ""])
-        for path, (here, there) in _changed_in(lists, entry, half_dtypes).items():
+            continue
+        for path, (here, there) in list_edits.differing(lists, lists.of_module(entry), half_dtypes).items():
             if names and not _selected(names, [path])[0]:
                 continue
             rows += _rows([entry.name, str(path)], there, half_dtypes)
@@ -91,14 +92,9 @@ def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], nam
             if taken_out:
                 only = "; ".join(_only(taken_out, half_dtypes))
                 rows.append([entry.name, str(path), UNLISTED, entry.source, only])
-        if not entry.is_float32 and not entry.changes and not names:
+        if not entry.changes and not names:
             rows.append([entry.name, "-", "no change", entry.source, ""])
     return ["In parts of a model:", *_aligned(rows)] if rows else []
-
-
-def _changed_in(lists: CastLists, entry: ModuleRules, half_dtypes: Sequence[torch.dtype]) -> dict[Path, Sides]:
-    """Returns each path that an entry treats otherwise, with the rules for each half dtype without and with it."""
-    return {} if entry.is_float32 else list_edits.differing(lists, lists.of_module(entry), half_dtypes)
 
 
 def _selected(names: Sequence[str], listed: Sequence[Path]) -> tuple[set[Path], list[str]]:
@@ -244,34 +240,14 @@ def changes(before: CastLists, after: CastLists, file: str, half_dtypes: Sequenc
 
     Returns:
         A legend; lines of three aligned columns: path, list before, list after (``-`` for none), with the conditions
-        of each in parentheses. Then a line that counts them. Without a change, that line alone. Last, the changes in
-        parts of a model, with a legend of their own.
+        of each in parentheses. Then a line that counts them. Without a change, that line alone. Last, with the name of
+        the part in front, the rules of parts of a model that differ, as in `policy`.
     """
     differing = list_edits.differing(before, after, half_dtypes).items()
     found = {path: [list(map(_full_decision, side)) for side in sides] for path, sides in differing}
     columns = ("in the shipped lists", f"with {file} laid over them")
     compared = _compared(found, half_dtypes, columns, ("moved or changed", "taken out", "new"))
-    return [*compared, *_changes_of_modules(after, half_dtypes)]
-
-
-def _changes_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype]) -> list[str]:
-    """Returns the changes that entries for parts of a model make, as lines with a legend."""
-    rows = []
-    for entry in lists.modules:
-        if entry.is_float32:
-            rows.append([entry.name, "everything", "by the lists", FLOAT32, entry.source])
-        for path, (here, there) in _changed_in(lists, entry, half_dtypes).items():
-            cells = [_cell(map(_full_decision, side), half_dtypes) for side in (here, there)]
-            source = next((rule.source for rule in there if rule is not None), entry.source)
-            rows.append([entry.name, str(path), *cells, source])
-        if not entry.is_float32 and not entry.changes:
-            rows.append([entry.name, "-", _NO_LIST, "no change", entry.source])
-    if not rows:
-        return []
-    legend = (
-        f"Columns: part of a model; function; its list elsewhere; its list in there ({_NO_LIST}: none); file and line."
-    )
-    return [legend, *_aligned(rows)]
+    return [*compared, *_policy_of_modules(after, half_dtypes)]
 
 
 def covered(found: Coverage) -> list[str]:

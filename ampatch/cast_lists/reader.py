@@ -10,7 +10,6 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -46,11 +45,6 @@ class _Listing:
     name: str
     line: int
     rule: Rule | None
-
-    @property
-    def is_derived(self) -> bool:
-        """True if the path's name differs from the name that the user wrote, such as ``__mul__`` for ``mul``."""
-        return self.path.name != self.entry.name
 
     def repeats(self, other: _Listing) -> bool:
         """Returns True if two entries for every spelling, of different names, agree on a path that they share."""
@@ -399,9 +393,6 @@ _FULL = {
 
 _MAY_LACK = " Mark the entry `optional: true` if it may be missing."
 
-# The most names that a message gives for a pattern. The user types them out, and the losses fit into one message.
-_MOST_NAMED = 24
-
 
 def _public_names() -> list[str]:
     return sorted(name for name in known_names() if not name.startswith("_"))
@@ -409,18 +400,13 @@ def _public_names() -> list[str]:
 
 def _no_pattern(pattern: str) -> str:
     """Returns the fault for a pattern under `EVERY_NAMESPACE`, with what to type instead, or the closest names."""
-    fitting = [name for name in _public_names() if fnmatchcase(name, pattern)]
     found = f"found the pattern {pattern!r}; expected a function's name under {EVERY_NAMESPACE!r}."
-    if not fitting:
+    homes = [namespace for namespace in NAMESPACES if patterns.functions(Path(namespace, pattern))]
+    if not homes:
         return found + did_you_mean(re.sub(r"[*?\[\]]", "", pattern), _public_names())
     # A list without namespaces, under `modules`, stands for `EVERY_NAMESPACE` too: there the key is yet to be typed.
-    homes = [namespace for namespace in NAMESPACES if patterns.functions(Path(namespace, pattern))]
     typed = ", ".join(f'{namespace}: ["{pattern}"]' for namespace in homes)
-    more = f", and {len(fitting) - _MOST_NAMED} more" if len(fitting) > _MOST_NAMED else ""
-    return (
-        f"{found} Patterns stand under a namespace: type `{{{typed}}}`, or each name out: "
-        f"{', '.join(fitting[:_MOST_NAMED])}{more}."
-    )
+    return f"{found} Patterns stand under a namespace: type `{{{typed}}}`."
 
 
 def _with_namespaces(list_name: str, node: yaml.Node) -> str:
@@ -463,29 +449,17 @@ def _clash(listing: _Listing, first: _Listing, again: _Listing) -> str | None:
         first: the first one of its function, under any of its paths; it may be the listing itself.
         again: the first one of its path; it may be the listing itself.
     """
-    path, earlier = listing.path, first if again is listing else again
-    is_derived = listing.is_derived or earlier.is_derived
-    if is_derived and (again is not listing or listing.disagrees(earlier)):
-        return _shared(listing, earlier)
-    where = f" in line {first.line}" if first.line else ""
-    if first.name != listing.name:
-        same = "" if first.path == path else f", which is the same function as {first.path},"
-        return f"{path}{same} stands in {listing.name!r} here and in {first.name!r}{where}; keep one of them."
-    if again is not listing:
-        before = f", first in line {again.line}" if again.line else ""
-        return f"{path} stands in {listing.name!r} a second time{before}; keep one."
-    if listing.disagrees(first):
-        return f"{path} is the same function as {first.path}, which has other options{where}; expected the same."
-    return None
-
-
-def _shared(listing: _Listing, earlier: _Listing) -> str:
-    """Returns the fault for two entries that stand for one path, which at least one of them does not name."""
+    earlier = first if again is listing else again
+    if again is listing and not listing.disagrees(earlier):
+        return None
     where = f" in line {earlier.line}" if earlier.line else ""
     options = ", which has other options," if listing.name == earlier.name and listing.disagrees(earlier) else ""
+    same = "" if listing.path == earlier.path else f", which is the same function as {earlier.path}"
+    every = any(each.entry.namespace == EVERY_NAMESPACE for each in (listing, earlier))
+    hint = f', or type namespaces in the place of "{EVERY_NAMESPACE}"' if every else ""
     return (
-        f"{_typed(listing)} here and {_typed(earlier)}{where}{options} both stand for {listing.path}; keep one of "
-        f'them, or type namespaces in the place of "{EVERY_NAMESPACE}".'
+        f"{_typed(listing)} here and {_typed(earlier)}{where}{options} both stand for {listing.path}{same}; keep one "
+        f"of them{hint}."
     )
 
 

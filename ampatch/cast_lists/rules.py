@@ -118,13 +118,11 @@ def place(rule: Rule | None) -> str:
 
 
 def typed_conditions(when: When) -> str:
-    """Returns conditions as text, with values written as in YAML, so that True differs from the string "True"."""
-    return ", ".join(f"{name}={'|'.join(map(_as_typed, values))}" for name, values in when)
+    """Returns conditions as text, the same one in whatever order the values were written.
 
-
-def sorted_conditions(when: When) -> list[str]:
-    """Returns one text for each condition; the same ones in whatever order the values were written."""
-    return sorted(f"{name}={'|'.join(sorted(set(map(_as_typed, values))))}" for name, values in when)
+    Values stand as in YAML, so that True differs from the string "True".
+    """
+    return ", ".join(sorted(f"{name}={'|'.join(sorted(set(map(_as_typed, values))))}" for name, values in when))
 
 
 def _as_typed(value: object) -> str:

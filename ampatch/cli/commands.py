@@ -220,7 +220,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     with _searching_here():
         lists = shipped().overlaid(arguments.cast_lists)
         found = explanation.explain(arguments.name, lists=lists, half_dtypes=arguments.half_dtype or ())
-    _print([json.dumps(found.to_dict(), indent=2)] if arguments.json else found.lines())
+    _print_result(found, arguments)
     return 0
 
 
@@ -320,7 +320,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
         model, inputs, loss_fn = result
         with _naming(arguments.target, is_users, _step_of(arguments.target, inputs)):
             result = amp.preflight(model, inputs, loss_fn, levels=levels, measure=not arguments.no_measure)
-    _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
+    _print_result(result, arguments)
     return 0 if any(each.verdict == "stands" for each in result.levels) else _FAULT
 
 
@@ -351,7 +351,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     with _searching_here():
         model = _returned(arguments.target, "make_model", "a model")
         result = amp.replay(arguments.file, model, levels=levels, compiled=arguments.compiled)
-    _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
+    _print_result(result, arguments)
     return 0 if result.levels[0].is_finite is not None else _FAULT
 
 
@@ -477,7 +477,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             if options["journal"] is not None:
                 sys.stderr.write(f"Stopped. The same command goes on after the last run in {options['journal']}.\n")
             raise
-    _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
+    _print_result(result, arguments)
     if result.verdict != "passes":
         return _FAULT
     result.save(out)
@@ -549,7 +549,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from ampatch.diagnostics.compare import files as comparison_files
 
     result = comparison_files.compare(arguments.a, arguments.b)
-    _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
+    _print_result(result, arguments)
     return 0
 
 
@@ -674,6 +674,11 @@ def _print(lines: Iterable[str]) -> None:
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     for line in lines:
         print(line.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _print_result(result: Any, arguments: argparse.Namespace) -> None:
+    """Prints what a function of the public API returned, as JSON if that was asked for."""
+    _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
 
 
 # Each subcommand with the function that adds its arguments.

@@ -9,13 +9,13 @@ import functools
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 HINT = "ampatch: torch finds no GPU here. To try the script on the CPU, type ampatch run --cpu instead of ampatch run."
 
-_OF_GPUS = re.compile(r"cuda|cudnn|nccl|nvidia|accelerator device|(?<!\w)gpus?(?!\w)", re.IGNORECASE)
-_MOST_CAUSES = 16  # a chain of causes may be a cycle
+#: A dummy base class is what torch has in place of torch.cuda.Stream if it was built without CUDA.
+_OF_GPUS = re.compile(r"cuda|cudnn|nccl|nvidia|accelerator device|dummy base class|(?<!\w)gpus?(?!\w)", re.IGNORECASE)
 
 
 def add_hint(error: BaseException) -> None:
@@ -50,25 +50,9 @@ def add_hint_to_torch_errors() -> None:
 
 
 def _asks_for_a_gpu(error: BaseException) -> bool:
-    causes = list(_causes(error))
-    texts = [text for each in causes for text in (str(each), *getattr(each, "__notes__", ()))]
-    if any(HINT in text for text in texts):
-        return False
-    # A CUDA extension that cannot be imported would be missing with --cpu too.
-    return not isinstance(error, (ImportError, OSError)) and any(map(_names_a_gpu, causes))
-
-
-def _names_a_gpu(error: BaseException) -> bool:
-    text = str(error)
-    if text and "dummy base class" not in text:  # torch's error for torch.cuda.Stream if it was built without CUDA
-        return _OF_GPUS.search(text) is not None
+    text = "".join(traceback.format_exception(error, limit=0))  # with its causes and notes, without lines of code
     lines = traceback.extract_tb(error.__traceback__)
-    return bool(lines) and _OF_GPUS.search(lines[-1].line or "") is not None
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    for _ in range(_MOST_CAUSES):
-        if error is None:
-            return
-        yield error
-        error = error.__cause__ or error.__context__
+    if lines and not str(error):  # as of `assert torch.cuda.is_available()`
+        text += lines[-1].line or ""
+    # A CUDA extension that cannot be imported would be missing with --cpu too.
+    return HINT not in text and not isinstance(error, (ImportError, OSError)) and _OF_GPUS.search(text) is not None

@@ -1,6 +1,7 @@
 """The current device, streams and events while the CPU stands in: work is done as soon as a script requests it.
 
-Owns each thread's current device number and stream. Must not know torch's own classes of streams and events.
+Owns each thread's current device number and stream. Waiting is torch's own, of its streams and events for the CPU: it
+does nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class DeviceOf(DeviceGuard):
         super().__init__(None)
 
 
-class Stream:
+class Stream(torch.cpu.Stream):
     """A queue that is always empty.
 
     Args:
@@ -95,13 +96,7 @@ class Stream:
     def synchronize(self) -> None:
         """Does nothing: no work is pending."""
 
-    def wait_stream(self, stream: object) -> None:
-        """Does nothing: no work is pending."""
-
-    def wait_event(self, event: object) -> None:
-        """Does nothing: no work is pending."""
-
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: Event | None = None) -> Event:  # type: ignore[override] # as torch.cuda.Stream has it
         """Records and returns the event, or a new event if none is given."""
         event = Event() if event is None else event
         event.record(self)
@@ -154,7 +149,7 @@ class StreamContext:
             self.stream.__exit__()
 
 
-class Event:
+class Event(torch.cpu.Event):
     """A point in time on the CPU's clock.
 
     Args:
@@ -171,16 +166,6 @@ class Event:
     def record(self, stream: object = None) -> None:
         """Records the current time; all earlier work on the stream is done by then."""
         self._recorded = time.perf_counter()
-
-    def query(self) -> bool:
-        """Returns True: the event has completed, or was never recorded, for which torch's events return True too."""
-        return True
-
-    def wait(self, stream: object = None) -> None:
-        """Does nothing: no work is pending."""
-
-    def synchronize(self) -> None:
-        """Does nothing: no work is pending."""
 
     def elapsed_time(self, end_event: Event) -> float:
         """Returns the time from this event to another, in milliseconds.

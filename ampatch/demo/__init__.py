@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
@@ -79,17 +78,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="device to train on (default: cuda if torch sees a GPU, or else cpu)",
     )
     parser.add_argument(
-        "--json", type=_writable(report.check_writable), metavar="FILE", help="also write the results to FILE, as JSON"
+        "--json", type=_file_with((), ""), metavar="FILE", help="also write the results to FILE, as JSON"
     )
     parser.add_argument(
         "--report",
-        type=_page,
+        type=_file_with(run_report.SUFFIXES, "Type for example report.html"),
         metavar="FILE.html",
         help="also record the first run in float16, or else in another half type, with amp.report, and write its page",
     )
     parser.add_argument(
         "--save",
-        type=_writable(checkpoints.check_target),
+        type=_file_with((), ""),
         metavar="FILE",
         help="file where Ctrl-C saves the progress; an existing file is replaced (default: the file given to "
         f"--resume, or {DEFAULT_CHECKPOINT})",
@@ -122,6 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
             restored.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
             start = _start(arguments)
+            json = None if start.json is None else _still_writable("--json", start.json)
             recorded = _recorded(start, is_typed=arguments.report is not None)
             target = arguments.save or arguments.resume or DEFAULT_CHECKPOINT
             device = arguments.device or _default_device()
@@ -133,18 +133,13 @@ def run(arguments: argparse.Namespace) -> int:
     if (note := _still_learning(start.plan, results)) is not None:
         _say(note)
     _say(_TIMES[device])
-    status = 0
-    if recorded is not None:
-        for line in recorded.lines:
-            _say(line)
-        status = int(recorded.failed)
-    if start.json is not None:
+    if json is not None:
         try:
-            Path(start.json).write_text(report.as_json(results), encoding="utf-8")
+            json_files.write_text(report.as_json(results), json)
         except OSError as error:
             _say(f"The results could not be written: {error}")
             return 1
-    return status
+    return int(recorded is not None and recorded.failed)
 
 
 def _start(arguments: argparse.Namespace) -> Checkpoint:
@@ -166,14 +161,6 @@ def _start(arguments: argparse.Namespace) -> Checkpoint:
                 f"{argument} {_listed(value)} contradicts {str(arguments.resume)!r}, which began with {argument} "
                 f"{_listed(before)}. Leave {argument} out, or --resume to train from the start."
             )
-    if json is None and saved.json is not None:
-        try:
-            report.check_writable(Path(saved.json))
-        except OSError as error:
-            raise OptionError(
-                f"{str(arguments.resume)!r} began with --json {saved.json}, which cannot be written "
-                f"({error.strerror or error}). Type --json with another file."
-            ) from error
     return replace(saved, json=json or saved.json, report=page or saved.report)
 
 
@@ -203,10 +190,15 @@ def _recorded(start: Checkpoint, *, is_typed: bool) -> RunReport | None:
                 "--resume to train from the start."
             )
         return None  # its page was written when it ended
+    return RunReport(run, _still_writable("--report", start.report, run_report.SUFFIXES))
+
+
+def _still_writable(option: str, file: str, suffixes: Sequence[str] = ()) -> Path:
+    """Returns the file of an option, which may be that of a demo that was interrupted long ago."""
     try:
-        return RunReport(run, json_files.checked_path(start.report, run_report.SUFFIXES, ""))
+        return json_files.checked_path(file, suffixes, "")
     except OptionError as error:
-        raise OptionError(f"the demo began with --report: {error} Or type --report with another file.") from error
+        raise OptionError(f"the demo began with {option}: {error} Or type {option} with another file.") from error
 
 
 def _train(start: Checkpoint, keeper: _Keeper, recorded: RunReport | None) -> list[Result]:
@@ -241,7 +233,8 @@ def _train(start: Checkpoint, keeper: _Keeper, recorded: RunReport | None) -> li
             )
             if recording is not None:
                 # At once, since Ctrl-C may end the demo before its other runs.
-                recording.write(done_before)
+                for line in recording.write(done_before):
+                    shown.say(line)
             shown.say(f"{planned}: {result.test_accuracy:.2%} of the test digits recognised.")
             results, state, done_before = [*results, result], None, 0
             keeper.stop_if_asked(results, None)
@@ -286,26 +279,15 @@ class _Keeper:
         reached = replace(self.start, finished=finished, running=None if state is None else state())
         try:
             checkpoints.save(reached, self.target)
-        except OSError as error:
+        except (OSError, OptionError) as error:
             raise KeyboardInterrupt(
                 f"Interrupted, and the progress could not be saved: {error}. Type --save FILE to save it elsewhere "
                 "next time."
             ) from error
-        device = "" if self.device == _default_device() else f" --device {self.device}"
-        raise KeyboardInterrupt(
-            f"Interrupted. To go on, type: {_program()} demo --resume {shlex.quote(str(self.target))}{device}"
-        )
-
-
-def _program() -> str:
-    """Returns the command that started this program, so that a printed line can be typed as it is."""
-    called = Path(sys.argv[0])
-    if called.parts[-2:] == ("ampatch", "__main__.py"):
-        return f"{shlex.quote(sys.executable)} -m ampatch"
-    found = shutil.which("ampatch")
-    if called.name != "ampatch" or (found is not None and called.absolute() == Path(found).absolute()):
-        return "ampatch"
-    return shlex.quote(str(called))
+        # Python by its path: `ampatch` need not be on the user's PATH.
+        command = [sys.executable, "-m", "ampatch", "demo", "--resume", str(self.target)]
+        device = [] if self.device == _default_device() else ["--device", self.device]
+        raise KeyboardInterrupt(f"Interrupted. To go on, type: {shlex.join([*command, *device])}")
 
 
 def _still_learning(plan: Plan, results: Sequence[Result]) -> str | None:
@@ -372,23 +354,13 @@ def _integer(minimum: int, maximum: int, example: int) -> Callable[[str], int]:
     return read
 
 
-def _page(text: str) -> Path:
-    """Reads the name of a page that can be written; raises before any training if it cannot."""
-    try:
-        return json_files.checked_path(text, run_report.SUFFIXES, "Type for example report.html")
-    except OptionError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _writable(check: Callable[[Path], None]) -> Callable[[str], Path]:
-    """Returns a parser of paths that raises, before any training, if the file cannot be written."""
+def _file_with(suffixes: Sequence[str], otherwise: str) -> Callable[[str], Path]:
+    """Returns a parser of files to write, which raises before any training; see `json_files.checked_path`."""
 
     def read(text: str) -> Path:
-        path = Path(text)
         try:
-            check(path)
-        except OSError as error:
-            raise argparse.ArgumentTypeError(f"cannot write {text!r}: {error.strerror or error}") from None
-        return path
+            return json_files.checked_path(text, suffixes, otherwise)
+        except OptionError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return read

@@ -1,31 +1,26 @@
 """The file that `ampatch demo` writes when it is interrupted, and resumes from.
 
 Owns the format: a dict that `torch.load(weights_only=True)` reads, so that a foreign file cannot run code. A file must
-never exist in part, and its content must never be used before it is checked.
+never exist in part, and one of another format or version must never be used.
 """
 
 from __future__ import annotations
 
-import io
-import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import ZipFile
 
 import torch
 
-from ampatch.demo import training
-from ampatch.demo.plan import CHOICES, Plan
+from ampatch.demo.plan import Plan
 from ampatch.demo.training import Result, State
+from ampatch.diagnostics import json_files
 from ampatch.errors import AmpError
-from ampatch.half_types import HALF_DTYPES
 
 _FORMAT = "ampatch demo"
 # Increase with every change of the saved content, the network or the optimizer.
-_VERSION = 3
-_DAMAGED = "is no whole checkpoint: it was cut short, damaged, or is something else"
+_VERSION = 4
 
 
 class CheckpointError(AmpError, ValueError):
@@ -51,30 +46,16 @@ class Checkpoint:
     report: str | None = None
 
 
-def check_target(path: Path) -> None:
-    """Checks, without writing it, that a file could be written at this path.
-
-    Raises:
-        OSError: the file could not be written.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(f"{str(path)!r} is not an ordinary file")
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise OSError(f"there is no folder {str(folder)!r}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OSError(f"no permission to create a file in {str(folder)!r}")
-
-
 def save(checkpoint: Checkpoint, path: Path) -> None:
     """Writes a checkpoint; an existing file is replaced.
 
     The run may change the tensors of its state once this function has returned.
 
     Raises:
+        OptionError: the path is none of a file that can be written.
         OSError: the file could not be written; an existing file is unchanged.
     """
-    check_target(path)
+    target = json_files.checked_path(path, (), "")
     run = checkpoint.plan.runs()[len(checkpoint.finished) :][:1]
     content = {
         "format": _FORMAT,
@@ -84,19 +65,8 @@ def save(checkpoint: Checkpoint, path: Path) -> None:
         # The name is for people who read the file: `load` finds the run by the number of results.
         "running": None if checkpoint.running is None else {"run": str(*run), "state": checkpoint.running},
     }
-    buffer = io.BytesIO()
-    torch.save(content, buffer)
-    target = path.resolve()  # if the path is a link, replace the file that it points to
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(buffer.getbuffer())
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(target)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with json_files.replacing(target) as unfinished:
+        torch.save(content, unfinished)
 
 
 def load(path: Path) -> Checkpoint:
@@ -105,7 +75,14 @@ def load(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: the file cannot be read, or is not a complete checkpoint of this version.
     """
-    content = _content(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of archives in other formats
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise _error(path, f"cannot be read ({error.strerror or error})") from error
+    except Exception as error:  # torch raises errors of many types for foreign files
+        raise _error(path, "is no whole checkpoint: it was cut short, damaged, or is something else") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise _error(path, "was not written by `ampatch demo`")
     if content.get("version") != _VERSION:
@@ -113,52 +90,16 @@ def load(path: Path) -> Checkpoint:
         raise _error(path, f"has the format of another version of ampatch: found {found!r}, expected {_VERSION}")
     try:
         return _checkpoint(content)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError) as error:
         raise _error(path, "was written by `ampatch demo`, but has been changed since") from error
-
-
-def _content(path: Path) -> Any:
-    try:
-        if path.exists() and not path.is_file():
-            raise _error(path, "is not an ordinary file")
-        with path.open("rb") as file:
-            if not path.stat().st_size:
-                raise _error(path, "is empty")
-            # torch.load does not verify checksums.
-            if ZipFile(file).testzip() is not None:
-                raise _error(path, _DAMAGED)
-            file.seek(0)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of archives in other formats
-                return torch.load(file, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise _error(path, f"cannot be read ({error.strerror or error})") from error
-    except Exception as error:  # zipfile and torch raise errors of many types for foreign files
-        raise _error(path, _DAMAGED) from error
 
 
 def _checkpoint(content: dict[str, Any]) -> Checkpoint:
     arguments = dict(content["arguments"])
     json, report = arguments.pop("json"), arguments.pop("report")
-    plan = Plan(**arguments)
     finished = [Result(**result) for result in content["finished"]]
     running = None if content["running"] is None else content["running"]["state"]
-    runs = plan.runs()
-    done = [(run.opt_level, run.half_dtype) for run in runs[: len(finished)]]
-    sound = (
-        all(path is None or isinstance(path, str) for path in (json, report))
-        and set(plan.opt_levels) <= set(CHOICES)
-        and set(plan.half_dtypes) <= HALF_DTYPES.keys()
-        and isinstance(plan.epochs, int)
-        and isinstance(plan.seed, int)
-        and done == [(result.opt_level, result.half_dtype) for result in finished]
-        and (running is None or (len(finished) < len(runs) and training.steps_done(running) > 0))
-    )
-    if not sound:
-        raise ValueError("its parts contradict one another")
-    return Checkpoint(plan, json, finished, running, report)
+    return Checkpoint(Plan(**arguments), json, finished, running, report)
 
 
 def _error(path: Path, what: str) -> CheckpointError:

@@ -9,7 +9,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from ampatch.demo.training import Result
 
@@ -46,16 +45,3 @@ def as_json(results: Sequence[Result]) -> str:
 
 def _or_null(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def check_writable(path: Path) -> None:
-    """Checks that ``path`` can be opened for writing, without changing an existing file or leaving a new one.
-
-    Raises:
-        OSError: ``path`` cannot be opened for writing.
-    """
-    existed = path.exists()
-    with path.open("a", encoding="utf-8"):
-        pass
-    if not existed:
-        path.unlink()

@@ -6,7 +6,7 @@ result of a run but its times.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,16 @@ class RunReport:
     Attributes:
         run: the run that it is about.
         target: the file of its page.
-        lines: what to tell the user of it, once it was written or could not be.
         failed: True if it could not be written.
     """
 
     def __init__(self, run: Run, target: Path) -> None:
         self.run, self.target = run, target
-        self.lines: list[str] = []
         self.failed = False
         self.recording = amp.report()
 
-    def write(self, steps_before: int) -> None:
-        """Writes the page, and notes what to say of it.
+    def write(self, steps_before: int) -> Iterator[str]:
+        """Writes the page, and yields what to tell the user of it.
 
         Args:
             steps_before: number of the run's steps before an interruption, which were not seen.
@@ -54,14 +52,14 @@ class RunReport:
             note = f"The report covers steps {steps_before + 1} to {steps_before + len(data['steps'])} of {self.run}: "
             note += "the demo was interrupted before, and resumed."
             data["notes"] = [*data["notes"], note]
-            self.lines.append(note)
+            yield note
         try:
             json_files.write_text(page(data), self.target)
         except OSError as error:
             self.failed = True
-            self.lines.append(f"The report could not be written: {error}")
-            return
-        self.lines.append(
-            f"The report of {self.run} is in {self.target}; a browser shows it. The times of this run include the "
-            "recording."
-        )
+            yield f"The report could not be written: {error}"
+        else:
+            yield (
+                f"The report of {self.run} is in {self.target}; a browser shows it. The times of this run include the "
+                "recording."
+            )

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
 from typing import Any
@@ -37,10 +37,6 @@ _STEPS_UNTIL_MEASURED = 3
 
 # State to resume a run from: plain numbers, lists, dicts and tensors, for `torch.load(weights_only=True)`.
 State = dict[str, Any]
-
-
-class StateError(amp.AmpError, ValueError):
-    """A state belongs to another network, optimizer or schedule than the run that resumes from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +77,7 @@ def steps_per_epoch(digits: Digits) -> int:
 
 def steps_done(state: State) -> int:
     """Returns the number of steps that a run has done."""
-    return len(state["progress"]["losses"])
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Progress of a run, apart from the state dicts of its parts.
-
-    Attributes:
-        epoch: number of finished epochs.
-        step: number of finished steps in the present epoch.
-        losses: loss of every step.
-        seconds: time of every step.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
+    return len(state["losses"])
 
 
 def run(
@@ -129,7 +108,6 @@ def run(
 
     Raises:
         AmpError: ``amp.initialize`` does not accept the level or the half type.
-        StateError: ``resume_from`` does not fit this run's network, optimizer or schedule.
     """
     peak_memory_mib = peak_memory(train, opt_level, half_dtype, seed=seed) / 2**20
     with ExitStack() as recorded:
@@ -140,30 +118,29 @@ def run(
             # A step has the same learning rate at every level, so that the runs differ in precision only.
             steps = epochs * steps_per_epoch(train)
             scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps)
-            generator = torch.Generator().manual_seed(seed)
             parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "amp": amp}
-            so_far, counted = _Progress(), Counter[str]()
+            losses: list[float] = []
+            seconds: list[float] = []
+            counted = Counter[str]()
             if resume_from is not None:
-                so_far, counted = _restore(parts, generator, resume_from)
+                for name, part in parts.items():
+                    part.load_state_dict(resume_from["parts"][name])
+                losses, seconds = list(resume_from["losses"]), list(resume_from["seconds"])
+                counted = Counter(resume_from["counts"])
 
             def state() -> State:
                 state_dicts = {name: part.state_dict() for name, part in parts.items()}
                 counts = dict(counted + _counts(optimizer))
-                return {"progress": asdict(so_far), "counts": counts, "generator": order_from, "parts": state_dicts}
+                return {"losses": losses, "seconds": seconds, "counts": counts, "parts": state_dicts}
 
             model.train()
-            while so_far.epoch < epochs:
-                # A run that resumes in the middle of an epoch draws the same order again from this state.
-                order_from = generator.get_state()
-                for batch in torch.randperm(len(train), generator=generator).split(BATCH_SIZE)[so_far.step :]:
-                    batch_of_digits = train[batch]
-                    started = time.perf_counter()
-                    so_far.losses.append(_step(model, optimizer, batch_of_digits).item())  # waits for a GPU
-                    so_far.seconds.append(time.perf_counter() - started)
-                    scheduler.step()
-                    so_far.step += 1
-                    on_step(so_far.losses[-1], state)
-                so_far.epoch, so_far.step = so_far.epoch + 1, 0
+            for batch in _batches(len(train), epochs, seed)[len(losses) :]:
+                batch_of_digits = train[batch]
+                started = time.perf_counter()
+                losses.append(_step(model, optimizer, batch_of_digits).item())  # waits for a GPU
+                seconds.append(time.perf_counter() - started)
+                scheduler.step()
+                on_step(losses[-1], state)
             # Must be read before the test, whose casts do not count.
             counts = counted + _counts(optimizer)
             recorded.close()
@@ -171,8 +148,8 @@ def run(
                 opt_level=opt_level,
                 half_dtype=None if half_dtype is None else str(half_dtype).removeprefix("torch."),
                 test_accuracy=accuracy(model, test),
-                final_loss=fmean(so_far.losses[-steps_per_epoch(train) :]),
-                ms_per_step=1000 * median(so_far.seconds),
+                final_loss=fmean(losses[-steps_per_epoch(train) :]),
+                ms_per_step=1000 * median(seconds),
                 peak_memory_mib=peak_memory_mib,
                 casts_per_step=counts["casts"] / steps,
                 cache_hits_per_step=counts["cache_hits"] / steps,
@@ -276,19 +253,8 @@ def _counts(optimizer: torch.optim.Optimizer) -> Counter[str]:
     return Counter(casts=counts.casts, cache_hits=counts.cache_hits, skipped_steps=amp.skipped_steps(optimizer))
 
 
-def _restore(parts: dict[str, Any], generator: torch.Generator, state: State) -> tuple[_Progress, Counter[str]]:
-    """Loads a state into the parts of a run; returns its progress and its counts.
-
-    Raises:
-        StateError: the state does not fit the parts.
-    """
-    try:
-        for name, part in parts.items():
-            part.load_state_dict(state["parts"][name])
-        generator.set_state(state["generator"])
-        return _Progress(**state["progress"]), Counter(state["counts"])
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise StateError(
-            "found the saved state of another network, optimizer or schedule; expected one of this version of the "
-            "demo. Train from the start."
-        ) from error
+def _batches(count: int, epochs: int, seed: int) -> list[Tensor]:
+    """Returns the numbers of the digits in each batch of a run; a run that resumes has the same ones."""
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(count, generator=generator) for _ in range(epochs)]
+    return [batch for order in orders for batch in order.split(BATCH_SIZE)]

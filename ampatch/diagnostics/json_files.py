@@ -5,10 +5,11 @@ Owns both names. Must never change what a report says.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
@@ -25,43 +26,56 @@ def checked_path(path: object, suffixes: Sequence[str], otherwise: str) -> Path:
 
     Args:
         path: of the file, which is replaced if it exists; "~" is the user's home.
-        suffixes: the endings that its name may have.
+        suffixes: the endings that its name may have; empty for any.
         otherwise: what to type for a file of another kind.
 
     Raises:
-        OptionError: it is no path, has another ending, or is in a folder that is missing or cannot be written.
+        OptionError: it is no path, has another ending, is no ordinary file, or is in a folder that is missing or cannot
+            be written.
     """
-    if not isinstance(path, (str, PathLike)):
-        raise OptionError(f"the path is {path!r}; expected the name of a file, such as 'report{suffixes[0]}'.")
-    if not os.fsdecode(path):
-        raise OptionError(f"the path is empty; expected the name of a file, such as 'report{suffixes[0]}'.")
+    if not isinstance(path, (str, PathLike)) or not os.fsdecode(path):
+        found = "empty" if path == "" else repr(path)
+        example = f"report{''.join(suffixes[:1])}"
+        raise OptionError(f"the path is {found}; expected the name of a file, such as {example!r}.")
     file = Path(os.path.expanduser(os.fsdecode(path)))  # noqa: PTH111 - Path's raises for an unknown user
-    if file.suffix.lower() not in suffixes:
+    if suffixes and file.suffix.lower() not in suffixes:
         endings = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
         raise OptionError(f"{str(file)!r} does not end with {endings}. {otherwise}")
     folder = file.parent
     if not folder.is_dir():
         raise OptionError(f"{str(file)!r} cannot be written: there is no folder {str(folder)!r}. Make it first.")
-    if file.is_dir():
-        raise OptionError(f"{str(file)!r} cannot be written: it is a folder. Give another name.")
+    if file.exists() and not file.is_file():
+        kind = "a folder" if file.is_dir() else "no ordinary file"
+        raise OptionError(f"{str(file)!r} cannot be written: it is {kind}. Give another name.")
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise OptionError(f"{str(file)!r} cannot be written: permission denied. Give another name.")
     return file
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Context that writes a file as a whole: yields the path to write to, and puts that file in place at the end.
+
+    Another process that reads the file meanwhile finds it as it was. After an error it stays so. A link stays a link.
+    """
+    target = path.resolve()
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        yield unfinished
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def write_text(text: str, path: Path) -> None:
-    """Writes a file; another process that reads it meanwhile finds it whole, before or after.
+    """Writes a file as a whole.
 
     Raises:
         OSError: the file cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with replacing(path) as unfinished:
         # The path of a file may hold bytes that are no text. JSON reads their escapes back.
         unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def write(data: dict[str, Any], path: str | PathLike[str]) -> None:

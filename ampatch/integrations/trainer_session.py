@@ -580,16 +580,11 @@ def _backward_of_steps(original: Callable[..., None], *args: Any, **kwargs: Any)
 def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:
     of_scale = ("loss_scale", "init_scale", "scale_factor", "growth_factor", "backoff_factor", "scale_window")
     of_bounds = ("hysteresis", "min_loss_scale", "max_loss_scale", "scaler")
-    given = [name for name in (*of_scale, *of_bounds) if name in options]
+    given = [name for name in (*of_scale, *of_bounds, "on_overflow", "check_finite") if name in options]
     if given:
         raise OptionError(
-            f"a scaler replaces amp's own scale, which {', '.join(given)} would set. Leave one of the two out."
-        )
-    of_skips = [name for name in ("on_overflow", "check_finite") if name in options]
-    if of_skips:
-        raise OptionError(
-            f"a scaler decides which steps are skipped, so that {' and '.join(of_skips)} would have no effect. Leave "
-            "one of the two out; ampatch.GradScaler takes on_overflow itself."
+            f"a scaler replaces amp's own scale and decides which steps are skipped, so that {' and '.join(given)} "
+            "would have no effect. Leave one of the two out; ampatch.GradScaler takes on_overflow itself."
         )
     return {**options, "loss_scale": 1.0}
 

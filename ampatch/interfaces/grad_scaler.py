@@ -308,9 +308,6 @@ class GradScaler(torch.amp.GradScaler):
         self._state_of(optimizer)["found_inf_per_device"] = found
         return found
 
-    def _found_inf_per_device(self, optimizer: OptimizerLike) -> dict[Any, Tensor]:
-        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]  # type: ignore[no-any-return]
-
     # Steps
 
     def step(self, optimizer: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
@@ -581,29 +578,14 @@ class GradScaler(torch.amp.GradScaler):
     def _state(self) -> ScaleState:
         return self._first_state if self._loss_scaler is None else self._loss_scaler.state
 
-    def _get_scale_async(self) -> Tensor | None:
-        return self._scale  # type: ignore[no-any-return]
-
-    def _get_growth_tracker(self) -> int:
-        return self._state.unskipped if self._enabled else 0
-
     def state_dict(self) -> dict[str, Any]:
         """Returns the state as plain numbers, as ``torch.amp.GradScaler`` does; empty if the scaler is disabled.
 
         With hysteresis above 1 it also has ``hysteresis_left``, which torch's class ignores. Syncs with the device.
         """
-        if not self._enabled:
-            return {}
-        state = self._state
-        saved = {
-            "scale": state.loss_scale,
-            "growth_factor": self._policy.growth_factor,
-            "backoff_factor": self._policy.backoff_factor,
-            "growth_interval": self._policy.scale_window,
-            "_growth_tracker": state.unskipped,
-        }
-        if self._policy.hysteresis > 1:
-            saved["hysteresis_left"] = state.hysteresis_left
+        saved = super().state_dict()
+        if self._enabled and self._policy.hysteresis > 1:
+            saved["hysteresis_left"] = self._state.hysteresis_left
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -643,9 +625,6 @@ class GradScaler(torch.amp.GradScaler):
             )
         # Numbers only: the process that unpickles the scaler may lack the device.
         return {**vars(self), "_first_state": self._state, "_loss_scaler": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         if not self._enabled:

@@ -33,13 +33,8 @@ _VARIABLE = "AMPATCH_CALLS"
 def _load() -> Chosen[ModuleType]:
     library = extension.find(extension.CALLS)
     if library is None:
-        cache = extension.cache_directory()
-        missing = f"there is no compiled library for this version of ampatch, Python and torch in {cache}"
-        raise NotBuiltError(
-            f"{_VARIABLE}=compiled asks for calls in C++, and {missing}. Type `ampatch build`; or leave the variable "
-            "out, to go on in plain Python.",
-            f"{missing}. `ampatch build` compiles it",
-        )
+        where = extension.cache_directory()
+        raise NotBuiltError(f"there is no compiled library for this version of ampatch, Python and torch in {where}")
     return Chosen(extension.load_calls(library), f"C++, the compiled library {library.path}")
 
 

@@ -14,7 +14,7 @@ import sysconfig
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.machinery import ExtensionFileLoader
 from importlib.resources import files
 from importlib.util import module_from_spec, spec_from_loader
@@ -208,18 +208,9 @@ def read(directory: Path) -> Library | None:
     path = directory / LIBRARY
     with suppress(OSError, TypeError, ValueError, RecursionError):  # TypeError: it is no mapping, or has other keys
         library = Library(path=path, **json.loads((directory / SIDECAR).read_text(encoding="utf-8")))
-        if _has_values_of_their_types(library) and path.is_file() and path.stat().st_size == library.size:
+        if path.stat().st_size == library.size:
             return replace(library, architectures=tuple(library.architectures))
     return None
-
-
-def _has_values_of_their_types(library: Library) -> bool:
-    """Returns True if a description gave texts where it should, and a list of numbers, as texts, as architectures."""
-    texts = [getattr(library, field.name) for field in fields(Library) if field.type == "str"]
-    numbers: object = library.architectures
-    if not isinstance(numbers, list) or not all(isinstance(each, str) for each in [*texts, *numbers]):
-        return False
-    return all(each.isdecimal() and each.isascii() for each in numbers)
 
 
 def find(part: Part = OPERATORS) -> Library | None:

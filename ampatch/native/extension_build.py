@@ -1,13 +1,12 @@
 """Compiles the extension: chooses compiler, targets and directory, and reports failures.
 
-Owns the command lines of the compilers and the object files that later builds reuse. A library is complete or absent,
-and is built only once even if several processes ask for it. Only the command `ampatch build` and tests import this
-module: importing ampatch must never compile anything.
+Owns the command lines of the compilers. A library is complete or absent, and is built only once even if several
+processes ask for it. Only the command `ampatch build` and tests import this module: importing ampatch must never
+compile anything.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -19,9 +18,9 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,17 +35,10 @@ DEVICES = ("auto", "cpu", "cuda")
 # A100 and H100: the data centre GPUs that most mixed-precision training runs on.
 DEFAULT_ARCHITECTURES = ("80", "90")
 
-# Folder in the cache for object files of earlier builds.
-OBJECTS = "objects"
-
 _NO_GPU = "torch sees no GPU here. For a machine with GPUs, type `ampatch build --device cuda`, which needs nvcc."
 _LOG = "build.log"
 _FAILURE = "compiling the extension failed"
 _TORCH = Path(torch.__file__).parent
-_INCLUDED = re.compile(rb'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)"', re.MULTILINE)
-# Environment variables that change what the compilers produce.
-_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "NVCC_CCBIN", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")
-_CCBIN = re.compile(r"""(?:^|\s)(?:-ccbin|--compiler-bindir)(?:=|\s+)["']?([^\s"']+)""")
 _QUOTED_LINES = 6
 _TELLING = re.compile(r"\b(?:[Ee]rror|cannot|undefined|No space left)\b")
 
@@ -76,7 +68,6 @@ class Plan:
         sources: files to compile.
         source_hash: result of `extension.source_hash` when the plan was made.
         directory: directory for the library.
-        is_cached: True if the directory is in the cache: it then holds only this library and is replaced as a whole.
         note: sentence on kernels that are left out, with the reason; empty if none are.
         part: part of the extension to build.
     """
@@ -86,7 +77,6 @@ class Plan:
     sources: tuple[Path, ...]
     source_hash: str
     directory: Path
-    is_cached: bool
     note: str
     part: Part
 
@@ -179,7 +169,6 @@ def _plan_of(
         sources=tuple(path for path in extension.sources(part) if path.suffix in suffixes),
         source_hash=source_hash,
         directory=cached if output is None else output.absolute(),
-        is_cached=output is None,
         note=note,
         part=part,
     )
@@ -190,22 +179,20 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
 
     Args:
         plan: plan that `plan` or `plan_calls` returned.
-        force: True to compile every file and build the library again even if it is already built.
+        force: True to build the library again even if it is already built.
 
     Raises:
         KernelError: there is no disk space, or compiling failed.
     """
     began = time.monotonic()
-    place = plan.directory.parent if plan.is_cached else plan.directory
+    place, prefix = plan.directory, f".{extension.LIBRARY}."
     try:
         place.mkdir(parents=True, exist_ok=True)
-        # The dot ends the name: the pattern for sm80 must not match the files of sm80-sm90, which has another lock.
-        prefix = f".{plan.directory.name if plan.is_cached else extension.LIBRARY}."
         # If several processes build at once, the others wait here for the first, and then find its library.
         with FileLock(place / f"{prefix}lock"):
             for left in place.glob(f"{prefix}*/"):  # by a killed build: this process has the lock now
                 shutil.rmtree(left, ignore_errors=True)
-            library = extension.read(plan.directory)
+            library = extension.read(place)
             was_cached = (
                 not force
                 and library is not None
@@ -214,7 +201,7 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
             )
             if library is None or not was_cached:
                 with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch:
-                    library = _built(plan, Path(scratch), force)
+                    library = _built(plan, Path(scratch))
     except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
         raise KernelError(
             f"the compiled extension cannot be written to {place} ({error}). Free some space or fix the permissions "
@@ -296,17 +283,6 @@ def _answer(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         raise KernelError(_cannot_be_started(command[:-1], error)) from error
 
 
-def _host_compiler() -> str:
-    """Returns the version line of the C++ compiler that nvcc runs; empty if it is not found or does not work."""
-    flags = " ".join(os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"))
-    chosen = _CCBIN.findall(flags) or [os.environ.get("NVCC_CCBIN") or "gcc"]
-    named = chosen[-1]  # a program, or a directory with one
-    path = shutil.which("gcc", path=named) if Path(named).is_dir() else shutil.which(named)
-    with suppress(KernelError):  # nvcc itself reports a host compiler that does not work
-        return _version((path,), r"\S.*") if path else ""
-    return ""
-
-
 def _architecture(text: str) -> str:
     found = re.fullmatch(r"(?:sm_|compute_)?(\d+)\.?(\d)", text.strip(), re.ASCII)
     if found is None:
@@ -375,159 +351,47 @@ def _for_targets(plan: Plan) -> list[str]:
     return [*flags, "-gencode", f"arch=compute_{highest},code=compute_{highest}"]
 
 
-def _built(plan: Plan, scratch: Path, force: bool) -> Library:
+def _built(plan: Plan, scratch: Path) -> Library:
     """Compiles the library, tests it, moves it to its directory and returns it."""
-    fresh = scratch / "fresh"  # with the usual permissions, unlike the directory around it
-    fresh.mkdir()
-    log = fresh / _LOG
+    log, sidecar = scratch / _LOG, scratch / extension.SIDECAR
     try:
-        library = _made(plan, fresh / extension.LIBRARY, log, scratch, force)
+        library = _made(plan, scratch / extension.LIBRARY, log, scratch)
     except _FailedError as failed:
-        kept = _kept_log(plan)
-        shutil.move(log, kept)
+        kept = log.replace(plan.directory / _LOG)
         raise KernelError(f"{failed}. The command and all that it printed are in {kept}.") from failed
     if extension.source_hash(plan.part) != plan.source_hash:
         raise KernelError("the sources of the extension were changed while they were compiled. Build once more.")
-    (fresh / extension.SIDECAR).write_text(extension.describe(library), encoding="utf-8")
-    if plan.is_cached:
-        _replace(fresh, plan.directory, scratch / "before")
-        _kept_log(plan).unlink(missing_ok=True)
-    else:
-        # A library without a description does not count: with the description removed first, the two never mismatch.
-        (plan.directory / extension.SIDECAR).unlink(missing_ok=True)
-        for name in (_LOG, extension.LIBRARY, extension.SIDECAR):
-            (fresh / name).replace(plan.directory / name)
-    there = extension.read(plan.directory)
-    if there is None:
-        raise KernelError(f"{plan.directory} was removed or changed by another program meanwhile. Build once more.")
-    return there
+    sidecar.write_text(extension.describe(library), encoding="utf-8")
+    # A library without a description does not count: with the description removed first, the two never mismatch.
+    (plan.directory / extension.SIDECAR).unlink(missing_ok=True)
+    for made in (log, library.path, sidecar):
+        made.replace(plan.directory / made.name)
+    return replace(library, path=plan.directory / extension.LIBRARY)
 
 
-def _made(plan: Plan, path: Path, log: Path, scratch: Path, force: bool) -> Library:
-    """Compiles the files whose object files are not in the cache, links the library and tests it.
+def _made(plan: Plan, path: Path, log: Path, scratch: Path) -> Library:
+    """Compiles the files, links the library and tests it.
 
     Raises:
         _FailedError: a file does not compile, or the library cannot be linked or does not run.
     """
-    steps = _steps(plan, scratch)
-    missing = [step for step in steps if force or not _take_over(step)]
-    _run([step.command for step in missing], log, scratch, _FAILURE, lambda place: _keep(plan, missing[place]))
-    try:
-        _run([_linking(plan, [step.object for step in steps], path)], log, scratch, _FAILURE)
-        library = Library(
-            path=path,
-            size=path.stat().st_size,
-            architectures=plan.architectures,
-            sources=plan.source_hash,
-            abi=plan.part.abi,
-            machine=extension.processor(),
-            compiler=plan.compiler.version,
-            torch=torch.__version__,
-        )
-        _try_out(library, plan.part, log, scratch)
-    except _FailedError:
-        for step in steps:  # a cached object file may be the cause
-            with suppress(OSError):
-                step.kept.unlink(missing_ok=True)
-        raise
-    return library
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Compilation of one file.
-
-    Attributes:
-        command: command that compiles the file.
-        object: path of the object file.
-        kept: file with a checksum and the object file, for later builds; outside the cache no later build finds it.
-    """
-
-    command: tuple[str, ...]
-    object: Path
-    kept: Path
-
-
-def _steps(plan: Plan, scratch: Path) -> list[_Step]:
+    objects = [scratch / f"{source.name}.o" for source in plan.sources]
     compiling = _compiling(plan)
-    settings = [*compiling, plan.compiler.version, torch.__version__, str(torch.version.git_version)]
-    settings += [os.environ.get(name, "") for name in _VARIABLES]
-    if plan.compiler.is_nvcc:
-        settings.append(_host_compiler())
-    flags = hashlib.sha256("\0".join(settings).encode()).hexdigest()
-    objects = (plan.directory.parent if plan.is_cached else scratch) / OBJECTS
-    steps = []
-    for source in plan.sources:
-        made = scratch / f"{source.name}.o"
-        kept = objects / f"{flags[:16]}-{source.name}-{_content_hash(source)[:32]}.o"
-        steps.append(_Step((*compiling, str(source), "-o", str(made)), made, kept))
-    return steps
-
-
-def _content_hash(source: Path) -> str:
-    """Returns the SHA-256 of a source and of all files that it includes in quotes, also through other files."""
-    found = {source.resolve(): source.read_bytes()}
-    to_look_at = list(found)
-    while to_look_at:
-        path = to_look_at.pop()
-        for name in _INCLUDED.findall(found[path]):
-            included = (path.parent / os.fsdecode(name)).resolve()
-            if included not in found and included.is_file():
-                found[included] = included.read_bytes()
-                to_look_at.append(included)
-    digest = hashlib.sha256()
-    for path, content in sorted(found.items()):
-        digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
-    return digest.hexdigest()
-
-
-# Kept object files only save time. If they cannot be read or written, for instance because `objects` belongs to another
-# user, the build goes on without them.
-
-
-def _take_over(step: _Step) -> bool:
-    """Copies the object file from the cache; returns True if the cache held an undamaged one."""
-    with suppress(OSError):
-        kept = step.kept.read_bytes()
-        content = kept[hashlib.sha256().digest_size :]
-        if kept == _with_checksum(content):
-            step.object.write_bytes(content)
-            return True
-    return False
-
-
-def _keep(plan: Plan, step: _Step) -> None:
-    """Stores an object file in the cache atomically, in place of those of earlier versions of the source."""
-    if extension.source_hash(plan.part) != plan.source_hash:
-        return
-    with suppress(OSError):
-        step.kept.parent.mkdir(exist_ok=True)
-        copied = step.object.with_suffix(".kept")
-        copied.write_bytes(_with_checksum(step.object.read_bytes()))
-        for earlier in step.kept.parent.glob(f"{step.kept.name.rpartition('-')[0]}-*.o"):
-            earlier.unlink(missing_ok=True)
-        copied.replace(step.kept)
-
-
-def _with_checksum(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest() + content
-
-
-def _kept_log(plan: Plan) -> Path:
-    """Returns the path where the log of a failed build is kept."""
-    return plan.directory.with_name(f"{plan.directory.name}.log") if plan.is_cached else plan.directory / _LOG
-
-
-def _replace(fresh: Path, directory: Path, before: Path) -> None:
-    """Replaces a directory by another one, and moves the old one back if that fails."""
-    with suppress(FileNotFoundError):
-        directory.replace(before)
-    try:
-        fresh.replace(directory)
-    except BaseException:  # Ctrl-C among them
-        with suppress(FileNotFoundError):
-            before.replace(directory)
-        raise
+    commands = [[*compiling, str(source), "-o", str(to)] for source, to in zip(plan.sources, objects, strict=True)]
+    _run(commands, log, scratch, _FAILURE)
+    _run([_linking(plan, objects, path)], log, scratch, _FAILURE)
+    library = Library(
+        path=path,
+        size=path.stat().st_size,
+        architectures=plan.architectures,
+        sources=plan.source_hash,
+        abi=plan.part.abi,
+        machine=extension.processor(),
+        compiler=plan.compiler.version,
+        torch=torch.__version__,
+    )
+    _try_out(library, plan.part, log, scratch)
+    return library
 
 
 # Runs in a process of its own: torch cannot unload a library, and a broken one may crash.
@@ -586,50 +450,37 @@ class _FailedError(Exception):
     """A program could not be started or failed."""
 
 
-def _run(
-    commands: Sequence[Sequence[str]],
-    log: Path,
-    scratch: Path,
-    failure: str,
-    succeeded: Callable[[int], object] = lambda _: None,
-) -> None:
-    """Runs programs, as many at a time as there are processors, and appends their output to a log.
+def _run(commands: Sequence[Sequence[str]], log: Path, scratch: Path, failure: str) -> None:
+    """Runs programs side by side, and appends their command lines and their output to a log.
 
     Args:
-        commands: their command lines; none is started after one failed.
+        commands: their command lines. They all run at once: no library has more than a handful of sources.
         log: file for the command lines and the output.
         scratch: directory for temporary files.
         failure: beginning of the error.
-        succeeded: called with the place of each program that succeeded.
 
     Raises:
         _FailedError: a program could not be started or failed.
     """
     log.touch()
-    waiting, running = list(range(len(commands))), dict[int, subprocess.Popen[bytes]]()
-    failed: list[str] = []
+    outputs = [scratch / f"{place}.said" for place in range(len(commands))]
+    running: list[subprocess.Popen[bytes]] = []
     try:
-        while waiting or running:
-            while waiting and len(running) < len(os.sched_getaffinity(0)):
-                place = waiting.pop(0)
-                running[place] = _start(commands[place], scratch, scratch / f"{place}.said", failure)
-            for place in [each for each, process in running.items() if process.poll() is not None]:
-                said, status = (scratch / f"{place}.said").read_bytes(), running.pop(place).returncode
-                with log.open("ab") as written:
-                    written.write(f"$ {shlex.join(commands[place])}\n".encode() + said)
-                if status == 0:
-                    succeeded(place)
-                else:
-                    waiting.clear()
-                    words = _last_words(said.decode("utf-8", "replace"))
-                    failed.append(f"`{commands[place][0]}` {_how_it_ended(status)}{words}")
-            time.sleep(0.02)
+        for command, output in zip(commands, outputs, strict=True):
+            running.append(_start(command, scratch, output, failure))
+        statuses = [process.wait() for process in running]
     except BaseException:  # Ctrl-C among them
-        for process in running.values():
+        for process in running:
             _end(process)
         raise
-    if failed:
-        raise _FailedError(f"{failure}: {failed[0]}")
+    said = [output.read_bytes() for output in outputs]
+    with log.open("ab") as written:
+        for command, text in zip(commands, said, strict=True):
+            written.write(f"$ {shlex.join(command)}\n".encode() + text)
+    for command, text, status in zip(commands, said, statuses, strict=True):
+        if status != 0:
+            words = _last_words(text.decode("utf-8", "replace"))
+            raise _FailedError(f"{failure}: `{command[0]}` {_how_it_ended(status)}{words}")
 
 
 def _start(command: Sequence[str], scratch: Path, said: Path, failure: str) -> subprocess.Popen[bytes]:

@@ -44,14 +44,8 @@ _IS_RECORDED = operator.attrgetter("requires_grad")
 def _load() -> Chosen[extension.Library]:
     library = extension.loaded() or extension.find()
     if library is None:
-        cache = extension.cache_directory()
-        raise NotBuiltError(
-            f"{_VARIABLE}=extension asks for the compiled extension, and there is none of this version of ampatch for "
-            f"this machine in {cache}. Type `ampatch build`; or leave the variable out, to go on with torch's own "
-            "kernels.",
-            f"there is no compiled extension of this version for this machine in {cache}: at O2 they make three passes "
-            "over gradients, the extension only one. `ampatch build` compiles it",
-        )
+        where = extension.cache_directory()
+        raise NotBuiltError(f"there is no compiled extension of this version for this machine in {where}")
     extension.load(library)
     return Chosen(library, f"the compiled extension {library.path}")
 

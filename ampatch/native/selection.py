@@ -33,15 +33,7 @@ class Chosen(Generic[_T]):
 
 
 class NotBuiltError(KernelError):
-    """Raised if there is no compiled implementation.
-
-    Attributes:
-        why: what is missing, for users who have not asked for it.
-    """
-
-    def __init__(self, message: str, why: str = "") -> None:
-        super().__init__(message)  # unpickling calls the class with this, on the way out of a worker process
-        self.why = why
+    """Raised if there is no compiled implementation; the message says what is missing, and where."""
 
 
 def checked(variable: str, choices: Collection[str], choice: str | None = None) -> str:
@@ -103,10 +95,17 @@ class Selection(Generic[_T]):
             return Chosen(None, f"{self._plain}, as {self._variable}={asked} asks for")
         try:
             return self._load()
+        except NotBuiltError as error:
+            if asked == "auto":
+                return Chosen(None, f"{self._plain}, as {error}. `ampatch build` compiles it")
+            raise KernelError(
+                f"{self._variable}={asked} asks for compiled code, and {error}. Type `ampatch build`; or leave the "
+                f"variable out, to go on with {self._plain}."
+            ) from None
         except KernelError as error:
             if asked != "auto":
                 raise
-            return Chosen(None, f"{self._plain}, as {error.why if isinstance(error, NotBuiltError) else error}")
+            return Chosen(None, f"{self._plain}, as {error}")
 
     def current(self) -> Chosen[_T]:
         """Returns the implementation in use; chooses it on first use, and then logs it unless it is compiled."""

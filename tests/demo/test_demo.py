@@ -154,16 +154,6 @@ class TestReport:
 
         assert diverged["final_loss"] is None
 
-    def test_asking_whether_a_file_can_be_written_changes_nothing(self, tmp_path: Path) -> None:
-        there, absent = tmp_path / "there", tmp_path / "absent"
-        there.write_text("kept")
-
-        report.check_writable(there)
-        report.check_writable(absent)
-
-        assert there.read_text() == "kept"
-        assert not absent.exists()
-
 
 class TestArguments:
     def test_by_default_five_runs_show_what_the_levels_are_for(self) -> None:
@@ -229,11 +219,15 @@ class TestArguments:
             (["--epochs", "many"], "argument --epochs: 'many' is not a whole number from 1 to 1000"),
             (["--device", "gpu"], "argument --device: 'gpu' is not one of cpu, cuda. Type for example cpu"),
             (["--seed", "-1"], "argument --seed: '-1' is not a whole number from 0 to 4294967295"),
-            (["--json", "no/such/folder/out.json"], "argument --json: cannot write 'no/such/folder/out.json'"),
-            (["--json", "."], "argument --json: cannot write '.'"),
-            (["--save", "no/such/folder/demo.pt"], "argument --save: cannot write 'no/such/folder/demo.pt'"),
-            (["--save", "."], "argument --save: cannot write '.'"),
-            (["--save", "/dev/null"], "argument --save: cannot write '/dev/null'"),
+            (
+                ["--json", "no/such/folder/out.json"],
+                "argument --json: 'no/such/folder/out.json' cannot be written",
+            ),
+            (["--json", "."], "argument --json: '.' cannot be written: it is a folder"),
+            (["--save", "no/such/folder/demo.pt"], "argument --save: 'no/such/folder/demo.pt' cannot be written"),
+            (["--save", "."], "argument --save: '.' cannot be written: it is a folder"),
+            (["--save", "/dev/null"], "argument --save: '/dev/null' cannot be written: it is no ordinary file"),
+            (["--save", ""], "argument --save: the path is empty; expected the name of a file, such as 'report'"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
@@ -286,10 +280,13 @@ class TestRun:
 
     @pytest.mark.usefixtures("few_digits")
     def test_a_report_that_cannot_be_written_after_all_does_not_lose_the_table(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
+        def full(*_: object) -> None:
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(demo.json_files, "write_text", full)
         arguments = parsed("--opt-levels", "O0", "--epochs", "1", "--json", str(tmp_path / "results.json"))
-        arguments.json = tmp_path
 
         assert demo.run(arguments) == 1
         printed = capsys.readouterr()

@@ -104,8 +104,9 @@ class TestInterrupting:
 
         assert cli.main(["demo", *CHOSEN, "--json", "results.json"]) == 130
         assert not Path("results.json").exists()
-        program, *command = shlex.split(last_line(capsys).removeprefix("Interrupted. To go on, type: "))
-        assert (program, command) == ("ampatch", ["demo", "--resume", DEFAULT])
+        *program, demo_, resume, file = shlex.split(last_line(capsys).removeprefix("Interrupted. To go on, type: "))
+        command = [demo_, resume, file]
+        assert (program, command) == ([sys.executable, "-m", "ampatch"], ["demo", "--resume", DEFAULT])
         assert cli.main(command) == 0
 
         assert without_times(Path("results.json")) == uninterrupted
@@ -167,19 +168,21 @@ class TestInterrupting:
         assert cli.main(["demo", "--opt-levels", "O0"]) == 130
 
         line = last_line(capsys)
-        assert line.startswith(f"Interrupted, and the progress could not be saved: '{DEFAULT}' is not an ordinary")
+        assert line.startswith(
+            f"Interrupted, and the progress could not be saved: '{DEFAULT}' cannot be written: it is a"
+        )
         assert "--save" in line
 
     def test_one_that_comes_while_it_is_being_saved_changes_nothing(
         self, ctrl_c_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        fsync = os.fsync
+        save = torch.save
 
-        def pressed_meanwhile(descriptor: int) -> None:
+        def pressed_meanwhile(*arguments: Any) -> None:
             signal.raise_signal(signal.SIGINT)
-            fsync(descriptor)
+            save(*arguments)
 
-        monkeypatch.setattr(os, "fsync", pressed_meanwhile)
+        monkeypatch.setattr(torch, "save", pressed_meanwhile)
         ctrl_c_after(3)
 
         assert cli.main(["demo", "--opt-levels", "O0"]) == 130
@@ -243,7 +246,9 @@ with demo_digits.few():
             out, err = running.communicate(timeout=60)
 
         assert (running.returncode, out) == (130, "")
-        assert err.splitlines() == [f"Interrupted. To go on, type: ampatch demo --resume {DEFAULT}"]
+        assert err.splitlines() == [
+            f"Interrupted. To go on, type: {shlex.quote(sys.executable)} -m ampatch demo --resume {DEFAULT}"
+        ]
         assert cli.main(["demo", "--resume", DEFAULT, "--json", "results.json"]) == 0
         assert without_times(Path("results.json")) == uninterrupted
 
@@ -310,30 +315,8 @@ class TestResuming:
 
         assert cli.main(["demo", "--resume", str(saved)]) == 1
         (line,) = capsys.readouterr().err.splitlines()
-        assert "cannot be written (Is a directory). Type --json with another file" in line
-
-
-@pytest.mark.parametrize(
-    ("called", "on_path", "typed"),
-    [
-        ("bin/ampatch", "bin", "ampatch"),
-        ("bin/ampatch", "", "bin/ampatch"),
-        ("a b/ampatch", "bin", "'a b/ampatch'"),
-        ("package/ampatch/__main__.py", "bin", f"{shlex.quote(sys.executable)} -m ampatch"),
-        ("somebody_elses.py", "bin", "ampatch"),
-    ],
-    ids=["on_the_path", "by_its_path", "by_another_path", "as_a_module", "from_another_program"],
-)
-def test_the_command_to_go_on_is_the_one_that_was_typed(
-    called: str, on_path: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for folder in ("bin", "a b"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "ampatch").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path / on_path) if on_path else "")
-    monkeypatch.setattr(sys, "argv", [called])
-
-    assert demo._program() == typed
+        assert line.startswith("ampatch: error: the demo began with --json: ")
+        assert line.endswith("it is a folder. Give another name. Or type --json with another file.")
 
 
 @pytest.mark.slow

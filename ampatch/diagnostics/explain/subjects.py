@@ -10,7 +10,6 @@ import functools
 import inspect
 import types
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -257,15 +256,9 @@ def _paths_of(function: object) -> list[Path]:
     return [
         Path(namespace, name)
         for namespace in spellings.NAMESPACES
-        for name, value in sorted(_attributes(find_owner(namespace)).items(), key=itemgetter(0))
+        for name, value in inspect.getmembers_static(find_owner(namespace))
         if unwrapped(value) is function
     ]
-
-
-def _attributes(owner: object) -> dict[str, object]:
-    """Returns the attributes of a module or class by name, without the module's ``__getattr__``, which may import."""
-    holders = reversed(owner.__mro__) if isinstance(owner, type) else (owner,)
-    return {name: value for holder in holders for name, value in vars(holder).items()}
 
 
 def _path_by_itself(function: Any) -> Path:

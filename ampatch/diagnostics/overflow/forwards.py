@@ -14,11 +14,10 @@ import io
 import math
 import sys
 import threading
-import types
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.autograd.graph import _engine_run_backward
 from ampatch.casting import nested
 from ampatch.diagnostics.random_state import RandomState
 from ampatch.diagnostics.recorder.callers import users_frame
+from ampatch.diagnostics.recorder.operands import versions_of
 from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import Place
 from ampatch.diagnostics.recorder.watch import Watch
@@ -39,46 +39,34 @@ from ampatch.switch import PLAIN, Region, State, is_in_region, state
 Random = list[tuple[torch.device | None, Tensor]]
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class NotedForward:
     """One forward pass of an adopted model.
 
-    Args:
+    Attributes:
         module: the model, or a part of it that was called alone.
         call: runs its forward, without the hooks around it.
         given: its arguments and keyword arguments, without graphs.
         random: the states of torch's random generators when it began.
         state: the state of autocast then.
-        called: the user code that called it, and the instruction.
-
-    Attributes:
-        module: as given.
-        given: as given.
-        random: as given.
-        state: as given.
+        place: the line of user code that called it.
         outputs: the numbers of the nodes that made its outputs.
         arrived: the gradients that came into its outputs, by the number of the backward pass and the output's place.
     """
 
-    __slots__ = (
-        *("_call", "_thread", "_versions", "arrived"),
-        *("__weakref__", "_called", "given", "module", "outputs", "random", "state"),
-    )
+    module: nn.Module
+    call: Callable[..., Any]
+    given: tuple[Any, Any]
+    random: Random
+    state: State
+    place: Place | None = None
+    outputs: list[int] = field(default_factory=list)
+    arrived: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    _versions: tuple[int, ...] = field(init=False)
+    _thread: int = field(default_factory=threading.get_ident, init=False)
 
-    def __init__(
-        self,
-        module: nn.Module,
-        call: Callable[..., Any],
-        given: tuple[Any, Any],
-        random: Random,
-        state: State,
-        called: tuple[types.CodeType, int] | None = None,
-    ) -> None:
-        self.module, self.given, self.random, self.state = module, given, random, state
-        self._call, self._called = call, called
-        self._versions = _versions_in(given)
-        self._thread = threading.get_ident()
-        self.outputs: list[int] = []
-        self.arrived: dict[int, dict[int, Tensor]] = {}
+    def __post_init__(self) -> None:
+        self._versions = versions_of(tensors_in(self.given))
 
     @classmethod
     def begun(
@@ -93,14 +81,7 @@ class NotedForward:
         if any(each.requires_grad for each in tensors_in(given)):
             given = nested.cast_tensors(given, _apart)
         before = state() if torch._C._is_any_autocast_enabled() or is_in_region() else PLAIN
-        frame = users_frame(sys._getframe(2))
-        # The number of the line takes longer to find than the frame.
-        return cls(module, call, given, random, before, None if frame is None else (frame.f_code, frame.f_lasti))
-
-    @property
-    def place(self) -> Place | None:
-        """The line of user code that called it."""
-        return None if self._called is None else Place.of(*self._called)
+        return cls(module, call, given, random, before, Place.of(users_frame(sys._getframe(2))))
 
     def follow(self, result: object) -> None:
         """Notes the gradients that come into the outputs from now on."""
@@ -131,7 +112,7 @@ class NotedForward:
             return "its parameters are sharded over ranks"
         if any(isinstance(each, torch.jit.ScriptModule) for each in self.module.modules()):
             return "TorchScript has compiled a part of it"
-        is_same = _versions_in(self.given) == self._versions
+        is_same = versions_of(tensors_in(self.given)) == self._versions
         return "" if is_same else "its arguments were written to since"
 
     def run_again(
@@ -166,7 +147,7 @@ class NotedForward:
                 stack.enter_context(each)
             if watch is not None:
                 stack.enter_context(watch)
-            is_told = watch is None or self._call is self.module  # by the hooks around it
+            is_told = watch is None or self.call is self.module  # by the hooks around it
             with contextlib.nullcontext() if is_told else watch.inside(run.module):  # type: ignore[union-attr]
                 outputs = tensors_in(run.call(*args, **kwargs))
             for gradients in self.arrived.values():
@@ -181,7 +162,7 @@ class NotedForward:
                 with paused():
                     finite = [bool(own.isfinite().all()) for own in incoming]
                 pairs = zip(roots, incoming, finite, strict=True)
-                hooks = [root.register_hook(_replacing(own)) for root, own, is_known in pairs if is_known]
+                hooks = [root.register_hook(lambda _, own=own: own) for root, own, is_known in pairs if is_known]
                 found = _gradients(roots, incoming, list(leaves.values()))
                 for leaf, gradient in zip(leaves.values(), found, strict=True):
                     if gradient is not None and watch is not None:
@@ -221,19 +202,15 @@ class SecondRun:
         # Made here, since at O2 deep copies of half weights are float32.
         memo: dict[int, Any] = {id(each): _copied(each) for each in originals}
         with torch.no_grad():
-            self.call, self.given = copy.deepcopy((noted._call, noted.given), memo)
+            self.call, self.given = copy.deepcopy((noted.call, noted.given), memo)
         self.module: nn.Module = memo[id(noted.module)]
         known = (*noted.module.modules(), *noted.module.parameters())
         self.originals: dict[int, Any] = {id(memo[id(each)]): each for each in known if id(each) in memo}
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    made = tensor.detach().clone()
-    return (
-        nn.Parameter(made, tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else made.requires_grad_(tensor.requires_grad)
-    )
+    made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def stand_in(loss_scale: float) -> Callable[[Tensor], Tensor]:
@@ -245,10 +222,6 @@ def stand_in(loss_scale: float) -> Callable[[Tensor], Tensor]:
         return torch.full_like(gradient, min(loss_scale / gradient.numel(), torch.finfo(torch.float16).max))
 
     return finite
-
-
-def _replacing(own: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda _: own
 
 
 def _gradients(roots: list[Tensor], incoming: list[Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
@@ -281,13 +254,9 @@ def tensors_in(value: Any) -> list[Tensor]:
         elif isinstance(each, (dict, UserDict)):  # other mappings may compute their values
             waiting += each.values()
         elif is_dataclass(each) and not isinstance(each, type):
-            waiting += [getattr(each, field.name, None) for field in fields(each)]
+            waiting += [getattr(each, known.name, None) for known in fields(each)]
         opened.add(id(each))
     return found
-
-
-def _versions_in(value: Any) -> list[int]:
-    return [0 if each.is_inference() else each._version for each in tensors_in(value)]
 
 
 def _apart(tensor: Tensor) -> Tensor:

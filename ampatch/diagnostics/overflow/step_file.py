@@ -7,7 +7,6 @@ Owns the format of the file. It holds tensors and plain data only, so that `torc
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
@@ -87,12 +86,8 @@ class SkippedStep:
             "models": [_of_model(root) for root in roots],
             "forwards": [_of_forward(each, roots) for each in self._noted],
         }
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-        try:
+        with json_files.replacing(file) as unfinished:
             torch.save(data, unfinished)
-            unfinished.replace(file)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     def _read_versions(self) -> list[tuple[int, int]]:
         weights = (each for noted in self._noted for each in noted.module.parameters() if not is_lazy(each))

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -119,11 +118,8 @@ class OverflowTracer:
         self._has_stepped = False  # since the last forward pass
         self._losses: deque[Node] = deque(maxlen=_LOSSES_KEPT)  # the last nodes of scaled losses
         self._noted: list[NotedForward] = []
-        self._parameters: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()  # ids
         self._thread = _Thread()
         self._watched: _WatchedSteps | None = None
-        self._watched_for: set[int] = set()  # ids of parameters whose steps are watched
-        self._left = 0  # number of these steps
 
     def install(self, ledger: PatchLedger) -> None:
         """Has the ledger end what was begun."""
@@ -148,19 +144,15 @@ class OverflowTracer:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
-        thread = self._thread
-        if thread.is_inside or not _is_usual():
+        if self._thread.is_inside or not _is_usual():
             return call(*args, **kwargs)
         if self._has_stepped:
             self._drop_used()
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         noted = NotedForward.begun(module, call, args, kwargs)
-        thread.is_inside = True
-        try:
+        with self._thread.inside():
             result = call(*args, **kwargs)
-        finally:
-            thread.is_inside = False
         noted.follow(result)
         self._noted.append(noted)
         if len(self._noted) > min(_FORWARDS_KEPT, self._most_noted):
@@ -219,9 +211,9 @@ class OverflowTracer:
 
     def _trace_of(self, ids: set[int], loss_scale: float) -> OverflowTrace:
         seen = None if self._watched is None else self._watched.trace_of(ids, loss_scale)
-        if seen is not None and (seen.direction != "unknown" or (self._watched and self._watched.has_begun)):
+        if seen is not None:
             return seen
-        with hidden():
+        with hidden(), self._thread.inside():
             trace, _ = self.by_second_run(self._noted, loss_scale, ids)
         if trace.direction != "unknown" or not self._is_asked:
             return trace
@@ -233,13 +225,8 @@ class OverflowTracer:
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Notes that a step has used the gradients of parameters, or was skipped."""
         self._has_stepped = True
-        watched = self._watched
-        if watched is not None and watched.is_this_thread:
-            ids = set(map(id, parameters))
-            watched.end_step(ids)
-            self._left -= not ids.isdisjoint(self._watched_for)
-            if self._left <= 0:
-                self._stop_watching()
+        if self._watched is not None and self._watched.end_step(set(map(id, parameters))):
+            self._stop_watching()
 
     def watch(self, ids: set[int], steps: int = _STEPS_WATCHED) -> None:
         """Watches the next steps as they run.
@@ -248,20 +235,13 @@ class OverflowTracer:
             ids: those of parameters of an optimizer whose steps are counted.
             steps: number of its steps.
         """
-        if self._watched is None:
-            self._watched = _WatchedSteps(self._examiner)
-        self._watched_for, self._left = ids, steps + 1  # one is about to end
-
-    def _ids_of(self, module: nn.Module) -> frozenset[int]:
-        found = self._parameters.get(module)
-        if found is None:
-            found = self._parameters[module] = frozenset(map(id, module.parameters()))
-        return found
+        self._stop_watching()
+        self._watched = _WatchedSteps(self._examiner, ids, steps + 1)  # one is about to end
 
     def _stop_watching(self) -> None:
-        watched, self._watched = self._watched, None
-        if watched is not None:
-            watched.stop()
+        if self._watched is not None:
+            self._watched.stop()
+            self._watched = None
 
     # The second run
 
@@ -282,7 +262,7 @@ class OverflowTracer:
             The trace; and whether all gradients were finite, None if that is unknown.
         """
         noted = [each for each in noted if each.arrived]
-        own = [each for each in noted if ids is None or not self._ids_of(each.module).isdisjoint(ids)]
+        own = [each for each in noted if ids is None or any(id(weight) in ids for weight in each.module.parameters())]
         backward = {number for each in own for number in each.arrived}
         through = [each for each in noted if each not in own and not backward.isdisjoint(each.arrived)]
         has_others = distributed.has_other_ranks()
@@ -381,14 +361,10 @@ class OverflowTracer:
             results.append(result)
             return result
 
-        self._thread.is_inside = True
-        try:
-            if is_finite(None) is False:
-                return replace(trace, remedies=(NOT_IN_FLOAT32,), cast_lists=None)
-            results.clear()
-            blacklist = smallest(self._examiner.blacklists_around(op), is_finite)
-        finally:
-            self._thread.is_inside = False
+        if is_finite(None) is False:
+            return replace(trace, remedies=(NOT_IN_FLOAT32,), cast_lists=None)
+        results.clear()
+        blacklist = smallest(self._examiner.blacklists_around(op), is_finite)
         first, *others = trace.remedies
         if blacklist is None:
             mark = NOT_ENOUGH if trace.cast_lists and False in results else NOT_TRIED
@@ -404,18 +380,22 @@ class OverflowTracer:
     ) -> list[WatchedOp | None]:
         """Runs a forward pass again; returns the origins of gradients of some parameters, or None: of all leaves."""
         watch = Watch(None if kept is None else lambda values: watch.count - 1 == kept and has_half(values))
-        self._thread.is_inside = True
-        try:
-            run = noted.run_again(watch, factor)
-        finally:
-            self._thread.is_inside = False
+        run = noted.run_again(watch, factor)
         self._copies = run.originals
         found = {id(run.originals.get(key)): origin for key, origin in origins_of_gradients(watch).items()}
         return [origin for key, origin in found.items() if ids is None or key in ids]
 
 
 class _Thread(threading.local):
-    is_inside = False  # a forward pass that is noted
+    is_inside = False  # a forward pass that is noted, or a second run
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
 
 
 def _is_usual() -> bool:
@@ -431,11 +411,13 @@ class _WatchedSteps:
 
     Args:
         examiner: says in the user's terms where inf or NaN arose.
+        ids: those of parameters of an optimizer whose steps are counted.
+        steps: number of its steps.
     """
 
-    def __init__(self, examiner: Examiner) -> None:
+    def __init__(self, examiner: Examiner, ids: set[int], steps: int) -> None:
         self._watch = Watch(keep=has_half)
-        self._examiner = examiner
+        self._examiner, self._counted, self._left = examiner, ids, steps
         self._origins: dict[int, WatchedOp | None] = {}  # by the id of the parameter, since its optimizer's last step
         self._arrived: set[int] = set()  # ids of the parameters with a gradient since then
         self._has_gone_backward = False  # since the first of these forward passes
@@ -451,34 +433,32 @@ class _WatchedSteps:
         self._watch.stop()
         self._watch.forget()
 
-    @property
-    def has_begun(self) -> bool:
-        """True if it has seen a forward pass."""
-        return self._watch.is_on
-
-    @property
-    def is_this_thread(self) -> bool:
-        """True in the thread that is watched; in all before the first forward pass."""
-        return self._watch.is_this_thread
-
-    def trace_of(self, ids: set[int], loss_scale: float) -> OverflowTrace:
-        """Returns what `OverflowTracer.trace_of` does, by the ids of the parameters."""
+    def trace_of(self, ids: set[int], loss_scale: float) -> OverflowTrace | None:
+        """Returns what `OverflowTracer.trace_of` does, by the ids of the parameters; None before a forward pass."""
         self._note_origins()
         is_watched = bool(ids & self._arrived)  # sharded parameters get their gradients from other tensors
         origins = [origin for key, origin in self._origins.items() if key in ids or not is_watched]
         if not origins:
             note = FINITE_HERE if self._arrived else _NOT_WATCHED
-            return OverflowTrace("unknown", notes=(note,))
+            return OverflowTrace("unknown", notes=(note,)) if self._watch.is_on else None
         trace = self._examiner.describe(origins, self._watch.missed_threads, loss_scale)
         return replace(trace, remedies=marked(trace.remedies))
 
-    def end_step(self, ids: set[int]) -> None:
-        """Forgets the gradients of parameters, given by id, after a step that used them or was skipped."""
+    def end_step(self, ids: set[int]) -> bool:
+        """Forgets the gradients of parameters, given by id, after a step that used them or was skipped.
+
+        Returns:
+            True after the last step to watch.
+        """
+        if not self._watch.is_this_thread:
+            return False
+        self._left -= not ids.isdisjoint(self._counted)
         self._note_origins()
         if not ids & self._arrived:  # those of sharded parameters
             ids = {*self._origins, *self._arrived}
         self._origins = {key: origin for key, origin in self._origins.items() if key not in ids}
         self._arrived -= ids
+        return self._left <= 0
 
     def _before_forward(self, *_: object) -> None:
         watch = self._watch

@@ -25,9 +25,19 @@ from ampatch.session import Session
 _PLACES = ("torch.nn.functional", *NAMESPACES, "torch.autograd")
 
 
-@cache
 def name_of(function: Any) -> str:
     """Returns the public path of a function, as the cast lists have it."""
+    # By id: torch.mm == torch.spmm is True.
+    known = _names.get(id(function))
+    if known is None:
+        known = _names[id(function)] = function, _found_name(function)
+    return known[1]
+
+
+_names: dict[int, tuple[Any, str]] = {}  # with the functions, whose ids stay their own
+
+
+def _found_name(function: Any) -> str:
     if isinstance(function, str):
         return function
     if isinstance(function, (OpOverload, OpOverloadPacket)):

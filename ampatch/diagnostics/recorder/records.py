@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.overrides import resolve_name
 
+from ampatch.diagnostics.recorder.functions import name_of
 from ampatch.diagnostics.recorder.operands import versions_of
-from ampatch.function_wrapper import unwrapped
 from ampatch.half_types import HALVES
 
 #: The operator below all casts.
@@ -38,10 +37,9 @@ class Place:
     line: int
 
     @classmethod
-    def of(cls, code: types.CodeType, at: int) -> Place:
-        """Returns the line of an instruction, given by its offset in the code."""
-        line = next(line for begin, end, line in code.co_lines() if begin <= at < end)
-        return cls(code.co_filename, line or code.co_firstlineno)
+    def of(cls, frame: types.FrameType | None) -> Place | None:
+        """Returns the line that a frame runs; None without one."""
+        return None if frame is None else cls(frame.f_code.co_filename, frame.f_lineno)
 
     @property
     def source(self) -> str:
@@ -171,7 +169,7 @@ class WatchedOp:
     @property
     def function_name(self) -> str:
         """The path of the torch function; that of the operator if it was called by itself."""
-        return f"torch.ops.{self.op}" if self.is_called_by_itself else _name_of(self.function)
+        return name_of(self.op if self.is_called_by_itself else self.function)
 
     @property
     def is_called_by_itself(self) -> bool:
@@ -196,18 +194,3 @@ class ArrivedGradient(NamedTuple):
 def has_half(several: Iterable[Values]) -> bool:
     """Returns True if one of the tensors is half."""
     return any(values.dtype in HALVES for values in several)
-
-
-def _name_of(function: Any) -> str:
-    # By id: torch.mm == torch.spmm is True.
-    known = _names.get(id(function))
-    if known is None:
-        own = getattr(function, "__name__", None)
-        is_torchs = own is not None and unwrapped(getattr(torch, own, None)) is function
-        named = f"torch.{own}" if is_torchs else resolve_name(function)
-        home = getattr(function, "__module__", None) or "torch"
-        known = _names[id(function)] = function, str(named or f"{home}.{own or function}")
-    return known[1]
-
-
-_names: dict[int, tuple[Any, str]] = {}  # with the functions, whose ids stay their own

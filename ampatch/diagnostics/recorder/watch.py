@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -31,8 +31,6 @@ from ampatch.half_types import HALVES
 #: The types whose largest values are read.
 _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
-#: Operators outside of modules that keep their arguments.
-_KEPT_OUTSIDE = 2000
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 #: What adds a gradient there; DDP's hooks on this node, which spread the gradients of other ranks, do not.
 _ADDS = frozenset({"aten::add", "aten::add_"})
@@ -68,7 +66,6 @@ class Watch(Recorder):
         self._written = WrittenMemory()
         self._by_node: dict[int, WatchedOp | None] = {}
         self.count = 0
-        self._outside: deque[WatchedOp] = deque()  # operators outside of modules that keep their arguments
         self._last_number = -1
         self._last_arrival = (-1, 0)
         self._functions: list[Any] = []
@@ -104,7 +101,6 @@ class Watch(Recorder):
         """
         if before is None:
             self.ops, self.gradients, self._by_node, self._written = [], [], {}, WrittenMemory()
-            self._outside.clear()
             return
         self.ops = [op for op in self.ops if op.number >= before]
         self._by_node = {node: op for node, op in self._by_node.items() if op is not None and op.number >= before}
@@ -149,14 +145,13 @@ class Watch(Recorder):
             if own_node is not None:
                 self._by_node[own_node] = None
             return op(*args, **kwargs)
-        frame = users_frame(sys._getframe(1))
         watched = WatchedOp(
             op,
             self.count,
             is_backward,
             self._functions[-1] if self._functions and not is_backward else None,
             tuple([each.module for each in running]),
-            None if frame is None else Place(frame.f_code.co_filename, frame.f_lineno),
+            Place.of(users_frame(sys._getframe(1))),
             None if node is None else node.name(),
             self._by_node.get(node._sequence_nr()) if is_backward else None,
             parameter=node.variable if accumulates and op._schema.name in _ADDS else None,
@@ -199,10 +194,6 @@ class Watch(Recorder):
                 with torch.no_grad(), paused():
                     watched.arguments = tree_map_only(nn.Parameter, Tensor.detach, watched.arguments)
             watched.versions = versions_of(watched.arguments)
-            if not watched.modules:
-                self._outside.append(watched)
-            if len(self._outside) > _KEPT_OUTSIDE:  # a loop of its own, which no forward pass ends
-                self._outside.popleft().arguments = None
         for values in watched.inputs:
             for writer in values.writers:
                 writer.readers.append(watched)

@@ -95,8 +95,9 @@ class CallRecorder(Recorder):
         """
         if cast_observers.observer is not None:
             raise UsageError(
-                "a report was begun inside the block of another one; expected one at a time in a process. End the "
-                "outer block first."
+                "a report was begun inside the block of another one; expected one at a time, as two would watch each "
+                "other. End the outer block first, or read that report while it is open. A script under `ampatch run "
+                "--report` is watched as a whole: leave out one of the two."
             )
         casting_mode.reported_functions()  # its calls must not be recorded
         _costs()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
@@ -22,7 +21,7 @@ from ampatch.diagnostics.report import drawings as report_drawings
 from ampatch.diagnostics.report import tables
 from ampatch.diagnostics.report import tree as module_tree
 from ampatch.diagnostics.report.numbers import count, digits, exact, percent, seconds, size
-from ampatch.diagnostics.report.steps import spelled
+from ampatch.diagnostics.report.steps import course_of_scale, spelled
 from ampatch.diagnostics.report.tree import Module
 from ampatch.diagnostics.shown_names import few, shown_function, shown_module
 
@@ -105,11 +104,6 @@ def _scale_told(steps: Sequence[Mapping[str, Any]]) -> str:
     """Returns a sentence on the loss scale."""
     if not steps:
         return "No step was seen."
-    scales = [scale for scale in (float(step["scale"]) for step in steps) if math.isfinite(scale)]
     overflows = sum(bool(step["overflow"]) for step in steps)
     number = f"{count(overflows)} of {count(len(steps))} steps overflowed" if overflows else "no step overflowed"
-    if not scales:
-        return f"No scale is a finite number; {number}."
-    if min(scales) == max(scales):
-        return f"The loss scale was {count(scales[0])} in all {count(len(steps))} steps; {number}."
-    return f"The loss scale went from {count(scales[0])} to {count(scales[-1])}; {number}."
+    return f"{course_of_scale(steps, count)}; {number}."

@@ -53,22 +53,17 @@ class Report:
     def __enter__(self) -> Report:
         if self._calls is not None:
             raise UsageError("this report has been entered before. Type amp.report() for another one.")
-        if _open:
-            raise UsageError(
-                "a report is open already, and two would watch each other. End its block first, or read it while it is "
-                "open. A script under `ampatch run --report` is watched as a whole: leave out one of the two."
-            )
         from ampatch.diagnostics.report.calls import CallRecorder
         from ampatch.diagnostics.report.steps import Steps
 
         calls, steps = CallRecorder(), Steps()
         with ExitStack() as parts:
-            parts.callback(_open.clear)
-            _open.append(self)
+            parts.enter_context(steps)
+            parts.enter_context(calls)  # raises if another report is open
             parts.callback(runtime.before_close.remove, self._note_settings)
             runtime.before_close.append(self._note_settings)
-            parts.enter_context(steps)
-            parts.enter_context(calls)
+            parts.callback(_open.clear)
+            _open.append(self)
             self._parts = parts.pop_all()
         self._calls, self._steps = calls, steps
         self._began = datetime.datetime.now().astimezone().isoformat(timespec="seconds")

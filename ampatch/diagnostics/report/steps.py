@@ -46,8 +46,6 @@ _LOOKS_AFTER = (10, 100, 1000)
 _GREATEST_BY_DEFAULT = 2.0**24
 #: Steps whose numbers wait on the device.
 _WAITING = 1000
-#: Elements whose squares are added up in float32.
-_PIECE = 2**16
 
 
 @dataclass(slots=True)
@@ -314,6 +312,20 @@ def spelled(scale: float) -> str:
     return f"{scale:.0f}" if scale >= 1 and scale % 1 == 0 else f"{scale:g}"
 
 
+def course_of_scale(steps: Sequence[Mapping[str, Any]], spell: Callable[[float], str]) -> str:
+    """Returns how the loss scale went over some steps, without the full stop.
+
+    Args:
+        steps: at least one.
+        spell: returns the text of a number.
+    """
+    scales = [float(step["scale"]) for step in steps]  # inf is text
+    first, last, least, greatest = map(spell, (scales[0], scales[-1], min(scales), max(scales)))
+    if least == greatest:
+        return f"The loss scale was {first} throughout"
+    return f"The loss scale went from {first} to {last}, between {least} and {greatest}"
+
+
 def options_for(scale: float, dynamic: bool) -> str:
     """Returns the arguments of `amp.initialize` with which the loss scale is a number, or starts at it."""
     if not dynamic:
@@ -352,13 +364,9 @@ def _sum_of_squares(found: Sequence[tuple[str, Tensor]]) -> Tensor | float:
 
 
 def _squares(gradient: Tensor) -> Tensor:
-    """Returns the sum of a gradient's squares in float64; on the CPU by norms of pieces in float32, if that holds them.
-
-    There torch's norm takes thirty times as long in float64.
-    """
-    if gradient.device.type == "cpu" and gradient.numel():
-        norms: Tensor = torch.stack(torch._foreach_norm(gradient.flatten().split(_PIECE))).to(torch.float64)
-        if norms.isfinite().all():
-            return norms.square().sum()
+    """Returns the sum of a gradient's squares in float64."""
+    if gradient.device.type == "cpu":  # there torch's norm takes three times as long
+        values = gradient.flatten().to(torch.float64)
+        return torch.dot(values, values)
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
     return norm.square()

@@ -95,14 +95,11 @@ def place(file: str | None, line: int | None) -> str:
 
 def _compared(row: Mapping[str, Any]) -> ComparedRow:
     """Returns a row of a comparison whose inf and NaN are numbers again."""
-    fields: dict[str, Any] = {
-        key: float(value) if isinstance(value, str) and key.endswith(_FLOATS) else value for key, value in row.items()
-    }
+    fields: dict[str, Any] = {key: float(value) if value in _NOT_FINITE else value for key, value in row.items()}
     return ComparedRow(**fields)
 
 
-#: Ends of the names of the numbers in `ComparedRow`.
-_FLOATS = ("error", "flushed", "noise", "value_a", "value_b")
+_NOT_FINITE = ("inf", "-inf", "nan")
 
 
 def types(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ampatch.diagnostics.report.numbers import in_terminal, seconds, size
-from ampatch.diagnostics.report.steps import share_lost, underflow_told
+from ampatch.diagnostics.report.steps import course_of_scale, share_lost, underflow_told
 from ampatch.diagnostics.shown_names import counted, few, shown_function, shown_module, shown_place
 from ampatch.diagnostics.tables import ROWS, Column, item, printed, table
 
@@ -157,12 +157,8 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     if not rows:
         yield "No step of an optimizer."
         return
-    skipped, scales = [row for row in rows if row["skipped"]], [float(row["scale"]) for row in rows]  # inf is text
-    kept = f"The loss scale was {_scale(scales[0])} throughout."
-    if min(scales) != max(scales):
-        first, last, least, greatest = map(_scale, (scales[0], scales[-1], min(scales), max(scales)))
-        kept = f"The loss scale went from {first} to {last}, between {least} and {greatest}."
-    yield f"{counted(len(rows), 'step')}, {len(skipped):,} of them skipped. {kept}"
+    skipped = sum(row["skipped"] for row in rows)
+    yield f"{counted(len(rows), 'step')}, {skipped:,} of them skipped. {course_of_scale(rows, _scale)}."
     columns = [
         Column("step", _count("step"), is_number=True),
         Column("loss_id", lambda row: "-" if row["loss_id"] is None else str(row["loss_id"]), is_number=True, rank=1),
