@@ -747,11 +747,10 @@ def preflight(
         raise OptionError(f"tolerance is {tolerance!r}; expected a positive number, such as 0.05.")
     from ampatch.diagnostics.preflight import preflight as preflights
     from ampatch.diagnostics.report.report import note_own_steps
+    from ampatch.diagnostics.trial_steps.levels import checked_levels
 
     note_own_steps("amp.preflight")
-    return preflights.preflight(
-        checked, inputs, loss_fn, preflights.checked_levels(levels), bound, as_flag("measure", measure)
-    )
+    return preflights.preflight(checked, inputs, loss_fn, checked_levels(levels), bound, as_flag("measure", measure))
 
 
 def compare(
@@ -948,8 +947,8 @@ def replay(
         UsageError: amp is set up.
         OptionError: the file holds no step, or the models are others; or a level does not exist.
     """
-    from ampatch.diagnostics.preflight.preflight import checked_levels
     from ampatch.diagnostics.replay import replay as replays
+    from ampatch.diagnostics.trial_steps.levels import checked_levels
 
     given = model if isinstance(model, (list, tuple)) else [model]
     # The file has the models inside of wrappers.
@@ -1471,7 +1470,7 @@ def _check_loss_fn(loss_fn: object) -> None:
 def _side(letter: str, given: object, model: nn.Module) -> Side:
     """Returns one of the two steps of `compare`."""
     from ampatch.diagnostics.compare.comparison import Side
-    from ampatch.diagnostics.preflight.steps import Setup
+    from ampatch.diagnostics.trial_steps.steps import Setup
 
     options = {"opt_level": given} if isinstance(given, str) else given
     if not isinstance(options, Mapping):
