@@ -848,11 +848,10 @@ def tune(
         tuning.save("casts.yaml")
 
     It trains in float32 first, then with the lists as they are. If the metric stays within the tolerance, that is the
-    result. Otherwise it moves functions that got half tensors to float32: groups in the order of their measured effect,
-    then halves of groups, then single functions. At the end it tries to move each one back. Every trial trains with all
-    seeds, and its metrics are compared with float32's of the same seeds. A list passes if it is worse by no more than
-    the tolerance, after two standard errors of noise are added. If the noise is too large to decide, the result says
-    so.
+    result. Otherwise it moves functions that got half tensors to float32: all whitelisted ones, then halves of them, then
+    single functions. At the end it tries to move each one back. Every trial trains with all seeds, and its metrics are
+    compared with float32's of the same seeds. A list passes if it is worse by no more than the tolerance, after two
+    standard errors of noise are added. If the noise is too large to decide, the result says so.
 
     Before each run it sets torch's, Python's and numpy's seeds. Afterwards random numbers and torch's settings are as
     they were, and amp is off.
@@ -871,7 +870,7 @@ def tune(
         half_dtype: as for `initialize`.
         cast_lists: lists to begin with, as for `initialize`; the result is to be laid over them.
         journal: a JSON file that keeps every finished run. If it exists, its runs are not run again.
-        progress: whether to print a line for each run to standard error, with a bar on a terminal.
+        progress: whether to print a line for each run to standard error, with the time left.
 
     Returns:
         The list with its evidence: ``overlay`` is its YAML, ``save`` writes it. It prints as a report.
