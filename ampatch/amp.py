@@ -848,9 +848,9 @@ def tune(
         tuning.save("casts.yaml")
 
     It trains in float32 first, then with the lists as they are. If the metric stays within the tolerance, that is the
-    result. Otherwise it moves functions that got half tensors to float32: all whitelisted ones, then halves of them, then
-    single functions. At the end it tries to move each one back. Every trial trains with all seeds, and its metrics are
-    compared with float32's of the same seeds. A list passes if it is worse by no more than the tolerance, after two
+    result. Otherwise it moves functions that got half tensors to float32: all whitelisted ones, then halves of these,
+    then single functions. At the end it tries to move each one back. Every trial trains with all seeds, and its metrics
+    are compared with float32's of the same seeds. A list passes if it is worse by no more than the tolerance, after two
     standard errors of noise are added. If the noise is too large to decide, the result says so.
 
     Before each run it sets torch's, Python's and numpy's seeds. Afterwards random numbers and torch's settings are as

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ampatch.diagnostics.compare.result import FLUSHED_SHARE, ComparedRow
-from ampatch.diagnostics.overflow.examiner import Examiner, NamedOp
+from ampatch.diagnostics.overflow.examiner import Examiner
+from ampatch.diagnostics.overflow.trace import NamedOp
 from ampatch.diagnostics.recorder.operands import floating_in
 from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import CAST, WatchedOp

@@ -27,7 +27,7 @@ from ampatch.diagnostics.recorder.operands import floating_in, with_types
 from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import Values, WatchedOp
 from ampatch.diagnostics.recorder.watch import Watch, run_again
-from ampatch.diagnostics.trial_steps.steps import RandomInFloat32, Step, draws_itself, flushed_of
+from ampatch.diagnostics.trial_steps.steps import RandomInFloat32, Step, draws_itself, flushed_of, relative
 from ampatch.diagnostics.trial_steps.subject import Subject, copied, text_of
 from ampatch.function_wrapper import unwrapped
 from ampatch.graph_nodes import nodes_of
@@ -204,13 +204,12 @@ def _errors(ops: Iterable[WatchedOp]) -> tuple[dict[WatchedOp, float], int]:
     """
     computing = [op for op in ops if op.op_name not in _MOVES and op.arguments is not None and op.outputs]
     judged = [op for op in computing if any(values.dtype is torch.float32 for values in op.inputs)]
-    pairs = {op: pair for op in judged if (pair := _error_of(op)) is not None}
-    telling = {op: pair for op, pair in pairs.items() if 0 < pair[1] < math.inf and pair[0] < pair[1] * _NOISE}
-    return {op: difference / size for op, (difference, size) in telling.items()}, len(judged) - len(pairs)
+    errors = {op: error for op in judged if (error := _error_of(op)) is not None}
+    return {op: error for op, error in errors.items() if error < _NOISE}, len(judged) - len(errors)
 
 
-def _error_of(op: WatchedOp) -> tuple[float, float] | None:
-    """Returns |bfloat16 - float32| and |float32|; None if bfloat16 has no kernel, or the operator is random."""
+def _error_of(op: WatchedOp) -> float | None:
+    """Returns |bfloat16 - float32| / |float32|; None if bfloat16 has no kernel, or the operator is random."""
     assert op.arguments is not None
     if torch.Tag.nondeterministic_seeded in op.op.tags:
         return None
@@ -220,7 +219,8 @@ def _error_of(op: WatchedOp) -> tuple[float, float] | None:
     if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:
         return None
     with torch.no_grad(), paused():
-        return _norm(one.float() - other.float() for one, other in zip(narrow, exact, strict=True)), _norm(exact)
+        difference = _norm(one.float() - other.float() for one, other in zip(narrow, exact, strict=True))
+        return relative(difference, _norm(exact))
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

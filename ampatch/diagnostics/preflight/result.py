@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ampatch.diagnostics.json_files import plain
-from ampatch.diagnostics.overflow.examiner import NamedOp
-from ampatch.diagnostics.overflow.trace import OverflowTrace
+from ampatch.diagnostics.overflow.trace import NamedOp, OverflowTrace
 from ampatch.diagnostics.shown_names import counted, module_and_line, shown_call, shown_module, shown_place
 from ampatch.diagnostics.tables import ROWS, Column, Whole, item, printed, table
 from ampatch.diagnostics.trial_steps.levels import call_of, levels_of, name_of

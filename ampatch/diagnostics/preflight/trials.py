@@ -147,8 +147,19 @@ def _milliseconds(subject: Subject, setup: Setup) -> float:
 
 def _peak_bytes(subject: Subject, setup: Setup) -> float:
     """Returns the peak memory of a step, with the weights of the copy, and without the user's own model."""
+    gpu = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
+    before = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
     with contextlib.ExitStack() as stack:
-        return peak_allocated(lambda: _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject))
+
+        def prepare() -> Callable[[], None]:
+            return _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject)
+
+        if gpu is None:
+            return peak_allocated(prepare)
+        step = prepare()
+        torch.cuda.reset_peak_memory_stats(gpu)
+        step()
+        return torch.cuda.max_memory_allocated(gpu) - before
 
 
 def _warmed_up(opened: OpenedCopy, subject: Subject) -> Callable[[], None]:
