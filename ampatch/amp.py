@@ -748,11 +748,10 @@ def preflight(
         raise OptionError(f"tolerance is {tolerance!r}; expected a positive number, such as 0.05.")
     from ampatch.diagnostics.preflight import preflight as preflights
     from ampatch.diagnostics.report.report import note_own_steps
+    from ampatch.diagnostics.trial_steps.levels import checked_levels
 
     note_own_steps("amp.preflight")
-    return preflights.preflight(
-        checked, inputs, loss_fn, preflights.checked_levels(levels), bound, as_flag("measure", measure)
-    )
+    return preflights.preflight(checked, inputs, loss_fn, checked_levels(levels), bound, as_flag("measure", measure))
 
 
 def compare(
@@ -850,11 +849,10 @@ def tune(
         tuning.save("casts.yaml")
 
     It trains in float32 first, then with the lists as they are. If the metric stays within the tolerance, that is the
-    result. Otherwise it moves functions that got half tensors to float32: groups in the order of their measured effect,
-    then halves of groups, then single functions. At the end it tries to move each one back. Every trial trains with all
-    seeds, and its metrics are compared with float32's of the same seeds. A list passes if it is worse by no more than
-    the tolerance, after two standard errors of noise are added. If the noise is too large to decide, the result says
-    so.
+    result. Otherwise it moves functions that got half tensors to float32: all whitelisted ones, then halves of these,
+    then single functions. At the end it tries to move each one back. Every trial trains with all seeds, and its metrics
+    are compared with float32's of the same seeds. A list passes if it is worse by no more than the tolerance, after two
+    standard errors of noise are added. If the noise is too large to decide, the result says so.
 
     Before each run it sets torch's, Python's and numpy's seeds. Afterwards random numbers and torch's settings are as
     they were, and amp is off.
@@ -873,7 +871,7 @@ def tune(
         half_dtype: as for `initialize`.
         cast_lists: lists to begin with, as for `initialize`; the result is to be laid over them.
         journal: a JSON file that keeps every finished run. If it exists, its runs are not run again.
-        progress: whether to print a line for each run to standard error, with a bar on a terminal.
+        progress: whether to print a line for each run to standard error, with the time left.
 
     Returns:
         The list with its evidence: ``overlay`` is its YAML, ``save`` writes it. It prints as a report.
@@ -949,8 +947,8 @@ def replay(
         UsageError: amp is set up.
         OptionError: the file holds no step, or the models are others; or a level does not exist.
     """
-    from ampatch.diagnostics.preflight.preflight import checked_levels
     from ampatch.diagnostics.replay import replay as replays
+    from ampatch.diagnostics.trial_steps.levels import checked_levels
 
     given = model if isinstance(model, (list, tuple)) else [model]
     # The file has the models inside of wrappers.
@@ -1475,7 +1473,7 @@ def _check_loss_fn(loss_fn: object) -> None:
 def _side(letter: str, given: object, model: nn.Module) -> Side:
     """Returns one of the two steps of `compare`."""
     from ampatch.diagnostics.compare.comparison import Side
-    from ampatch.diagnostics.preflight.steps import Setup
+    from ampatch.diagnostics.trial_steps.steps import Setup
 
     options = {"opt_level": given} if isinstance(given, str) else given
     if not isinstance(options, Mapping):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.diagnostics.preflight.peak_memory import peak_allocated
+from ampatch.diagnostics.peak_memory import peak_allocated
 
 #: Phases of a training step, in order; no other work runs between them.
 PHASES = ("forward", "backward", "step")

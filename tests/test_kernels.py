@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ampatch.diagnostics.preflight.peak_memory import peak_allocated
+from ampatch.diagnostics.peak_memory import peak_allocated
 from ampatch.errors import KernelError, OptionError
 from ampatch.native import calls, extension, extension_kernels, kernels, torch_kernels
 from ampatch.native.extension import Library
@@ -702,7 +702,7 @@ class TestChoice:
         program = """
 import torch
 from ampatch import amp
-from ampatch.diagnostics.preflight.peak_memory import peak_allocated
+from ampatch.diagnostics.peak_memory import peak_allocated
 from ampatch.errors import KernelError
 before = torch.mm
 try:

@@ -304,20 +304,6 @@ def test_halving_asks_seldom() -> None:
     assert len(asked) <= 2 * math.log2(64) + 2
 
 
-def test_groups_come_by_their_effect() -> None:
-    groups = {name: frozenset(name) for name in "abcd"}
-    tried = []
-
-    def passes(kept: frozenset[str]) -> bool:
-        tried.append("".join(sorted(kept)))
-        return kept >= {"b", "d"}
-
-    effects = {"a": 0.0, "b": 1.0, "c": -math.inf, "d": 2.0}
-    found = search.accumulated(groups, lambda kept: effects[min(kept)], passes, frozenset("abcd"))
-    assert found == {"b", "d"}
-    assert tried == ["a", "b", "c", "d", "d", "bd"]
-
-
 # Noise
 
 
@@ -911,7 +897,7 @@ def test_a_line_for_each_run_with_the_time_left(capsys: pytest.CaptureFixture[st
     assert lines[0].startswith("run 1: float32, seed 0: ")
     assert lines[0].endswith(" left")
     assert "the lists as they are, seed 0" in lines[1]
-    assert f"functions of {__name__} in float32" in " ".join(lines)
+    assert f"{__name__}.spread in float32" in " ".join(lines)
 
 
 # The command

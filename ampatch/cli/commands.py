@@ -309,7 +309,7 @@ def _add_preflight(parser: argparse.ArgumentParser) -> None:
 
 def _preflight(arguments: argparse.Namespace) -> int:
     from ampatch import amp
-    from ampatch.diagnostics.preflight.preflight import checked_levels, is_users
+    from ampatch.diagnostics.trial_steps.levels import checked_levels
 
     levels = arguments.level or ("O1", "O2", "O3")
     checked_levels(levels)  # before the user's model is built
@@ -318,7 +318,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
         if not isinstance(result, (tuple, list)) or len(result) != 3:
             raise OptionError(f"{arguments.target} returned {_shape(result)}; expected three: {_STEP}.")
         model, inputs, loss_fn = result
-        with _naming(arguments.target, is_users, _step_of(arguments.target, inputs)):
+        with _naming(arguments.target, _step_of(arguments.target, inputs)):
             result = amp.preflight(model, inputs, loss_fn, levels=levels, measure=not arguments.no_measure)
     _print_result(result, arguments)
     return 0 if any(each.verdict == "stands" for each in result.levels) else _FAULT
@@ -342,7 +342,7 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 def _replay(arguments: argparse.Namespace) -> int:
     from ampatch import amp
     from ampatch.diagnostics.overflow import step_file
-    from ampatch.diagnostics.preflight.preflight import checked_levels
+    from ampatch.diagnostics.trial_steps.levels import checked_levels
 
     levels = arguments.level or None
     if levels is not None:
@@ -356,14 +356,15 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _naming(target: str, is_users: Callable[[BaseException], bool], code: str) -> Iterator[None]:
+def _naming(target: str, code: str) -> Iterator[None]:
     """Names the user's function in the errors of a block that runs what it returned.
 
     Args:
         target: the module and the function, as "module:function".
-        is_users: returns True for an exception of the user's own code.
         code: Python that runs this code without ampatch.
     """
+    from ampatch.diagnostics.trial_steps.subject import is_users
+
     try:
         yield
     except OptionError as error:
@@ -456,7 +457,6 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
 
 def _tune(arguments: argparse.Namespace) -> int:
     from ampatch import amp
-    from ampatch.diagnostics.tune.trainings import is_users
 
     out, target = _file_of_tuning(arguments), arguments.target
     with _searching_here():  # while it runs too: the training may import what it needs late
@@ -471,7 +471,7 @@ def _tune(arguments: argparse.Namespace) -> int:
             to_type = " and ".join(flags[name] for name in missing)
             raise OptionError(f"{target}: {' and '.join(missing)} not given. Type {to_type}.")
         try:
-            with _naming(target, is_users, _training_of(target, given)):
+            with _naming(target, _training_of(target, given)):
                 result = amp.tune(**options)
         except KeyboardInterrupt:
             if options["journal"] is not None:

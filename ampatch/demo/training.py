@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ampatch import amp
 from ampatch.demo.digits import Digits
 from ampatch.demo.network import DigitsNetwork
-from ampatch.diagnostics.preflight.peak_memory import peak_allocated
+from ampatch.diagnostics.peak_memory import peak_allocated
 
 # Gives 45 steps per epoch. With half as many, one epoch was too short for batch norm's running statistics. The network
 # then recognised 80% of the test digits with the statistics of their batch, but 10% (chance) with the running ones.

@@ -48,6 +48,18 @@ def shown_place(file: str | None, line: int | None) -> str:
     return "" if file is None else f"{shown_path(file)}:{line}"
 
 
+def shown_call(path: str, operator: str) -> str:
+    """Returns a torch function, with the name of the operator that ran in it if it has another one."""
+    name = shown_function(path)
+    return name if operator in ("", *path.split(".")) else f"{name} ({operator})"
+
+
+def module_and_line(module: str | None, file: str | None, line: int | None) -> str:
+    """Returns the cell of a table for a call: its module and, below it, its line."""
+    place = "" if file is None else f"{Path(file).name}:{line}"
+    return "\n".join(filter(None, (shown_module(module), place)))
+
+
 def few(names: Sequence[str], most: int) -> str:
     """Returns the first of several names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -28,7 +28,6 @@ PASSED_ON = {
     ("casting/cast_errors.py", "add_note"),
     ("cli/commands.py", "_naming"),
     ("cli/users_errors.py", "in_one_error"),
-    ("diagnostics/preflight/preflight.py", "_in_float32"),
     ("interfaces/grad_scaler.py", "GradScaler.__init__"),
     ("interfaces/grad_scaler.py", "GradScaler.update"),
     ("parts/casts.py", "Casts._warn_of_undone_edits"),

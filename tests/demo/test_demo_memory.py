@@ -13,7 +13,7 @@ import torch
 
 from ampatch.demo import digits, training
 from ampatch.demo.network import DigitsNetwork
-from ampatch.diagnostics.preflight.peak_memory import peak_allocated
+from ampatch.diagnostics.peak_memory import peak_allocated
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -108,7 +108,7 @@ class TestPeakAllocated:
     @pytest.mark.slow
     def test_nor_by_the_first_measurement_of_a_process(self) -> None:
         program = (
-            "import os, torch; from ampatch.diagnostics.preflight.peak_memory import peak_allocated; "
+            "import os, torch; from ampatch.diagnostics.peak_memory import peak_allocated; "
             "before = dict(os.environ);"
             "peak_allocated(lambda: lambda: torch.ones(2)); assert dict(os.environ) == before"
         )

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainingArguments
 
 from ampatch import amp
-from ampatch.diagnostics.preflight.peak_memory import peak_allocated
+from ampatch.diagnostics.peak_memory import peak_allocated
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.integrations.transformers import AmpatchTrainer
 

@@ -17,12 +17,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ampatch.diagnostics.compare.result import FLUSHED_SHARE, ComparedRow
-from ampatch.diagnostics.overflow.examiner import Examiner, NamedOp
-from ampatch.diagnostics.preflight.steps import flushed_of, relative
+from ampatch.diagnostics.overflow.examiner import Examiner
+from ampatch.diagnostics.overflow.trace import NamedOp
 from ampatch.diagnostics.recorder.operands import floating_in
 from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import CAST, WatchedOp
 from ampatch.diagnostics.recorder.watch import Watch, measured, run_again
+from ampatch.diagnostics.trial_steps.steps import flushed_of, relative
 from ampatch.grouping import grouped
 
 #: Errors within this multiple of the unit roundoff are rounding. An operator whose two inputs and result are rounded

@@ -16,11 +16,9 @@ from torch import nn
 
 from ampatch.diagnostics.compare.calls import Call, Precision, calls_of, distance, first_of, matched, rows_of
 from ampatch.diagnostics.compare.result import ComparedRow, Comparison, GradientError, where
-from ampatch.diagnostics.preflight.float32 import draws_itself
-from ampatch.diagnostics.preflight.steps import RandomInFloat32, Setup, Step, opened_copy, until_finite
-from ampatch.diagnostics.preflight.subject import Subject, noting, noting_warnings, undisturbed
-from ampatch.diagnostics.recorder import mode_stacks
 from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.diagnostics.trial_steps.steps import Setup, Step, draws_itself, opened_copy, until_finite
+from ampatch.diagnostics.trial_steps.subject import Subject, noting, noting_warnings, undisturbed
 from ampatch.half_types import HALVES
 from ampatch.opt_levels import dtype_name
 
@@ -134,17 +132,8 @@ def _recorded(subject: Subject, side: Side, scale: float) -> _Recorded:
     setup = replace(side.setup, parts=(*side.setup.parts, ("loss_scale", scale)))
     with _named(side), opened_copy(subject, setup) as opened:
         examiner = setup.examiner(opened.model)
-        arguments = subject.begin_step()
-        with Watch(keep=lambda _: True, keep_results=True) as watch, contextlib.ExitStack() as stack:
-            # Below the watch, so that the watch does not see its casts.
-            random_in_float32 = RandomInFloat32()
-            mode_stacks.OPERATORS.insert(random_in_float32)
-            stack.callback(mode_stacks.OPERATORS.remove, random_in_float32)
-            loss = subject.loss_of(opened.model, arguments)
-            with opened.session.losses.scale_loss(loss, [opened.optimizer], 0) as scaled:
-                scaled.backward()
-                watch.stop()  # what amp does at the block's end is no call of the step
-        step = opened.outcome(loss.detach())
+        watch = Watch(keep=lambda _: True, keep_results=True)
+        step, _ = opened.watched_step(subject, watch)
         properties = setup.properties
         is_half = properties.patch_torch_functions or properties.cast_model_type in HALVES
         half_name = dtype_name(setup.half_dtype) if is_half else ""

@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ampatch.diagnostics.json_files import plain
-from ampatch.diagnostics.shown_names import shown_function, shown_module, shown_place
+from ampatch.diagnostics.shown_names import module_and_line, shown_call, shown_function, shown_module, shown_place
 from ampatch.diagnostics.tables import ROWS, Column, printed, table
 from ampatch.grouping import grouped
 
@@ -247,8 +246,8 @@ def _tables_of_calls(result: Comparison) -> Iterator[Any]:
     columns = [
         Column("#", lambda row: str(row.number), is_number=True),
         Column("pass", lambda row: row.phase),
-        Column("function", _called),
-        Column("module and line", _module_and_line),
+        Column("function", lambda row: shown_call(row.function, row.operator)),
+        Column("module and line", lambda row: module_and_line(row.module, row.file, row.line)),
         Column("type", lambda row: row.type_b),
     ]
     told = telling_rows(result.rows, result.first, result.worst)
@@ -281,16 +280,6 @@ def telling_rows(
     return list(dict.fromkeys([row for row in (first, worst) if row in above] + ranked))
 
 
-def _module_and_line(row: ComparedRow) -> str:
-    line = "" if row.file is None else f"{Path(row.file).name}:{row.line}"
-    return "\n".join(filter(None, (shown_module(row.module), line)))
-
-
-def _called(row: ComparedRow) -> str:
-    name = shown_function(row.function)
-    return name if row.operator in ("", *row.function.split(".")) else f"{name} ({row.operator})"
-
-
 def _error(number: float | None) -> str:
     return "-" if number is None else f"{number:.2g}"
 
@@ -310,4 +299,4 @@ def where(row: ComparedRow) -> str:
     """Returns a row's call in words: pass, function, module and line."""
     module = f", module {shown_module(row.module)}" if row.module is not None else ""
     place = f", at {row.place}" if row.file is not None else ""
-    return f"the {row.phase} of {_called(row)}{module}{place}"
+    return f"the {row.phase} of {shown_call(row.function, row.operator)}{module}{place}"

@@ -9,7 +9,7 @@ import functools
 import math
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import shipped
 from ampatch.diagnostics.overflow import causes
-from ampatch.diagnostics.overflow.trace import SUM_OF_GRADIENTS, OverflowTrace, TracedTensor
+from ampatch.diagnostics.overflow.trace import SUM_OF_GRADIENTS, NamedOp, OverflowTrace, TracedTensor
 from ampatch.diagnostics.recorder.records import CAST, Values, WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.opt_levels import Properties, dtype_name
@@ -34,19 +34,6 @@ NOT_ENOUGH, NOT_TRIED = "(tried, and not enough) ", "(not tried) "
 NOT_IN_FLOAT32 = "none in precision: the step as a whole is not finite in float32 either"
 NO_SCALE, _NONE = "no loss scale: ", "none in precision: "
 _NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"
-
-
-@dataclass(frozen=True, slots=True)
-class NamedOp:
-    """An operator in the user's terms. The attributes are those of `OverflowTrace` with the same names."""
-
-    function: str
-    operator: str
-    module: str | None
-    module_class: str | None
-    file: str | None
-    line: int | None
-    source: str
 
 
 class Examiner:

@@ -36,6 +36,19 @@ class TracedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedOp:
+    """An operator in the user's terms. The attributes are those of `OverflowTrace` with the same names."""
+
+    function: str
+    operator: str
+    module: str | None
+    module_class: str | None
+    file: str | None
+    line: int | None
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class OverflowTrace:
     """Where inf or NaN first arose in a step.
 

@@ -11,6 +11,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -22,12 +23,12 @@ from ampatch.cast_lists.paths import Path, identity
 from ampatch.cast_lists.rules import Treatment
 from ampatch.diagnostics.overflow.examiner import Examiner
 from ampatch.diagnostics.preflight.result import Imprecise, Location, OutOfRange, Underflow, Unlisted
-from ampatch.diagnostics.preflight.steps import RandomInFloat32, Step, flushed_of
-from ampatch.diagnostics.preflight.subject import Subject, copied, text_of
 from ampatch.diagnostics.recorder.operands import floating_in, with_types
 from ampatch.diagnostics.recorder.recorder import paused
 from ampatch.diagnostics.recorder.records import Values, WatchedOp
 from ampatch.diagnostics.recorder.watch import Watch, run_again
+from ampatch.diagnostics.trial_steps.steps import RandomInFloat32, Step, draws_itself, flushed_of, relative
+from ampatch.diagnostics.trial_steps.subject import Subject, copied, text_of
 from ampatch.function_wrapper import unwrapped
 from ampatch.graph_nodes import nodes_of
 from ampatch.grouping import grouped
@@ -94,7 +95,8 @@ class Operators:
         self.out_of_range = self._rows(OutOfRange, _beyond_float16(watch.ops))
         self.imprecise = self._rows(Imprecise, ((op, self._errors[op]) for op in self._above))
         forward = [op for op in watch.ops if not op.is_backward]
-        self.unlisted = tuple(self._unlisted(forward, loss))
+        unlisted = self._unlisted(forward, loss)
+        self.unlisted = tuple(sorted(unlisted, key=lambda row: (row.kind == "torch function", -row.count)))
         banned = {str(path) for (path, _), rule in shipped().rules.items() if rule.treatment is Treatment.BANNED}
         self.banned = [each for each in dict.fromkeys(op.function_name for op in forward) if each in banned]
 
@@ -111,10 +113,9 @@ class Operators:
 
     def _located(self, op: WatchedOp) -> Location:
         named = self._examiner.named(op)
-        function = _custom_path(op) if _is_custom(op) else named.function
         at_o1 = self._at_o1(op.named_op.function, named.function)
-        place = named.module, named.file, named.line, named.source
-        return Location(function, named.operator, op.direction, *place, at_o1)
+        named = replace(named, function=_path_of(op)) if _is_custom(op) else named
+        return Location(**asdict(named), direction=op.direction, at_o1=at_o1)
 
     def _at_o1(self, function: object, path: str) -> str:
         by_path = shipped().rules.get((Path(*path.rpartition(".")[::2]), torch.float16))
@@ -131,39 +132,35 @@ class Operators:
         ordered = sorted(numbers.items(), key=lambda item: -max(item[1]))
         return tuple(row(location, max(several), len(several)) for location, several in ordered)
 
-    def _unlisted(self, forward: Sequence[WatchedOp], loss: Tensor) -> Iterator[Unlisted]:
-        computing = [op for op in forward if op.inputs and op.outputs and op.op_name not in _MOVES]
-        custom = grouped((_custom_path(op), op) for op in computing if _is_custom(op) and not self._knows_operator(op))
-        called = [op for op in computing if not _is_custom(op) and op.function is not None]
-        plain = grouped((op.function_name, op) for op in called if not self._knows(op.function))
-        for path, ops in custom.items():
-            yield self._unlisted_of("custom operator", path, ops)
-        for kind, count in _autograd_functions(loss).items():
-            if not any(owner is kind for owner, _ in self._registered):
-                code = getattr(getattr(kind, "forward", None), "__code__", None)
+    def _unlisted(self, ops: Iterable[WatchedOp], loss: Tensor) -> Iterator[Unlisted]:
+        computing = (op for op in ops if op.inputs and op.outputs and op.op_name not in _MOVES)
+        unknown = grouped((_path_of(op), op) for op in computing if not self._knows(op))
+        for path, calls in unknown.items():
+            kind, location = "custom operator" if _is_custom(calls[0]) else "torch function", self._location(calls[0])
+            yield Unlisted(kind, path, len(calls), location.module, location.file, location.line)
+        for function, count in _autograd_functions(loss).items():
+            if not any(owner is function for owner, _ in self._registered):
+                code = getattr(getattr(function, "forward", None), "__code__", None)
                 where = (None, None) if code is None else (code.co_filename, code.co_firstlineno)
-                yield Unlisted("autograd.Function", f"{kind.__module__}.{kind.__qualname__}", count, None, *where)
-        for path, ops in sorted(plain.items(), key=lambda item: -len(item[1])):
-            yield self._unlisted_of("torch function", path, ops)
+                path = f"{function.__module__}.{function.__qualname__}"
+                yield Unlisted("autograd.Function", path, count, None, *where)
 
-    def _unlisted_of(self, kind: str, path: str, ops: Sequence[WatchedOp]) -> Unlisted:
-        location = self._location(ops[0])
-        return Unlisted(kind, path, len(ops), location.module, location.file, location.line)
-
-    def _knows(self, function: object) -> bool:
-        """Returns True if a list names a function, or one that it calls."""
-        function = unwrapped(function)
-        if id(function) in self._rules or any(known is function for _, known in self._registered):
+    def _knows(self, op: WatchedOp) -> bool:
+        """Returns True if a list or a registration names the function that ran an operator, or one that it calls."""
+        if _is_custom(op):
+            names = {path.namespace for path, _ in shipped().rules if path.name == op.op_name}
+            return self._has_registered(op.op.overloadpacket, op.op) or any(
+                name.startswith(op.op.namespace) for name in names
+            )
+        function = unwrapped(op.function)
+        if function is None or id(function) in self._rules or self._has_registered(function):
             return True
         if getattr(function, "__name__", "") in ("backward", "__get__", "__set__", "__setitem__"):
             return True  # no arithmetic of the forward pass
         return any(key in self._rules for key in spellings.called_by(function))
 
-    def _knows_operator(self, op: WatchedOp) -> bool:
-        if any(known is op.op.overloadpacket or known is op.op for _, known in self._registered):
-            return True
-        listed = (path for path, _ in shipped().rules if path.name == op.op_name)
-        return any(path.namespace.startswith(op.op.namespace) for path in listed)
+    def _has_registered(self, *functions: object) -> bool:
+        return any(known is function for _, known in self._registered for function in functions)
 
     def _suspect(self, op: WatchedOp) -> tuple[str, str]:
         location = self._location(op)
@@ -191,8 +188,8 @@ def _is_custom(op: WatchedOp) -> bool:
     return op.op.namespace not in _OF_TORCH
 
 
-def _custom_path(op: WatchedOp) -> str:
-    return f"torch.ops.{op.op.namespace}.{op.op_name}"
+def _path_of(op: WatchedOp) -> str:
+    return f"torch.ops.{op.op.namespace}.{op.op_name}" if _is_custom(op) else op.function_name
 
 
 def _largest(values: Sequence[Values]) -> float:
@@ -207,13 +204,12 @@ def _errors(ops: Iterable[WatchedOp]) -> tuple[dict[WatchedOp, float], int]:
     """
     computing = [op for op in ops if op.op_name not in _MOVES and op.arguments is not None and op.outputs]
     judged = [op for op in computing if any(values.dtype is torch.float32 for values in op.inputs)]
-    pairs = {op: pair for op in judged if (pair := _error_of(op)) is not None}
-    telling = {op: pair for op, pair in pairs.items() if 0 < pair[1] < math.inf and pair[0] < pair[1] * _NOISE}
-    return {op: difference / size for op, (difference, size) in telling.items()}, len(judged) - len(pairs)
+    errors = {op: error for op in judged if (error := _error_of(op)) is not None}
+    return {op: error for op, error in errors.items() if error < _NOISE}, len(judged) - len(errors)
 
 
-def _error_of(op: WatchedOp) -> tuple[float, float] | None:
-    """Returns |bfloat16 - float32| and |float32|; None if bfloat16 has no kernel, or the operator is random."""
+def _error_of(op: WatchedOp) -> float | None:
+    """Returns |bfloat16 - float32| / |float32|; None if bfloat16 has no kernel, or the operator is random."""
     assert op.arguments is not None
     if torch.Tag.nondeterministic_seeded in op.op.tags:
         return None
@@ -223,7 +219,8 @@ def _error_of(op: WatchedOp) -> tuple[float, float] | None:
     if not exact or [each.shape for each in narrow] != [each.shape for each in exact]:
         return None
     with torch.no_grad(), paused():
-        return _norm(one.float() - other.float() for one, other in zip(narrow, exact, strict=True)), _norm(exact)
+        difference = _norm(one.float() - other.float() for one, other in zip(narrow, exact, strict=True))
+        return relative(difference, _norm(exact))
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
@@ -238,17 +235,6 @@ def _autograd_functions(loss: Tensor) -> dict[type, int]:
     kinds: Iterator[Any] = (getattr(node, "_forward_cls", None) for node in nodes)  # of BackwardCFunction only
     own = ("torch", "ampatch")
     return Counter(kind for kind in kinds if kind is not None and kind.__module__.partition(".")[0] not in own)
-
-
-def draws_itself(ops: Iterable[WatchedOp]) -> bool:
-    """Returns True if an attention kernel among operators draws dropout, each type in another order."""
-    return any("attention" in op.op_name and _dropout_of(op) > 0 for op in ops)
-
-
-def _dropout_of(op: WatchedOp) -> float:
-    args, kwargs = op.arguments or ((), {})
-    given = dict(zip((argument.name for argument in op.op._schema.arguments), args, strict=False)) | kwargs
-    return float(given.get("dropout_p", 0.0))
 
 
 def underflows(

@@ -18,20 +18,18 @@ from torch import nn
 from ampatch.diagnostics.overflow.examiner import overlay_for
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.preflight.float32 import Operators, underflows
-from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, STANDS, LevelVerdict, Preflight, level_and_halves
-from ampatch.diagnostics.preflight.steps import Part, Setup, Step, Trial, examined, measured, tried
-from ampatch.diagnostics.preflight.subject import Subject, copied, noting, undisturbed
+from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, STANDS, LevelVerdict, Preflight
+from ampatch.diagnostics.preflight.trials import Trial, measured, tried
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.diagnostics.shown_names import shown_place
-from ampatch.errors import OptionError
+from ampatch.diagnostics.trial_steps.levels import Level
+from ampatch.diagnostics.trial_steps.steps import Part, Setup, Step, examined, opened_copy
+from ampatch.diagnostics.trial_steps.subject import Subject, noting, undisturbed
 
-Level = tuple[str, torch.dtype]
-
-_FORWARD, _LOSS, _BACKWARD = (
-    f"ampatch: {stage} raised this in float32, with amp off, before any opt level was tried."
-    for stage in ("The forward pass", "loss_fn", "The backward pass")
-)
+_FLOAT32 = "ampatch: The model or loss_fn raised this in float32 (O0), before any opt level was tried."
 _MEMORY = "ampatch: Preflight keeps all tensors of a float32 step. Give it a smaller batch."
+
+_O0 = Setup("O0", torch.float16)
 
 #: Parts that are added to a change before the search gives up.
 _LIMIT = 8
@@ -64,8 +62,10 @@ def preflight(
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=tolerance)
         run = functools.partial(tried, subject, reference)
-        unchanged = LevelVerdict("O0", "float32", STANDS), Setup("O0", torch.float16)
-        planned = [unchanged, *(_verdict(Setup(*level), operators, run) for level in levels)]
+        planned = [
+            (LevelVerdict("O0", "float32", STANDS), _O0),
+            *(_verdict(Setup(*level), operators, run) for level in levels),
+        ]
         float32, *verdicts = measured(subject, planned) if measure else [verdict for verdict, _ in planned]
         rows, noise_unknown = underflows(subject, reference, operators.draws_itself, _settled_scale(verdicts))
         return Preflight(
@@ -85,52 +85,17 @@ def preflight(
         )
 
 
-def checked_levels(levels: object) -> list[Level]:
-    """Returns opt levels with their half types, each once.
-
-    Args:
-        levels: a level, such as "O1"; a pair of a level and a half type; or a list or tuple of these.
-
-    Raises:
-        OptionError: one of them is neither, or there is none.
-    """
-    if isinstance(levels, str) or not isinstance(levels, (list, tuple)):
-        levels = [levels]
-    found: dict[Level, None] = {}
-    for each in levels:
-        pair = each if isinstance(each, (list, tuple)) else (each,)
-        if len(pair) not in (1, 2):
-            raise OptionError(f"levels has {each!r}; expected a level ('O1'), or a pair ('O1', torch.float16).")
-        level, halves = level_and_halves(*pair)
-        found.update(dict.fromkeys((level, half) for half in halves))
-    if not found:
-        raise OptionError("levels is empty; expected opt levels, such as ('O1', 'O2').")
-    return list(found)
-
-
-def is_users(error: BaseException) -> bool:
-    """Returns True if the user's code, and not `preflight` itself, is to blame for an exception that came out of it."""
-    return not {_FORWARD, _LOSS, _BACKWARD, _MEMORY}.isdisjoint(getattr(error, "__notes__", ()))
-
-
 def _in_float32(subject: Subject, tolerance: float) -> tuple[Step, Operators | None, OverflowTrace | None]:
     """Watches a float32 step: returns it with its operators or, if it is not finite, with the trace."""
-    watch, model = Watch(keep=lambda _: True), copied(subject.model)
-    examiner = Setup("O0", torch.float16).examiner(model)
-    args, kwargs = subject.begin_step()
-    with watch:
-        with noting(_FORWARD):
-            output = model(*args, **kwargs)
-        with noting(_LOSS):
-            loss = subject.loss_for(output)
-        with noting(_BACKWARD):
-            loss.backward()
-    step = Step.of(loss, model.named_parameters(), model)
+    watch = Watch(keep=lambda _: True)
+    with opened_copy(subject, _O0) as opened, noting(_FLOAT32):
+        step, loss = opened.watched_step(subject, watch)
+    examiner = _O0.examiner(opened.model)
     if not step.is_finite:
         return step, None, examined(watch, examiner, 1.0)
     operators = Operators(watch, examiner, loss, tolerance)
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (*opened.model.parameters(), *opened.model.buffers()):
             tensor.data = tensor.new_empty(0)  # the operators still name the modules, and need no weights
     return step, operators, None
 

@@ -1,11 +1,10 @@
 """What `amp.preflight` returns, as frozen values, and their text.
 
-Owns the wording of the report. Must never run a model, nor judge a number.
+Owns the wording and the tables of the report. Must never run a model, nor judge a number.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,10 +12,11 @@ from typing import Any
 import torch
 
 from ampatch.diagnostics.json_files import plain
-from ampatch.diagnostics.overflow.trace import OverflowTrace
-from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
+from ampatch.diagnostics.overflow.trace import NamedOp, OverflowTrace
+from ampatch.diagnostics.shown_names import counted, module_and_line, shown_call, shown_module, shown_place
+from ampatch.diagnostics.tables import ROWS, Column, Whole, item, printed, table
+from ampatch.diagnostics.trial_steps.levels import call_of, levels_of, name_of
 from ampatch.errors import OptionError
-from ampatch.opt_levels import check_half_dtype, check_opt_level
 
 STANDS, OVERFLOWS, INACCURATE, FAILS = "stands", "overflows", "inaccurate", "fails"
 
@@ -27,56 +27,22 @@ GRADIENT_BOUND = 0.2
 #: running statistics have some hundredths.
 STATE_BOUND = 0.5
 
-_WIDTH = 98
-_ROWS = 10  # of each list that is printed
 _LEAST_SHARE = 0.001  # of flushed values that is printed
 _NEARLY_ALL = 0.99  # of them that are noise
 _LEAST_NOISE = 0.01  # share of them that is printed
 
-#: O4 and O5 are O1 and O2 in bfloat16.
-_IN_BFLOAT16 = {"O4": "O1", "O5": "O2"}
-
-
-def level_and_halves(opt_level: object, half_dtype: object = None) -> tuple[str, tuple[torch.dtype, ...]]:
-    """Returns a level among O1, O2 and O3, and its half types: both, unless one is given or the level has its own.
-
-    Raises:
-        OptionError: the level or the half type is none; the level is O0; or the two contradict each other.
-    """
-    level = check_opt_level(opt_level)
-    if level == "O0":
-        raise OptionError("O0 is float32, with which every level is compared; expected O1, O2, O3, O4 or O5.")
-    half = None if half_dtype is None else check_half_dtype(half_dtype)
-    if level in _IN_BFLOAT16:
-        if half not in (None, torch.bfloat16):
-            raise OptionError(f"{level} is bfloat16, and half_dtype is {half}. Type {_IN_BFLOAT16[level]!r} instead.")
-        return _IN_BFLOAT16[level], (torch.bfloat16,)
-    return level, (torch.float16, torch.bfloat16) if half is None else (half,)
-
 
 @dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedOp):
     """Where an operator of the float32 step was called.
 
     Attributes:
-        function: path of the torch function; in the backward pass of the one whose gradient was computed.
-        operator: name of the operator, such as "bmm".
         direction: "forward" or "backward".
-        module: name of the innermost module; "" for the model itself, None outside of one.
-        file: the user's file; None if no user code called it.
-        line: number of the line in it.
-        source: text of the line.
         at_o1: type in which O1 runs the function by the shipped lists: "half", "float32", or "the type of its inputs".
             O2 and O3 run it in half.
     """
 
-    function: str
-    operator: str
     direction: str
-    module: str | None
-    file: str | None
-    line: int | None
-    source: str
     at_o1: str
 
 
@@ -211,12 +177,6 @@ class LevelVerdict:
         return self.change or call_of(self.opt_level, self.half_dtype)
 
 
-def call_of(opt_level: str, half_dtype: str, *arguments: str) -> str:
-    """Returns a call of ``amp.initialize`` as text to paste."""
-    given = ["model", "optimizer", f'opt_level="{opt_level}"', f'half_dtype="{half_dtype}"', *arguments]
-    return f"amp.initialize({', '.join(given)})"
-
-
 @dataclass(frozen=True, slots=True)
 class Preflight:
     """What `amp.preflight` found out; prints as a report.
@@ -266,15 +226,16 @@ class Preflight:
         Raises:
             OptionError: the level was not tried, or was tried with both half types and none is given.
         """
-        level, halves = level_and_halves(opt_level, half_dtype)
-        names = {str(half).removeprefix("torch.") for half in halves}
-        found = [each for each in self.levels if each.opt_level == level and each.half_dtype in names]
+        names = [name_of(*each) for each in levels_of(opt_level, half_dtype)]
+        found = [each for each in self.levels if each.name in names]
         if len(found) == 1:
             return found[0]
         if found:
-            raise OptionError(f"{level} was tried in float16 and in bfloat16; type half_dtype='float16', or the other.")
+            raise OptionError(
+                f"{opt_level} was tried in float16 and in bfloat16; type half_dtype='float16', or the other."
+            )
         tried = ", ".join(each.name for each in self.levels) or "none, since float32 itself is not finite"
-        raise OptionError(f"{level} in {' or '.join(sorted(names))} was not tried; the levels tried are: {tried}.")
+        raise OptionError(f"{' or '.join(names)} was not tried; the levels tried are: {tried}.")
 
     def stands(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> bool:
         """Returns True if the model stands a level as it is, without a change.
@@ -286,7 +247,7 @@ class Preflight:
             OptionError: as `verdict`.
         """
         if not self.is_finite:
-            level_and_halves(opt_level, half_dtype)
+            levels_of(opt_level, half_dtype)
             return False
         return self.verdict(opt_level, half_dtype).verdict == STANDS
 
@@ -295,100 +256,96 @@ class Preflight:
         return plain(asdict(self))  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return printed(_parts(self))
 
 
 # Text
 
 
-def _lines(result: Preflight) -> Iterator[str]:
+def _parts(result: Preflight) -> Iterator[Any]:
     begin = f"Preflight of {result.model}: in float32 the loss is {result.loss:.5g}, and"
     if not result.is_finite:
-        yield from _wrapped(f"{begin} loss or gradients are not finite. No precision helps, so no opt level was tried.")
-        for line in str(result.trace).splitlines() if result.trace else ():
-            yield from _wrapped(line, "  ", "            ")
+        yield f"{begin} loss or gradients are not finite. No precision helps, so no opt level was tried."
+        yield from () if result.trace is None else [str(result.trace)]
         return
-    yield from _wrapped(f"{begin} all gradients are finite.")
-    yield ""
-    yield from _table(result)
-    yield from ["", "What to type"]
+    yield f"{begin} all gradients are finite."
+    yield from _levels(result)
+    yield "What to type"
     yield from _advice(result)
-    greatest = torch.finfo(torch.float16).max
-    yield from _section(f"Beyond float16's range of {greatest:g}, in float32", map(_beyond, result.out_of_range))
+    yield ""
+    largest = Column("largest", lambda row: f"{row.largest:.4g}", is_number=True)
+    beyond = f"Beyond float16's range of {torch.finfo(torch.float16).max:g}, in float32"
+    yield from _first(beyond, [*_CALL, largest], result.out_of_range)
     underflows = [row for row in result.underflows if row.share >= _LEAST_SHARE]
-    yield from _section("Gradients with values that float16 flushes to zero", map(_flushed, underflows))
-    if underflows:
-        yield from _wrapped(_about_noise(underflows, result.noise_unknown), "  ", "    ")
+    yield from _first("Gradients with values that float16 flushes to zero", _underflow(underflows), underflows)
+    yield from [_about_noise(underflows, result.noise_unknown), ""] if underflows else []
+    error = Column("error", lambda row: f"{row.error:.0%}" if row.error < 1 else "all", is_number=True)
     skipped = f" (not compared: {result.uncompared})" if result.uncompared else ""
     lost = f"More than {result.tolerance:.0%} lost to bfloat16's precision{skipped}"
-    yield from _section(lost, map(_lost, result.imprecise))
+    yield from _first(lost, [*_CALL, error], result.imprecise)
     unlisted = "Functions in no cast list, which compute in the types that they are given"
-    yield from _section(unlisted, map(_unlisted, result.unlisted))
+    yield from _first(unlisted, _UNLISTED, result.unlisted)
 
 
-def _table(result: Preflight) -> Iterator[str]:
-    rows = [
-        ["level", "half type", "verdict", "loss scale", "gradient error", "loss error", "ms", "MiB"],
-        ["O0", "(float32)", "", "", "", "", *_cost(result.float32_milliseconds, result.float32_peak_bytes)],
+def _first(title: str, columns: Iterable[Column], rows: Sequence[Any]) -> Iterator[Any]:
+    return table(title, list(columns), rows[:ROWS], len(rows))
+
+
+def _levels(result: Preflight) -> Iterator[Any]:
+    float32 = LevelVerdict(
+        "O0", "(float32)", "", milliseconds=result.float32_milliseconds, peak_bytes=result.float32_peak_bytes
+    )
+    is_measured = result.float32_milliseconds is not None
+    columns = [
+        Column("level", lambda row: row.opt_level),
+        Column("half type", lambda row: row.half_dtype),
+        Column("verdict", lambda row: f"{row.verdict}, mended" if row.change else row.verdict),
+        Column("loss scale", lambda row: _number(row.loss_scale, "g"), is_number=True),
+        Column("gradient error", lambda row: _number(row.gradient_error, ".2g"), is_number=True),
+        Column("loss error", lambda row: _number(row.loss_error, ".2g"), is_number=True, rank=1),
     ]
-    for each in result.levels:
-        verdict = f"{each.verdict}, mended" if each.change else each.verdict
-        errors = [_number(error, ".2g") for error in (each.gradient_error, each.loss_error)]
-        numbers = [_number(each.loss_scale, "g"), *errors, *_cost(each.milliseconds, each.peak_bytes)]
-        rows.append([each.opt_level, each.half_dtype, verdict, *numbers])
-    measured = result.float32_milliseconds is not None
-    columns = list(zip(*rows, strict=True))[: None if measured else -2]
-    padded = []
-    for place, column in enumerate(columns):
-        width = max(map(len, column))
-        padded.append([text.ljust(width) if place < 3 else text.rjust(width) for text in column])
-    yield from ("  ".join(row).rstrip() for row in zip(*padded, strict=True))
-    yield from _wrapped(
+    if is_measured:
+        columns += [
+            Column("ms", lambda row: _number(row.milliseconds, ".3g"), is_number=True),
+            Column("MiB", lambda row: _number(row.peak_bytes and row.peak_bytes / 2**20, ".3g"), is_number=True),
+        ]
+    yield from _first("\nLevels", columns, [float32, *result.levels])
+    yield (
         f"A level is inaccurate if its gradient error is above {result.gradient_bound:g}, or if its change of a buffer "
         f"or frozen weight is off by more than {STATE_BOUND:.0%}."
     )
     if any(each.opt_level == "O3" for each in result.levels):
-        yield from _wrapped(_STALL)
-    if measured and any(each.change for each in result.levels):
+        yield (
+            "O3 updates half weights without float32 masters: updates below half a unit in a weight's last place are "
+            "lost, and the loss stalls. One step does not show it."
+        )
+    if is_measured and any(each.change for each in result.levels):
         yield "A mended level was measured with its change."
-    if measured and result.float32_peak_bytes is None:
-        yield "Memory was not measured."
-
-
-_STALL = (
-    "O3 updates half weights without float32 masters: updates below half a unit in a weight's last place are lost, and "
-    "the loss stalls. One step does not show it."
-)
-
-
-def _cost(milliseconds: float | None, peak_bytes: int | None) -> list[str]:
-    return [_number(milliseconds, ".3g"), _number(None if peak_bytes is None else peak_bytes / 2**20, ".3g")]
+    yield ""
 
 
 def _number(number: float | None, form: str) -> str:
     return "-" if number is None else format(number, form)
 
 
-def _advice(result: Preflight) -> Iterator[str]:
-    standing = [each for each in result.levels if each.verdict == STANDS]
-    for each in standing:
-        yield from _wrapped(each.call, "  ", "      ")
+def _advice(result: Preflight) -> Iterator[Any]:
+    yield from (Whole(f"  {each.call}") for each in result.levels if each.verdict == STANDS)
     for each in result.levels:
         if each.verdict == STANDS:
             continue
         yield ""
-        yield from _wrapped(f"{each.name} {each.verdict}{_reason(each, result.gradient_bound)}", "  ", "    ")
+        yield item(f"{each.name} {each.verdict}{_reason(each, result.gradient_bound)}", "  ")
         if each.change is not None:
-            yield f"    It stands with this change (verified, {counted(each.tried, 'run')}):"
-            yield from _wrapped(each.change, "    ", "        ")
-        else:
-            yield from _wrapped(f"No change was found that mends it ({counted(each.tried, 'run')} tried). ", "    ")
-            if each.trace is not None and not each.trace.cast_lists:
-                yield from _wrapped(f"By hand: {each.trace.remedies[0]}.", "    ")
-            yield from _wrapped(_instead(result.levels), "    ")
-    for note in dict.fromkeys(note for each in result.levels for note in each.notes):
-        yield ""
-        yield from _wrapped(f"Note: {note}", "  ", "    ")
+            yield f"  It stands with this change (verified, {counted(each.tried, 'run')}):"
+            yield Whole(f"  {each.change}")
+            continue
+        yield f"  No change was found that mends it ({counted(each.tried, 'run')} tried)."
+        if each.trace is not None and not each.trace.cast_lists:
+            yield item(f"By hand: {each.trace.remedies[0]}.", "  ")
+        yield f"  {_instead(result.levels)}"
+    yield from (
+        item(note, "\n  Note: ") for note in dict.fromkeys(note for each in result.levels for note in each.notes)
+    )
 
 
 def _instead(levels: Sequence[LevelVerdict]) -> str:
@@ -414,84 +371,52 @@ def _reason(each: LevelVerdict, bound: float) -> str:
         return f": the gradient error is {each.gradient_error:.2g}, above {bound:g}{flushed}."
     parts, trace = [f" at a loss scale of {each.loss_scale:g}."], each.trace
     if trace is not None:
-        parts.append(str(trace).splitlines()[0])
+        parts.append(trace.headline)
         parts += [] if trace.module is None else [f"Module: {shown_module(trace.module)}."]
         parts += [] if trace.file is None else [f"Line: {shown_place(trace.file, trace.line)}."]
     return " ".join(parts)
 
 
-def _section(heading: str, told: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields the lines for rows, each of which is told in two lines or, if the second is empty, in one."""
-    rows = list(told)
-    yield from ["", heading] if rows else []
-    for first, second in rows[:_ROWS]:
-        yield from _wrapped(first, "  ", "      ")
-        if second:
-            line = f"      {second}"
-            yield line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
-    if len(rows) > _ROWS:
-        yield f"  and {len(rows) - _ROWS} more"
+def _underflow(rows: Sequence[Underflow]) -> Iterator[Column]:
+    """Yields the columns of the table of underflows."""
+    yield Column("parameter", lambda row: row.parameter)
+    yield Column("share", lambda row: f"{row.share:.1%}", is_number=True)
+    if rows and rows[0].scale != 1:
+        head = f"with a loss scale of {rows[0].scale:g}"
+        yield Column(head, lambda row: f"{row.share_scaled:.1%}", is_number=True)
+    if _has_noise(rows):
+        yield Column("of it rounding noise", lambda row: _number(row.noise, ".0%"), is_number=True)
 
 
-def _beyond(row: OutOfRange) -> tuple[str, str]:
-    return f"{_called(row.location)}: largest {row.largest:.4g}{_times(row.calls)}", _place(row.location)
-
-
-def _lost(row: Imprecise) -> tuple[str, str]:
-    lost = f"error {row.error:.0%}" if row.error < 1 else "nothing of the result remains"
-    return f"{_called(row.location)}: {lost}{_times(row.calls)}", _place(row.location)
-
-
-def _flushed(row: Underflow) -> tuple[str, str]:
-    scaled = "" if row.scale == 1 else f", {row.share_scaled:.1%} with a loss scale of {row.scale:g}"
-    noise = ""
-    if row.noise is not None and row.noise >= _LEAST_NOISE:
-        noise = "; rounding noise in float32 too" if row.is_noise else f"; {row.noise:.0%} of these are rounding noise"
-    return f"{row.parameter}: {row.share:.1%}{scaled}{noise}", ""
+def _has_noise(rows: Sequence[Underflow]) -> bool:
+    return any((row.noise or 0.0) >= _LEAST_NOISE for row in rows)
 
 
 def _about_noise(rows: Sequence[Underflow], unknown: str) -> str:
     if unknown:
         return f"Rounding noise was not told from small gradients by a float64 step: {unknown}"
-    if any(row.noise is not None and row.noise >= _LEAST_NOISE for row in rows):
+    if _has_noise(rows):
         return (
             "Rounding noise: the gradient of a float64 step differs by at least its own size. Flushing it does no harm."
         )
     return "A float64 step has the same gradients, so none of these is rounding noise."
 
 
-def _unlisted(row: Unlisted) -> tuple[str, str]:
-    if row.kind == "torch function":
-        return ", ".join(filter(None, (row.function, _module(row.module)))), ""
-    return f"{row.kind} {row.function}{_times(row.count)}", _within(row)
+def _place(row: Location | Unlisted) -> str:
+    return module_and_line(row.module, row.file, row.line)
 
 
-def _called(location: Location) -> str:
-    operator = "" if location.operator in location.function else f" (operator {location.operator})"
-    backward = "the backward of " if location.direction == "backward" else ""
-    return f"{backward}{location.function}{operator}, by the lists of O1 in {location.at_o1}"
-
-
-def _place(location: Location) -> str:
-    return _within(location) + (f": {location.source}" if location.source else "")
-
-
-def _within(row: Location | Unlisted) -> str:
-    return ", ".join(filter(None, (_module(row.module), shown_place(row.file, row.line))))
-
-
-def _module(name: str | None) -> str:
-    return "" if name is None else f"module {shown_module(name)}"
-
-
-def _times(calls: int) -> str:
-    return "" if calls == 1 else f", {calls} calls"
-
-
-def _wrapped(text: str, first: str = "", later: str | None = None) -> Iterator[str]:
-    later = first if later is None else later
-    for paragraph in text.splitlines() or [""]:
-        yield from textwrap.wrap(
-            paragraph.strip(), _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
-        )
-        first = later
+#: Of rows with a `Location`.
+_CALL = (
+    Column("pass", lambda row: row.location.direction),
+    Column("function", lambda row: shown_call(row.location.function, row.location.operator)),
+    Column("O1 runs it in", lambda row: row.location.at_o1, rank=1),
+    Column("module and line", lambda row: _place(row.location)),
+    Column("calls", lambda row: str(row.calls), is_number=True, rank=2),
+)
+_UNLISTED = (
+    Column("kind", lambda row: row.kind),
+    Column("function", lambda row: row.function),
+    Column("module and line", _place),
+    Column("calls", lambda row: str(row.count), is_number=True, rank=1),
+)

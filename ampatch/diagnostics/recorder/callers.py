@@ -16,9 +16,7 @@ import torch
 from torch import nn
 
 #: Modules that call the user's model: lines above them called ampatch, and no operator.
-_CALLERS = frozenset(
-    f"ampatch.diagnostics.{name}" for name in ("overflow.forwards", "preflight.preflight", "preflight.subject")
-)
+_CALLERS = frozenset({"ampatch.diagnostics.overflow.forwards", "ampatch.diagnostics.trial_steps.subject"})
 _NOT_USER_CODE = frozenset({"ampatch", "torch", *sys.stdlib_module_names})
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 #: Parts of ampatch that are examples of user code.

@@ -20,10 +20,10 @@ from ampatch.diagnostics.overflow import step_file
 from ampatch.diagnostics.overflow.forwards import stand_in
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.overflow.tracer import OverflowTracer
-from ampatch.diagnostics.preflight.preflight import Level
-from ampatch.diagnostics.preflight.steps import Setup, opened
-from ampatch.diagnostics.preflight.subject import copied, text_of, undisturbed
 from ampatch.diagnostics.replay.result import Replay, ReplayedLevel
+from ampatch.diagnostics.trial_steps.levels import Level
+from ampatch.diagnostics.trial_steps.steps import Setup, opened
+from ampatch.diagnostics.trial_steps.subject import copied, text_of, undisturbed
 from ampatch.opt_levels import dtype_name
 from ampatch.settings import Settings
 

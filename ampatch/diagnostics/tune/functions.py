@@ -73,21 +73,6 @@ class Observed:
         lost = sum(self.flops.get(path, 0) for path in kept)
         return (self.half_flops - lost) / self.all_flops if self.all_flops else None
 
-    def group(self, path: str) -> str:
-        """Returns the functions that a search moves together with one, in words."""
-        namespace, _, name = path.rpartition(".")
-        if namespace.partition(".")[0] != "torch":
-            return f"functions of {namespace}"
-        if self.rules[path] != "whitelist":
-            return "functions that promote" if self.rules[path] == "promote" else "functions on no list"
-        if "conv" in name:
-            return "convolutions"
-        if "attention" in name:
-            return "attention"
-        if name.removesuffix("_cell").partition("_")[0] in _RECURRENT:
-            return "recurrent layers"
-        return "matrix products" if self.flops[path] else "other whitelisted functions"
-
 
 class TrainingRecorder(CallRecorder):
     """Records what a training and its evaluation call, with FLOPs by function and type.
@@ -148,9 +133,7 @@ class TrainingRecorder(CallRecorder):
                 notes.append(f"{path} stays as it is: {reason}.")
             elif reason is None:
                 observed.rules[path], observed.flops[path] = rule, self._flops[function, True]
-        uncounted = [
-            path for path, flops in observed.flops.items() if not flops and observed.group(path) == "recurrent layers"
-        ]
+        uncounted = [path for path in observed.flops if path.rpartition(".")[2].partition("_")[0] in _RECURRENT]
         if uncounted:
             notes.append(f"The FLOPs of {', '.join(sorted(uncounted))} are not counted: torch has no formula for them.")
         return observed

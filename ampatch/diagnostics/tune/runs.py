@@ -36,7 +36,6 @@ _UNITS = {
     **dict.fromkeys(("d", "day", "days"), 86400.0),
 }
 _EXPECTED = "expected a time with its unit ('2h', '90 min', '45 s') or a number of runs ('20 runs')"
-_BAR = "tuning |{bar}| {elapsed} passed, about {postfix} left"
 
 
 class BudgetEndedError(Exception):
@@ -111,7 +110,6 @@ class Runs:
         self.seconds: list[float] = []
         self.expected = 0
         self._is_shown = is_shown and sys.stderr is not None
-        self._bar: Any = None
 
     def find(self, kept: Kept | None, seed: int, watched: bool) -> Run | None:
         """Returns a run that has finished; None if there is none, or none that was watched if that is asked for."""
@@ -139,7 +137,7 @@ class Runs:
             raise BudgetEndedError
 
     def count(self, run: Run, what: str) -> None:
-        """Counts a run of this call, and prints a line for it; on a terminal also a bar with the time left."""
+        """Counts a run of this call, and prints a line for it with the time left."""
         self.seconds.append(run.seconds)
         self.expected = max(0, self.expected - 1)
         if not self._is_shown:
@@ -149,24 +147,15 @@ class Runs:
         # The median: a run that is watched takes longer than others.
         left = min(self.expected, self._most - len(self.seconds)) * statistics.median_high(self.seconds)
         left = max(0.0, min(left, self._seconds_left))
-        left_in_words, took = (in_terminal(in_words(each)) for each in (left, run.seconds))
         outcome = run.error.partition("\n")[0] or f"{run.metric:.6g}"
-        told = f"; about {left_in_words} left" if left else ""
-        if self._bar is None:
-            self._bar = tqdm(bar_format=_BAR, disable=not sys.stderr.isatty(), file=sys.stderr)
+        told = f"; about {in_terminal(in_words(left))} left" if left else ""
+        took = in_terminal(in_words(run.seconds))
+        # Above the bars of the training itself.
         tqdm.write(f"run {len(self.seconds)}: {what}: {outcome} in {took}{told}", file=sys.stderr)
-        self._bar.total = len(self.seconds) + self.expected
-        self._bar.set_postfix_str(left_in_words, refresh=False)
-        self._bar.update(1)
 
     @property
     def _seconds_left(self) -> float:
         return self._ends - time.monotonic()
-
-    def close(self) -> None:
-        """Removes the bar."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _limits(given: object) -> tuple[float, float]:

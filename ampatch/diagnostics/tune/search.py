@@ -5,36 +5,10 @@ Must not run a training, nor know what passing means: the caller's function does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 #: Paths of the functions that run in float32.
 Kept = frozenset[str]
-
-
-def accumulated(
-    groups: Mapping[str, Kept], effect: Callable[[Kept], float], passes: Callable[[Kept], bool], last: Kept
-) -> Kept:
-    """Returns the first group that passes alone; else a union of groups, in the order of their measured effects.
-
-    Args:
-        groups: the groups by name, the cheapest first. Of two with the same effect, the union gets the earlier first.
-        effect: returns the metric, the greater the better, with one group in float32; -inf if the training fails.
-        passes: returns whether a set passes.
-        last: a set that is known to pass.
-    """
-    effects: dict[str, float] = {}
-    for name, group in groups.items():
-        effects[name] = effect(group)
-        if passes(group):
-            return group
-    found: Kept = frozenset()
-    for name in sorted(groups, key=lambda name: -effects[name]):  # sorted keeps the order of equals
-        found |= groups[name]
-        if last <= found:
-            break
-        if passes(found):
-            return found
-    return last
 
 
 def minimal(passes: Callable[[Kept], bool], ordered: Sequence[str]) -> Kept:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils import _device
 
 from ampatch.cast_lists.lists import CastLists
-from ampatch.diagnostics.preflight.subject import noting_warnings
 from ampatch.diagnostics.random_state import RandomState
+from ampatch.diagnostics.trial_steps.subject import noting_warnings
 from ampatch.diagnostics.tune.functions import TrainingRecorder, blacklist
 from ampatch.diagnostics.tune.runs import Run
 from ampatch.diagnostics.tune.search import Kept
@@ -65,11 +65,6 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
 
 _NOTE_FLOAT32 = "ampatch: train or evaluate raised this in float32 (opt_level='O0'), before any cast list was tried."
 _NOTE = "ampatch: amp.tune stopped here. With journal='tune.json' a later call goes on after the last finished run."
-
-
-def is_users(error: BaseException) -> bool:
-    """Returns True if the user's code, and not `tune` itself, raised an exception that came out of it."""
-    return not {_NOTE_FLOAT32, _NOTE}.isdisjoint(getattr(error, "__notes__", ()))
 
 
 class ProcessState(RandomState):

@@ -16,13 +16,13 @@ from os import PathLike
 from typing import Any
 
 from ampatch.casting import cast_observers
+from ampatch.diagnostics.shown_names import few
 from ampatch.diagnostics.tune.functions import Observed
 from ampatch.diagnostics.tune.result import CANNOT_TELL, FAILS, PASSES, TunedTrial, Tuning
 from ampatch.diagnostics.tune.runs import BudgetEndedError, Run, Runs
-from ampatch.diagnostics.tune.search import Kept, accumulated, minimal, restored
+from ampatch.diagnostics.tune.search import Kept, minimal, restored
 from ampatch.diagnostics.tune.trainings import Training
 from ampatch.errors import OptionError, UsageError
-from ampatch.grouping import grouped
 from ampatch.runtime import runtime
 
 _NOTHING: Kept = frozenset()
@@ -59,7 +59,6 @@ def tune(
     try:
         return _Search(training, runs, tolerance, higher_is_better).run()
     finally:
-        runs.close()
         training.state.restore()
 
 
@@ -120,7 +119,7 @@ class _Search:
 
     def _searched(self) -> Kept | None:
         """Returns the functions to keep in float32; None if no list passes."""
-        self._expect(12)
+        self._expect(2)
         self._run_baseline()
         self._tolerance = _in_unit(self._given_tolerance, self._baseline.mean)
         self._note_noise()
@@ -136,18 +135,18 @@ class _Search:
         everything = self._everything()
         if everything is None:
             return None
-        groups = self._groups()
-        self._expect(2 * len(groups) + 8)
-        kept = accumulated(groups, self._effect, self._passes, everything)
-        self._expect(2 * len(kept))
-        kept = minimal(self._passes, self._in_order(kept))
-        while True:
-            self._expect(len(kept) + 1)
-            kept = restored(self._passes, kept, self._in_order(kept)[::-1])
-            best = self._best()
-            if best is None or self._value(best) <= self._value(kept):
-                return kept
+        self._expect(2 * len(everything).bit_length() + 2)
+        found = minimal(self._passes, self._in_order(everything))
+        others = frozenset(self._observed.rules) - everything
+        # What is on no whitelist has next to no FLOPs: in float32 it costs less.
+        if any(self._observed.flops[path] for path in found) and self._passes(others):
+            minimal(self._passes, self._in_order(others))
+        kept, best = None, self._best()
+        while best is not None and best != kept:
             kept = best
+            restored(self._passes, kept, self._in_order(kept)[::-1])  # each set that passes may be the best
+            best = self._best()
+        return kept
 
     def _everything(self) -> Kept | None:
         """Returns all whitelisted functions if the training passes with them in float32; None if it does not."""
@@ -172,23 +171,8 @@ class _Search:
         """Returns functions in the order of their FLOPs in half, the fewest first."""
         return sorted(kept, key=lambda path: (self._observed.flops[path], path))
 
-    def _groups(self) -> dict[str, Kept]:
-        """Returns the functions in groups: first those with the fewest FLOPs, of these the smallest."""
-        groups = grouped((self._observed.group(path), path) for path in self._observed.rules)
-        flops = {name: sum(self._observed.flops[path] for path in group) for name, group in groups.items()}
-        order = sorted(groups, key=lambda name: (flops[name], len(groups[name]), name))
-        return {name: frozenset(groups[name]) for name in order}
-
-    def _effect(self, kept: Kept) -> float:
-        return -self._named_trial(kept).worse  # worse is inf if the training failed
-
     def _passes(self, kept: Kept) -> bool:
-        return self._named_trial(kept).passes
-
-    def _named_trial(self, kept: Kept) -> TunedTrial:
-        whole = {name: group for name, group in self._groups().items() if group <= kept}
-        rest = kept.difference(*whole.values())
-        return self._trial(kept, f"{', '.join([*sorted(whole), *sorted(rest)])} in float32")
+        return self._trial(kept, f"{few(sorted(kept), 3)} in float32").passes
 
     def _value(self, kept: Kept) -> tuple[float, int]:
         """Returns what makes a list better: first the share of the FLOPs in half, then few functions."""

@@ -200,6 +200,11 @@ def noting(note: str, kinds: tuple[type[BaseException], ...] = (Exception, Syste
         raise
 
 
+def is_users(error: BaseException) -> bool:
+    """Returns True if the user's code raised an exception, as a note on it says, and not the diagnosis itself."""
+    return any(note.startswith("ampatch: ") for note in getattr(error, "__notes__", ()))
+
+
 def text_of(error: BaseException) -> str:
     """Returns an error's class, message and notes."""
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])

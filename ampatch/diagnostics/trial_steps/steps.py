@@ -1,7 +1,7 @@
-"""Runs steps of copies of a model, at any opt level, on the same random numbers: is one sound, and what does it cost.
+"""Runs steps of copies of a model, at any opt level, on the same random numbers.
 
-Owns the arguments of ``amp.initialize`` with which they run, and the verdict on one run. Must never search for a
-change, touch the user's model, nor leave a session.
+Owns the arguments of ``amp.initialize`` with which they run. Must never touch the user's model, judge a step, nor leave
+a session.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import statistics
-import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,22 +22,12 @@ from ampatch.cast_lists.lists import Overlay, shipped
 from ampatch.diagnostics.overflow import causes
 from ampatch.diagnostics.overflow.examiner import Examiner, origins_of_gradients
 from ampatch.diagnostics.overflow.trace import OverflowTrace
-from ampatch.diagnostics.preflight.peak_memory import peak_allocated
-from ampatch.diagnostics.preflight.result import (
-    FAILS,
-    GRADIENT_BOUND,
-    INACCURATE,
-    OVERFLOWS,
-    STANDS,
-    STATE_BOUND,
-    LevelVerdict,
-    call_of,
-)
-from ampatch.diagnostics.preflight.subject import Arguments, Subject, copied, noting_warnings, text_of
+from ampatch.diagnostics.recorder import mode_stacks
 from ampatch.diagnostics.recorder.operands import with_types
 from ampatch.diagnostics.recorder.records import WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
-from ampatch.errors import LossScaleError
+from ampatch.diagnostics.trial_steps.levels import call_of
+from ampatch.diagnostics.trial_steps.subject import Arguments, Subject, copied
 from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
 from ampatch.native import calls, kernels
@@ -56,8 +43,6 @@ _FLUSHED_BELOW = 2.0**-24
 
 #: The least dynamic scale that is tried. A gradient that overflows even with it is beyond 1e7 in float32.
 _LEAST_SCALE = 2.0**-8
-
-_ROUNDS = 3  # of measuring times
 
 #: An argument of ``amp.initialize``, and a value that is added to it: "blacklist" (a part of ``cast_lists``) with the
 #: namespace and the name of a function, "keep_fp32" with the name of a module, or "loss_scale" with a loss scale.
@@ -92,6 +77,17 @@ class RandomInFloat32(TorchDispatchMode):
             args[0].copy_(cast_args[0])
             return args[0]
         return with_types(result, {torch.float32: other})
+
+
+def draws_itself(ops: Iterable[WatchedOp]) -> bool:
+    """Returns True if an attention kernel among operators draws dropout, each type in another order."""
+    return any("attention" in op.op_name and _dropout_of(op) > 0 for op in ops)
+
+
+def _dropout_of(op: WatchedOp) -> float:
+    args, kwargs = op.arguments or ((), {})
+    given = dict(zip((argument.name for argument in op.op._schema.arguments), args, strict=False)) | kwargs
+    return float(given.get("dropout_p", 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,17 +258,27 @@ class OpenedCopy:
     optimizer: torch.optim.SGD
     setup: Setup
 
-    def step_of(self, subject: Subject, arguments: Arguments) -> Tensor:
-        """Runs forward and backward pass; returns the loss."""
+    def step_of(
+        self, subject: Subject, arguments: Arguments, before_unscaling: Callable[[], object] = lambda: None
+    ) -> Tensor:
+        """Runs forward and backward pass; returns the loss, with its graph."""
         loss = subject.loss_of(self.model, arguments)
         with self.session.losses.scale_loss(loss, [self.optimizer], 0) as scaled:
             scaled.backward()
-        return loss.detach()
+            before_unscaling()
+        return loss
 
-    def outcome(self, loss: Tensor) -> Step:
-        """Returns the loss and the unscaled gradients of the step that ran last."""
+    def watched_step(self, subject: Subject, watch: Watch) -> tuple[Step, Tensor]:
+        """Runs a step under a watch, on the same random numbers in every type; returns the loss too, with its graph."""
+        arguments, random_in_float32 = subject.begin_step(), RandomInFloat32()
+        with watch, contextlib.ExitStack() as stack:
+            # Below the watch, so that the watch does not see its casts.
+            mode_stacks.OPERATORS.insert(random_in_float32)
+            stack.callback(mode_stacks.OPERATORS.remove, random_in_float32)
+            loss = self.step_of(subject, arguments, watch.stop)
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
-        return Step.of(loss, zip(names, self.session.gradients.master_params(self.optimizer), strict=True), self.model)
+        masters = zip(names, self.session.gradients.master_params(self.optimizer), strict=True)
+        return Step.of(loss, masters, self.model), loss
 
 
 @contextlib.contextmanager
@@ -299,91 +305,31 @@ def opened(models: Sequence[nn.Module], settings: Settings) -> Iterator[tuple[Se
         close_session(session)
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One or more steps with one setup, until one is finite.
-
-    Attributes:
-        setup: the arguments of ``amp.initialize``.
-        level: how the last step went.
-        module: name of the module that overflowed or raised; empty if it is unknown, or the model itself.
-        is_refused: True if amp refused the setup, before any step.
-    """
-
-    setup: Setup
-    level: LevelVerdict
-    module: str = ""
-    is_refused: bool = False
-
-    @property
-    def stands(self) -> bool:
-        """True if the verdict is "stands"."""
-        return self.level.verdict == STANDS
-
-
-def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
-    """Runs a step with a setup; with a dynamic scale again, while only the backward pass overflows.
-
-    Args:
-        subject: the model and its step.
-        reference: the float32 step.
-        setup: the arguments of ``amp.initialize``.
-    """
-    level = LevelVerdict(setup.opt_level, dtype_name(setup.half_dtype), FAILS)
-    notes: list[str] = []
-    opened: OpenedCopy | None = None
-    try:
-        with noting_warnings(notes), opened_copy(subject, setup) as opened:
-            step, scale, trace = until_finite(subject, opened)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
-        level = replace(level, error=text_of(error), notes=tuple(notes))
-        return Trial(setup, level, "" if opened is None else _innermost(error, opened.model), opened is None)
-    flushed = reference.flushed(scale) if setup.half_dtype is torch.float16 else None
-    level = replace(level, verdict=OVERFLOWS, loss_scale=scale, loss=step.loss, underflow=flushed)
-    level = replace(level, trace=trace, notes=tuple(notes))
-    if step.is_finite:
-        lost = reference.gradient_error(step)
-        loss_error = relative(abs(step.loss - reference.loss), abs(reference.loss))
-        # With masters, a frozen half weight becomes float32 once it is written to: only its first change is in half.
-        has_masters = setup.properties.master_weights
-        judged = dict(subject.model.named_buffers()) if has_masters else state_of(subject.model)
-        written, name = reference.state_error(step, judged)
-        verdict = STANDS if lost <= GRADIENT_BOUND and written <= STATE_BOUND else INACCURATE
-        level = replace(level, verdict=verdict, loss_error=loss_error, gradient_error=lost)
-        level = replace(level, state_error=written, state=name)
-        if written > STATE_BOUND:
-            return Trial(setup, level, name.rpartition(".")[0])
-    return Trial(setup, level, "" if trace is None else trace.module or "")
-
-
 def until_finite(subject: Subject, opened: OpenedCopy) -> tuple[Step, float, OverflowTrace | None]:
-    """Returns the last step, its scale, and the trace that most scales have in common."""
+    """Runs a step; with a dynamic scale again, while only the backward pass overflows.
+
+    Returns:
+        The last step, its scale, and the trace that most scales have in common.
+    """
     dynamic = opened.setup.properties.loss_scale == "dynamic"
     state = [(each, each.clone()) for each in state_of(opened.model).values()]
     examiner = opened.setup.examiner(opened.model)
-    traces: dict[Any, list[OverflowTrace]] = {}
+    traces: list[OverflowTrace] = []
     while True:
-        scale, arguments = opened.session.losses.scaler(0).state.loss_scale, subject.begin_step()
-        with Watch(keep=has_half) as watch, RandomInFloat32():
-            loss = opened.step_of(subject, arguments)
-        step = opened.outcome(loss)
+        scale, watch = opened.session.losses.scaler(0).state.loss_scale, Watch(keep=has_half)
+        step, _ = opened.watched_step(subject, watch)
         trace = None if step.is_finite else examined(watch, examiner, scale)
-        if trace is not None:
-            traces.setdefault((trace.direction, trace.function, trace.module, trace.line), []).append(trace)
+        traces += [] if trace is None else [trace]
         only_backward = math.isfinite(step.loss) and (trace is None or trace.direction == "backward")
         if step.is_finite or not (dynamic and only_backward and scale > _LEAST_SCALE):
             break
-        try:
-            opened.optimizer.step()  # which is skipped
-        except LossScaleError:
-            break
+        opened.optimizer.step()  # which is skipped, and lowers the scale
         opened.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             for each, before in state:
                 each.copy_(before)
-    return step, scale, max(traces.values(), key=len)[0] if traces else None
+    alike = grouped((each.finding, each) for each in traces)
+    return step, scale, max(alike.values(), key=len)[0] if alike else None
 
 
 def examined(watch: Watch, examiner: Examiner, loss_scale: float) -> OverflowTrace | None:
@@ -392,82 +338,3 @@ def examined(watch: Watch, examiner: Examiner, loss_scale: float) -> OverflowTra
     if not found:  # the gradients are finite, and the loss is not
         found += causes.origins(watch.ops).values()
     return examiner.describe(found, watch.missed_threads, loss_scale) if found else None
-
-
-def _innermost(error: BaseException, model: nn.Module) -> str:
-    """Returns the name of the innermost module whose code raised."""
-    names = {id(module): name for name, module in model.named_modules()}
-    running = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return next(filter(None, reversed(running)), "")
-
-
-def measured(subject: Subject, planned: Sequence[tuple[LevelVerdict, Setup | None]]) -> list[LevelVerdict]:
-    """Returns verdicts with time and memory of a step: forward pass, loss, backward pass, and the step of SGD.
-
-    Goes through all setups three times, so that noise of the machine hits all alike. Each time a step to warm up comes
-    first. A verdict whose setup is None gets no numbers.
-    """
-    verdicts = [verdict for verdict, _ in planned]
-    waiting = {place: setup for place, (_, setup) in enumerate(planned) if setup is not None}
-    seconds: dict[int, list[float]] = {place: [] for place in waiting}
-    for last in [False] * _ROUNDS + [True]:
-        for place, setup in list(waiting.items()):
-            try:
-                with noting_warnings([]):  # those of amp are in the verdict's notes
-                    if last:
-                        verdicts[place] = replace(verdicts[place], peak_bytes=_peak_bytes(subject, setup))
-                    else:
-                        seconds[place].append(_seconds(subject, setup))
-            except Exception as error:  # noqa: BLE001 - a report without a number is better than none
-                notes = *verdicts[place].notes, f"not measured further: {text_of(error)}"
-                verdicts[place] = replace(verdicts[place], notes=notes)
-                del waiting[place]
-    for place, times in seconds.items():
-        if times:
-            verdicts[place] = replace(verdicts[place], milliseconds=statistics.median(times) * 1e3)
-    return verdicts
-
-
-def _seconds(subject: Subject, setup: Setup) -> float:
-    """Returns the time of a step, after one to warm up."""
-    gpus = {each.device for each in subject.model.parameters() if each.is_cuda}
-
-    def now() -> float:
-        for device in gpus:
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    with opened_copy(subject, setup) as opened:
-        step = _warmed_up(opened, subject)
-        begun = now()
-        step()
-        return now() - begun
-
-
-def _warmed_up(opened: OpenedCopy, subject: Subject) -> Callable[[], None]:
-    """Runs a training step of a copy, and returns a function that runs another one, on the same random numbers."""
-
-    def step(arguments: Arguments) -> None:
-        opened.step_of(subject, arguments)
-        opened.optimizer.step()
-
-    step(subject.begin_step())
-    opened.optimizer.zero_grad(set_to_none=True)
-    return functools.partial(step, subject.begin_step())
-
-
-def _peak_bytes(subject: Subject, setup: Setup) -> int:
-    """Returns the peak memory of a step, with the weights of the copy, and without the user's own model."""
-    gpu = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
-    before = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
-    with contextlib.ExitStack() as stack:
-
-        def prepare() -> Callable[[], None]:
-            return _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject)
-
-        if gpu is None:
-            return peak_allocated(prepare)
-        step = prepare()
-        torch.cuda.reset_peak_memory_stats(gpu)
-        step()
-        return torch.cuda.max_memory_allocated(gpu) - before

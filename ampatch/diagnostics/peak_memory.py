@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from torch.autograd.profiler import profile, record_function
 
-_MEASURED = "ampatch.diagnostics.preflight.peak_memory"
+_MEASURED = "ampatch.diagnostics.peak_memory"
 _KINETO_LOG_LEVEL = "KINETO_LOG_LEVEL"
 
 

@@ -1,0 +1,174 @@
+"""Tries a step at one opt level beside the float32 step: is it sound, and what does it cost.
+
+Owns the verdict on one run. Must never search for a change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ampatch.diagnostics.peak_memory import peak_allocated
+from ampatch.diagnostics.preflight.result import (
+    FAILS,
+    GRADIENT_BOUND,
+    INACCURATE,
+    OVERFLOWS,
+    STANDS,
+    STATE_BOUND,
+    LevelVerdict,
+)
+from ampatch.diagnostics.trial_steps.steps import OpenedCopy, Setup, Step, opened_copy, relative, state_of, until_finite
+from ampatch.diagnostics.trial_steps.subject import Arguments, Subject, noting_warnings, text_of
+from ampatch.opt_levels import dtype_name
+
+_ROUNDS = 3  # of measuring times
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One or more steps with one setup, until one is finite.
+
+    Attributes:
+        setup: the arguments of ``amp.initialize``.
+        level: how the last step went.
+        module: name of the module that overflowed or raised; empty if it is unknown, or the model itself.
+        is_refused: True if amp refused the setup, before any step.
+    """
+
+    setup: Setup
+    level: LevelVerdict
+    module: str = ""
+    is_refused: bool = False
+
+    @property
+    def stands(self) -> bool:
+        """True if the verdict is "stands"."""
+        return self.level.verdict == STANDS
+
+
+def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
+    """Runs a step with a setup; with a dynamic scale again, while only the backward pass overflows.
+
+    Args:
+        subject: the model and its step.
+        reference: the float32 step.
+        setup: the arguments of ``amp.initialize``.
+    """
+    level = LevelVerdict(setup.opt_level, dtype_name(setup.half_dtype), FAILS)
+    notes: list[str] = []
+    opened: OpenedCopy | None = None
+    try:
+        with noting_warnings(notes), opened_copy(subject, setup) as opened:
+            step, scale, trace = until_finite(subject, opened)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
+        level = replace(level, error=text_of(error), notes=tuple(notes))
+        return Trial(setup, level, "" if opened is None else _innermost(error, opened.model), opened is None)
+    flushed = reference.flushed(scale) if setup.half_dtype is torch.float16 else None
+    level = replace(
+        level, verdict=OVERFLOWS, loss_scale=scale, loss=step.loss, underflow=flushed, trace=trace, notes=tuple(notes)
+    )
+    module = "" if trace is None else trace.module or ""
+    if not step.is_finite:
+        return Trial(setup, level, module)
+    lost = reference.gradient_error(step)
+    # With masters, a frozen half weight becomes float32 once it is written to: only its first change is in half.
+    has_masters = setup.properties.master_weights
+    written, name = reference.state_error(
+        step, dict(subject.model.named_buffers()) if has_masters else state_of(subject.model)
+    )
+    level = replace(
+        level,
+        verdict=STANDS if lost <= GRADIENT_BOUND and written <= STATE_BOUND else INACCURATE,
+        loss_error=relative(abs(step.loss - reference.loss), abs(reference.loss)),
+        gradient_error=lost,
+        state_error=written,
+        state=name,
+    )
+    return Trial(setup, level, name.rpartition(".")[0] if written > STATE_BOUND else module)
+
+
+def _innermost(error: BaseException, model: nn.Module) -> str:
+    """Returns the name of the innermost module whose code raised."""
+    names = {id(module): name for name, module in model.named_modules()}
+    running = [names.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(running)), "")
+
+
+def measured(subject: Subject, planned: Sequence[tuple[LevelVerdict, Setup | None]]) -> list[LevelVerdict]:
+    """Returns verdicts with time and memory of a step: forward pass, loss, backward pass, and the step of SGD.
+
+    Goes through all setups three times, so that noise of the machine hits all alike. Each time a step to warm up comes
+    first. A verdict whose setup is None gets no numbers.
+    """
+    verdicts = [verdict for verdict, _ in planned]
+    waiting = {place: setup for place, (_, setup) in enumerate(planned) if setup is not None}
+    numbers: dict[int, list[float]] = {place: [] for place in waiting}
+    for measure in (*[_milliseconds] * _ROUNDS, _peak_bytes):
+        for place, setup in list(waiting.items()):
+            try:
+                with noting_warnings([]):  # those of amp are in the verdict's notes
+                    numbers[place].append(measure(subject, setup))
+            except Exception as error:  # noqa: BLE001 - a report without a number is better than none
+                notes = *verdicts[place].notes, f"not measured: {text_of(error)}"
+                verdicts[place] = replace(verdicts[place], notes=notes)
+                del waiting[place]
+    for place in waiting:
+        *times, peak = numbers[place]
+        verdicts[place] = replace(verdicts[place], milliseconds=statistics.median(times), peak_bytes=int(peak))
+    return verdicts
+
+
+def _milliseconds(subject: Subject, setup: Setup) -> float:
+    """Returns the time of a step, after one to warm up."""
+    gpus = {each.device for each in subject.model.parameters() if each.is_cuda}
+
+    def now() -> float:
+        for device in gpus:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    with opened_copy(subject, setup) as opened:
+        step = _warmed_up(opened, subject)
+        begun = now()
+        step()
+        return 1e3 * (now() - begun)
+
+
+def _peak_bytes(subject: Subject, setup: Setup) -> float:
+    """Returns the peak memory of a step, with the weights of the copy, and without the user's own model."""
+    gpu = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
+    before = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
+    with contextlib.ExitStack() as stack:
+
+        def prepare() -> Callable[[], None]:
+            return _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject)
+
+        if gpu is None:
+            return peak_allocated(prepare)
+        step = prepare()
+        torch.cuda.reset_peak_memory_stats(gpu)
+        step()
+        return torch.cuda.max_memory_allocated(gpu) - before
+
+
+def _warmed_up(opened: OpenedCopy, subject: Subject) -> Callable[[], None]:
+    """Runs a training step of a copy, and returns a function that runs another one, on the same random numbers."""
+
+    def step(arguments: Arguments) -> None:
+        opened.step_of(subject, arguments)
+        opened.optimizer.step()
+
+    step(subject.begin_step())
+    opened.optimizer.zero_grad(set_to_none=True)
+    return functools.partial(step, subject.begin_step())

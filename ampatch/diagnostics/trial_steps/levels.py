@@ -1,0 +1,65 @@
+"""Opt levels to try, as users give them, and the calls of ``amp.initialize`` that set them up, as text.
+
+Must never run a model.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ampatch.errors import OptionError
+from ampatch.opt_levels import check_half_dtype, check_opt_level, dtype_name
+
+#: An opt level and its half type.
+Level = tuple[str, torch.dtype]
+
+#: O4 and O5 are O1 and O2 in bfloat16.
+_IN_BFLOAT16 = {"O4": "O1", "O5": "O2"}
+
+
+def levels_of(opt_level: object, half_dtype: object = None) -> list[Level]:
+    """Returns a level among O1, O2 and O3 with its half types: both, unless one is given or the level has its own.
+
+    Raises:
+        OptionError: the level or the half type is none; the level is O0; or the two contradict each other.
+    """
+    level = check_opt_level(opt_level)
+    if level == "O0":
+        raise OptionError("O0 is float32, with which every level is compared; expected O1, O2, O3, O4 or O5.")
+    half = None if half_dtype is None else check_half_dtype(half_dtype)
+    if level in _IN_BFLOAT16:
+        if half not in (None, torch.bfloat16):
+            raise OptionError(f"{level} is bfloat16, and half_dtype is {half}. Type {_IN_BFLOAT16[level]!r} instead.")
+        level, half = _IN_BFLOAT16[level], torch.bfloat16
+    return [(level, each) for each in ((torch.float16, torch.bfloat16) if half is None else (half,))]
+
+
+def checked_levels(levels: object) -> list[Level]:
+    """Returns opt levels with their half types, each once.
+
+    Args:
+        levels: a level, such as "O1"; a pair of a level and a half type; or a list or tuple of these.
+
+    Raises:
+        OptionError: one of them is neither, or there is none.
+    """
+    found: list[Level] = []
+    for each in levels if isinstance(levels, (list, tuple)) else [levels]:
+        pair = each if isinstance(each, (list, tuple)) else (each,)
+        if len(pair) not in (1, 2):
+            raise OptionError(f"levels has {each!r}; expected a level ('O1'), or a pair ('O1', torch.float16).")
+        found += levels_of(*pair)
+    if not found:
+        raise OptionError("levels is empty; expected opt levels, such as ('O1', 'O2').")
+    return list(dict.fromkeys(found))
+
+
+def name_of(level: str, half_dtype: torch.dtype) -> str:
+    """Returns a level with its half type, such as "O1 float16"; O0 has none."""
+    return level if level == "O0" else f"{level} {dtype_name(half_dtype)}"
+
+
+def call_of(opt_level: str, half_dtype: str, *arguments: str) -> str:
+    """Returns a call of ``amp.initialize`` as text to paste."""
+    given = ["model", "optimizer", f'opt_level="{opt_level}"', f'half_dtype="{half_dtype}"', *arguments]
+    return f"amp.initialize({', '.join(given)})"
