@@ -51,7 +51,7 @@ HALF_DTYPES = {row.name: row.dtype for row in _ROWS}
 HALVES = frozenset(HALF_TYPES)
 
 
-def needs_scale(dtype: torch.dtype) -> bool:
+def needs_scale(dtype: torch.dtype | None) -> bool:
     """Returns True for a half type in which gradients become zero without a loss scale."""
     return dtype in HALVES and HALF_TYPES[dtype].needs_scale
 

@@ -25,6 +25,7 @@ from ampatch.diagnostics.recorder.records import CAST, WatchedOp
 from ampatch.diagnostics.recorder.watch import Watch, measured, run_again
 from ampatch.diagnostics.trial_steps.steps import flushed_of, relative
 from ampatch.grouping import grouped
+from ampatch.half_types import needs_scale
 
 #: Errors within this multiple of the unit roundoff are rounding. An operator whose two inputs and result are rounded
 #: has an error of 0.7 units in the 2-norm, and sums that cancel a little have some units.
@@ -228,7 +229,7 @@ def _numbers(a: Tensor, b: Tensor) -> list[float]:
 
     These are elements of a and of b that are not finite, those of a that are not zero, and those that b flushed.
     """
-    flushed = (b == 0) & flushed_of(a, 1.0) if b.dtype is torch.float16 else torch.zeros_like(b, dtype=torch.bool)
+    flushed = (b == 0) & flushed_of(a, 1.0) if needs_scale(b.dtype) else torch.zeros_like(b, dtype=torch.bool)
     a, b = ((torch.view_as_real(each) if each.is_complex() else each).double() for each in (a, b))
     masked = ((a < _MASK) & (b <= _HALF_MASK)) | ((b < _MASK) & (a <= _HALF_MASK))
     a, b = a.masked_fill(masked, 0.0), b.masked_fill(masked, 0.0)

@@ -21,6 +21,7 @@ from ampatch.diagnostics.overflow import causes
 from ampatch.diagnostics.overflow.trace import SUM_OF_GRADIENTS, NamedOp, OverflowTrace, TracedTensor
 from ampatch.diagnostics.recorder.records import CAST, Values, WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.half_types import needs_scale
 from ampatch.opt_levels import Properties, dtype_name
 from ampatch.patching.adapters import is_in_place
 from ampatch.scaling.loss_scaler import ScalePolicy
@@ -150,8 +151,8 @@ class Examiner:
             name = path.rpartition(".")[2]
             told = f"{name} in float32, by .float() on its arguments: no submodule has it, for keep_fp32 to name"
         wider = ("float32's range: amp.initialize(..., half_dtype='bfloat16')",)
-        is_float16 = self._properties.half_dtype is torch.float16
-        return {"remedies": (told, *wider) if is_float16 else (told,), "cast_lists": overlay}
+        has_less_range = needs_scale(self._properties.half_dtype)
+        return {"remedies": (told, *wider) if has_less_range else (told,), "cast_lists": overlay}
 
     def blacklists_around(self, op: WatchedOp) -> Iterator[dict[str, list[str]]]:
         """Yields blacklists of one function each: that of an operator, then those of its inputs, nearest first."""

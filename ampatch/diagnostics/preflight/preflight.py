@@ -25,6 +25,7 @@ from ampatch.diagnostics.shown_names import shown_place
 from ampatch.diagnostics.trial_steps.levels import Level
 from ampatch.diagnostics.trial_steps.steps import Part, Setup, Step, examined, opened_copy
 from ampatch.diagnostics.trial_steps.subject import Subject, noting, undisturbed
+from ampatch.half_types import HALF_DTYPES, needs_scale
 
 _FLOAT32 = "ampatch: The model or loss_fn raised this in float32 (O0), before any opt level was tried."
 _MEMORY = "ampatch: Preflight keeps all tensors of a float32 step. Give it a smaller batch."
@@ -199,6 +200,8 @@ def _enclosing(name: str) -> list[str]:
 
 
 def _settled_scale(verdicts: Sequence[LevelVerdict]) -> float:
-    """Returns the loss scale of the first float16 level that stands with one; 1 if there is none."""
-    scales = (each.loss_scale for each in verdicts if each.verdict == STANDS and each.half_dtype == "float16")
+    """Returns the loss scale of the first level that needs one and stands with it; 1 if there is none."""
+    scales = (
+        each.loss_scale for each in verdicts if each.verdict == STANDS and needs_scale(HALF_DTYPES.get(each.half_dtype))
+    )
     return next((scale for scale in scales if scale is not None and scale != 1), 1.0)

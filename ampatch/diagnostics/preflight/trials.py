@@ -28,6 +28,7 @@ from ampatch.diagnostics.preflight.result import (
 )
 from ampatch.diagnostics.trial_steps.steps import OpenedCopy, Setup, Step, opened_copy, relative, state_of, until_finite
 from ampatch.diagnostics.trial_steps.subject import Arguments, Subject, noting_warnings, text_of
+from ampatch.half_types import needs_scale
 from ampatch.opt_levels import dtype_name
 
 _ROUNDS = 3  # of measuring times
@@ -74,7 +75,7 @@ def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
     except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
         level = replace(level, error=text_of(error), notes=tuple(notes))
         return Trial(setup, level, "" if opened is None else _innermost(error, opened.model), opened is None)
-    flushed = reference.flushed(scale) if setup.half_dtype is torch.float16 else None
+    flushed = reference.flushed(scale) if needs_scale(setup.half_dtype) else None
     level = replace(
         level, verdict=OVERFLOWS, loss_scale=scale, loss=step.loss, underflow=flushed, trace=trace, notes=tuple(notes)
     )

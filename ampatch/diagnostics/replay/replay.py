@@ -24,6 +24,7 @@ from ampatch.diagnostics.replay.result import Replay, ReplayedLevel
 from ampatch.diagnostics.trial_steps.levels import Level
 from ampatch.diagnostics.trial_steps.steps import Setup, opened
 from ampatch.diagnostics.trial_steps.subject import copied, text_of, undisturbed
+from ampatch.half_types import HALF_TYPES
 from ampatch.opt_levels import dtype_name
 from ampatch.settings import Settings
 
@@ -34,7 +35,7 @@ _LOST = (
 
 #: Tried without being asked for: the levels that `amp.initialize` offers, each with its half types.
 LEVELS: tuple[Level, ...] = (
-    *((level, half) for level in ("O1", "O2") for half in (torch.float16, torch.bfloat16)),
+    *((level, half) for level in ("O1", "O2") for half in HALF_TYPES),
     ("O3", torch.float16),
 )
 

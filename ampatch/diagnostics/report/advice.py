@@ -15,6 +15,7 @@ from ampatch.diagnostics.report.numbers import in_terminal, size
 from ampatch.diagnostics.report.steps import WARNS_ABOVE, lost_at_best, options_for, spelled, underflow_told
 from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
 from ampatch.grouping import grouped
+from ampatch.half_types import HALF_DTYPES, needs_scale
 
 #: Steps skipped in a row that are worth a sentence: a scale that starts too high skips one or two.
 _SKIPS_IN_A_ROW = 3
@@ -26,7 +27,6 @@ _COSTLY = 0.25
 _USUAL_SCALE = 2.0**16
 #: Sentences about each kind of finding.
 _MOST_OF_A_KIND = 3
-_HALF_TYPES = ("float16", "bfloat16")
 #: Where casts are off, so that a whitelisted function runs in float32.
 _CASTS_OFF = (
     "before amp.initialize, inside amp.disable_casts, in an optimizer's step, and on devices that have none of the "
@@ -131,7 +131,7 @@ def _underflow(data: _Row) -> _Advice:
         options = options_for(best, settings["loss_scale"] == "dynamic")
         cure = f"{told}. At a scale of {spelled(best)} it would be {at_best:.1%}."
         yield _advised("underflow", f"Type amp.initialize(..., {options}): {cure}")
-    elif half == "float16":
+    elif needs_scale(HALF_DTYPES.get(half)):
         cure = "Type amp.initialize(..., half_dtype=torch.bfloat16), which has float32's range"
         yield _advised("underflow", f"{cure}: {told}, and no scale helps.")
 
@@ -139,13 +139,13 @@ def _underflow(data: _Row) -> _Advice:
 def _all_zero(data: _Row) -> _Advice:
     """Finds gradients that the half type has flushed to zero before they were counted."""
     found, settings = data["underflow"], data["settings"]
-    if found is None or settings is None or found["half"] != "float16" or found["exponents"] or not found["zeros"]:
+    if found is None or settings is None or found["exponents"] or not found["zeros"]:
         return
-    if found["scale"] < _USUAL_SCALE:
+    if found["scale"] < _USUAL_SCALE and needs_scale(HALF_DTYPES.get(found["half"])):
         options = options_for(_USUAL_SCALE, settings["loss_scale"] == "dynamic")
         text = (
             f"Type amp.initialize(..., {options}): at a loss scale of {found['scale']:g}, all gradients are zero, as "
-            "float16 makes zero of small numbers."
+            f"{found['half']} makes zero of small numbers."
         )
         yield _advised("underflow", text)
 
@@ -158,7 +158,7 @@ def _weights_cast_again(data: _Row) -> _Advice:
     if not _patches(data) or data["steps"] or data["totals"]["cache_hits"] or not data["totals"]["casts"]:
         return
     layers = [row for row in data["modules"] if row["class"] in _LAYERS and row["weight_bytes"].get("float32")]
-    again = [row for row in layers if _calls(row) > 1 and not row["out"].keys().isdisjoint(_HALF_TYPES)]
+    again = [row for row in layers if _calls(row) > 1 and not row["out"].keys().isdisjoint(HALF_DTYPES)]
     if again:
         count, held = max(map(_calls, again)), sum(row["weight_bytes"]["float32"] // 2 for row in again)
         text = (
@@ -188,7 +188,7 @@ def _undone(data: _Row) -> _Advice:
             f"{counted(row['undone'], 'cast')}"
         )
         cure = "Leave out the cast to float32, such as x.float()"
-        if data["settings"] and data["settings"]["cast_model_type"] in _HALF_TYPES:
+        if data["settings"] and data["settings"]["cast_model_type"] in HALF_DTYPES:
             half = data["settings"]["half_dtype"]
             cure += f". If amp has cast a model's outputs, type amp.initialize(..., cast_model_outputs={half!r})"
         yield _advised("undone", f"{cure}: {what}.", line, row["name"])
@@ -201,7 +201,7 @@ def _rounded(data: _Row) -> _Advice:
         calls = sum(
             each["calls"]
             for each in row["types"]
-            if "float32" in each["in"][1:] and each["in"][:1] == each["out"] and each["out"][0] in _HALF_TYPES
+            if "float32" in each["in"][1:] and each["in"][:1] == each["out"] and each["out"][0] in HALF_DTYPES
         )
         if row["rule"] is None and better and calls:
             line = _line_of(data, row["name"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from ampatch.errors import OptionError
+from ampatch.half_types import HALF_TYPES
 from ampatch.opt_levels import check_half_dtype, check_opt_level, dtype_name
 
 #: An opt level and its half type.
@@ -31,7 +32,7 @@ def levels_of(opt_level: object, half_dtype: object = None) -> list[Level]:
         if half not in (None, torch.bfloat16):
             raise OptionError(f"{level} is bfloat16, and half_dtype is {half}. Type {_IN_BFLOAT16[level]!r} instead.")
         level, half = _IN_BFLOAT16[level], torch.bfloat16
-    return [(level, each) for each in ((torch.float16, torch.bfloat16) if half is None else (half,))]
+    return [(level, each) for each in (HALF_TYPES if half is None else (half,))]
 
 
 def checked_levels(levels: object) -> list[Level]:
