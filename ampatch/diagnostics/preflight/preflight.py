@@ -201,7 +201,6 @@ def _enclosing(name: str) -> list[str]:
 
 def _settled_scale(verdicts: Sequence[LevelVerdict]) -> float:
     """Returns the loss scale of the first level that needs one and stands with it; 1 if there is none."""
-    scales = (
-        each.loss_scale for each in verdicts if each.verdict == STANDS and needs_scale(HALF_DTYPES.get(each.half_dtype))
-    )
+    scaled = (each for each in verdicts if needs_scale(HALF_DTYPES.get(each.half_dtype)))
+    scales = (each.loss_scale for each in scaled if each.verdict == STANDS)
     return next((scale for scale in scales if scale is not None and scale != 1), 1.0)
