@@ -72,7 +72,7 @@ versions: $(READY)
 lint: $(READY)
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/calls/* tests/emulated_gpu/*
+	$(VENV)/bin/clang-format --dry-run --Werror csrc/*.h csrc/*.cpp csrc/*.cu csrc/calls/* tests/machinery/emulated_gpu/*
 
 types: $(READY)
 	$(RUN) mypy

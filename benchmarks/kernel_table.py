@@ -2,7 +2,7 @@
 
 Disassembles a compiled library, by default the one that amp would load. Needs cuobjdump and nvdisasm, from CUDA's
 toolkit or `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`. Prints one line for each kernel and dtype.
-`tests/test_extension_build.py` checks the same properties. Needs no GPU, and measures nothing.
+`tests/native/test_extension_build.py` checks the same properties. Needs no GPU, and measures nothing.
 """
 
 from __future__ import annotations

@@ -74,13 +74,13 @@ export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
 tests=("$PYTHON" -m pytest -p no:cacheprovider --continue-on-collection-errors --tb=short -p _hypothesis_pytestplugin)
 beside=() # three such runs of five processes side by side, for 16 cores
 "$PYTHON" -c 'import xdist' 2>/dev/null && beside=(-p xdist.plugin -n 5)
-core=(tests/test_operators.py tests/test_kernels.py tests/test_no_synchronisation.py tests/test_master_weights.py
-    tests/test_memory.py tests/test_weight_cache.py tests/integration/test_cuda_graphs.py tests/test_host_copy.py
+core=(tests/native/test_operators.py tests/native/test_kernels.py tests/scaling/test_no_synchronisation.py tests/weights/test_master_weights.py
+    tests/project/test_memory.py tests/patching/test_weight_cache.py tests/integration/test_cuda_graphs.py tests/native/test_host_copy.py
     tests/test_several_devices.py)
 # Short tests that reach every kernel, lists that are longer than a launch holds, and sums over blocks of threads.
-sanitized=(tests/test_operators.py::TestOnAGpu::test_all_of_them_do_what_torch_does
-    tests/test_operators.py::TestUnscale::test_many_tensors_each_with_a_value_of_its_own
-    tests/test_operators.py::TestFoundInfNorm::test_constant_tensors_whose_sums_all_round_one_way)
+sanitized=(tests/native/test_operators.py::TestOnAGpu::test_all_of_them_do_what_torch_does
+    tests/native/test_operators.py::TestUnscale::test_many_tensors_each_with_a_value_of_its_own
+    tests/native/test_operators.py::TestFoundInfNorm::test_constant_tensors_whose_sums_all_round_one_way)
 quick=() smaller=() building=cuda slower=1
 
 if [ $device = cpu ]; then

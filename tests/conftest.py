@@ -66,9 +66,9 @@ NEEDED = {
     "integration/test_skorch.py": "skorch",
     "integration/test_traced_architectures.py": "transformers",
     "integration/test_transformers.py": "transformers",
-    "test_casting.py": "transformers",
-    "test_convert_model.py": "onnx",
-    "test_documentation.py": "sybil",
+    "casting/test_casting.py": "transformers",
+    "interfaces/test_convert_model.py": "onnx",
+    "project/test_documentation.py": "sybil",
 }
 LEFT_OUT = {file: package for file, package in NEEDED.items() if find_spec(package) is None}
 collect_ignore = list(LEFT_OUT)

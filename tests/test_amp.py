@@ -324,7 +324,7 @@ class TestHalfDtype:
 
 
 class TestLevels:
-    """The rows of the table; of the conversion of weights, tests/test_conversion.py has more."""
+    """The rows of the table; of the conversion of weights, tests/weights/test_conversion.py has more."""
 
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("level", ["O0", "O1", "O4"])

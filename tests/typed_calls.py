@@ -1,4 +1,4 @@
-"""Calls as a type checker sees them; `tests/test_typing.py` runs mypy on this file, and nothing ever runs it itself.
+"""Calls as a type checker sees them; `tests/project/test_typing.py` runs mypy on this file, and nothing runs it itself.
 
 Under mypy's strict settings a `type: ignore` without an error behind it is an error: each here says what is refused.
 """

@@ -35,11 +35,11 @@ TORCHES = {"2.10": "torch==2.10.*", "2.13": "torch==2.13.*", "newest": "torch"}
 # What the tests of the lists need, which are those that depend most on torch's version.
 PACKAGES = ("pytest>=9", "hypothesis", "numpy", "setuptools", "wheel")
 TESTS = (
-    "tests/test_reviewed.py",
-    "tests/test_samples.py",
-    "tests/test_shipped_lists.py",
-    "tests/test_cast_list_coverage.py",
-    "tests/test_spellings.py",
+    "tests/cast_lists/test_reviewed.py",
+    "tests/cast_lists/test_samples.py",
+    "tests/cast_lists/test_shipped_lists.py",
+    "tests/cast_lists/test_cast_list_coverage.py",
+    "tests/cast_lists/test_spellings.py",
 )
 
 # Pins that belong to one version of torch.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import logging
 import math
@@ -21,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
+from optimizers import MOMENTUM, OPTIMIZERS, OTHERS, OVERFLOW, SGD, Larc, backward, initialize
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -31,62 +31,8 @@ from ampatch.runtime import runtime
 from ampatch.scaling import optimizer_gradients
 
 SCALE = 2.0**16
-OVERFLOW = 1e38  # times the first scale, and times 2, it is beyond float32
 
 UPDATES_HALF = pytest.mark.filterwarnings("ignore:the SGD updates half weights")
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
-MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-# Every optimizer of torch that takes dense gradients and no closure, in each of its implementations.
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": SGD,
-    "SGD-momentum": MOMENTUM,
-    "SGD-nesterov-foreach": functools.partial(MOMENTUM, nesterov=True, foreach=True),
-    "SGD-momentum-fused": functools.partial(MOMENTUM, fused=True),
-    "Adam": torch.optim.Adam,
-    "Adam-amsgrad-foreach": functools.partial(torch.optim.Adam, amsgrad=True, foreach=True),
-    "Adam-fused": functools.partial(torch.optim.Adam, fused=True),
-    "AdamW": torch.optim.AdamW,
-    "AdamW-foreach": functools.partial(torch.optim.AdamW, foreach=True),
-    "AdamW-fused": functools.partial(torch.optim.AdamW, fused=True),
-    "Adagrad": torch.optim.Adagrad,
-    "Adagrad-fused": functools.partial(torch.optim.Adagrad, fused=True),
-    "Adadelta": torch.optim.Adadelta,
-    "Adafactor": torch.optim.Adafactor,
-    "Adamax": torch.optim.Adamax,
-    "ASGD": torch.optim.ASGD,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
-    "Rprop": torch.optim.Rprop,
-    "Muon": torch.optim.Muon,  # takes matrices only
-}
-OTHERS = {"LBFGS", "SparseAdam", "Optimizer"}
-
-
-class Larc:
-    """An optimizer that is not torch's, around one that is: LARC's interface, with some arithmetic of its own."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optim = optimizer
-        self.steps = 0
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optim.param_groups
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self.optim.zero_grad(*args, **kwargs)
-
-    def step(self) -> str:
-        self.steps += 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(0.5)
-        self.optim.step()
-        return "stepped"
 
 
 class Spy:
@@ -122,21 +68,6 @@ def batch(index: int, size: int = 4) -> Tensor:
 
 def loss_of(model: nn.Module, index: int) -> Tensor:
     return model(batch(index)).square().mean()
-
-
-def initialize(model: Any, optimizer: Any, **options: Any) -> None:
-    """Without casts unless a level is given, and with a dynamic scale."""
-    level = {} if "opt_level" in options else {"opt_level": "O1", "patch_torch_functions": False}
-    amp.initialize(model, optimizer, **{**level, "loss_scale": "dynamic", "verbosity": 0, **options})
-
-
-def backward(loss: Tensor, optimizers: Any, *, with_amp: bool = True, **options: Any) -> None:
-    """Through a block; or, to compare with, as torch does it alone."""
-    if not with_amp:
-        loss.backward()
-        return
-    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
-        scaled_loss.backward()
 
 
 def overflow(model: nn.Module, optimizers: Any, **options: Any) -> None:

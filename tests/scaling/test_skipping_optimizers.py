@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ampatch
 from ampatch import amp
 
-PAGE = Path(__file__).parents[1] / "docs" / "guide" / "optimizers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "optimizers.md"
 
 # Which of the steps overflow, the first one too.
 OVERFLOWS = [True, False, False, True, False]

@@ -2,9 +2,9 @@
 
 ::
 
-    export PYTHONPATH=tests/mutation AMPATCH_KERNELS=torch AMPATCH_CALLS=python
+    export PYTHONPATH=tests/machinery/mutation AMPATCH_KERNELS=torch AMPATCH_CALLS=python
     MUTATION_REACHED=build/reached python -m pytest -p reached -n 2 -m "not slow"
-    python tests/mutation/run.py --reached build/reached --results build/mutants.json
+    python tests/machinery/mutation/run.py --reached build/reached --results build/mutants.json
 
 pytest collects once; each mutant then has a process forked from that, in which the code of the function is exchanged.
 docs/design/testing.md has the figures.

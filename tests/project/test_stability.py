@@ -17,7 +17,7 @@ from ampatch import amp
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 each_version = pytest.mark.parametrize("saved", sorted(stability.SAVED.iterdir()), ids=lambda folder: folder.name)
 

@@ -23,7 +23,7 @@ from ampatch.cli.main import main
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDE = sorted((DOCS / "guide").glob("*.md"))
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HALVES = ["float16", "bfloat16"]
 
 Rows = dict[tuple[str, str, str, str], dict[str, Any]]

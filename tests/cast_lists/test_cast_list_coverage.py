@@ -12,7 +12,7 @@ from samples import LIST_NAMES, LISTS, entries, flatten, lacks
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "design" / "cast-lists.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "design" / "cast-lists.md"
 PEERS = ("apex", "torch_autocast_cuda", "torch_autocast_cpu")
 LISTED = {entry.path for name in LIST_NAMES for entry in entries(name)}
 

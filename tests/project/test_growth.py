@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from ampatch import amp
 
 
 def _benchmark(name: str) -> ModuleType:
-    file = Path(__file__).parent.parent / "benchmarks" / f"{name}.py"
+    file = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"benchmark_{name}", file)
     assert spec is not None
     assert spec.loader is not None

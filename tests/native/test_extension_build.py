@@ -27,7 +27,7 @@ from ampatch.native.extension_build import Built, carry_out, plan
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 NVCC = shutil.which("nvcc", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler here")

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
-from test_optimizers import MOMENTUM, OPTIMIZERS, SGD, Larc
+from optimizers import MOMENTUM, OPTIMIZERS, SGD, Larc
 from torch import Tensor, nn
 
 from ampatch import amp

@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-ROOT = FilePath(__file__).parents[1]
+ROOT = FilePath(__file__).parents[2]
 COVERAGE = coverage.coverage(shipped())
 REVIEWED = {reason.name: paths for reason, paths in COVERAGE.reviewed.items()}
 

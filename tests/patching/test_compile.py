@@ -274,7 +274,7 @@ def in_a_fresh_process(script: str, **environment: str) -> str:
         text=True,
         timeout=300,
         env={**os.environ, **environment},
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,7 @@ from ampatch.native import extension
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EMULATION = Path(__file__).parent / "emulated_gpu"
 TORCH = Path(torch.__file__).parent
 
@@ -105,7 +105,7 @@ LAUNCHES = {
 @needs_cxx
 @pytest.mark.slow
 def test_the_cuda_kernels_pass_the_tests_of_the_operators(emulated: Path) -> None:
-    tests = Path(__file__).parent / "test_operators.py"
+    tests = ROOT / "tests" / "native" / "test_operators.py"
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(emulated), str(tests), *map(str, LAUNCHES)],
         cwd=ROOT,

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ampatch"
 
 

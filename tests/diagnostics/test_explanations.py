@@ -423,7 +423,7 @@ class TestState:
 
 
 class TestCalls:
-    """What a call would do. That the types are right for every function, `tests/test_predictions.py` shows."""
+    """What a call would do. That the types are right for every function, `tests/patching/test_predictions.py` shows."""
 
     @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
     def test_the_live_call_gets_these_types(self, half: torch.dtype, subtests: pytest.Subtests) -> None:

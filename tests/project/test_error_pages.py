@@ -17,7 +17,7 @@ from ampatch import errors as package_errors
 
 pytestmark = [pytest.mark.once, pytest.mark.slow]  # it reads all of the package, and the libraries have no part in it
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

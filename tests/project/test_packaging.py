@@ -31,7 +31,7 @@ from ampatch.native import extension, extension_build
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CAST_LISTS = ("whitelist.yaml", "blacklist.yaml", "promote.yaml", "banned.yaml")
 LEFTOVERS = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info", "build", "dist")
 # What a build of the extension leaves beside its sources.

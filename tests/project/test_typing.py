@@ -13,7 +13,7 @@ import pytest
 
 from ampatch import amp
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow  # mypy reads torch, which takes ten seconds where it has no cache

@@ -14,7 +14,7 @@ pytest.importorskip("nbclient", reason="needs nbclient")
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 TUTORIAL = DOCS / "tutorials" / "from_nan_to_cure.ipynb"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same_state
-from test_optimizers import MOMENTUM, OVERFLOW, SGD, backward, initialize
+from optimizers import MOMENTUM, OVERFLOW, SGD, backward, initialize
 from torch import Tensor, nn
 
 from ampatch import amp

@@ -17,7 +17,7 @@ from ampatch.native.extension import ABI, CALLS, OPERATORS, Library
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SOURCES = {"operators.cpp": "// schemas", "cuda.cu": "// kernels", "lists.h": "// checks"}
 
 

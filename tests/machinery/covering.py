@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "slow_on_cpu" in item.keywords and not on_gpu:
             item.add_marker(pytest.mark.slow)
         if hasattr(item, "callspec") and (marker is not None or not on_gpu):
-            tests[item.nodeid.partition("[")[0], on_gpu, "slow" in item.keywords].append(item)
+            tests[_name(item).partition("[")[0], on_gpu, "slow" in item.keywords].append(item)
     beyond = set()
     for (_, on_gpu, is_slow), same in tests.items():
         marker = same[0].get_closest_marker("covering")
@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             kept = covered(cases, strength)
             beyond |= {same[number] for number in set(range(len(same))).difference(kept)}
             if not on_gpu:
-                del kept[_checksum(same[0].nodeid.partition("[")[0]) % len(kept)]
+                del kept[_checksum(_name(same[0]).partition("[")[0]) % len(kept)]
                 for number in kept:
                     same[number].add_marker(pytest.mark.beyond_ci)
             continue
@@ -99,13 +99,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item = same[number]
             item.add_marker(pytest.mark.slow)
             # By a checksum, since every second one may have the same value of the last setting.
-            item.add_marker(_BY_TURNS[_checksum(item.nodeid) % 2])
+            item.add_marker(_BY_TURNS[_checksum(_name(item)) % 2])
     items[:] = [item for item in items if item not in beyond]
+
+
+def _name(item: pytest.Item) -> str:
+    """Returns the id of a test without its folder, so that the same cases are kept wherever its file stands."""
+    return f"tests/{item.path.name}::{item.nodeid.partition('::')[2]}"
 
 
 def _of_one_half_type(same: Sequence[pytest.Item]) -> list[int]:
     """Returns the cases of a test that have every value, of either half type one: which, differs from test to test."""
-    other = ("float16", "bfloat16")[_checksum(same[0].nodeid.partition("[")[0]) % 2]
+    other = ("float16", "bfloat16")[_checksum(_name(same[0]).partition("[")[0]) % 2]
     cases = [list(item.callspec.params.values()) for item in same]
     order = sorted(range(len(same)), key=lambda number: any(other in _half_types(value) for value in cases[number]))
     values = [[_but_for_half_types(value) for value in cases[number]] for number in order]

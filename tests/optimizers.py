@@ -1,0 +1,82 @@
+"""Optimizers that tests of steps train with, and the two calls around a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch import amp
+
+OVERFLOW = 1e38  # times the first scale, and times 2, it is beyond float32
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+# Every optimizer of torch that takes dense gradients and no closure, in each of its implementations.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": SGD,
+    "SGD-momentum": MOMENTUM,
+    "SGD-nesterov-foreach": functools.partial(MOMENTUM, nesterov=True, foreach=True),
+    "SGD-momentum-fused": functools.partial(MOMENTUM, fused=True),
+    "Adam": torch.optim.Adam,
+    "Adam-amsgrad-foreach": functools.partial(torch.optim.Adam, amsgrad=True, foreach=True),
+    "Adam-fused": functools.partial(torch.optim.Adam, fused=True),
+    "AdamW": torch.optim.AdamW,
+    "AdamW-foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "AdamW-fused": functools.partial(torch.optim.AdamW, fused=True),
+    "Adagrad": torch.optim.Adagrad,
+    "Adagrad-fused": functools.partial(torch.optim.Adagrad, fused=True),
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adamax": torch.optim.Adamax,
+    "ASGD": torch.optim.ASGD,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "RMSprop": functools.partial(torch.optim.RMSprop, momentum=0.9, centered=True),
+    "Rprop": torch.optim.Rprop,
+    "Muon": torch.optim.Muon,  # takes matrices only
+}
+OTHERS = {"LBFGS", "SparseAdam", "Optimizer"}
+
+
+class Larc:
+    """An optimizer that is not torch's, around one that is: LARC's interface, with some arithmetic of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optim = optimizer
+        self.steps = 0
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optim.param_groups
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        self.optim.zero_grad(*args, **kwargs)
+
+    def step(self) -> str:
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+        self.optim.step()
+        return "stepped"
+
+
+def initialize(model: Any, optimizer: Any, **options: Any) -> None:
+    """Without casts unless a level is given, and with a dynamic scale."""
+    level = {} if "opt_level" in options else {"opt_level": "O1", "patch_torch_functions": False}
+    amp.initialize(model, optimizer, **{**level, "loss_scale": "dynamic", "verbosity": 0, **options})
+
+
+def backward(loss: Tensor, optimizers: Any, *, with_amp: bool = True, **options: Any) -> None:
+    """Through a block; or, to compare with, as torch does it alone."""
+    if not with_amp:
+        loss.backward()
+        return
+    with amp.scale_loss(loss, optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
