@@ -34,6 +34,7 @@ from ampatch.patching.wrappers import explain, without_casts
 from ampatch.replaced import Replaced
 from ampatch.session import Session
 from ampatch.settings import Settings
+from ampatch.torch_private.distributed import ACTIVE_DDP_MODULE
 from ampatch.weights import conversion_plan
 
 
@@ -221,7 +222,7 @@ def before_forward(model: nn.Module, _: object) -> None:
     adopted_model.check_device(model, session.device_types)
     if not torch.compiler.is_compiling():
         # The DDP wrapper may be older than the session, or a copy.
-        wrapper = DistributedDataParallel._active_ddp_module
+        wrapper = getattr(DistributedDataParallel, ACTIVE_DDP_MODULE)
         if wrapper is not None:
             session.note_replicated_forward(wrapper)
         if session.has_half_weights and not tracing.is_recording():

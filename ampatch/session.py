@@ -12,14 +12,12 @@ import gc
 import glob
 import inspect
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -74,6 +72,10 @@ from ampatch.scaling.scaled_leaves import ScaledLeaves
 from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
 from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import Switch, is_in_half
+from ampatch.torch_private.compilers import has_compiled
+from ampatch.torch_private.distributed import is_joining
+from ampatch.torch_private.modules import FORWARD_HOOKS
+from ampatch.torch_private.optimizers import UNSCALE_GRADS, WRAPPED_BY_SCHEDULER
 from ampatch.weights import conversion_plan, copies, optimizer_state, untracked_writes
 from ampatch.weights.conversion import Conversion
 from ampatch.weights.master_gradients import MasterGradients, Pair
@@ -256,7 +258,7 @@ class Session:
         self.registered = tuple(registered)
         self.ledger.set(DistributedDataParallel, "__init__", self._seeing_wrappers(DistributedDataParallel.__init__))
         let_unscale = self._while_active(Session.let_unscale)
-        self.ledger.before(GradScaler, "_unscale_grads_", lambda _, optimizer, *__, **___: let_unscale(optimizer))
+        self.ledger.before(*UNSCALE_GRADS, lambda _, optimizer, *__, **___: let_unscale(optimizer))
         if self.has_masters:
             in_use = self._while_active(lambda session: session._masters_of(None))
             self.ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, lambda: in_use() or ()))
@@ -287,9 +289,8 @@ class Session:
 
     def has_made_half(self) -> bool:
         """Returns True if a tensor may be half because of amp."""
-        dynamo: Any = sys.modules.get("torch._dynamo.utils")
-        has_compiled = dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0  # casts there do not count
-        return self.has_half_weights or self.cache.counts().casts > 0 or has_compiled
+        # Casts in compiled code do not count.
+        return self.has_half_weights or self.cache.counts().casts > 0 or has_compiled()
 
     def _explain_backward(self, error: BaseException) -> None:
         if self.has_made_half():
@@ -1029,7 +1030,7 @@ class Session:
 
     def _hear_forwards_of(self, wrapper: DistributedDataParallel) -> None:
         hook = self._hooks.after_replicated_forward
-        if hook not in wrapper._forward_hooks.values():
+        if hook not in getattr(wrapper, FORWARD_HOOKS).values():
             self.ledger.on_undo(wrapper.register_forward_hook(hook).remove, wrapper)
             if self.has_masters and wrapper.gradient_as_bucket_view:
                 before = wrapper.register_forward_pre_hook(self._hooks.before_replicated_forward)
@@ -1050,7 +1051,7 @@ class Session:
         Raises:
             UsageError: it runs inside ``join()``, where ranks without data skip the backward passes of the others.
         """
-        if distributed.is_joining(wrapper) and (self.has_masters or self.settings.scale_policy.dynamic):
+        if is_joining(wrapper) and (self.has_masters or self.settings.scale_policy.dynamic):
             raise UsageError(
                 "under DistributedDataParallel.join() processes that have run out of data do without the passes that "
                 "the others still make, so that their loss scales and float32 masters would go apart. Give all of them "
@@ -1109,7 +1110,7 @@ def _eps_lost_in(dtype: torch.dtype, optimizer: OptimizerLike) -> float | None:
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:
     """Returns True if an attribute is an optimizer's step that an LR scheduler has wrapped on top of amp's."""
-    return hasattr(getattr(owner, name, None), "_wrapped_by_lr_sched")
+    return hasattr(getattr(owner, name, None), WRAPPED_BY_SCHEDULER)
 
 
 def _forget_optimizer(optimizers: dict[int, AdoptedOptimizer], key: int) -> None:

@@ -14,15 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import resolve_name
 
 from ampatch.diagnostics.recorder.operands import versions_of
 from ampatch.function_wrapper import unwrapped
 from ampatch.opt_levels import HALVES
-
-#: The operator below all casts.
-CAST = "_to_copy"
+from ampatch.torch_private.operators import OpOverload, OpOverloadPacket
 
 
 @dataclass(frozen=True, slots=True)
