@@ -23,17 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.errors import UsageError
 from ampatch.grouping import grouped
-from ampatch.torch_private.distributed import (
-    FLATTENED,
-    drop_held_back,
-    has_rebuilt_buckets,
-    holds_back,
-    is_postponed,
-    parameter_groups,
-    reduces_elsewhere,
-    reductions_of,
-    syncs_gradients,
-)
+from ampatch.torch_private import distributed as private
 
 _IS_AVAILABLE = dist.is_available()  # False if torch was built without torch.distributed
 
@@ -104,7 +94,10 @@ class Ranks:
             ignored = wrapper.parameters_to_ignore
             reduced = tuple(each for name, each in wrapper.module.named_parameters() if name not in ignored)
             self._ddp[wrapper] = _Replica(
-                reduced, frozenset(map(id, reduced)), bool(wrapper.gradient_as_bucket_view), reductions_of(wrapper)
+                reduced,
+                frozenset(map(id, reduced)),
+                bool(wrapper.gradient_as_bucket_view),
+                private.reductions_of(wrapper),
             )
 
     def forget(self, wrapper: DistributedDataParallel) -> None:
@@ -172,11 +165,11 @@ class Ranks:
         parameters = list(parameters)
         postponed: set[int] = set()
         for module in list(self._fsdp1):
-            if not syncs_gradients(module):
+            if not private.syncs_gradients(module):
                 postponed.update(map(id, module.parameters()))
         for module in list(self._fsdp2):
-            for group in parameter_groups(module):
-                if is_postponed(group):
+            for group in private.parameter_groups(module):
+                if private.is_postponed(group):
                     postponed.update(id(each.sharded_param) for each in group.fsdp_params)
         return any(id(parameter) in postponed for parameter in parameters) or self.has_held_back(parameters)
 
@@ -187,11 +180,16 @@ class Ranks:
     def drop_held_back(self, parameters: Iterable[Tensor]) -> None:
         """Drops gradients of these that FSDP2 holds internally."""
         for group in self._held_back(parameters):
-            drop_held_back(group)
+            private.drop_held_back(group)
 
     def _held_back(self, parameters: Iterable[Tensor]) -> Iterator[Any]:
         """Returns FSDP2's parameter groups that hold unreduced gradients and contain any of these parameters."""
-        keeping = [group for module in list(self._fsdp2) for group in parameter_groups(module) if holds_back(group)]
+        keeping = [
+            group
+            for module in list(self._fsdp2)
+            for group in private.parameter_groups(module)
+            if private.holds_back(group)
+        ]
         ids = set(map(id, parameters)) if keeping else set()
         return (group for group in keeping if any(id(each.sharded_param) in ids for each in group.fsdp_params))
 
@@ -251,7 +249,7 @@ class Ranks:
             if layout not in self._layouts:
                 self._layouts[layout] = _layout_of(*layout)
             return self._layouts[layout]
-        return _layout_within(flat.get(id(parameter))) if hasattr(parameter, FLATTENED) else _WHOLE
+        return _layout_within(flat.get(id(parameter))) if hasattr(parameter, private.FLATTENED) else _WHOLE
 
 
 # The gradients of some parameters at a moment: for each a reference, and the version counter.
@@ -284,9 +282,9 @@ class _Replica:
 
     def look(self, wrapper: DistributedDataParallel) -> None:
         """Notes whether the wrapper has reduced gradients since the last look."""
-        now = reductions_of(wrapper)
+        now = private.reductions_of(wrapper)
         # Other code than torch's reducer reduces in every backward pass outside of no_sync.
-        is_elsewhere = any(reduces_elsewhere(wrapper))
+        is_elsewhere = any(private.reduces_elsewhere(wrapper))
         if now != self.seen or (is_elsewhere and wrapper.require_backward_grad_sync):
             self.seen, self.has_unreduced = now, False
             self.count += 1
@@ -368,7 +366,7 @@ def is_about_to_move_gradients(wrapper: DistributedDataParallel) -> bool:
 
     It does so once, after the first backward pass that reduces.
     """
-    return wrapper.gradient_as_bucket_view and not has_rebuilt_buckets(wrapper) and torch.is_grad_enabled()
+    return wrapper.gradient_as_bucket_view and not private.has_rebuilt_buckets(wrapper) and torch.is_grad_enabled()
 
 
 def _moments_of(parameters: Iterable[Tensor]) -> _Moments:
@@ -468,4 +466,4 @@ def _redistribute_gradient(parameter: Tensor) -> None:
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
     """Returns True if any of these is a DTensor or was flattened by FSDP, so that this rank may have only a piece."""
-    return any(hasattr(each, "device_mesh") or getattr(each, FLATTENED, False) for each in parameters)
+    return any(hasattr(each, "device_mesh") or getattr(each, private.FLATTENED, False) for each in parameters)

@@ -30,14 +30,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from ampatch.compilers import called_in_graphs, traced_within_others
 from ampatch.errors import OptionError
 from ampatch.ledger import PatchLedger
-from ampatch.torch_private.autograd import (
-    CheckpointFrame,
-    current_graph_task_id,
-    current_node,
-    next_sequence_number,
-    sequence_number,
-)
-from ampatch.torch_private.modes import is_any_autocast_enabled
+from ampatch.torch_private import autograd, modes
 
 # An accelerator whose backend is not public. torch ignores it even in its check whether *any* autocast is enabled.
 _SIGNAL = "maia"
@@ -167,7 +160,7 @@ def is_set_by_autocast(kinds: Collection[str]) -> bool:
     Args:
         kinds: the device types that count.
     """
-    if not is_any_autocast_enabled():
+    if not modes.is_any_autocast_enabled():
         return is_in_region()
     return is_in_region() or any(torch.is_autocast_enabled(kind) for kind in KINDS if kind in kinds)
 
@@ -198,7 +191,7 @@ _made: deque[tuple[int, int, int]] = deque(maxlen=256)
 
 def _note_made(first: int) -> None:
     """Notes that the nodes of this thread from a number on were made in a region."""
-    thread, end = threading.get_ident(), next_sequence_number()
+    thread, end = threading.get_ident(), autograd.next_sequence_number()
     if end > first:
         while _made and _made[-1][0] == thread and _made[-1][1] >= first:  # in a region inside
             _made.pop()
@@ -212,16 +205,16 @@ def was_made_in_region(number: int) -> bool:
 
 def is_in_backward_of_region() -> bool:
     """Returns True in the backward pass of a user's `torch.autograd.Function` whose forward ran in a region."""
-    if is_dynamo_compiling() or current_graph_task_id() == -1:
+    if is_dynamo_compiling() or autograd.current_graph_task_id() == -1:
         return False
-    node = current_node()
-    return node is not None and was_made_in_region(sequence_number(node))
+    node = autograd.current_node()
+    return node is not None and was_made_in_region(autograd.sequence_number(node))
 
 
 def enter_block(block: object, before: State) -> None:
     """Notes that this thread has entered a block of torch.autocast, and the state that it was in before."""
     region = Region(OFF)
-    region._block, region._before, region._first = block, before, next_sequence_number()
+    region._block, region._before, region._first = block, before, autograd.next_sequence_number()
     region._innermost = _thread.regions[-1]._innermost if _thread.regions else None
     _thread.regions.append(region)
 
@@ -292,7 +285,7 @@ class Region:
         if self._innermost is self and _thread.regions:
             self._around = _thread.regions[-1]._innermost
         _thread.regions.append(self)
-        self._first = next_sequence_number()
+        self._first = autograd.next_sequence_number()
         self._before = _Implementation.exchange(self._state)
 
     @traced_within_others
@@ -329,7 +322,7 @@ class Switch:
     @staticmethod
     def is_off() -> bool:
         """Returns True if this thread, or under a tracer the traced code, is in a region that casts nothing."""
-        return is_in_region() and not is_any_autocast_enabled()
+        return is_in_region() and not modes.is_any_autocast_enabled()
 
     @staticmethod
     def disabled() -> AbstractContextManager[None]:
@@ -374,14 +367,14 @@ class Switch:
                         with Region(here):
                             return function(*args, **kwargs)
                     finally:
-                        if current_graph_task_id() != -1:  # in the backward pass
+                        if autograd.current_graph_task_id() != -1:  # in the backward pass
                             recomputed()
 
                 return checkpoint(*args[:position], as_it_ran, *args[position + 1 :], **kwargs)
 
             return wrapper
 
-        frame, reentrant = CheckpointFrame, torch.utils.checkpoint.CheckpointFunction
+        frame, reentrant = autograd.CheckpointFrame, torch.utils.checkpoint.CheckpointFunction
         ledger.set(frame, "__init__", remembering(frame.__init__, 1, None))
         ledger.set(reentrant, "apply", remembering(reentrant.apply, 0, state_of_reentrant))
 

@@ -9,21 +9,10 @@ import types
 
 import torch
 
-from ampatch.torch_private.modes import (
-    BELOW_OPERATORS,
-    FAKE,
-    PROXY,
-    SELECTIVE_CHECKPOINT_MODES,
-    TorchDispatchMode,
-    dispatch_modes,
-    get_dispatch_mode,
-    get_tracing_state,
-    len_dispatch_stack,
-    peek_interpreter_stack,
-)
+from ampatch.torch_private import modes
 
 
-class ObservingMode(TorchDispatchMode):
+class ObservingMode(modes.TorchDispatchMode):
     """A dispatch mode that only watches: below it, amp casts and keeps casts as without it."""
 
     supports_higher_order_operators = True  # such as torch.cond
@@ -31,34 +20,34 @@ class ObservingMode(TorchDispatchMode):
 
 # Dispatch modes that record no graph: those of selective checkpointing (for running a region, and for recomputing it),
 # and those that only watch.
-_WITHOUT_GRAPH = (*SELECTIVE_CHECKPOINT_MODES, ObservingMode)
+_WITHOUT_GRAPH = (*modes.SELECTIVE_CHECKPOINT_MODES, ObservingMode)
 
 
 def is_traced() -> bool:
     """Returns True under ``torch.jit.trace`` and under a dispatch mode, except those that record no graph."""
-    if get_tracing_state() is not None:
+    if modes.get_tracing_state() is not None:
         return True
-    if not len_dispatch_stack():
+    if not modes.len_dispatch_stack():
         return False
-    return not all(isinstance(mode, _WITHOUT_GRAPH) for mode in dispatch_modes())
+    return not all(isinstance(mode, _WITHOUT_GRAPH) for mode in modes.dispatch_modes())
 
 
 def is_recording() -> bool:
     """Returns True if operators are traced, faked or transformed in this thread, so that amp must not write tensors."""
     return (
         torch.compiler.is_compiling()
-        or get_tracing_state() is not None
-        or peek_interpreter_stack() is not None
-        or get_dispatch_mode(FAKE) is not None
-        or get_dispatch_mode(PROXY) is not None
+        or modes.get_tracing_state() is not None
+        or modes.peek_interpreter_stack() is not None
+        or modes.get_dispatch_mode(modes.FAKE) is not None
+        or modes.get_dispatch_mode(modes.PROXY) is not None
     )
 
 
 def is_under_mode() -> bool:
     """Returns True under a dispatch mode that may record operators or change them."""
-    if not len_dispatch_stack():
+    if not modes.len_dispatch_stack():
         return False
-    return not all(isinstance(mode, ObservingMode) for mode in dispatch_modes())
+    return not all(isinstance(mode, ObservingMode) for mode in modes.dispatch_modes())
 
 
 def is_below_operators(frame: types.FrameType) -> bool:
@@ -66,7 +55,7 @@ def is_below_operators(frame: types.FrameType) -> bool:
 
     Its calls are not user code: if they were cast, the operator's result would have the wrong type.
     """
-    return str(frame.f_globals.get("__name__", "")).startswith(BELOW_OPERATORS)
+    return str(frame.f_globals.get("__name__", "")).startswith(modes.BELOW_OPERATORS)
 
 
 def is_capturing() -> bool:

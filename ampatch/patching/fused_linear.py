@@ -20,15 +20,8 @@ from torch.nn import Parameter
 
 from ampatch.native.selection import checked
 from ampatch.opt_levels import HALVES
-from ampatch.torch_private.autograd import will_engine_execute_node
-from ampatch.torch_private.modes import (
-    DisableAutocast,
-    is_any_autocast_enabled,
-    len_function_stack,
-    peek_interpreter_stack,
-)
+from ampatch.torch_private import autograd, modes, tensors
 from ampatch.torch_private.operators import LINEAR, UNSAFE_VIEW
-from ampatch.torch_private.tensors import is_plain, is_view
 from ampatch.tracing import is_traced
 
 # Operators, because torch's functions of these names are patched, and would cast.
@@ -104,7 +97,7 @@ def _may_be_one_node(layer: _Layer, casts: _Layer) -> bool:
         and casts.weight.dtype in HALVES
         and type(input) in (Tensor, Parameter)
         and input.dtype is casts.weight.dtype
-        and is_plain(input)
+        and tensors.is_plain(input)
         and _is_weight(weight)
         and weight.dim() == 2
         and input.dim() >= 2
@@ -121,15 +114,15 @@ def _is_plain_code() -> bool:
     return (
         is_grad_enabled()
         and not is_inference_mode_enabled()
-        and not len_function_stack()
-        and not is_any_autocast_enabled()
-        and peek_interpreter_stack() is None
+        and not modes.len_function_stack()
+        and not modes.is_any_autocast_enabled()
+        and modes.peek_interpreter_stack() is None
         and not is_traced()
     )
 
 
 def _is_weight(given: Any) -> bool:
-    return type(given) is Parameter and given.dtype is torch.float32 and given.is_leaf and is_plain(given)
+    return type(given) is Parameter and given.dtype is torch.float32 and given.is_leaf and tensors.is_plain(given)
 
 
 class _Halves(NamedTuple):
@@ -169,7 +162,7 @@ class FusedLinear(torch.autograd.Function):
         ctx.has_usual_layout = half.weight.stride() == (half.weight.shape[1], 1)
         result = LINEAR(input, half.weight, half.bias)
         # autograd lets nobody write to a view that comes out of a Function.
-        return UNSAFE_VIEW(result, result.shape) if is_view(result) else result
+        return UNSAFE_VIEW(result, result.shape) if tensors.is_view(result) else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -206,7 +199,7 @@ def _asked_for(ctx: Any) -> list[bool]:
 
 def _will_run(node: Any) -> bool:
     try:
-        return will_engine_execute_node(node)
+        return autograd.will_engine_execute_node(node)
     except RuntimeError:  # torch cannot tell: a leaf whose gradient `torch.autograd.grad` returns
         return True
 
@@ -226,7 +219,7 @@ def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, shape: torch.S
 def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, product: str) -> Tensor:
     left, right = (rows, inputs) if has_usual_layout else (inputs, rows)
     if _is_in_float32(rows, product):
-        with DisableAutocast():  # which would round the operands, in a backward pass inside its region
+        with modes.DisableAutocast():  # which would round the operands, in a backward pass inside its region
             # torch cannot differentiate the second form.
             found = (
                 _mm(left.t().float(), right.float())

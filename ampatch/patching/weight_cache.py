@@ -48,12 +48,8 @@ from ampatch.casting import cast_observers
 from ampatch.casting.cast_store import Store
 from ampatch.native import calls
 from ampatch.patching.recurrent_weights import Layout, cast_each
-from ampatch.torch_private.modes import (
-    is_functorch_wrapped_tensor,
-    len_dispatch_stack,
-    peek_interpreter_stack,
-    without_dispatch_modes,
-)
+from ampatch.torch_private import modes
+from ampatch.torch_private.modes import len_dispatch_stack
 from ampatch.tracing import is_capturing, is_traced
 
 _T = TypeVar("_T")
@@ -154,7 +150,7 @@ class WeightCache:
         Returns:
             The casts, in the order of the weights. Under tracers and transforms, each has memory of its own.
         """
-        if is_traced() or peek_interpreter_stack() is not None:
+        if is_traced() or modes.peek_interpreter_stack() is not None:
             return cast_each(weights, dtype, self.cast)
         layout, state = layout_of(), self.state
         stores = [self._store(weight) if type(weight) is Parameter else None for weight in weights]
@@ -178,7 +174,7 @@ class WeightCache:
         if not _can_be_kept(tensor, cast):
             return
         # Under a transform of torch.func, requires_grad_ raises.
-        if cast.grad_fn is None and peek_interpreter_stack() is None:
+        if cast.grad_fn is None and modes.peek_interpreter_stack() is None:
             # The cast requires grad like its weight, although no graph is recorded. Otherwise torch's linear, which
             # checks this, copies the weight for each row of a batch.
             cast.requires_grad_(tensor.requires_grad)
@@ -334,7 +330,7 @@ def _with_version(make: Callable[[], _T]) -> _T:
     """Returns new casts with version counters, which casts made in inference mode would lack."""
     if len_dispatch_stack():
         # A selective checkpoint counts operators. It must find the same number when it recomputes, even on a cache hit.
-        with without_dispatch_modes():
+        with modes.without_dispatch_modes():
             return _with_version(make)
     if not is_inference_mode_enabled():
         return make()
@@ -348,7 +344,11 @@ def _can_be_kept(parameter: Tensor, cast: Tensor) -> bool:
     Inference tensors have no version counter, and sparse tensors have no storage. A tensor that a transform of
     `torch.func` has wrapped is dead after the transform.
     """
-    return parameter.layout is torch.strided and not parameter.is_inference() and not is_functorch_wrapped_tensor(cast)
+    return (
+        parameter.layout is torch.strided
+        and not parameter.is_inference()
+        and not modes.is_functorch_wrapped_tensor(cast)
+    )
 
 
 def _references(parameter: weakref.ref[Tensor]) -> int:
