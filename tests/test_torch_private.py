@@ -449,14 +449,14 @@ def pushed_dispatch_modes() -> None:
     assert modes.len_dispatch_stack() == 0
 
 
-@shows("modes", "len_function_stack", "is_function_mode_enabled", "function_modes", "DisableTorchFunction")
+@shows("modes", "len_function_stack", "is_function_mode_enabled", "function_modes")
 def function_modes() -> None:
     assert (modes.len_function_stack(), modes.is_function_mode_enabled()) == (0, False)
     tensor = ones(1)
     with NotingFunctions() as outer, NotingFunctions() as inner:
         assert (modes.len_function_stack(), modes.is_function_mode_enabled()) == (2, True)
         assert modes.function_modes() == [outer, inner]
-        with modes.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             torch.mul(tensor, 2)
         torch.add(tensor, 1)
     assert outer.seen == inner.seen == [torch.add]

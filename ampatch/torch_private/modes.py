@@ -39,12 +39,6 @@ function_modes = overrides._get_current_function_mode_stack
 push_function_mode = overrides._push_mode
 pop_function_mode = overrides._pop_mode
 
-#: Block in which no function mode and no ``__torch_function__`` sees the calls of this thread.
-#: Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/utils/disable_torch_function.cpp
-#: Seen in: torch 2.10 to 2.13
-#: Until: ``torch.overrides`` exports it; its public ``DisableTorchFunctionSubclass`` leaves modes on.
-DisableTorchFunction = torch._C.DisableTorchFunction
-
 #: Modes of selective checkpoints, which run a region and recompute it: they record no graph.
 #: Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py
 #: Seen in: torch 2.10 to 2.13

@@ -49,7 +49,7 @@ storage_use_count = torch._C._storage_Use_Count
 #: Copies tensors into one contiguous vector, and shows such a vector as tensors of their shapes.
 #: Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_utils.py
 #: Seen in: torch 2.10 to 2.13
-#: Until: never; what Apex's ``apex_C`` has been since torch has them.
+#: Until: never; Apex's ``apex_C`` has these two functions.
 flatten_dense_tensors: Callable[..., Any] = utils._flatten_dense_tensors
 unflatten_dense_tensors: Callable[..., Any] = utils._unflatten_dense_tensors
 

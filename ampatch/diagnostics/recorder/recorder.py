@@ -299,7 +299,7 @@ class _ModeWithoutAmp(OperatorMode, ObservingMode):
 
 
 #: What torch's functions see of this block: no function mode. Reading an attribute of a tensor is a function.
-unseen = modes.DisableTorchFunction
+unseen = torch.DisableTorchFunction
 
 
 _SHOWN, _HIDDEN, _PAUSED = 0, 1, 2

@@ -28,7 +28,6 @@ from ampatch.opt_levels import HALVES
 from ampatch.patching.adapters import is_in_place
 from ampatch.patching.fused_linear import NODE
 from ampatch.torch_private.autograd import current_node, next_sequence_number, sequence_number
-from ampatch.torch_private.modes import DisableTorchFunction
 from ampatch.torch_private.operators import FLASH_ATTENTION, LINEAR, PACKET
 
 #: Reasons of ``lists/reviewed.yaml`` for which a function does the same in half as in float32, or is no arithmetic.
@@ -113,7 +112,7 @@ class TrainingRecorder(CallRecorder):
         result = super().operator(op, args, kwargs)
         count = _formulas().get(getattr(op, PACKET, None)) if self.counts_flops else None
         if count is not None:
-            with DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 self._count(int(count(*args, **kwargs, out_val=result)), tensors_in(args))
         return result
 
