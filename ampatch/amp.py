@@ -79,6 +79,7 @@ from ampatch.scaling.overflows import (
 from ampatch.session import Session
 from ampatch.settings import LiveSettings, Settings, kept_names
 from ampatch.switch import OFF, WithoutCasts, in_graph
+from ampatch.torch_private.modules import COMPILED_ORIGINAL
 from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import gradients_of, parameters_of
 from ampatch.weights.ruled_parts import check_entries
@@ -953,7 +954,7 @@ def replay(
     given = model if isinstance(model, (list, tuple)) else [model]
     # The file has the models inside of wrappers.
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    bare = (each.module if isinstance(each, wrappers) else getattr(each, "_orig_mod", each) for each in given)
+    bare = (each.module if isinstance(each, wrappers) else getattr(each, COMPILED_ORIGINAL, each) for each in given)
     models = [adopted_model.check_model(each) for each in bare]
     chosen = replays.LEVELS if levels is None else checked_levels(levels)
     return replays.replay(path, models, chosen, compiled=as_flag("compiled", compiled))

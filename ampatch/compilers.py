@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch._jit_internal
-import torch.jit._builtins
-import torch.jit._recursive
 import wrapt
 from torch import Tensor, nn
 
 from ampatch.errors import UsageError
 from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
+from ampatch.torch_private import compilers as private
+from ampatch.torch_private.modules import COMPILED_CALL
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Modules of this package that models call while they run. The others do bookkeeping, which must not be compiled.
 _TRACED = {
-    "": "amp apex compilers cuda_on_cpu errors function_wrapper runtime session switch sync_batch_norm tracing",
+    "": "amp apex compilers cuda_on_cpu errors function_wrapper runtime session switch sync_batch_norm torch_private "
+    "tracing",
     "casting": "write_back nested",
     "cast_lists": "paths signatures",
     "interfaces": "inference_copy",
@@ -50,12 +50,12 @@ def _keep_books_untraced(dynamo: types.ModuleType) -> None:
                 dynamo.trace_rules.add(".".join(filter(None, ("ampatch", folder, module.name))))
 
 
-wrapt.register_post_import_hook(_keep_books_untraced, "torch._dynamo")
+wrapt.register_post_import_hook(_keep_books_untraced, private.DYNAMO)
 
 
 def called_in_graphs(function: Callable[..., None]) -> Callable[..., None]:
     """Decorates a function that torch.compile must not trace; the compiled graph calls it instead."""
-    wrapt.register_post_import_hook(lambda dynamo: dynamo.allow_in_graph(function), "torch._dynamo")
+    wrapt.register_post_import_hook(lambda dynamo: dynamo.allow_in_graph(function), private.DYNAMO)
     return function
 
 
@@ -65,15 +65,13 @@ def traced_within_others(function: _F) -> _F:
     torch.compile leaves some code uncompiled, for example around some graph breaks and module hooks. Without this
     decorator it would compile each function called from there, except torch's.
     """
-    frames = torch._C._dynamo.eval_frame
-    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-    frames.set_code_exec_strategy(function.__code__, skip)
+    private.trace_only_within_others(function.__code__)
     return function
 
 
 def constant_while_traced(function: _F) -> _F:
     """Decorates a function that torch.compile calls while it traces the caller, to trace with its result."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch's own decorator imports the compiler
+    setattr(function, private.MARKED_CONSTANT, True)  # torch's own decorator imports the compiler
     return function
 
 
@@ -101,29 +99,29 @@ def trace_additions(
         is_looked_up: returns True if a tensor comes from an embedding.
         tables: the tables; there may be more later.
     """
-    from torch._dynamo.variables import BuiltinVariable, ConstantVariable, TensorVariable
+    from ampatch.torch_private import tracers
 
-    call: Any = BuiltinVariable.call_function
+    call: Any = tracers.BuiltinVariable.call_function
 
     def fake_of(variable: Any) -> Any:
         return variable.as_proxy().node.meta["example_value"]
 
     def is_table(variable: Any) -> bool:
         fake = fake_of(variable)
-        base, memo = fake if fake._base is None else fake._base, fake.fake_mode.fake_tensor_converter._get_memo
+        base, memo = fake if fake._base is None else fake._base, tracers.fake_memo(fake)
         return any(table is not None and memo(table) is base for table in (each() for each in tables))
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn is operator.add and all(isinstance(each, TensorVariable) for each in args) and is_meant():
+        if self.fn is operator.add and all(isinstance(each, tracers.TensorVariable) for each in args) and is_meant():
             for half, other in (args, args[::-1]):
                 is_mixed = half.dtype in HALVES and other.dtype is torch.float32
                 if is_mixed and is_looked_up(fake_of(half)) and is_table(other):
-                    cast = other.call_method(tx, "to", [ConstantVariable.create(half.dtype)], {})
+                    cast = other.call_method(tx, "to", [tracers.ConstantVariable.create(half.dtype)], {})
                     args = [cast if each is other else each for each in args]
                     break
         return call(self, tx, args, kwargs)
 
-    ledger.set(BuiltinVariable, "call_function", call_function)
+    ledger.set(tracers.BuiltinVariable, "call_function", call_function)
 
 
 def trace_calls(
@@ -140,17 +138,14 @@ def trace_calls(
         first_arguments: returns its first arguments, which are constants; None where calls are traced as they are.
         is_meant: returns True for those modules. It is guarded, because code for one module serves others of its class.
     """
-    from torch._dynamo.guards import get_verbose_code_parts, install_guard
-    from torch._dynamo.variables import ConstantVariable
-    from torch._dynamo.variables.base import VariableTracker
-    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+    from ampatch.torch_private import tracers
 
-    call: Any = UnspecializedNNModuleVariable.call_function
-    read: Any = UnspecializedNNModuleVariable.var_getattr
+    call: Any = tracers.UnspecializedNNModuleVariable.call_function
+    read: Any = tracers.UnspecializedNNModuleVariable.var_getattr
 
     def guard_what_is_meant(builder: Any, guard: Any) -> None:
         expected = is_meant(builder.get(guard))
-        parts = get_verbose_code_parts(f"is_meant({guard.name}) is {expected}", guard)
+        parts = tracers.get_verbose_code_parts(f"is_meant({guard.name}) is {expected}", guard)
         builder.get_guard_manager(guard).add_lambda_guard(
             lambda module: is_meant(module) is expected, parts, guard.user_stack
         )
@@ -158,18 +153,18 @@ def trace_calls(
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         first = first_arguments()
         if first is not None and self.source is not None:
-            install_guard(self.source.make_guard(guard_what_is_meant))
+            tracers.install_guard(self.source.make_guard(guard_what_is_meant))
         if first is None or not is_meant(self.value):
             return call(self, tx, args, kwargs)
-        constants = [VariableTracker.build(tx, each) for each in first]
-        return VariableTracker.build(tx, function).call_function(tx, [*constants, self, *args], kwargs)
+        constants = [tracers.VariableTracker.build(tx, each) for each in first]
+        return tracers.VariableTracker.build(tx, function).call_function(tx, [*constants, self, *args], kwargs)
 
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
         # Its value depends on the region, too, and guards run before traced code begins one.
-        return ConstantVariable.create(None) if name == "_compiled_call_impl" else read(self, tx, name)
+        return tracers.ConstantVariable.create(None) if name == COMPILED_CALL else read(self, tx, name)
 
-    ledger.set(UnspecializedNNModuleVariable, "call_function", call_function)
-    ledger.set(UnspecializedNNModuleVariable, "var_getattr", var_getattr)
+    ledger.set(tracers.UnspecializedNNModuleVariable, "call_function", call_function)
+    ledger.set(tracers.UnspecializedNNModuleVariable, "var_getattr", var_getattr)
 
 
 def build_torch_tables() -> None:
@@ -184,12 +179,9 @@ def build_torch_tables() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of torch's own functions are deprecated
         try:
-            import torch._dynamo.variables.torch  # heavy, but every optimizer imports most of it
-            import torch.ao.quantization.fx  # torch.compile imports it, and its tables, when it first compiles
+            from ampatch.torch_private import tracers
 
-            torch._dynamo.variables.torch.get_overridable_functions()
-            torch._dynamo.trace_rules.get_tensor_method()
-            torch._dynamo.trace_rules.get_torch_obj_rule_map()  # torch.distributed clears this one when it is set up
+            tracers.build_tables()
         except AttributeError as error:
             raise UsageError(
                 "torch cannot list its own functions, since another tool has put an object that is no function in the "
@@ -210,12 +202,12 @@ def prepare_for_patches(
         original_of: function that returns the original of a wrapper, and any other object unchanged.
         as_without_amp: returns a block in which a model has neither amp's hooks nor its forwards.
     """
-    import torch._functorch.aot_autograd as aot_autograd
+    from ampatch.torch_private import tracers
 
     # The key of the persistent cache of traced graphs contains only the names of functions, so patched and unpatched
     # programs would get each other's results. The cache of compiled kernels stays enabled: its key is the final graph.
-    for name in ("should_use_local_autograd_cache", "should_use_remote_autograd_cache"):
-        ledger.set(aot_autograd, name, lambda: False)
+    for place in tracers.GRAPH_CACHES:
+        ledger.set(*place, lambda: False)
     _unwrap_for_torchscript(ledger, original_of, as_without_amp)
     ledger.on_undo(forget_compiled)
 
@@ -226,7 +218,9 @@ def forget_compiled() -> None:
     It guards functions by identity. But methods of tensors, operators and functions of torch that call others enter its
     graphs by name, without a guard.
     """
-    torch._dynamo.reset_code_caches()
+    from ampatch.torch_private import tracers
+
+    tracers.reset_code_caches()
 
 
 def _unwrap_for_torchscript(
@@ -238,9 +232,9 @@ def _unwrap_for_torchscript(
 
     TorchScript can compile neither wrappers nor hooks, so the code that it has compiled never casts.
     """
-    find_builtin: Callable[[object], object] = torch.jit._builtins._find_builtin
-    find_dispatched: Callable[[object], object] = torch._jit_internal._try_get_dispatched_fn
-    compile_module: Callable[..., object] = torch.jit._recursive.create_script_module
+    find_builtin: Callable[[object], object] = getattr(*private.FIND_BUILTIN)
+    find_dispatched: Callable[[object], object] = getattr(*private.TRY_GET_DISPATCHED_FN)
+    compile_module: Callable[..., object] = getattr(*private.CREATE_SCRIPT_MODULE)
 
     def _find_builtin(function: object) -> object:
         return find_builtin(original_of(function))
@@ -256,6 +250,6 @@ def _unwrap_for_torchscript(
         with as_without_amp(module):
             return compile_module(module, *args, **kwargs)
 
-    ledger.set(torch.jit._builtins, "_find_builtin", _find_builtin)
-    ledger.set(torch._jit_internal, "_try_get_dispatched_fn", _try_get_dispatched_fn)
-    ledger.set(torch.jit._recursive, "create_script_module", create_script_module)
+    ledger.set(*private.FIND_BUILTIN, _find_builtin)
+    ledger.set(*private.TRY_GET_DISPATCHED_FN, _try_get_dispatched_fn)
+    ledger.set(*private.CREATE_SCRIPT_MODULE, create_script_module)

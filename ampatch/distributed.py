@@ -12,7 +12,7 @@ import gc
 import itertools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ampatch.errors import UsageError
 from ampatch.grouping import grouped
+from ampatch.torch_private import distributed as private
 
 _IS_AVAILABLE = dist.is_available()  # False if torch was built without torch.distributed
 
@@ -93,7 +94,10 @@ class Ranks:
             ignored = wrapper.parameters_to_ignore
             reduced = tuple(each for name, each in wrapper.module.named_parameters() if name not in ignored)
             self._ddp[wrapper] = _Replica(
-                reduced, frozenset(map(id, reduced)), bool(wrapper.gradient_as_bucket_view), _reductions_of(wrapper)
+                reduced,
+                frozenset(map(id, reduced)),
+                bool(wrapper.gradient_as_bucket_view),
+                private.reductions_of(wrapper),
             )
 
     def forget(self, wrapper: DistributedDataParallel) -> None:
@@ -161,11 +165,11 @@ class Ranks:
         parameters = list(parameters)
         postponed: set[int] = set()
         for module in list(self._fsdp1):
-            if not module._sync_gradients:
+            if not private.syncs_gradients(module):
                 postponed.update(map(id, module.parameters()))
         for module in list(self._fsdp2):
-            for group in _parameter_groups(module):
-                if not (group.reduce_grads and (group.all_reduce_grads or not group._is_hsdp)):
+            for group in private.parameter_groups(module):
+                if private.is_postponed(group):
                     postponed.update(id(each.sharded_param) for each in group.fsdp_params)
         return any(id(parameter) in postponed for parameter in parameters) or self.has_held_back(parameters)
 
@@ -176,24 +180,15 @@ class Ranks:
     def drop_held_back(self, parameters: Iterable[Tensor]) -> None:
         """Drops gradients of these that FSDP2 holds internally."""
         for group in self._held_back(parameters):
-            group._partial_reduce_output = None
-            for each in group.fsdp_params:
-                each.unsharded_accumulated_grad = None
-                if hasattr(each, "_unsharded_param"):
-                    each._unsharded_param.grad = None
+            private.drop_held_back(group)
 
     def _held_back(self, parameters: Iterable[Tensor]) -> Iterator[Any]:
         """Returns FSDP2's parameter groups that hold unreduced gradients and contain any of these parameters."""
         keeping = [
             group
             for module in list(self._fsdp2)
-            for group in _parameter_groups(module)
-            if group._partial_reduce_output is not None  # HSDP has not reduced it over replicas yet
-            or any(
-                each.unsharded_accumulated_grad is not None
-                or (hasattr(each, "_unsharded_param") and each._unsharded_param.grad is not None)
-                for each in group.fsdp_params
-            )
+            for group in private.parameter_groups(module)
+            if private.holds_back(group)
         ]
         ids = set(map(id, parameters)) if keeping else set()
         return (group for group in keeping if any(id(each.sharded_param) in ids for each in group.fsdp_params))
@@ -254,7 +249,7 @@ class Ranks:
             if layout not in self._layouts:
                 self._layouts[layout] = _layout_of(*layout)
             return self._layouts[layout]
-        return _layout_within(flat.get(id(parameter))) if hasattr(parameter, "_fsdp_flattened") else _WHOLE
+        return _layout_within(flat.get(id(parameter))) if hasattr(parameter, private.FLATTENED) else _WHOLE
 
 
 # The gradients of some parameters at a moment: for each a reference, and the version counter.
@@ -269,7 +264,7 @@ class _Replica:
         parameters: the parameters whose gradients it reduces.
         ids: their ids.
         has_views: True if gradients are views of DDP's buckets, and DDP replaces tensors that are not.
-        seen: what `_reductions_of` returned at the last look.
+        seen: what `reductions_of` returned at the last look.
         count: number of times that a look has found reductions.
         count_at_begin: this number when the last block began.
         count_at_end: this number when the last block of an optimizer with these parameters ended.
@@ -287,9 +282,9 @@ class _Replica:
 
     def look(self, wrapper: DistributedDataParallel) -> None:
         """Notes whether the wrapper has reduced gradients since the last look."""
-        now = _reductions_of(wrapper)
+        now = private.reductions_of(wrapper)
         # Other code than torch's reducer reduces in every backward pass outside of no_sync.
-        is_elsewhere = wrapper._use_python_reducer or wrapper._delay_all_reduce_all_params
+        is_elsewhere = any(private.reduces_elsewhere(wrapper))
         if now != self.seen or (is_elsewhere and wrapper.require_backward_grad_sync):
             self.seen, self.has_unreduced = now, False
             self.count += 1
@@ -366,21 +361,12 @@ class ReplicasInBlock:
         return [each for each in replica.parameters if id(each) in self._ids]
 
 
-def _reductions_of(wrapper: DistributedDataParallel) -> object:
-    """Returns a value that changes whenever a backward pass has reduced the wrapper's gradients.
-
-    Torch measures when each gradient was ready, under no_sync none. In the first backward pass of a static graph
-    it measures nothing, and a flag of the wrapper says that it has run.
-    """
-    return wrapper.reducer.get_backward_stats(), getattr(wrapper, "_static_graph_delay_allreduce_enqueued", False)
-
-
 def is_about_to_move_gradients(wrapper: DistributedDataParallel) -> bool:
     """Returns True if a wrapper's next forward pass may replace its buckets, and the gradients that are views of them.
 
     It does so once, after the first backward pass that reduces.
     """
-    return wrapper.gradient_as_bucket_view and not wrapper._has_rebuilt_buckets and torch.is_grad_enabled()
+    return wrapper.gradient_as_bucket_view and not private.has_rebuilt_buckets(wrapper) and torch.is_grad_enabled()
 
 
 def _moments_of(parameters: Iterable[Tensor]) -> _Moments:
@@ -458,11 +444,6 @@ def replicating_wrappers() -> list[DistributedDataParallel]:
     return [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
 
 
-def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """Returns True if a wrapper runs in its ``join()``, in which some ranks can run out of data before others."""
-    return bool(wrapper._join_config.enable)
-
-
 def broadcast_tensors(wrapper: DistributedDataParallel) -> Iterator[Tensor]:
     """Yields the parameters and buffers that DDP broadcast from rank 0."""
     for name, tensor in itertools.chain(wrapper.module.named_parameters(), wrapper.module.named_buffers()):
@@ -485,13 +466,4 @@ def _redistribute_gradient(parameter: Tensor) -> None:
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
     """Returns True if any of these is a DTensor or was flattened by FSDP, so that this rank may have only a piece."""
-    return any(hasattr(each, "device_mesh") or getattr(each, "_fsdp_flattened", False) for each in parameters)
-
-
-def _parameter_groups(module: Any) -> Sequence[Any]:
-    """Returns an FSDP2 module's parameter groups; FSDP2 gathers the parameters of a group together."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        groups: Sequence[Any] = state._fsdp_param_groups
-        return groups
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before torch 2.13
+    return any(hasattr(each, "device_mesh") or getattr(each, private.FLATTENED, False) for each in parameters)

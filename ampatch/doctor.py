@@ -33,6 +33,8 @@ from ampatch.opt_levels import dtype_name
 from ampatch.patching import function_places
 from ampatch.runtime import runtime
 from ampatch.session import Session
+from ampatch.torch_private.compilers import JIT_INTERNAL
+from ampatch.torch_private.optimizers import WRAPPED_BY_SCHEDULER
 
 _NVIDIA_DRIVER = FilePath("/proc/driver/nvidia/version")
 
@@ -134,7 +136,7 @@ class _Patch:
     @property
     def is_in_place(self) -> bool:
         """True if the patch is still in effect: an LR scheduler's wrapper around an optimizer's step still calls it."""
-        return self.now is self.installed or (self.name == "step" and hasattr(self.now, "_wrapped_by_lr_sched"))
+        return self.now is self.installed or (self.name == "step" and hasattr(self.now, WRAPPED_BY_SCHEDULER))
 
     def __str__(self) -> str:
         return f"{_name_of(self.owner)}.{self.name}"
@@ -206,7 +208,7 @@ def _is_torchs(value: Any) -> bool:
     home = _home(value)
     # A replacement made with functools.wraps claims to be torch's: only the module that defines its code counts.
     # Functions made by torch.compile and torch.no_grad are defined in torch, but not in the module that they claim.
-    claims = type(value) is not types.FunctionType or home in (value.__module__, "torch._jit_internal")
+    claims = type(value) is not types.FunctionType or home in (value.__module__, JIT_INTERNAL)
     return (home is not None and home.partition(".")[0] == "torch") and claims
 
 

@@ -37,6 +37,7 @@ from ampatch.scaling.optimizer_step import OptimizerLike
 from ampatch.scaling.overflows import Tracer
 from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import Switch
+from ampatch.torch_private.optimizers import WRAPPED_BY_SCHEDULER
 
 
 class SessionTracer(Tracer, Recorder, Protocol):
@@ -233,4 +234,4 @@ class Session:
 
 def _is_wrapped_by_scheduler(owner: object, name: str) -> bool:
     """Returns True if an attribute is an optimizer's step that an LR scheduler has wrapped on top of amp's."""
-    return hasattr(getattr(owner, name, None), "_wrapped_by_lr_sched")
+    return hasattr(getattr(owner, name, None), WRAPPED_BY_SCHEDULER)

@@ -25,12 +25,12 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_dynamo_compiling, is_exporting
 
 from ampatch.compilers import called_in_graphs, traced_within_others
 from ampatch.errors import OptionError
 from ampatch.ledger import PatchLedger
+from ampatch.torch_private import autograd, modes
 
 # An accelerator whose backend is not public. torch ignores it even in its check whether *any* autocast is enabled.
 _SIGNAL = "maia"
@@ -160,7 +160,7 @@ def is_set_by_autocast(kinds: Collection[str]) -> bool:
     Args:
         kinds: the device types that count.
     """
-    if not _is_any_autocast_enabled():
+    if not modes.is_any_autocast_enabled():
         return is_in_region()
     return is_in_region() or any(torch.is_autocast_enabled(kind) for kind in KINDS if kind in kinds)
 
@@ -189,15 +189,9 @@ _NOTHING = contextlib.nullcontext()
 _made: deque[tuple[int, int, int]] = deque(maxlen=256)
 
 
-def next_number() -> int:
-    """Returns the number that autograd gives to the next node of this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
 def _note_made(first: int) -> None:
     """Notes that the nodes of this thread from a number on were made in a region."""
-    thread, end = threading.get_ident(), next_number()
+    thread, end = threading.get_ident(), autograd.next_sequence_number()
     if end > first:
         while _made and _made[-1][0] == thread and _made[-1][1] >= first:  # in a region inside
             _made.pop()
@@ -211,16 +205,16 @@ def was_made_in_region(number: int) -> bool:
 
 def is_in_backward_of_region() -> bool:
     """Returns True in the backward pass of a user's `torch.autograd.Function` whose forward ran in a region."""
-    if is_dynamo_compiling() or torch._C._current_graph_task_id() == -1:
+    if is_dynamo_compiling() or autograd.current_graph_task_id() == -1:
         return False
-    node = torch._C._current_autograd_node()
-    return node is not None and was_made_in_region(node._sequence_nr())
+    node = autograd.current_node()
+    return node is not None and was_made_in_region(autograd.sequence_number(node))
 
 
 def enter_block(block: object, before: State) -> None:
     """Notes that this thread has entered a block of torch.autocast, and the state that it was in before."""
     region = Region(OFF)
-    region._block, region._before, region._first = block, before, next_number()
+    region._block, region._before, region._first = block, before, autograd.next_sequence_number()
     region._innermost = _thread.regions[-1]._innermost if _thread.regions else None
     _thread.regions.append(region)
 
@@ -285,11 +279,13 @@ class Region:
 
     @traced_within_others
     def __enter__(self) -> None:
-        torch._dynamo.graph_break()  # a graph cannot know in which state it will run
+        from ampatch.torch_private.tracers import graph_break
+
+        graph_break()  # a graph cannot know in which state it will run
         if self._innermost is self and _thread.regions:
             self._around = _thread.regions[-1]._innermost
         _thread.regions.append(self)
-        self._first = next_number()
+        self._first = autograd.next_sequence_number()
         self._before = _Implementation.exchange(self._state)
 
     @traced_within_others
@@ -326,7 +322,7 @@ class Switch:
     @staticmethod
     def is_off() -> bool:
         """Returns True if this thread, or under a tracer the traced code, is in a region that casts nothing."""
-        return is_in_region() and not _is_any_autocast_enabled()
+        return is_in_region() and not modes.is_any_autocast_enabled()
 
     @staticmethod
     def disabled() -> AbstractContextManager[None]:
@@ -371,14 +367,14 @@ class Switch:
                         with Region(here):
                             return function(*args, **kwargs)
                     finally:
-                        if torch._C._current_graph_task_id() != -1:  # in the backward pass
+                        if autograd.current_graph_task_id() != -1:  # in the backward pass
                             recomputed()
 
                 return checkpoint(*args[:position], as_it_ran, *args[position + 1 :], **kwargs)
 
             return wrapper
 
-        frame, reentrant = torch.utils.checkpoint._CheckpointFrame, torch.utils.checkpoint.CheckpointFunction
+        frame, reentrant = autograd.CheckpointFrame, torch.utils.checkpoint.CheckpointFunction
         ledger.set(frame, "__init__", remembering(frame.__init__, 1, None))
         ledger.set(reentrant, "apply", remembering(reentrant.apply, 0, state_of_reentrant))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ampatch.errors import UsageError
 from ampatch.half_types import HALVES
+from ampatch.torch_private.modules import SYNC_BATCH_NORM_CHECKS
 
 
 def synchronised(norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:
@@ -33,8 +34,8 @@ def synchronised(norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:
         ValueError: ``input`` has fewer than two dimensions or no channels; raised by torch.
         UsageError: the batches of all ranks together hold at most one value per channel.
     """
-    norm._check_input_dim(input)
-    norm._check_non_zero_input_channels(input)
+    for check in SYNC_BATCH_NORM_CHECKS:
+        check(norm, input)
     group = norm.process_group or dist.group.WORLD
     values = input.float() if input.dtype in HALVES else input
     dims = [0, *range(2, values.dim())]

@@ -4,7 +4,7 @@ Each pair gets an environment of its own in ``build/versions``, which stays for 
 installed is reported, and is no failure: not every torch has a wheel for every Python, and not every Python is on this
 machine. Must never change the environment that the tests run in.
 
-    python tests/versions.py                                  # the tests of the lists
+    python tests/versions.py                                  # the tests that depend most on torch
     python tests/versions.py -m "not slow"                    # what make test runs, where its packages can be installed
     python tests/versions.py --python 3.11 --torch newest     # one pair; each option may be given several times
 
@@ -32,9 +32,18 @@ PYTHONS = ("3.11", "3.12", "3.13")
 # The oldest that setup.cfg allows, the one that constraints.txt pins, and the newest.
 TORCHES = {"2.10": "torch==2.10.*", "2.13": "torch==2.13.*", "newest": "torch"}
 
-# What the tests of the lists need, which are those that depend most on torch's version.
 PACKAGES = ("pytest>=9", "hypothesis", "numpy", "setuptools", "wheel")
+# Those that depend most on torch's version, and need no other packages: of its private parts, of what rests on most of
+# them, and of the lists.
 TESTS = (
+    "tests/torch_private/test_torch_private.py",
+    "tests/patching/test_compile.py",
+    "tests/patching/test_switch.py",
+    "tests/patching/test_wrappers.py",
+    "tests/scaling/test_optimizers.py",
+    "tests/diagnostics/test_overflow_trace.py",
+    "tests/integration/test_ddp.py",
+    "tests/integration/test_fsdp.py",
     "tests/cast_lists/test_reviewed.py",
     "tests/cast_lists/test_samples.py",
     "tests/cast_lists/test_shipped_lists.py",

@@ -16,6 +16,7 @@ from ampatch.errors import OptionError
 from ampatch.half_types import HALVES
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device
+from ampatch.torch_private import foreach
 
 __all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_l2norm_scale", "multi_tensor_scale"]
 
@@ -94,8 +95,8 @@ def multi_tensor_axpby(
         return
     found_inf, unchecked = _scalar(0.0, noop_flag.device), _scalar(0.0, noop_flag.device)
     sums = _scaled(xs, a, unchecked if arg_to_check == 1 else found_inf)
-    torch._foreach_add_(sums, _scaled(ys, b, unchecked if arg_to_check == 0 else found_inf))
-    torch._foreach_copy_(outs, sums)
+    foreach.add_(sums, _scaled(ys, b, unchecked if arg_to_check == 0 else found_inf))
+    foreach.copy_(outs, sums)
     _raise_flag(noop_flag, found_inf)
 
 
@@ -155,7 +156,7 @@ def _scale(noop_flag: Tensor, ins: list[Tensor], outs: list[Tensor], scale: floa
     elif all(out.dtype is torch.float32 for out in outs):
         kernels.unscale_copy(ins, outs, factor, found_inf, False)
     else:
-        torch._foreach_copy_(outs, _scaled(ins, factor, found_inf))
+        foreach.copy_(outs, _scaled(ins, factor, found_inf))
     _raise_flag(noop_flag, found_inf)
 
 
@@ -178,7 +179,7 @@ def _norms(noop_flag: Tensor, tensors: list[Tensor], per_tensor: bool | None) ->
     norm = on_device(sum_of_squares.sqrt().float(), device).reshape(1)
     if not (per_tensor and tensors):
         return norm, torch.empty(0, dtype=torch.float32, device=device)
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+    norms = foreach.norm(tensors, 2, dtype=torch.float32)
     return norm, torch.stack([on_device(each, device) for each in norms])
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from ampatch.torch_private.tensors import flatten_dense_tensors, unflatten_dense_tensors
 
 __all__ = ["flatten", "unflatten"]
 
@@ -19,7 +20,7 @@ def flatten(tensors: Iterable[Tensor]) -> Tensor:
     Returns:
         A 1-dimensional copy; for a single contiguous tensor, a view.
     """
-    return _flatten_dense_tensors(tuple(tensors))  # type: ignore[no-any-return]
+    return flatten_dense_tensors(tuple(tensors))  # type: ignore[no-any-return]
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -32,4 +33,4 @@ def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     Returns:
         Views of ``flat``.
     """
-    return _unflatten_dense_tensors(flat, tuple(tensors))  # type: ignore[no-any-return]
+    return unflatten_dense_tensors(flat, tuple(tensors))  # type: ignore[no-any-return]

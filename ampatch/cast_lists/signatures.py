@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
+from ampatch.torch_private.operators import get_schemas_for_operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ _BUILTINS = (types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 def _readers_of_operator(name: str) -> Mapping[str, ArgumentReader]:
-    return _cached_readers(name, tuple(map(str, torch._C._jit_get_schemas_for_operator(f"aten::{name}"))))
+    return _cached_readers(name, tuple(map(str, get_schemas_for_operator(f"aten::{name}"))))
 
 
 @functools.cache  # the schemas are in the key, as a library can add overloads, and define one anew
@@ -130,7 +130,7 @@ def _overloads_of_operator(name: str) -> list[list[ArgumentReader]]:
     """Returns the overloads that take a tensor; the others are TorchScript's, for plain numbers."""
     return [
         [_of_schema(argument, index) for index, argument in enumerate(schema.arguments) if not argument.is_out]
-        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        for schema in get_schemas_for_operator(f"aten::{name}")
         if any("Tensor" in str(argument.type) for argument in schema.arguments)
     ]
 

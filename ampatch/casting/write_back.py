@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
 from ampatch.casting.nested import PLAIN, Replacements, attributes_of, cast_floating, is_opened
+from ampatch.compilers import constant_while_traced
 from ampatch.errors import UsageError
+from ampatch.torch_private.modes import get_unwrapped, is_functorch_wrapped_tensor
 
 #: Positional arguments and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -247,24 +249,22 @@ def _state_of(tensor: Any) -> tuple[int | None, int]:
     """
     if is_dynamo_compiling():
         # In the graph a version is a number that no branch can depend on.
-        from torch._dynamo.comptime import comptime
+        from ampatch.torch_private.tracers import comptime
 
         comptime(lambda trace: _noted.append(_state_of(trace.get_local("tensor").as_fake())))
         return _noted_state()
     counted = tensor
-    while torch._C._functorch.is_functorch_wrapped_tensor(counted):  # those of torch.vmap count nothing themselves
-        counted = torch._C._functorch.get_unwrapped(counted)
+    while is_functorch_wrapped_tensor(counted):  # those of torch.vmap count nothing themselves
+        counted = get_unwrapped(counted)
     return None if counted.is_inference() else counted._version, id(tensor.grad_fn)
 
 
 _noted: list[tuple[int | None, int]] = []
 
 
+@constant_while_traced
 def _noted_state() -> tuple[int | None, int]:
     return _noted.pop()
-
-
-_noted_state._dynamo_marked_constant = True  # type: ignore[attr-defined]  # without an import of torch._dynamo
 
 
 def _track_items(forward: _Forward, original: Any, passed: Any, read: Callable[[Any], dict[Any, Any]]) -> None:

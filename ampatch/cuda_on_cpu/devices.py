@@ -9,15 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.utils._device
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.storage import TypedStorage, UntypedStorage
 
 from ampatch.cuda_on_cpu.replacements import Function, Replacements
 from ampatch.cuda_on_cpu.streams import current_device
 from ampatch.cuda_on_cpu.torch_cuda import always
 from ampatch.ledger import bindings
+from ampatch.torch_private import devices
+from ampatch.torch_private.modules import ALLOWED_METHODS
 
 #: Functions that take the device only as the keyword ``device``. torch lists further ones, for its default device.
 _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like")
@@ -46,8 +46,8 @@ def install(replacements: Replacements) -> None:
     _answer(replacements)
     _name_types(replacements)
     # torch lists here the original methods that a lazy module's parameter allows; the replacements must be allowed too.
-    allowed = [*UninitializedTensorMixin._allowed_methods, Tensor.to, Tensor.cuda, Tensor.get_device]
-    replacements.ledger.set(UninitializedTensorMixin, "_allowed_methods", allowed)
+    allowed = [*getattr(*ALLOWED_METHODS), Tensor.to, Tensor.cuda, Tensor.get_device]
+    replacements.ledger.set(*ALLOWED_METHODS, allowed)
     _load(replacements)
 
 
@@ -56,7 +56,7 @@ def install(replacements: Replacements) -> None:
 
 def _create(replacements: Replacements) -> None:
     # Call this before replacing anything: torch caches the result, and later looks up the originals in it.
-    constructors = {id(each): each for each in torch.utils._device._device_constructors()}
+    constructors = {id(each): each for each in devices.device_constructors()}
     for home, name, _ in bindings((torch, torch.fft, torch.nested), constructors):
         replacements.function(home, name, _with_device_keyword)
     for name in _FACTORIES:
@@ -65,7 +65,7 @@ def _create(replacements: Replacements) -> None:
     for name in _FACTORY_METHODS:
         replacements.method(Tensor, name, _with_device_keyword)
     # `with torch.device("cuda")` and torch.set_default_device both create a DeviceContext.
-    replacements.method(torch.utils._device.DeviceContext, "__init__", _with_device_first)
+    replacements.method(devices.DeviceContext, "__init__", _with_device_first)
     replacements.everywhere(torch.Generator, _generator_class(torch.Generator))
 
 
@@ -167,7 +167,7 @@ def _type(original: Function, self: Tensor, dtype: Any = None, *args: Any, **kwa
 
 def _load(replacements: Replacements) -> None:
     """Makes `torch.load` leave storages that were saved from a GPU, or are mapped to one, in main memory."""
-    registry = torch.serialization._package_registry
+    registry = devices.package_registry
     before = list(registry)
     # torch tries entries in order of priority; its own entry for CUDA has priority 20. A storage that is saved gets no
     # location from this one: torch's own entry for the CPU gives it.

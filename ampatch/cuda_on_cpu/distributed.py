@@ -10,24 +10,25 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampatch.cuda_on_cpu.replacements import Function, Replacements
 from ampatch.cuda_on_cpu.torch_cuda import always
 from ampatch.sync_batch_norm import synchronised
+from ampatch.torch_private.distributed import AVAILABLE_DEVICE_TYPE, SYNC_BATCH_NORM_CHECK
+from ampatch.torch_private.modules import BatchNorm
 
 
 def install(replacements: Replacements) -> None:
     """Replaces the functions that distribute work over GPUs and ranks."""
     data_parallel = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel.data_parallel is a function
     # DataParallel then finds no device, and calls the model itself, with the whole batch.
-    replacements.ledger.set(data_parallel, "_get_available_device_type", always(None))
+    replacements.ledger.set(data_parallel, AVAILABLE_DEVICE_TYPE, always(None))
     replacements.function(data_parallel, "data_parallel", _called_once)
     if dist.is_available():
         wrapper = nn.parallel.DistributedDataParallel
         replacements.method(wrapper, "__init__", _without_gpus)
         # The original only raises if a SyncBatchNorm layer is not on a GPU.
-        replacements.method(wrapper, "_passing_sync_batchnorm_handle", always(None))
+        replacements.method(*SYNC_BATCH_NORM_CHECK, always(None))
         replacements.method(nn.SyncBatchNorm, "forward", _synchronised)
         replacements.function(dist, "init_process_group", _first_backend_gloo)
         replacements.function(dist, "new_group", _third_backend_gloo)
@@ -77,4 +78,4 @@ def _gloo(backend: str | None, others: dict[str, Any]) -> str | None:
 def _synchronised(_original: Function, self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
     if self.training and dist.is_initialized() and dist.get_world_size(self.process_group) > 1:
         return synchronised(self, input)
-    return _BatchNorm.forward(self, input)
+    return BatchNorm.forward(self, input)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ampatch.ledger import PatchLedger, bindings, loaded_modules
+from ampatch.torch_private.devices import EXTENSION
 
 Function = Callable[..., Any]
 
@@ -53,7 +54,7 @@ class Replacements:
     def place(self) -> None:
         """Makes the registered replacements in all loaded modules but those of ampatch and torch._C."""
         # torch._C keeps the originals: TorchScript builds its table of them when it first needs one.
-        modules = [each for each in loaded_modules("ampatch") if not each.__name__.startswith("torch._C")]
+        modules = [each for each in loaded_modules("ampatch") if not each.__name__.startswith(EXTENSION.__name__)]
         for holder, name, original in bindings(modules, self._wanted):
             self.ledger.set(holder, name, self._standing_in[id(original)])
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ampatch.cuda_on_cpu import streams
 from ampatch.cuda_on_cpu.replacements import Replacements
 from ampatch.errors import UsageError
+from ampatch.torch_private import devices
 
 NAME = "CPU (in place of a GPU: ampatch run --cpu)"
 
@@ -157,7 +158,7 @@ def install(replacements: Replacements) -> None:
     for name, stand_in in _NVTX.items():
         _put(replacements, torch.cuda.nvtx, name, stand_in)
     _put(replacements, torch.cuda.nccl, "version", always((0, 0, 0)))
-    _put(replacements, torch.cuda.memory, "_record_memory_history", always(None))
+    _put(replacements, torch.cuda.memory, devices.RECORD_MEMORY_HISTORY, always(None))
     for name in ("start", "stop"):
         _put(replacements, torch.cuda.profiler, name, always(None))
     for name in _unknown():
@@ -169,9 +170,9 @@ def install(replacements: Replacements) -> None:
     replacements.ledger.set(torch.cuda, "default_generators", generators)
     _put(replacements, torch.cuda, "_lazy_init", _refuse_to_start)
     # torch.accelerator calls is_available too. A CUDA build would then go on in C++, to a GPU that does not exist.
-    for name, answer in (("_accelerator_getAccelerator", None), ("_get_accelerator", torch.device("cpu"))):
-        if hasattr(torch._C, name):
-            replacements.ledger.set(torch._C, name, always(answer))
+    for name, answer in ((devices.GET_ACCELERATOR_OR_NONE, None), (devices.GET_ACCELERATOR, torch.device("cpu"))):
+        if hasattr(devices.EXTENSION, name):
+            replacements.ledger.set(devices.EXTENSION, name, always(answer))
 
 
 def _put(replacements: Replacements, owner: Any, name: str, stand_in: object) -> None:

@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 from ampatch import amp
 from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.native.host_copy import on_device
+from ampatch.torch_private.autograd import get_stashed, is_stashed, stash_for_backward, unstash
 
 # torch copies these entries to its threads for a GPU's nodes and to the passes within; a threading.local stays behind.
 _ENTRY = "ampatch.other_leaves"
@@ -63,12 +64,11 @@ class OtherLeaves:
             leaves: the leaves that the graph of the loss shows, by id.
         """
         self.add(leaves)
-        torch._C._stash_obj_in_tls(_ENTRY, self)
+        stash_for_backward(_ENTRY, self)
         try:
             yield
         finally:
-            # Before torch 2.13 entries cannot be removed.
-            getattr(torch._C, "_remove_obj_from_tls", _empty)(_ENTRY)
+            unstash(_ENTRY)
             self._unscale()
 
     def add(self, leaves: Mapping[int, Tensor]) -> None:
@@ -109,17 +109,13 @@ class OtherLeaves:
                     leaf.grad = leaf.grad if before is None else before.add_(leaf.grad)
 
 
-def _empty(entry: str) -> None:
-    torch._C._stash_obj_in_tls(entry, None)
-
-
 def note(tensors: Any) -> None:
     """Notes the leaves of a backward pass that is about to run within another one; a no-op outside of an `unscaled`.
 
     Args:
         tensors: what it begins with: a tensor or gradient edge, or a sequence of them.
     """
-    others = torch._C._get_obj_in_tls(_ENTRY) if torch._C._is_key_in_tls(_ENTRY) else None
+    others = get_stashed(_ENTRY) if is_stashed(_ENTRY) else None
     if others is not None:
         given = [tensors] if isinstance(tensors, (Tensor, GradientEdge)) else list(tensors)
         roots = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in given]

@@ -35,6 +35,8 @@ from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import LEVELS
 from ampatch.runtime import runtime
 from ampatch.scaling.scale_use import has_scaled
+from ampatch.torch_private.autograd import FORWARD_CLASS, current_graph_task_id
+from ampatch.torch_private.modules import COMPILED_CALL, COMPILED_ORIGINAL
 from ampatch.weights.optimizer_state import has_gradients, parameters_of
 
 
@@ -551,7 +553,7 @@ class TrainerSession:
 
 def _may_hide_leaves(node: Node) -> bool:
     """Returns True if a node may run a backward pass of its own, as a reentrant checkpoint does."""
-    function = getattr(type(node), "_forward_cls", None)  # of nodes that are written in Python
+    function = getattr(type(node), FORWARD_CLASS, None)  # of nodes that are written in Python
     return function is not None and (
         function is torch.utils.checkpoint.CheckpointFunction
         or not function.__module__.startswith(("torch.", "ampatch."))
@@ -567,7 +569,7 @@ def _backward_of_steps(original: Callable[..., None], *args: Any, **kwargs: Any)
     tensors, args = (args[0], args[1:]) if args else (kwargs.pop("tensors"), ())
     if not isinstance(tensors, (Tensor, tuple)):
         tensors = tuple(tensors)  # torch takes iterators too
-    if torch._C._current_graph_task_id() != -1:
+    if current_graph_task_id() != -1:
         # A backward pass within another one, as in checkpoints, has scaled gradients already.
         other_leaves.note(tensors)
         live = None
@@ -596,9 +598,11 @@ def _may_convert(options: Mapping[str, Any]) -> bool:
 
 def _are_compiled(models: Sequence[nn.Module]) -> bool:
     """Returns True if torch.compile has compiled a part of the models, or a model within a wrapper of its own."""
+    from ampatch.torch_private.tracers import OptimizedModule
+
     parts = {id(part): part for model in models for part in model.modules()}
-    return any(part._compiled_call_impl is not None for part in parts.values()) or any(
-        issubclass(type(each), torch._dynamo.OptimizedModule) and id(each._orig_mod) in parts
+    return any(getattr(part, COMPILED_CALL) is not None for part in parts.values()) or any(
+        issubclass(type(each), OptimizedModule) and id(getattr(each, COMPILED_ORIGINAL)) in parts
         for each in gc.get_objects()
     )
 

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _get_tracing_state
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
@@ -45,6 +44,10 @@ from ampatch.patching import adopted_model, autocast_checks, recurrent_weights
 from ampatch.patching.adapters import Function
 from ampatch.patching.casting_mode import CastingMode, CastRules, thread
 from ampatch.runtime import runtime
+from ampatch.torch_private.compilers import DYNAMO
+from ampatch.torch_private.modes import get_tracing_state, peek_interpreter_stack
+from ampatch.torch_private.modules import CALL, FASTPATH
+from ampatch.torch_private.operators import VF
 from ampatch.tracing import is_capturing, is_under_mode
 from ampatch.weights import conversion_plan
 from ampatch.weights.ruled_parts import check_entries, ruled_parts
@@ -65,18 +68,18 @@ _LAYERS: dict[type[nn.Module], tuple[tuple[str, ...], tuple[Function, ...]]] = {
         ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
         (F.multi_head_attention_forward,),
     ),
-    nn.RNN: (_RECURRENT, (torch._VF.rnn_tanh, torch._VF.rnn_relu)),
-    nn.LSTM: (_RECURRENT, (torch._VF.lstm,)),
-    nn.GRU: (_RECURRENT, (torch._VF.gru,)),
-    nn.RNNCell: (_RECURRENT, (torch._VF.rnn_tanh_cell, torch._VF.rnn_relu_cell)),
-    nn.LSTMCell: (_RECURRENT, (torch._VF.lstm_cell,)),
-    nn.GRUCell: (_RECURRENT, (torch._VF.gru_cell,)),
+    nn.RNN: (_RECURRENT, (VF.rnn_tanh, VF.rnn_relu)),
+    nn.LSTM: (_RECURRENT, (VF.lstm,)),
+    nn.GRU: (_RECURRENT, (VF.gru,)),
+    nn.RNNCell: (_RECURRENT, (VF.rnn_tanh_cell, VF.rnn_relu_cell)),
+    nn.LSTMCell: (_RECURRENT, (VF.lstm_cell,)),
+    nn.GRUCell: (_RECURRENT, (VF.gru_cell,)),
 }
 
 
 def _is_traced() -> bool:
     """Returns True if a tracer or a CUDA graph capture records the calls; weights must not change meanwhile."""
-    return is_compiling() or _get_tracing_state() is not None or is_under_mode() or is_capturing()
+    return is_compiling() or get_tracing_state() is not None or is_under_mode() or is_capturing()
 
 
 _TRACED_TOO_EARLY = (
@@ -203,7 +206,7 @@ class _Copy:
         with torch.inference_mode(False):
             cast = cast_observers.cast(tensor, lambda: tensor.to(dtype))
         may_be_kept = cast.grad_fn is None and tensor.layout is torch.strided and not tensor.is_inference()
-        if may_be_kept and torch._C._functorch.peek_interpreter_stack() is None:
+        if may_be_kept and peek_interpreter_stack() is None:
             # The cast requires grad if its weight does: torch's linear copies a weight that does not require grad for
             # each row of a batch.
             self._casts.keep(tensor, cast.requires_grad_(tensor.requires_grad))
@@ -286,14 +289,14 @@ class _Copy:
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a forward with casts on."""
-        if is_dynamo_compiling() and torch.backends.mha._is_fastpath_enabled:
+        if is_dynamo_compiling() and getattr(torch.backends.mha, FASTPATH):
             # In eager code attention sees the mode, and avoids its fast path (see `autocast_checks`). Dynamo hides the
             # mode from it, so the fast path is disabled here. Neither this nor the undo is in the compiled program.
-            torch.backends.mha._is_fastpath_enabled = False
+            setattr(torch.backends.mha, FASTPATH, False)
             try:
                 return self.run(forward, args, kwargs)
             finally:
-                torch.backends.mha._is_fastpath_enabled = True
+                setattr(torch.backends.mha, FASTPATH, True)
         before = thread.mode
         if before is not None and before.weights is self:
             return forward(*args, **kwargs)
@@ -472,9 +475,9 @@ def _check_input(module: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) 
 def _methods_to_wrap(module: nn.Module, is_excluded: bool) -> tuple[str, ...]:
     """Returns the methods to replace: ``forward``, and ``_call_impl``, which runs hooks and the forward."""
     if isinstance(module, torch.jit.ScriptModule):
-        return ("_call_impl",) if is_excluded else ()
+        return (CALL,) if is_excluded else ()
     has_forward = "forward" in vars(module) or type(module).forward is not nn.Module.forward
-    return ("forward", "_call_impl") if has_forward else ()
+    return ("forward", CALL) if has_forward else ()
 
 
 def _check(model: object) -> nn.Module:
@@ -482,7 +485,7 @@ def _check(model: object) -> nn.Module:
     kind = type(module).__name__
     if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise OptionError(f"found a {kind} around a model. Type amp.convert_model(model.module).")
-    dynamo = sys.modules.get("torch._dynamo")  # which takes a second to import
+    dynamo = sys.modules.get(DYNAMO)  # which takes a second to import
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
         raise OptionError(
             "found a compiled model. Convert the original model, and compile the copy: "

@@ -27,6 +27,7 @@ from ampatch.opt_levels import dtype_of
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.switch import WithoutCasts
+from ampatch.torch_private import foreach, optimizers
 from ampatch.weights import optimizer_state
 from ampatch.weights.exchange import exchanged, unzipped
 
@@ -354,18 +355,18 @@ class MixedPrecision(torch.optim.Optimizer):
         if self._dtype is torch.float32:
             kernels.copy_to_half(masters, parameters)
         elif masters:
-            torch._foreach_copy_(parameters, masters)
+            foreach.copy_(parameters, masters)
 
     # Saving
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict of the wrapped optimizer; the state of each half parameter has a key "master"."""
         self._check_not_stepping("save its state")
-        for hook in self._optimizer_state_dict_pre_hooks.values():
+        for hook in getattr(self, optimizers.STATE_DICT_PRE_HOOKS).values():
             hook(self)
         self._sync_masters()
         saved: dict[str, Any] = self.optimizer.state_dict()
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
+        for post_hook in getattr(self, optimizers.STATE_DICT_POST_HOOKS).values():
             changed = post_hook(self, saved)
             saved = saved if changed is None else changed
         return saved
@@ -384,8 +385,8 @@ class MixedPrecision(torch.optim.Optimizer):
             OptionError: it is no state dict of an optimizer, or a master in it has another shape; nothing was changed.
         """
         self._check_not_stepping("load its state")
-        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = pre_hook(self, state_dict)  # type: ignore[arg-type]
+        for pre_hook in getattr(self, optimizers.LOAD_STATE_DICT_PRE_HOOKS).values():
+            changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
         saved_masters = self._saved_masters(state_dict)
         states: Mapping[Any, Any] = state_dict["state"]
@@ -401,7 +402,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 parameter.copy_(saved)
                 if master is not None:
                     self._record_synced([(parameter, master)])
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+        for post_hook in getattr(self, optimizers.LOAD_STATE_DICT_POST_HOOKS).values():
             post_hook(self)
 
     def _check_not_stepping(self, what: str) -> None:

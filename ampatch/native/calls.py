@@ -23,6 +23,7 @@ from ampatch.function_wrapper import FunctionWrapper
 from ampatch.native import extension
 from ampatch.native.selection import Chosen, NotBuiltError, Selection
 from ampatch.switch import Switch
+from ampatch.torch_private.devices import is_current_stream_capturing
 
 _W = TypeVar("_W", bound=FunctionWrapper)
 
@@ -137,7 +138,7 @@ class Accelerator:
         self._module = None if type(state) is CacheState else _selection.current().compiled
         switches.run_in(self._module)
         if self._module is not None:
-            self._caster = self._module.Caster(state, switch, cast, torch._C._cuda_isCurrentStreamCapturing)
+            self._caster = self._module.Caster(state, switch, cast, is_current_stream_capturing)
         self.set_device_types(device_types)
 
     def set_device_types(self, device_types: Iterable[str]) -> None:

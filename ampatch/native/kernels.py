@@ -21,6 +21,8 @@ from ampatch.half_types import HALVES
 from ampatch.native import calls, extension, extension_kernels, torch_kernels
 from ampatch.native.host_copy import on_device
 from ampatch.native.selection import Chosen, NotBuiltError, Selection
+from ampatch.torch_private import foreach
+from ampatch.torch_private.tensors import reciprocal, uncoalesced_values
 
 logger = logging.getLogger("ampatch")
 
@@ -36,8 +38,6 @@ _DTYPES = frozenset({*HALVES, torch.float32})
 _KIND = operator.attrgetter("dtype", "device", "layout")
 _DTYPE = operator.attrgetter("dtype")
 _ADDRESS = Tensor.data_ptr
-# The method below those that amp patches, whose wrappers take as long as the operator.
-_reciprocal = torch._C.TensorBase.reciprocal
 _IS_RECORDED = operator.attrgetter("requires_grad")
 
 
@@ -132,7 +132,7 @@ def multiply_(grads: Iterable[Tensor], factor: Tensor) -> None:
         there, dtype = on_device(factor, group[0].device), group[0].dtype
         if dtype not in HALVES:
             # On a GPU a factor of another dtype would take a launch for each tensor (torch 2.13).
-            torch._foreach_mul_(group, there.to(dtype))
+            foreach.mul_(group, there.to(dtype))
         elif torch.is_grad_enabled() and any(map(_IS_RECORDED, group)):
             for grad in group:
                 grad.copy_(grad.float() * there)
@@ -195,7 +195,7 @@ def unscale_by_(grads: list[Tensor], scale: Tensor) -> Tensor:
     found_inf = torch.zeros_like(scale)
     if not grads:  # all gradients belong to masters
         return found_inf
-    inv_scale = _reciprocal(scale)
+    inv_scale = reciprocal(scale)
     device = _ordinary_device(grads, may_require_grad=False)
     if device == scale.device:  # nearly every step: saves the Python frames of `unscale_`
         _operators_on(device).unscale_(grads, inv_scale, found_inf)
@@ -412,7 +412,7 @@ def values_of(tensor: Tensor) -> Tensor:
     if type(tensor) is not Tensor and hasattr(tensor, "to_local"):
         tensor = tensor.to_local()
     if tensor.is_sparse:
-        tensor = tensor._values()
+        tensor = uncoalesced_values(tensor)
     elif tensor.layout is not torch.strided:  # compressed rows or columns
         tensor = tensor.values()
     if tensor.is_complex():

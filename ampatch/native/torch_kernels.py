@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import increment_version
 
 from ampatch.half_types import HALF_TYPES
+from ampatch.torch_private import foreach
+from ampatch.torch_private.autograd import unsafe_preserve_version_counter
 
 # Half types for which `torch._amp_foreach_non_finite_check_and_unscale_` has kernels, by type of device (torch 2.13).
 _UNSCALED_HALVES = {"cpu": (torch.float16, torch.bfloat16), "cuda": (torch.float16,)}
@@ -36,7 +37,7 @@ def unscale_(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     """Computes ``grads *= inv_scale`` in place; sets ``found_inf`` to 1 if an element of ``grads`` was not finite."""
     for (group,) in _by_dtype(grads):
         if _has_kernel(group[0]):
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found_inf, inv_scale)
+            foreach.non_finite_check_and_unscale_(group, found_inf, inv_scale)
         else:
             _unscale_in_float32(group, inv_scale, found_inf)
         increment_version(group)  # torch's operator does not (torch 2.13)
@@ -53,7 +54,7 @@ def _unscale_in_float32(halves: list[Tensor], inv_scale: Tensor, found_inf: Tens
         (pieces,) = batch.columns
         unscaled = [torch.empty_like(piece, dtype=torch.float32) for piece in pieces]
         unscale_copy(pieces, unscaled, inv_scale, found_inf, False)
-        torch._foreach_copy_(pieces, unscaled)
+        foreach.copy_(pieces, unscaled)
 
 
 def unscale_copy(
@@ -61,8 +62,8 @@ def unscale_copy(
 ) -> None:
     """Computes ``master_grads = grads * inv_scale`` in float32, and rounds them to ``grads`` if ``write_back``."""
     for narrow, wide in _by_dtype(grads, master_grads):
-        torch._foreach_copy_(wide, narrow)
-        torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, inv_scale)
+        foreach.copy_(wide, narrow)
+        foreach.non_finite_check_and_unscale_(wide, found_inf, inv_scale)
         if write_back:
             copy_to_half_grads(wide, narrow)
 
@@ -75,7 +76,7 @@ def unscale_add(
         for batch in _batches(narrow, wide):
             unscaled = [torch.empty_like(piece, dtype=torch.float32) for piece in batch.columns[0]]
             unscale_copy(batch.columns[0], unscaled, inv_scale, found_inf, False)
-            torch._foreach_add_(batch.columns[1], unscaled)
+            foreach.add_(batch.columns[1], unscaled)
         if write_back:
             copy_to_half_grads(wide, narrow)
 
@@ -84,11 +85,11 @@ def copy_to_half_grads(master_grads: list[Tensor], grads: list[Tensor]) -> None:
     """Copies ``master_grads`` to ``grads``, rounded; nonzero elements stay nonzero instead of underflowing."""
     for narrow, wide in _by_dtype(grads, master_grads):
         if narrow[0].dtype not in HALF_TYPES:
-            torch._foreach_copy_(narrow, wide)
+            foreach.copy_(narrow, wide)
             continue
         for batch in _batches(narrow, wide):
             flat = _flat(batch.columns[1])
-            torch._foreach_copy_(batch.columns[0], _shaped_as(batch.columns[0], _shown(flat, narrow[0].dtype)))
+            foreach.copy_(batch.columns[0], _shaped_as(batch.columns[0], _shown(flat, narrow[0].dtype)))
 
 
 def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
@@ -140,8 +141,8 @@ def copy_edits(halves: list[Tensor], masters: list[Tensor], before: Tensor, now:
             is_other &= torch.cat([changed[index].expand(piece.numel()) for index, piece in pieces])
             values = torch.where(is_other, shown, full)  # in float32, which holds both
             # Version counters stay as they are, as in the extension.
-            with _unsafe_preserve_version_counter(tuple(batch.columns[1])):
-                torch._foreach_copy_(batch.columns[1], _shaped_as(batch.columns[1], values))
+            with unsafe_preserve_version_counter(tuple(batch.columns[1])):
+                foreach.copy_(batch.columns[1], _shaped_as(batch.columns[1], values))
 
 
 def copy_differing(narrow: list[Tensor], wide: list[Tensor]) -> None:
@@ -154,10 +155,10 @@ def copy_differing(narrow: list[Tensor], wide: list[Tensor]) -> None:
 def found_inf_norm(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, sum_of_squares: Tensor) -> None:
     """Adds the sum of ``(grads * inv_scale) ** 2`` to ``sum_of_squares``; sets ``found_inf`` as `unscale_` does."""
     for (group,) in _by_dtype([grad for grad in grads if grad.numel()]):
-        norms = torch.stack(torch._foreach_norm(group, 2, dtype=torch.float64))
+        norms = torch.stack(foreach.norm(group, 2, dtype=torch.float64))
         # In float64 the squares of finite float32 or half numbers cannot sum to infinity; those of float64 can.
         is_double = group[0].dtype is torch.float64
-        peaks = torch.stack(torch._foreach_norm(group, math.inf)) if is_double else norms
+        peaks = torch.stack(foreach.norm(group, math.inf)) if is_double else norms
         found_inf.masked_fill_(~peaks.isfinite().all(), 1)
         sum_of_squares += (norms * inv_scale).square_().sum()
 
@@ -173,7 +174,7 @@ def clip_factor(sum_of_squares: Tensor, found_inf: Tensor, norm: Tensor, factor:
 def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
     """Copies ``masters`` to ``halves``, rounded."""
     if halves:
-        torch._foreach_copy_(halves, masters)
+        foreach.copy_(halves, masters)
 
 
 def update_scale(scale: Tensor, unskipped: Tensor, hysteresis_left: Tensor, found_inf: Tensor, *policy: float) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 from torch import nn
 
@@ -40,6 +38,7 @@ from ampatch.patching.fused_linear import LinearCalls
 from ampatch.patching.module_rules import give_rules, tokens_of
 from ampatch.scaling.optimizer_step import OptimizerLike
 from ampatch.switch import is_in_half
+from ampatch.torch_private.compilers import has_compiled
 from ampatch.weights import conversion_plan
 from ampatch.weights.ruled_parts import ruled_parts
 
@@ -190,9 +189,8 @@ class Casts(Part):
 
     def has_made_half(self) -> bool:
         """Returns True if a tensor may be half because of amp."""
-        dynamo: Any = sys.modules.get("torch._dynamo.utils")
-        has_compiled = dynamo is not None and dynamo.counters["stats"]["unique_graphs"] > 0  # casts there do not count
-        return self.settings.has_half_weights or self.shared.cache.counts().casts > 0 or has_compiled
+        # Casts in compiled code do not count.
+        return self.settings.has_half_weights or self.shared.cache.counts().casts > 0 or has_compiled()
 
     def rules(self) -> dict[Path, Rule]:
         """Returns the rules that this session applies, by path."""

@@ -9,7 +9,6 @@ import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor
-from torch.amp import GradScaler
 
 from ampatch.errors import UsageError, warn
 from ampatch.parts.losses import Losses
@@ -18,6 +17,7 @@ from ampatch.parts.part import Part, Shared, with_casts_off
 from ampatch.scaling import clipping
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike
+from ampatch.torch_private.optimizers import UNSCALE_GRADS
 
 
 class Gradients(Part):
@@ -41,7 +41,7 @@ class Gradients(Part):
         def before(_: object, optimizer: OptimizerLike, *__: object, **___: object) -> None:
             let_unscale(optimizer)
 
-        self.ledger.before(GradScaler, "_unscale_grads_", before)
+        self.ledger.before(*UNSCALE_GRADS, before)
         if not all(scaler.is_one for scaler in self._losses.scalers):
             clipping.watch(self.ledger, self.while_active(self._check_clipped))
 

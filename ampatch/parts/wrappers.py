@@ -18,6 +18,8 @@ from ampatch.parts.losses import Losses
 from ampatch.parts.masters import Masters
 from ampatch.parts.part import Part, Shared, with_casts_off
 from ampatch.parts.weights import Weights
+from ampatch.torch_private.distributed import ACTIVE_DDP_MODULE, is_joining
+from ampatch.torch_private.modules import FORWARD_HOOKS
 from ampatch.weights.master_gradients import MasterGradients, Pair
 
 
@@ -51,7 +53,7 @@ class Wrappers(Part):
 
     def _note_around(self, _: object) -> None:
         """Notes the wrapper around a forward: it may be older than the session, or a copy."""
-        wrapper = DistributedDataParallel._active_ddp_module
+        wrapper = getattr(DistributedDataParallel, ACTIVE_DDP_MODULE)
         if wrapper is not None:
             self.note_forward(wrapper)
 
@@ -103,7 +105,7 @@ class Wrappers(Part):
 
     def _hear_forwards_of(self, wrapper: DistributedDataParallel) -> None:
         hook = self.shared.hooks.after_replicated_forward
-        if hook not in wrapper._forward_hooks.values():
+        if hook not in getattr(wrapper, FORWARD_HOOKS).values():
             self.ledger.on_undo(wrapper.register_forward_hook(hook).remove, wrapper)
             if self.settings.has_masters and wrapper.gradient_as_bucket_view:
                 before = wrapper.register_forward_pre_hook(self.shared.hooks.before_replicated_forward)
@@ -124,7 +126,7 @@ class Wrappers(Part):
         Raises:
             UsageError: it runs inside ``join()``, where ranks without data skip the backward passes of the others.
         """
-        if distributed.is_joining(wrapper) and (self.settings.has_masters or self.settings.scale_policy.dynamic):
+        if is_joining(wrapper) and (self.settings.has_masters or self.settings.scale_policy.dynamic):
             raise UsageError(
                 "under DistributedDataParallel.join() processes that have run out of data do without the passes that "
                 "the others still make, so that their loss scales and float32 masters would go apart. Give all of them "

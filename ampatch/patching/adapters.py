@@ -27,9 +27,10 @@ from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.native.calls import Kind, PlainCast
 from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
-from ampatch.patching.fused_linear import LINEAR, LinearCalls
+from ampatch.patching.fused_linear import LinearCalls
 from ampatch.patching.recurrent_weights import Layout
 from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
+from ampatch.torch_private.operators import LINEAR
 
 Function = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

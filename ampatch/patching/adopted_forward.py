@@ -42,9 +42,7 @@ from ampatch.switch import (
     is_set_by_autocast,
     state,
 )
-
-# The attribute of a module that torch calls instead of `_call_impl` if it is not None. `module.compile()` sets it.
-_CALL = "_compiled_call_impl"
+from ampatch.torch_private.modules import CALL, COMPILED_CALL
 
 
 class Recorder(Protocol):
@@ -125,10 +123,12 @@ class Regions:
         ledger.on_undo(register_module_module_registration_hook(self._take_in_later).remove)
         compiled = calls.compiled()
         if compiled is None:
-            ledger.set(nn.Module, _CALL, _Call(self._call_elsewhere, is_in_half if self.in_half else is_in_region))
+            ledger.set(
+                nn.Module, COMPILED_CALL, _Call(self._call_elsewhere, is_in_half if self.in_half else is_in_region)
+            )
         else:
             ledger.on_undo(lambda: compiled.call_impl(nn.Module, None, False))
-            ledger.set(nn.Module, _CALL, compiled.call_impl(nn.Module, self._call_elsewhere, self.in_half))
+            ledger.set(nn.Module, COMPILED_CALL, compiled.call_impl(nn.Module, self._call_elsewhere, self.in_half))
         trace_calls(ledger, _call_part, lambda: None if self.is_decided() else (self.state(),), self._is_part)
 
     def _take_in_later(self, parent: nn.Module, _: str, module: nn.Module | None) -> None:
@@ -166,7 +166,7 @@ class Regions:
             return held
         if self.before_part is not None and not is_dynamo_compiling():
             self.before_part()
-        return _ForwardInRegion(module, module._call_impl if held is None else held, self._switch, self)
+        return _ForwardInRegion(module, getattr(module, CALL) if held is None else held, self._switch, self)
 
 
 class _Call:
@@ -179,14 +179,14 @@ class _Call:
     def __get__(self, module: nn.Module | None, _: type | None = None) -> Any:
         if module is None:
             return self
-        held = vars(module).get(_CALL)
+        held = vars(module).get(COMPILED_CALL)
         return held if self._is_inside() else self._elsewhere(module, held)
 
     def __set__(self, module: nn.Module, value: object) -> None:
-        vars(module)[_CALL] = value
+        vars(module)[COMPILED_CALL] = value
 
     def __delete__(self, module: nn.Module) -> None:
-        del vars(module)[_CALL]
+        del vars(module)[COMPILED_CALL]
 
 
 def has_half_weights(module: nn.Module) -> bool:

@@ -24,6 +24,8 @@ from ampatch.half_types import HALF_TYPES, HALVES
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
 from ampatch.patching import cast_labels, replaced_forward
+from ampatch.torch_private.modules import HOOKS_AROUND_FORWARD, STATE_HOOKS
+from ampatch.torch_private.operators import OpOverload
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -122,9 +124,7 @@ def exported_parts(model: nn.Module) -> list[str]:
         name or type(module).__name__
         for name, module in model.named_modules()
         if isinstance(module, fx.GraphModule)
-        and any(
-            node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) for node in module.graph.nodes
-        )
+        and any(node.op == "call_function" and isinstance(node.target, OpOverload) for node in module.graph.nodes)
     ]
 
 
@@ -329,14 +329,8 @@ def _is_of_amp(hook: Any) -> bool:
 def without_hooks(copied: nn.Module) -> nn.Module:
     """Removes amp's hooks from a deep copy (`hook_forward`, `hook_casts`, `hook_state_dict`), and returns the copy."""
     for module in copied.modules():
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_hooks,
-            module._state_dict_hooks,
-            module._load_state_dict_pre_hooks,
-            module._load_state_dict_post_hooks,
-        ):
-            _remove(hooks, _is_of_amp)
+        for table in (*HOOKS_AROUND_FORWARD, *STATE_HOOKS):
+            _remove(getattr(module, table), _is_of_amp)
         replaced_forward.restore(module)
     return copied
 
@@ -349,7 +343,7 @@ def without_own_hooks(modules: Iterable[nn.Module], is_own: Callable[[Any], bool
         modules: the modules.
         is_own: returns True for the hooks to take off.
     """
-    stores = [hooks for module in modules for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    stores = [getattr(module, table) for module in modules for table in HOOKS_AROUND_FORWARD]
     before = [dict(hooks) for hooks in stores]
     try:
         for hooks in stores:

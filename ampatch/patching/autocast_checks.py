@@ -20,6 +20,8 @@ from ampatch.casting.nested import CASTABLE
 from ampatch.compilers import traced_within_others
 from ampatch.ledger import PatchLedger
 from ampatch.switch import KINDS, Switch, enter_block, forget_regions, leave_block, state, turn_on, was_made_in_region
+from ampatch.torch_private.autograd import sequence_number
+from ampatch.torch_private.modules import FASTPATH, FLAT_WEIGHTS
 
 # Modules of torch that carry the state of autocast to where code of the user runs. The switch carries whether that is a
 # region.
@@ -30,7 +32,7 @@ def _carries_state(frame: types.FrameType, is_on: bool) -> bool:
     """Returns True if torch itself enters a block, to go on in the state of other code, which may be no region."""
     home = frame.f_globals.get("__name__")
     if home == torch.autocast.__module__ and frame.f_code.co_name == "decorate_bwd" and not is_on:  # custom_bwd
-        return not was_made_in_region(frame.f_locals["args"][0]._sequence_nr())
+        return not was_made_in_region(sequence_number(frame.f_locals["args"][0]))
     return home in _CARRIERS
 
 
@@ -73,7 +75,7 @@ def patch_autocast_checks(ledger: PatchLedger, switch: Switch) -> None:
     accept_any_float(ledger, lambda: switch.active and not switch.is_off())
     # In eval mode, MultiheadAttention and the transformer layers would otherwise run as one C++ function. It calls no
     # function that could be cast, and fails on mixed types. autocast does the same on CUDA.
-    ledger.set(torch.backends.mha, "_is_fastpath_enabled", False)
+    ledger.set(torch.backends.mha, FASTPATH, False)
 
 
 def accept_any_float(ledger: PatchLedger, casts: Callable[[], bool]) -> None:
@@ -101,7 +103,7 @@ def of_the_weights_type(module: nn.RNNBase, input: Tensor) -> Tensor:
 
     Returns the input itself if the types are equal, or if one of them is not castable.
     """
-    dtype = module._flat_weights[0].dtype  # type: ignore[union-attr]
+    dtype = getattr(module, FLAT_WEIGHTS)[0].dtype
     if input.dtype is dtype or not {input.dtype, dtype} <= CASTABLE:
         return input
     return torch.empty(input.shape, dtype=dtype, device="meta")  # uses no memory

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.profiler import record_function
@@ -22,6 +21,7 @@ from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.compilers import traced_within_others
 from ampatch.patching.recurrent_weights import Layout
 from ampatch.patching.weight_cache import WeightCache
+from ampatch.torch_private.modes import get_tracing_state, len_dispatch_stack
 
 _Adapt = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -91,6 +91,6 @@ def under_label(what: str, hook: Callable[..., Any], dtype: torch.dtype, module:
 
 
 def _label(what: str, function: str, dtype: torch.dtype) -> AbstractContextManager[object]:
-    if _get_tracing_state() is not None or _len_torch_dispatch_stack():
+    if get_tracing_state() is not None or len_dispatch_stack():
         return nullcontext()
     return record_function(f"ampatch: cast {what} of {function} to {str(dtype).removeprefix('torch.')}")

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode, get_overridable_functions
@@ -34,6 +33,8 @@ from ampatch.function_wrapper import unwrapped
 from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function, is_in_place
 from ampatch.patching.wrappers import explain
 from ampatch.switch import KINDS
+from ampatch.torch_private.modes import len_dispatch_stack
+from ampatch.torch_private.tensors import HOMES_OF_METHODS
 from ampatch.tracing import is_below_operators
 
 
@@ -225,7 +226,7 @@ class CastingMode(TorchFunctionMode):
         if is_dynamo_compiling():
             return self._traced(function, args, kwargs)
         entry = self.rules.entries.get(function, _UNLISTED)
-        if entry is _METADATA or function is self._running or (_len_torch_dispatch_stack() and _is_traced_below()):
+        if entry is _METADATA or function is self._running or (len_dispatch_stack() and _is_traced_below()):
             return function(*args, **kwargs)
         if entry is _UNLISTED and not kwargs and not self._may_hold_weights(args):
             return function(*args)  # most calls end here
@@ -271,7 +272,7 @@ class CastingMode(TorchFunctionMode):
             return function(*args, **kwargs)
         entry = self._in_force(entry)
         args, kwargs = self._adapted(entry, args, kwargs)
-        if module == "torch._tensor" and name in _METHODS_IN_PYTHON:
+        if module == HOMES_OF_METHODS[1] and name in _METHODS_IN_PYTHON:
             return getattr(args[0], name)(*args[1:], **kwargs)  # the compiler knows the method only
         if entry.inside is None:
             return function(*args, **kwargs)
@@ -406,7 +407,7 @@ def reported_functions() -> dict[Any, Any]:
 
 def _is_traced_below() -> bool:
     """Returns True if the caller implements an operator's kernel and a tracer runs it: it is not user code."""
-    if is_dynamo_compiling() or not _len_torch_dispatch_stack():
+    if is_dynamo_compiling() or not len_dispatch_stack():
         return False
     frame: Any = sys._getframe(2)
     if frame.f_globals.get("__name__") == "torch.overrides":  # a Python function has called the mode through it

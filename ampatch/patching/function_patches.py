@@ -34,10 +34,10 @@ from ampatch.patching import half_functions, thread_rules
 from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_in_place, is_looked_up
 from ampatch.patching.container_functions import Replacement, replace_in_containers
 from ampatch.patching.function_places import swept_modules
-from ampatch.patching.fused_linear import LINEAR
 from ampatch.patching.thread_rules import Token
 from ampatch.patching.wrappers import FunctionInHalf, HalfModelFunction, PatchedFunction, Reason, overridable
 from ampatch.switch import Switch, is_in_half
+from ampatch.torch_private.operators import LINEAR
 
 _W = TypeVar("_W", bound=PatchedFunction)
 

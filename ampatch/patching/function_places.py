@@ -19,13 +19,14 @@ from torch import nn
 
 from ampatch.ledger import bindings, loaded_modules
 from ampatch.patching.container_functions import OPENED
+from ampatch.torch_private.operators import NN
 
 
 def swept_modules() -> list[types.ModuleType]:
     """Returns the modules in which names bound earlier are replaced."""
     # Names in torch's own modules stay as they are, except in torch.functional, where users call functions too, and in
     # torch._C._nn, under whose names torch compares what `__torch_function__` is asked about.
-    return [torch.functional, torch._C._nn, *loaded_modules("torch", "ampatch")]
+    return [torch.functional, NN, *loaded_modules("torch", "ampatch")]
 
 
 class Kind(enum.Enum):

@@ -11,36 +11,29 @@ Without it the weight's gradient is rounded to half, cast to float32 by a second
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
-from torch._C import _is_any_autocast_enabled, _len_torch_function_stack
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from ampatch.half_types import HALVES
 from ampatch.native.selection import checked
+from ampatch.torch_private import autograd, modes, tensors
+from ampatch.torch_private.operators import LINEAR, UNSAFE_VIEW
 from ampatch.tracing import is_traced
 
 # Operators, because torch's functions of these names are patched, and would cast.
 _mm: Callable[[Tensor, Tensor], Tensor] = torch.ops.aten.mm.default
 _mm_to_float32: Callable[[Tensor, Tensor, torch.dtype], Tensor] = torch.ops.aten.mm.dtype
 _sum = torch.ops.aten.sum.dim_IntList
-_unsafe_view = torch.ops.aten._unsafe_view.default
-_without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
-_will_execute = torch._C._will_engine_execute_node
 
 #: Positional and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: Name of the node.
 NODE = "FusedLinearBackward"
-
-#: The function whose calls may take the node.
-LINEAR = torch._C._nn.linear  # not by its public name, under which another library may have put its own
 
 #: How weight gradients are computed. "auto": operands in half and a float32 result, where torch has such a product (on
 #: CUDA), otherwise as "half". "half": a half product that is cast to float32, as without the node, bit for bit.
@@ -104,7 +97,7 @@ def _may_be_one_node(layer: _Layer, casts: _Layer) -> bool:
         and casts.weight.dtype in HALVES
         and type(input) in (Tensor, Parameter)
         and input.dtype is casts.weight.dtype
-        and _is_plain(input)
+        and tensors.is_plain(input)
         and _is_weight(weight)
         and weight.dim() == 2
         and input.dim() >= 2
@@ -121,25 +114,15 @@ def _is_plain_code() -> bool:
     return (
         is_grad_enabled()
         and not is_inference_mode_enabled()
-        and not _len_torch_function_stack()
-        and not _is_any_autocast_enabled()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and not modes.len_function_stack()
+        and not modes.is_any_autocast_enabled()
+        and modes.peek_interpreter_stack() is None
         and not is_traced()
     )
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_neg()
-        and not tensor._is_zerotensor()
-        and (forward_ad._current_level < 0 or forward_ad.unpack_dual(tensor).tangent is None)
-    )
-
-
 def _is_weight(given: Any) -> bool:
-    return type(given) is Parameter and given.dtype is torch.float32 and given.is_leaf and _is_plain(given)
+    return type(given) is Parameter and given.dtype is torch.float32 and given.is_leaf and tensors.is_plain(given)
 
 
 class _Halves(NamedTuple):
@@ -179,7 +162,7 @@ class FusedLinear(torch.autograd.Function):
         ctx.has_usual_layout = half.weight.stride() == (half.weight.shape[1], 1)
         result = LINEAR(input, half.weight, half.bias)
         # autograd lets nobody write to a view that comes out of a Function.
-        return _unsafe_view(result, result.shape) if result._is_view() else result
+        return UNSAFE_VIEW(result, result.shape) if tensors.is_view(result) else result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -216,7 +199,7 @@ def _asked_for(ctx: Any) -> list[bool]:
 
 def _will_run(node: Any) -> bool:
     try:
-        return _will_execute(node)
+        return autograd.will_engine_execute_node(node)
     except RuntimeError:  # torch cannot tell: a leaf whose gradient `torch.autograd.grad` returns
         return True
 
@@ -236,7 +219,7 @@ def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, shape: torch.S
 def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, product: str) -> Tensor:
     left, right = (rows, inputs) if has_usual_layout else (inputs, rows)
     if _is_in_float32(rows, product):
-        with _without_autocast():  # which would round the operands, in a backward pass inside its region
+        with modes.DisableAutocast():  # which would round the operands, in a backward pass inside its region
             # torch cannot differentiate the second form.
             found = (
                 _mm(left.t().float(), right.float())

@@ -21,6 +21,7 @@ from ampatch.function_wrapper import unwrapped
 from ampatch.half_types import HALVES
 from ampatch.patching.adapters import Adapt, Adapters, Casts, Function, InHalf
 from ampatch.switch import KINDS
+from ampatch.torch_private.operators import WEIGHT_NORM
 
 # Beside those on the whitelist. Layers with weights: their results are half, like those of products. torch.rms_norm
 # takes mixed types on the CPU, but gives a float32 result.
@@ -61,7 +62,7 @@ def _named() -> Iterator[tuple[Path, InHalf]]:
     yield Path("torch.Tensor", "__setitem__"), InHalf.PROMOTE
     for path in _WITH_STATISTICS:
         yield path, InHalf.NORMALISE
-    for path in (Path("torch.sparse", "mm"), Path("torch.sparse", "addmm"), Path("torch", "_weight_norm")):
+    for path in (Path("torch.sparse", "mm"), Path("torch.sparse", "addmm"), Path("torch", WEIGHT_NORM)):
         yield path, InHalf.BESIDE
     for names, treatment in ((_WITH_WEIGHTS, InHalf.BESIDE), (_PROMOTED, InHalf.PROMOTE)):
         for name in names:

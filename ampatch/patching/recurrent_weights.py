@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ampatch.casting.nested import CASTABLE
+from ampatch.torch_private.modules import FLAT_WEIGHTS
+from ampatch.torch_private.operators import VF, cudnn_rnn_flatten_weight, use_cudnn_rnn_flatten_weight
 
 # torch's name of each function's mode.
 _MODES: dict[Callable[..., Any], str] = {
-    torch._VF.lstm: "LSTM",
-    torch._VF.gru: "GRU",
-    torch._VF.rnn_tanh: "RNN_TANH",
-    torch._VF.rnn_relu: "RNN_RELU",
+    VF.lstm: "LSTM",
+    VF.gru: "GRU",
+    VF.rnn_tanh: "RNN_TANH",
+    VF.rnn_relu: "RNN_RELU",
 }
 # The number of gates whose matrices are stacked in one weight.
 _GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
@@ -129,7 +131,7 @@ def flatten(model: nn.Module) -> None:
 
 
 def _flatten_bfloat16(layer: nn.RNNBase) -> None:
-    weights: list[Any] = layer._flat_weights
+    weights: list[Any] = getattr(layer, FLAT_WEIGHTS)
     if {(type(weight), getattr(weight, "dtype", None)) for weight in weights} != {(Parameter, torch.bfloat16)}:
         return
     if len({weight.data_ptr() for weight in weights}) != len(weights):
@@ -149,7 +151,7 @@ def _layout_if_cudnn_runs(
     device = weights[0].device
     layers = num_layers * (2 if bidirectional else 1)
     # If the number of weights is wrong, the function itself raises.
-    if _cudnn_takes(dtype, device) and torch._use_cudnn_rnn_flatten_weight() and layers and len(weights) % layers == 0:
+    if _cudnn_takes(dtype, device) and use_cudnn_rnn_flatten_weight() and layers and len(weights) % layers == 0:
         shapes = tuple(weight.shape for weight in weights)
         return _layout_of_cudnn(mode, shapes, num_layers, bidirectional, dtype, device)
     return None
@@ -189,7 +191,7 @@ def _layout_of_cudnn(
     with torch.inference_mode(False), torch.no_grad():
         moved = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     with torch.cuda.device_of(moved[0]), torch.no_grad():
-        buffer: Tensor = torch._cudnn_rnn_flatten_weight(
+        buffer: Tensor = cudnn_rnn_flatten_weight(
             moved,
             per_layer,
             shapes[0][1],

@@ -26,7 +26,9 @@ from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError
 from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
-from ampatch.switch import InSteps, Switch, in_steps, next_number
+from ampatch.switch import InSteps, Switch, in_steps
+from ampatch.torch_private.autograd import FORWARD_CLASS, next_sequence_number, sequence_number
+from ampatch.torch_private.modules import REPLICATE
 
 Block = AbstractContextManager[None]
 
@@ -85,9 +87,9 @@ class ReplacedForward(ABC):
         switch = self.switch
         if switch is None or not switch.active:
             return self.own(*args, **kwargs)
-        first = None if is_dynamo_compiling() else next_number()
+        first = None if is_dynamo_compiling() else next_sequence_number()
         result = self.run(args, kwargs)
-        if first is not None and next_number() != first:
+        if first is not None and next_sequence_number() != first:
             self.enclose_backward(result, first)
         return result
 
@@ -102,9 +104,9 @@ class ReplacedForward(ABC):
         """
         roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
         node: Any
-        for node in nodes_of(roots, enters=lambda node: node._sequence_nr() >= first):
+        for node in nodes_of(roots, enters=lambda node: sequence_number(node) >= first):
             if isinstance(node, BackwardCFunction):
-                node._forward_cls = _EnclosedInBackward(node._forward_cls, self.block)  # type: ignore[attr-defined]
+                setattr(node, FORWARD_CLASS, _EnclosedInBackward(getattr(node, FORWARD_CLASS), self.block))
 
 
 def check_replaceable(module: nn.Module, name: str, asked: str) -> None:
@@ -166,7 +168,7 @@ def follow_copies(ledger: PatchLedger) -> None:
 
     Both get the attributes of the module, and so the forward of the original.
     """
-    replicate: Any = nn.Module._replicate_for_data_parallel
+    replicate = getattr(*REPLICATE)
 
     @functools.wraps(replicate)
     def replicate_with_own_forward(module: nn.Module) -> nn.Module:
@@ -184,7 +186,7 @@ def follow_copies(ledger: PatchLedger) -> None:
         _give_own_forward(made)
         return made
 
-    ledger.set(nn.Module, "_replicate_for_data_parallel", replicate_with_own_forward)
+    ledger.set(*REPLICATE, replicate_with_own_forward)
     ledger.set(nn.Module, "__copy__", copy_with_own_forward)
 
 

@@ -41,15 +41,15 @@ from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
-from torch._C import _len_torch_dispatch_stack
 from torch.compiler import is_compiling
 from torch.nn import Parameter
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ampatch.casting import cast_observers
 from ampatch.casting.cast_store import Store
 from ampatch.native import calls
 from ampatch.patching.recurrent_weights import Layout, cast_each
+from ampatch.torch_private import modes
+from ampatch.torch_private.modes import len_dispatch_stack
 from ampatch.tracing import is_capturing, is_traced
 
 _T = TypeVar("_T")
@@ -150,7 +150,7 @@ class WeightCache:
         Returns:
             The casts, in the order of the weights. Under tracers and transforms, each has memory of its own.
         """
-        if is_traced() or torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_traced() or modes.peek_interpreter_stack() is not None:
             return cast_each(weights, dtype, self.cast)
         layout, state = layout_of(), self.state
         stores = [self._store(weight) if type(weight) is Parameter else None for weight in weights]
@@ -174,7 +174,7 @@ class WeightCache:
         if not _can_be_kept(tensor, cast):
             return
         # Under a transform of torch.func, requires_grad_ raises.
-        if cast.grad_fn is None and torch._C._functorch.peek_interpreter_stack() is None:
+        if cast.grad_fn is None and modes.peek_interpreter_stack() is None:
             # The cast requires grad like its weight, although no graph is recorded. Otherwise torch's linear, which
             # checks this, copies the weight for each row of a batch.
             cast.requires_grad_(tensor.requires_grad)
@@ -243,7 +243,9 @@ class WeightCache:
         If blocks overlap in parameters, the block that began first keeps their casts.
         """
         # Compiled code keeps no casts, but the code that it leaves to Python does.
-        torch._dynamo.graph_break()
+        from ampatch.torch_private.tracers import graph_break
+
+        graph_break()
         block = _Frozen(frozenset(map(id, parameters)), calls.new_store())
         self._frozen.append(block)
         self._serve_frozen()
@@ -326,9 +328,9 @@ def _wait_for_readers(store: Store) -> None:
 
 def _with_version(make: Callable[[], _T]) -> _T:
     """Returns new casts with version counters, which casts made in inference mode would lack."""
-    if _len_torch_dispatch_stack():
+    if len_dispatch_stack():
         # A selective checkpoint counts operators. It must find the same number when it recomputes, even on a cache hit.
-        with _disable_current_modes():
+        with modes.without_dispatch_modes():
             return _with_version(make)
     if not is_inference_mode_enabled():
         return make()
@@ -345,7 +347,7 @@ def _can_be_kept(parameter: Tensor, cast: Tensor) -> bool:
     return (
         parameter.layout is torch.strided
         and not parameter.is_inference()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(cast)
+        and not modes.is_functorch_wrapped_tensor(cast)
     )
 
 

@@ -12,12 +12,11 @@ import itertools
 import sys
 import types
 from collections.abc import Callable, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _is_torch_function_mode_enabled, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import get_overridable_functions, handle_torch_function, has_torch_function
 
@@ -29,9 +28,8 @@ from ampatch.function_wrapper import NO_SLOTS, FunctionWrapper, unwrapped
 from ampatch.half_types import HALVES
 from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
 from ampatch.switch import Switch, WithoutCasts, is_in_backward_of_region, is_in_half, is_in_region
+from ampatch.torch_private.modes import DisableAutocast, is_function_mode_enabled, len_dispatch_stack
 from ampatch.tracing import is_below_operators
-
-_without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 
 _NOTHING = nullcontext()
 
@@ -69,11 +67,11 @@ class PatchedFunction(FunctionWrapper):
         if not self.switch.active:
             return self.original(*args, **kwargs)
         in_region = is_in_region()
-        if is_dynamo_compiling() or in_region or _len_torch_dispatch_stack():
+        if is_dynamo_compiling() or in_region or len_dispatch_stack():
             if in_region and self.is_off():
                 return self.uncast(args, kwargs)
             # Under a tracer, Python code may run in place of an operator's kernel: its calls are not user code.
-            if not is_dynamo_compiling() and _len_torch_dispatch_stack() and is_below_operators(sys._getframe(1)):
+            if not is_dynamo_compiling() and len_dispatch_stack() and is_below_operators(sys._getframe(1)):
                 with self.switch.disabled():
                     return self.original(*args, **kwargs)
             # Dynamo must not guard the observer. It keeps a dispatch mode on the stack, so that calls come here.
@@ -106,13 +104,13 @@ class PatchedFunction(FunctionWrapper):
             return write_back.call(self.run, given, adapted)
         if self.is_python or is_dynamo_compiling():
             return self.run(*adapted[0], **adapted[1])
-        with _without_autocast() if in_region else _NOTHING:
+        with DisableAutocast() if in_region else _NOTHING:
             call = self.adapter.call
             return self.original(*adapted[0], **adapted[1]) if call is None else call(given, adapted)
 
 
 def _may_override(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if is_dynamo_compiling() and _is_torch_function_mode_enabled():  # of which its `has_torch_function` knows nothing
+    if is_dynamo_compiling() and is_function_mode_enabled():  # of which its `has_torch_function` knows nothing
         return True
     return has_torch_function(_in_lists((*args, *kwargs.values()) if kwargs else args))
 

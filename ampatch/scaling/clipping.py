@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grad
 
 from ampatch.distributed import Group, Ranks
 from ampatch.errors import UsageError
@@ -26,6 +25,7 @@ from ampatch.scaling import step_observers
 from ampatch.scaling.optimizer_gradients import NOT_REDUCED, OptimizerGradients
 from ampatch.scaling.optimizer_step import AdoptedOptimizer
 from ampatch.scaling.unscaling import Unscaling
+from ampatch.torch_private.optimizers import GET_TOTAL_NORM, GROUP_TENSORS
 from ampatch.weights.optimizer_state import gradients_of
 
 _IS_RECORDED = operator.attrgetter("requires_grad")
@@ -115,8 +115,8 @@ def watch(ledger: PatchLedger, check: Callable[[Sequence[Tensor]], object]) -> N
         if isinstance(tensors, list) and not tensors:
             check(tensors)
 
-    ledger.before(clip_grad, "_group_tensors_by_device_and_dtype", lambda lists, *_, **__: check(lists[0]))
-    ledger.before(clip_grad, "_get_total_norm", check_if_empty)
+    ledger.before(*GROUP_TENSORS, lambda lists, *_, **__: check(lists[0]))
+    ledger.before(*GET_TOTAL_NORM, check_if_empty)
 
 
 def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -> Tensor:

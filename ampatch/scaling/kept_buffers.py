@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
@@ -20,6 +19,8 @@ from torch.nn.modules.module import (
 
 from ampatch.grouping import grouped
 from ampatch.ledger import PatchLedger
+from ampatch.torch_private import foreach
+from ampatch.torch_private.modules import NormBase
 from ampatch.tracing import is_capturing, is_recording
 from ampatch.weights.untracked_writes import Moment, has_memory, is_shared, is_since, moment_of
 
@@ -107,7 +108,7 @@ class ModelBuffers:
         if self.is_incomplete and model is not None:
             known = {(id(each.buffers), each.name): each for each in self._kept}
             self._kept = [
-                known.get((id(module._buffers), name)) or _Kept(module._buffers, name, isinstance(module, _NormBase))
+                known.get((id(module._buffers), name)) or _Kept(module._buffers, name, isinstance(module, NormBase))
                 for module in model.modules()
                 if isinstance(module._buffers, dict)  # TorchScript's are none
                 for name in module._buffers
@@ -125,7 +126,7 @@ class ModelBuffers:
                 pairs.append((each.copied, now))
         for some in grouped(((copied.dtype, copied.device), (copied, now)) for copied, now in pairs).values():
             targets, sources = zip(*some, strict=True)
-            torch._foreach_copy_(targets, sources)
+            foreach.copy_(targets, sources)
         self.is_old = self.is_incomplete = False
 
     def note_forward(self) -> None:

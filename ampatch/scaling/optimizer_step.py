@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.weak import TensorWeakRef
 
 from ampatch import distributed
@@ -37,6 +36,7 @@ from ampatch.scaling.overflows import Overflow, OverflowHandler
 from ampatch.scaling.scale_use import ScaleUse, StepCheck, react
 from ampatch.scaling.step_gate import ClosureGate, end_skipped, skipping_by_itself
 from ampatch.switch import Switch
+from ampatch.torch_private.optimizers import STEP_POST_HOOKS, STEP_PRE_HOOKS, global_post_hooks, global_pre_hooks
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 from ampatch.weights.master_weights import MasterWeights
@@ -490,10 +490,10 @@ class AdoptedOptimizer:
         """Context in which the optimizer's parameters stand for their masters, except in the hooks around its step."""
         own = vars(self.optimizer)
         tables = (
-            _global_optimizer_pre_hooks,
-            _global_optimizer_post_hooks,
-            own.get("_optimizer_step_pre_hooks", {}),
-            own.get("_optimizer_step_post_hooks", {}),
+            global_pre_hooks,
+            global_post_hooks,
+            own.get(STEP_PRE_HOOKS, {}),
+            own.get(STEP_POST_HOOKS, {}),
         )
         hooks: list[tuple[Any, int, Any, Any]] = [
             (table, key, hook, functools.partial(self._run_aside, hook))
@@ -612,8 +612,8 @@ class AdoptedOptimizer:
         return (
             self._skips_by_itself(args, kwargs)
             and getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
-            and not optimizer._optimizer_step_pre_hooks
-            and all(hasattr(hook, OWN_HOOK) for hook in _global_optimizer_pre_hooks.values())
+            and not getattr(optimizer, STEP_PRE_HOOKS)
+            and all(hasattr(hook, OWN_HOOK) for hook in global_pre_hooks.values())
         )
 
     def read_verdicts(self, wait: bool = True) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import Node
 
 from ampatch.casting.nested import tensors_in
@@ -22,6 +21,7 @@ from ampatch.native.host_copy import HostCopy, on_device, stacked
 from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import LossScaler, back_off, loads_of, scaled
 from ampatch.scaling.overflows import NonFiniteGradient, ScaleChange
+from ampatch.torch_private.modes import is_functorch_wrapped_tensor
 
 logger = logging.getLogger("ampatch")
 

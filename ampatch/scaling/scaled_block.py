@@ -27,6 +27,7 @@ from ampatch.scaling.scale_use import ScaleUse, is_scaled
 from ampatch.scaling.scaled_leaves import ScaledLeaves
 from ampatch.scaling.unscaling import Unscaling, without_masters
 from ampatch.switch import Switch
+from ampatch.torch_private.autograd import SAVED_OTHER
 from ampatch.weights.master_gradients import MasterGradients
 from ampatch.weights.optimizer_state import has_gradients
 
@@ -536,7 +537,7 @@ def _was_freed(node: Node) -> bool:
         node: the loss's node, which saves its factor.
     """
     try:
-        getattr(node, "_saved_other", None)
+        getattr(node, SAVED_OTHER, None)
     except RuntimeError:  # torch's error for what is freed
         return True
     return False

@@ -14,6 +14,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ampatch.errors import warn
 from ampatch.graph_nodes import leaves_among, nodes_of
+from ampatch.torch_private.autograd import hooks_of_leaf
 
 _OF_TORCH_OR_AMP = ("torch", "ampatch")
 
@@ -63,8 +64,7 @@ class ScaledLeaves:
 
 def _has_hooks(leaf: Tensor) -> bool:
     """Returns True if user code has hooked a leaf."""
-    tables: list[Any] = [leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)]
-    return any(_is_of_user(hook) for table in tables if table for hook in table.values())
+    return any(_is_of_user(hook) for table in hooks_of_leaf(leaf) if table for hook in table.values())
 
 
 def _is_of_user(hook: Any) -> bool:

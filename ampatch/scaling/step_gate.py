@@ -16,6 +16,7 @@ from torch import Tensor
 from ampatch.errors import LossScaleError
 from ampatch.native.host_copy import for_fused_step
 from ampatch.scaling.overflows import ADVICE, Overflow, OverflowHandler, ScaleChange, findings
+from ampatch.torch_private.optimizers import STEP_CALLED
 from ampatch.weights import optimizer_state
 from ampatch.weights.optimizer_state import Snapshot
 
@@ -132,7 +133,7 @@ def end_skipped(
         LossScaleError: a scale was at its floor.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer._opt_called = True  # type: ignore[attr-defined] # LR schedulers warn if they come before a first step
+        setattr(optimizer, STEP_CALLED, True)  # LR schedulers warn if they come before a first step
     check_floor(changes, describe)
     if handler.logs_line:
         log()

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
@@ -20,6 +19,7 @@ from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.ledger import PatchLedger
 from ampatch.scaling.scale_use import has_scaled
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
+from ampatch.torch_private.autograd import ENGINE_RUN_BACKWARD, current_graph_task_id
 
 
 def watch(ledger: PatchLedger, active: Callable[[], Blocks | None], explain: Callable[[BaseException], None]) -> None:
@@ -31,13 +31,13 @@ def watch(ledger: PatchLedger, active: Callable[[], Blocks | None], explain: Cal
         explain: called with each error of torch's in a backward pass, to which it may add a note.
     """
     # Tensor.backward and torch.autograd.backward call this one, and may have been bound by name before.
-    original = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    original = getattr(*ENGINE_RUN_BACKWARD)
 
     @functools.wraps(original)
     def run(outputs: Sequence[Tensor | GradientEdge], *args: Any, **kwargs: Any) -> Any:
         blocks = active()
         # Inside another backward pass, as in a checkpoint's, the gradients are scaled already.
-        if blocks is None or torch._C._current_graph_task_id() != -1:
+        if blocks is None or current_graph_task_id() != -1:
             return original(outputs, *args, **kwargs)
         accumulates = bool(kwargs.get("accumulate_grad"))
         if accumulates and not blocks.open and any(map(_is_scaled, outputs)):
@@ -64,7 +64,7 @@ def watch(ledger: PatchLedger, active: Callable[[], Blocks | None], explain: Cal
                 _follow(output, scaled, blocks.watched, inputs, accumulates)
         return result
 
-    ledger.set(torch.autograd, "_engine_run_backward", run)
+    ledger.set(*ENGINE_RUN_BACKWARD, run)
 
 
 def _is_scaled(output: Tensor | GradientEdge) -> bool:

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from ampatch.cast_lists.paths import Path, find_or
@@ -21,6 +19,7 @@ from ampatch.cast_lists.spellings import NAMESPACES, spellings
 from ampatch.casting.nested import CASTABLE
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.half_types import HALVES
+from ampatch.torch_private.modules import InstanceNorm, NormBase
 from ampatch.weights.untracked_writes import data_of
 
 KeepFloat32 = tuple[str | type[nn.Module], ...]
@@ -31,7 +30,7 @@ def keeps_statistics(module: nn.Module) -> bool:
 
     These modules accept half input with float32 weights natively, on the CPU and on CUDA.
     """
-    return isinstance(module, _NormBase) and (not isinstance(module, _InstanceNorm) or module.track_running_stats)
+    return isinstance(module, NormBase) and (not isinstance(module, InstanceNorm) or module.track_running_stats)
 
 
 def check_keep_fp32(given: object, argument: str = "keep_fp32") -> KeepFloat32:

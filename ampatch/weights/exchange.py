@@ -13,10 +13,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from ampatch.casting.nested import attributes_of
+from ampatch.torch_private.tensors import swap_tensor_impl
 
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 
@@ -34,11 +34,11 @@ def exchange(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     try:
         # What torch.utils.swap_tensors rests on. That also exchanges attributes, and refuses parameters that have
         # weak references or belong to a graph.
-        for _ in map(torch._C._swap_tensor_impl, parameters, masters):
+        for _ in map(swap_tensor_impl, parameters, masters):
             done += 1
     except Exception:  # after Ctrl-C, `done` is not exact
         for parameter, master in zip(parameters[:done], masters[:done], strict=True):
-            torch._C._swap_tensor_impl(parameter, master)
+            swap_tensor_impl(parameter, master)
         raise
     if not _ORDINARY.issuperset(map(type, parameters)):
         for parameter, master in zip(parameters, masters, strict=True):

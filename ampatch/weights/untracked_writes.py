@@ -25,8 +25,8 @@ from torch.autograd.graph import increment_version
 
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
-
-_DATA: Any = torch._C.TensorBase.__dict__["data"]
+from ampatch.torch_private.modes import is_functorch_wrapped_tensor
+from ampatch.torch_private.tensors import DATA, storage_id, storage_use_count
 
 # For `map` over a list of tensors: a line of Python for each tensor takes several times as long.
 _VERSION = operator.attrgetter("_version")
@@ -60,7 +60,7 @@ class Hear(Protocol):
 
 def data_of(tensor: Tensor) -> Tensor:
     """Returns ``tensor.data`` without announcing it."""
-    return _DATA.__get__(tensor)  # type: ignore[no-any-return]
+    return DATA.__get__(tensor)  # type: ignore[no-any-return]
 
 
 class GivenData:
@@ -95,14 +95,14 @@ def has_memory(tensor: Tensor) -> bool:
         type(tensor) in _ORDINARY
         and tensor.layout is torch.strided
         and not tensor.is_nested
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_functorch_wrapped_tensor(tensor)
     )
 
 
 def is_shared(tensor: Tensor) -> bool:
     """Returns True if another tensor has the memory of this one."""
     storage = tensor.untyped_storage()  # counts as one itself
-    return int(torch._C._storage_Use_Count(storage._cdata)) > _ALONE
+    return int(storage_use_count(storage_id(storage))) > _ALONE
 
 
 def moment_of(tensor: Tensor | None) -> Moment:
@@ -126,12 +126,12 @@ def announce(ledger: PatchLedger, hear: Hear) -> None:
     """Patches torch to call ``hear`` with every tensor that may be written to uncounted; the ledger records that."""
 
     def get(tensor: Tensor) -> Tensor:
-        data: Tensor = _DATA.__get__(tensor)
+        data: Tensor = DATA.__get__(tensor)
         given = None if torch.compiler.is_compiling() else hear(tensor, data, is_read=True)
         return data if given is None else given
 
     def set_(tensor: Tensor, value: Tensor) -> None:
-        _DATA.__set__(tensor, value)
+        DATA.__set__(tensor, value)
         if not torch.compiler.is_compiling():
             hear(tensor, value, is_read=False)
 

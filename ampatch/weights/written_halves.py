@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ampatch.errors import UsageError
 from ampatch.half_types import HALVES
+from ampatch.torch_private.modules import APPLY_CODE
 from ampatch.weights.untracked_writes import GivenData, has_memory, is_shared, moments_of
 
 _P = ParamSpec("_P")
@@ -212,7 +213,7 @@ def _is_moved() -> bool:
     """Returns True if a module is being moved, or converted, as a whole: its weights keep their values."""
     frame: Any = sys._getframe(1)
     for _ in range(_MOST_FRAMES):
-        if frame is None or frame.f_code is nn.Module._apply.__code__:
+        if frame is None or frame.f_code is APPLY_CODE:
             return frame is not None
         frame = frame.f_back
     return False

@@ -345,8 +345,9 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     recurrent_weights._layout_of_cudnn.cache_clear()
     monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: tensor.dtype is torch.float16)
     monkeypatch.setattr(torch.backends.cudnn.rnn, "get_cudnn_mode", lambda mode: mode)
-    monkeypatch.setattr(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
-    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", flatten)
+    for owner, prefix in ((torch, "_"), (recurrent_weights, "")):
+        monkeypatch.setattr(owner, f"{prefix}use_cudnn_rnn_flatten_weight", lambda: True)
+        monkeypatch.setattr(owner, f"{prefix}cudnn_rnn_flatten_weight", flatten)
     yield asked
     recurrent_weights._layout_of_cudnn.cache_clear()
 

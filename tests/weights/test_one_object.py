@@ -297,7 +297,7 @@ class TestWhatEndsAStep:
                 raise KeyboardInterrupt
             original(*pair)
 
-        monkeypatch.setattr(torch._C, "_swap_tensor_impl", interrupted)
+        monkeypatch.setattr("ampatch.weights.exchange.swap_tensor_impl", interrupted)
         with pytest.raises(KeyboardInterrupt):
             training.step()
         monkeypatch.undo()

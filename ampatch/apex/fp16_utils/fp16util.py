@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import clip_grad_norm_
 
 from ampatch.apex.apex_C import flatten, unflatten
 from ampatch.errors import OptionError
 from ampatch.patching import recurrent_weights
+from ampatch.torch_private.modules import BatchNorm
 
 __all__ = [
     "BN_convert_float",
@@ -49,7 +49,7 @@ class tofp16(nn.Module):  # noqa: N801 - Apex's name, which pickled models have
 def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802 - Apex's name
     """Casts every batch norm with weights in a module to float32, in place; returns the module."""
     for each in module.modules():
-        if isinstance(each, _BatchNorm) and each.affine:
+        if isinstance(each, BatchNorm) and each.affine:
             each.float()
     return module
 
@@ -79,7 +79,7 @@ def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Casts a network in place, except batch norms with weights, and returns it."""
     for module in network.modules():
-        if isinstance(module, _BatchNorm) and module.affine:
+        if isinstance(module, BatchNorm) and module.affine:
             continue
         convert_module(module, dtype)
     recurrent_weights.flatten(network)

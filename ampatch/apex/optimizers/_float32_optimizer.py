@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ampatch.errors import OptionError, UsageError
 from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
+from ampatch.torch_private import foreach
 from ampatch.weights.optimizer_state import parameters_of
 
 #: A group of parameters, with their options.
@@ -223,7 +224,7 @@ def in_float32(parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Te
     copied = [pair for pair in zip(parameters, values, strict=True) if pair[0] is not pair[1]]
     if copied:
         originals, copies = map(list, zip(*copied, strict=True))
-        torch._foreach_copy_(originals, copies)
+        foreach.copy_(originals, copies)
 
 
 def _dense(parameter: Tensor) -> Tensor:
@@ -248,7 +249,7 @@ def _dtype_of_state(parameter: Tensor) -> torch.dtype:
 
 def decay_first(values: list[Tensor], group: Group) -> None:
     """Applies a group's weight decay to values by itself; the update that follows must get a weight decay of 0."""
-    torch._foreach_mul_(values, 1 - float(group["lr"]) * group["weight_decay"])
+    foreach.mul_(values, 1 - float(group["lr"]) * group["weight_decay"])
 
 
 def check_no_amsgrad(optimizer: type[Optimizer], amsgrad: bool) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, Tensors, check_no_amsgrad, in_float32
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device
+from ampatch.torch_private import foreach
 
 
 class FusedLAMB(Float32Optimizer):
@@ -74,7 +75,7 @@ class FusedLAMB(Float32Optimizer):
             with in_float32(parameters) as (values, grads):
                 clipped: Tensors = grads
                 if divisor is not None:
-                    clipped = torch._foreach_div(grads, on_device(divisor.to(grads[0].dtype), grads[0].device))
+                    clipped = foreach.div(grads, on_device(divisor.to(grads[0].dtype), grads[0].device))
                 self._update_batch(group, parameters, values, clipped)
 
     def _clipping_divisor(self, parameters: list[Tensor]) -> Tensor | None:
@@ -93,29 +94,29 @@ class FusedLAMB(Float32Optimizer):
         exp_avg_sqs = self._moments(parameters, values, "exp_avg_sq")
         steps = self._count_steps(parameters)
         if weight_decay and not self.adam_w_mode:
-            grads = torch._foreach_add(grads, values, alpha=weight_decay)
+            grads = foreach.add(grads, values, alpha=weight_decay)
 
-        torch._foreach_mul_(exp_avgs, beta1)
-        torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1 if group["grad_averaging"] else 1)
-        torch._foreach_mul_(exp_avg_sqs, beta2)
-        torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1 - beta2)
+        foreach.mul_(exp_avgs, beta1)
+        foreach.add_(exp_avgs, grads, alpha=1 - beta1 if group["grad_averaging"] else 1)
+        foreach.mul_(exp_avg_sqs, beta2)
+        foreach.addcmul_(exp_avg_sqs, grads, grads, value=1 - beta2)
 
         updates: Tensors = exp_avgs
-        roots = torch._foreach_sqrt(exp_avg_sqs)
+        roots = foreach.sqrt(exp_avg_sqs)
         if group["bias_correction"]:
-            updates = torch._foreach_div(updates, [1 - beta1**step for step in steps])
-            torch._foreach_div_(roots, [(1 - beta2**step) ** 0.5 for step in steps])
-        torch._foreach_add_(roots, group["eps"])
-        updates = torch._foreach_div(updates, roots)
+            updates = foreach.div(updates, [1 - beta1**step for step in steps])
+            foreach.div_(roots, [(1 - beta2**step) ** 0.5 for step in steps])
+        foreach.add_(roots, group["eps"])
+        updates = foreach.div(updates, roots)
         if weight_decay and self.adam_w_mode:
-            torch._foreach_add_(updates, values, alpha=weight_decay)
+            foreach.add_(updates, values, alpha=weight_decay)
         if weight_decay or self.use_nvlamb:
-            torch._foreach_mul_(updates, _trust_ratios(values, updates))
-        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
+            foreach.mul_(updates, _trust_ratios(values, updates))
+        foreach.add_(values, updates, alpha=-float(group["lr"]))
 
 
 def _trust_ratios(values: Tensors, updates: Tensors) -> Tensors:
     """Returns the factors that rescale updates to the norms of their tensors; 1 if either norm is 0."""
-    norms, norms_of_updates = (torch.stack(torch._foreach_norm(each)) for each in (values, updates))
+    norms, norms_of_updates = (torch.stack(foreach.norm(each)) for each in (values, updates))
     is_ratio = (norms != 0) & (norms_of_updates != 0)
     return torch.where(is_ratio, norms / norms_of_updates, 1.0).unbind()

@@ -16,6 +16,7 @@ from ampatch.apex.optimizers._float32_optimizer import (
     UnsupportedOptionError,
     check_no_amsgrad,
 )
+from ampatch.torch_private import foreach
 
 
 class FusedNovoGrad(Float32Optimizer):
@@ -87,35 +88,35 @@ class FusedNovoGrad(Float32Optimizer):
         steps = self._count_steps(parameters)
         norms = self._average_norms(group, parameters, grads)
         if group["bias_correction"]:
-            norms = torch._foreach_div(norms, [(1 - beta2**step) ** 0.5 for step in steps])
-        norms = torch._foreach_add(norms, group["eps"])
+            norms = foreach.div(norms, [(1 - beta2**step) ** 0.5 for step in steps])
+        norms = foreach.add(norms, group["eps"])
 
         if self.reg_inside_moment:
             grads = _regularised(grads, norms, values, weight_decay)
-        torch._foreach_mul_(exp_avgs, beta1)
-        torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1 if group["grad_averaging"] else 1)
+        foreach.mul_(exp_avgs, beta1)
+        foreach.add_(exp_avgs, grads, alpha=1 - beta1 if group["grad_averaging"] else 1)
 
         updates: Tensors = exp_avgs
         if group["bias_correction"]:
-            updates = torch._foreach_div(updates, [1 - beta1**step for step in steps])
+            updates = foreach.div(updates, [1 - beta1**step for step in steps])
         if not self.reg_inside_moment:
             updates = _regularised(updates, norms, values, weight_decay)
-        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
+        foreach.add_(values, updates, alpha=-float(group["lr"]))
 
     def _average_norms(self, group: Group, parameters: list[Tensor], grads: Tensors) -> Tensors:
         """Updates and returns the moving average of each gradient's norm."""
         beta2 = group["betas"][1]
         is_euclidean = group["norm_type"] == 2
-        norms = torch._foreach_norm(grads, 2 if is_euclidean else math.inf)
+        norms = foreach.norm(grads, 2 if is_euclidean else math.inf)
         first = torch.zeros_like if group["init_zero"] else torch.clone
         averages = self._moments(parameters, norms, "exp_avg_norm", first)
         if is_euclidean:
-            norms = torch._foreach_mul(norms, norms)
-            torch._foreach_mul_(averages, averages)
-        torch._foreach_mul_(averages, beta2)
-        torch._foreach_add_(averages, norms, alpha=1 - beta2)
+            norms = foreach.mul(norms, norms)
+            foreach.mul_(averages, averages)
+        foreach.mul_(averages, beta2)
+        foreach.add_(averages, norms, alpha=1 - beta2)
         if is_euclidean:
-            torch._foreach_sqrt_(averages)
+            foreach.sqrt_(averages)
         return averages
 
     def _translate_group(self, group: Group, states: list[dict[str, Any]]) -> None:
@@ -132,7 +133,7 @@ class FusedNovoGrad(Float32Optimizer):
 
 def _regularised(tensors: Tensors, norms: Tensors, values: list[Tensor], weight_decay: float) -> Tensors:
     """Returns new tensors: the old ones divided by their norms, plus weight decay."""
-    divided = torch._foreach_div(tensors, norms)
+    divided = foreach.div(tensors, norms)
     if weight_decay:
-        torch._foreach_add_(divided, values, alpha=weight_decay)
+        foreach.add_(divided, values, alpha=weight_decay)
     return divided

@@ -17,6 +17,7 @@ from torch import Tensor
 from ampatch import amp
 from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
+from ampatch.torch_private import foreach
 from ampatch.weights.optimizer_state import of_the_wrapped
 
 
@@ -136,11 +137,11 @@ class LARC:
             rates = (rates / lr).clamp(max=1)
         adapts = (norms != 0) & (grad_norms != 0)
         decays = adapts.to(norms.dtype) * decay
-        torch._foreach_add_(grads, torch._foreach_mul(parameters, decays.unbind()))
-        torch._foreach_mul_(grads, torch.where(adapts, rates, 1).unbind())
+        foreach.add_(grads, foreach.mul(parameters, decays.unbind()))
+        foreach.mul_(grads, torch.where(adapts, rates, 1).unbind())
 
 
 def _norms(tensors: list[Tensor]) -> Tensor:
     """Returns the 2-norms of tensors of one dtype, stacked, in at least float32."""
     dtype = torch.float32 if tensors[0].dtype in HALVES else tensors[0].dtype
-    return torch.stack(list(torch._foreach_norm(tensors, 2, dtype=dtype)))
+    return torch.stack(list(foreach.norm(tensors, 2, dtype=dtype)))

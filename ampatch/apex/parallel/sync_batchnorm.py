@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ampatch.errors import OptionError, warn
 from ampatch.sync_batch_norm import synchronised
+from ampatch.torch_private.modules import BatchNorm
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -96,7 +96,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
 
     def converted(module: nn.Module) -> nn.Module:
         if module not in done:
-            if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+            if isinstance(module, BatchNorm) and not isinstance(module, SyncBatchNorm):
                 done[module] = _synchronised(module, process_group, channel_last)
             else:
                 done[module] = module
@@ -108,8 +108,8 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     return converted(module)
 
 
-def _synchronised(norm: _BatchNorm, process_group: Any, channel_last: bool) -> SyncBatchNorm:
-    if type(norm).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+def _synchronised(norm: BatchNorm, process_group: Any, channel_last: bool) -> SyncBatchNorm:
+    if type(norm).forward not in (BatchNorm.forward, nn.SyncBatchNorm.forward):
         warn(
             f"convert_syncbn_model replaces a {type(norm).__name__}, whose forward is not that of torch's batch norm: "
             "SyncBatchNorm only normalizes. Convert the model with a function of the package that it comes from, if "

@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ampatch.diagnostics.compare.result import FLUSHED_SHARE, ComparedRow
 from ampatch.diagnostics.overflow.examiner import Examiner
 from ampatch.diagnostics.overflow.trace import NamedOp
 from ampatch.diagnostics.recorder.operands import floating_in
 from ampatch.diagnostics.recorder.recorder import paused
-from ampatch.diagnostics.recorder.records import CAST, WatchedOp
+from ampatch.diagnostics.recorder.records import WatchedOp
 from ampatch.diagnostics.recorder.watch import Watch, measured, run_again
 from ampatch.diagnostics.trial_steps.steps import flushed_of, relative
 from ampatch.grouping import grouped
 from ampatch.half_types import needs_scale
+from ampatch.torch_private.operators import CAST, tree_flatten, tree_unflatten
 
 #: Errors within this multiple of the unit roundoff are rounding. An operator whose two inputs and result are rounded
 #: has an error of 0.7 units in the 2-norm, and sums that cancel a little have some units.

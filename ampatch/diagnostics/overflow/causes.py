@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ampatch.diagnostics.recorder.operands import floating_in, with_types
-from ampatch.diagnostics.recorder.records import CAST, Values, WatchedOp
+from ampatch.diagnostics.recorder.records import Values, WatchedOp
 from ampatch.diagnostics.recorder.watch import run_again
 from ampatch.half_types import HALVES
+from ampatch.torch_private.operators import CAST
 
 #: Masks are made of numbers that are greater than this; torch.finfo(torch.float32).min is 3.4e38.
 _MASKED = 1e30

@@ -19,12 +19,13 @@ from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import shipped
 from ampatch.diagnostics.overflow import causes
 from ampatch.diagnostics.overflow.trace import SUM_OF_GRADIENTS, NamedOp, OverflowTrace, TracedTensor
-from ampatch.diagnostics.recorder.records import CAST, Values, WatchedOp, has_half
+from ampatch.diagnostics.recorder.records import Values, WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.half_types import needs_scale
 from ampatch.opt_levels import Properties, dtype_name
 from ampatch.patching.adapters import is_in_place
 from ampatch.scaling.loss_scaler import ScalePolicy
+from ampatch.torch_private.operators import CAST
 
 _OTHER_THREADS = "forward passes in other threads were not watched"
 _NOT_RUN_AGAIN = "the remedy was not tried: the operator could not run again in float32, or its inputs were written to"

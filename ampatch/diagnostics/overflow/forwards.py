@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
 from ampatch.casting import nested
 from ampatch.diagnostics.random_state import RandomState
@@ -34,6 +33,9 @@ from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.distributed import is_sharded
 from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.switch import PLAIN, Region, State, is_in_region, state
+from ampatch.torch_private.autograd import current_graph_task_id, engine_run_backward, sequence_number
+from ampatch.torch_private.modes import is_any_autocast_enabled
+from ampatch.torch_private.modules import HOOKS_AROUND_PASSES
 
 #: The states of random generators, by device; that of the CPU's has None.
 Random = list[tuple[torch.device | None, Tensor]]
@@ -80,7 +82,7 @@ class NotedForward:
             random += [(device, torch.cuda.get_rng_state(device)) for device in on_gpus]
         if any(each.requires_grad for each in tensors_in(given)):
             given = nested.cast_tensors(given, _apart)
-        before = state() if torch._C._is_any_autocast_enabled() or is_in_region() else PLAIN
+        before = state() if is_any_autocast_enabled() or is_in_region() else PLAIN
         return cls(module, call, given, random, before, Place.of(users_frame(sys._getframe(2))))
 
     def follow(self, result: object) -> None:
@@ -89,7 +91,7 @@ class NotedForward:
             node: Any = output.grad_fn
             if node is not None:  # hooks of nodes cost half of what hooks of tensors do
                 node.register_prehook(functools.partial(_note, weakref.ref(self), place, output.output_nr))
-                self.outputs.append(node._sequence_nr())
+                self.outputs.append(sequence_number(node))
 
     @property
     def has_lost_gradients(self) -> bool:
@@ -99,9 +101,8 @@ class NotedForward:
     @property
     def hooked(self) -> list[str]:
         """Names of the submodules whose hooks run again with it."""
-        tables = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
         named = self.module.named_modules()
-        return [name for name, each in named if name and any(getattr(each, table) for table in tables)]
+        return [name for name, each in named if name and any(getattr(each, table) for table in HOOKS_AROUND_PASSES)]
 
     @property
     def obstacle(self) -> str:
@@ -179,7 +180,7 @@ def _note(reference: weakref.ref[NotedForward], place: int, number: int, gradien
     # The graph, which a loss may keep for long, keeps no arguments and gradients.
     noted, gradient = reference(), gradients[number]
     if noted is not None and gradient is not None:
-        noted.arrived.setdefault(torch._C._current_graph_task_id(), {})[place] = gradient.detach()
+        noted.arrived.setdefault(current_graph_task_id(), {})[place] = gradient.detach()
 
 
 class SecondRun:
@@ -236,7 +237,7 @@ def _gradients(roots: list[Tensor], incoming: list[Tensor], leaves: list[Tensor]
     # A reentrant checkpoint takes no backward pass but one that accumulates.
     for leaf in leaves:
         leaf.grad = None
-    _engine_run_backward(tuple(roots), tuple(incoming), True, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine_run_backward(tuple(roots), tuple(incoming), True, False, (), allow_unreachable=True, accumulate_grad=True)
     return [leaf.grad for leaf in leaves]
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 
 from ampatch import policy
 from ampatch.diagnostics import json_files
@@ -27,6 +26,7 @@ from ampatch.half_types import HALVES
 from ampatch.opt_levels import dtype_name
 from ampatch.session import Session
 from ampatch.switch import PLAIN
+from ampatch.torch_private.operators import tree_map_only
 
 FORMAT = "ampatch step"
 VERSION = 1

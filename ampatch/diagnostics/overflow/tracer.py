@@ -46,6 +46,7 @@ from ampatch.scaling.optimizer_step import OWN_HOOK
 from ampatch.scaling.scale_use import has_scaled
 from ampatch.session import Session
 from ampatch.switch import OFF
+from ampatch.torch_private.autograd import current_graph_task_id, sequence_number
 from ampatch.tracing import is_capturing, is_recording
 
 #: Why no operator is named for gradients that other ranks, or other code, made inf or NaN.
@@ -322,7 +323,7 @@ class OverflowTracer:
         ends = {number for each in self._noted for number in each.outputs}
 
         def is_between(node: Any) -> bool:
-            return node._sequence_nr() not in ends and type(node).__name__ != "AccumulateGrad"
+            return sequence_number(node) not in ends and type(node).__name__ != "AccumulateGrad"
 
         names = [type(node).__name__ for node in nodes_of(self._losses, is_between) if not has_scaled(node)]
         return f". Between the loss and the model: {', '.join(names[:_MOST_NAMED])}" if names else ""
@@ -400,7 +401,7 @@ class _Thread(threading.local):
 
 def _is_usual() -> bool:
     """Returns True unless a graph is captured or traced, or a checkpoint recomputes a forward pass."""
-    return torch._C._current_graph_task_id() == -1 and not (is_capturing() or is_recording())
+    return current_graph_task_id() == -1 and not (is_capturing() or is_recording())
 
 
 class _WatchedSteps:
@@ -462,7 +463,7 @@ class _WatchedSteps:
 
     def _before_forward(self, *_: object) -> None:
         watch = self._watch
-        if watch.is_in_forward or not watch.is_this_thread or torch._C._current_graph_task_id() != -1:
+        if watch.is_in_forward or not watch.is_this_thread or current_graph_task_id() != -1:
             return
         records = torch.is_grad_enabled()
         if records and not watch.is_on:

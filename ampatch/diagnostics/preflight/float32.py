@@ -33,21 +33,16 @@ from ampatch.function_wrapper import unwrapped
 from ampatch.graph_nodes import nodes_of
 from ampatch.grouping import grouped
 from ampatch.runtime import runtime
+from ampatch.torch_private.autograd import FORWARD_CLASS
+from ampatch.torch_private.operators import CAST, NAMESPACES
 
 _Row = TypeVar("_Row", OutOfRange, Imprecise)
 
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 _IN_BFLOAT16 = {torch.float32: torch.bfloat16}
 
-#: Namespaces of torch's own operators.
-_OF_TORCH = frozenset(
-    ("aten", "c10d", "c10d_functional", "_c10d_functional", "higher_order", "inductor", "mkl", "mkldnn", "onednn")
-) | {"prim", "prims", "profiler", "quantized", "_quantized", "rngprims", "sparse", "symm_mem"}
-
 #: Operators that copy or fill, and compute nothing.
-_MOVES = frozenset(
-    ("_to_copy", "clone", "copy_", "fill_", "full_like", "new_zeros", "ones_like", "zero_", "zeros_like")
-)
+_MOVES = frozenset((CAST, "clone", "copy_", "fill_", "full_like", "new_zeros", "ones_like", "zero_", "zeros_like"))
 
 _AT_O1 = {
     Treatment.WHITELIST: "half",
@@ -185,7 +180,7 @@ def _writers(inputs: Iterable[Values], depth: int) -> Iterator[WatchedOp]:
 
 
 def _is_custom(op: WatchedOp) -> bool:
-    return op.op.namespace not in _OF_TORCH
+    return op.op.namespace not in NAMESPACES
 
 
 def _path_of(op: WatchedOp) -> str:
@@ -232,7 +227,7 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 def _autograd_functions(loss: Tensor) -> dict[type, int]:
     """Returns the classes of the users' autograd.Functions in a loss's graph, with the number of their nodes."""
     nodes = () if loss.grad_fn is None else nodes_of([loss.grad_fn])
-    kinds: Iterator[Any] = (getattr(node, "_forward_cls", None) for node in nodes)  # of BackwardCFunction only
+    kinds: Iterator[Any] = (getattr(node, FORWARD_CLASS, None) for node in nodes)  # of BackwardCFunction only
     own = ("torch", "ampatch")
     return Counter(kind for kind in kinds if kind is not None and kind.__module__.partition(".")[0] not in own)
 

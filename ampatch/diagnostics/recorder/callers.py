@@ -12,8 +12,11 @@ import sysconfig
 import types
 from pathlib import Path
 
-import torch
 from torch import nn
+
+from ampatch.torch_private.autograd import engine_run_backward
+from ampatch.torch_private.compilers import EVAL_FRAME
+from ampatch.torch_private.modules import COMPILED_CALL
 
 #: Modules that call the user's model: lines above them called ampatch, and no operator.
 _CALLERS = frozenset({"ampatch.diagnostics.overflow.forwards", "ampatch.diagnostics.trial_steps.subject"})
@@ -39,9 +42,8 @@ class Code(enum.Enum):
     END = "end"
 
 
-_COMPILER = "torch._dynamo.eval_frame"
 #: The code that calls the autograd engine.
-_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_ENGINE = engine_run_backward.__code__
 # By id, as the hash of a code object walks through its instructions. The code is kept, so that its id stays its own.
 _owners: dict[int, tuple[types.CodeType, Code]] = {id(_ENGINE): (_ENGINE, Code.END)}
 
@@ -68,7 +70,7 @@ def is_compiled(frame: types.FrameType | None) -> bool:
     """Returns True if code that torch.compile was given is calling: it may run compiled, or not."""
     while frame is not None:
         # Optimizers' steps run in a wrapper of the same module, which keeps them from being compiled.
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == _COMPILER:
+        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == EVAL_FRAME:
             return True
         frame = frame.f_back
     return False
@@ -76,12 +78,12 @@ def is_compiled(frame: types.FrameType | None) -> bool:
 
 def is_around_compiled(module: nn.Module) -> bool:
     """Returns True if a module is what `torch.compile` returns for the user's module."""
-    return type(module).__module__ == _COMPILER
+    return type(module).__module__ == EVAL_FRAME
 
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Returns True if torch.compile was given a module, or its method ``compile`` was called."""
-    return is_around_compiled(module) or module._compiled_call_impl is not None
+    return is_around_compiled(module) or getattr(module, COMPILED_CALL) is not None
 
 
 def _owner_of_module(name: str, file: str) -> Code:

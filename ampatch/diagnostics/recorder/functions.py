@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import resolve_name
 
 from ampatch.cast_lists.paths import find_owner, identity
@@ -20,6 +19,7 @@ from ampatch.function_wrapper import unwrapped
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of
 from ampatch.session import Session
+from ampatch.torch_private.operators import OpOverload, OpOverloadPacket
 
 #: Where functions are looked for by their own names, in this order.
 _PLACES = ("torch.nn.functional", *NAMESPACES, "torch.autograd")

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import overrides
-from torch.utils import _python_dispatch
-from torch.utils._device import DeviceContext
+from ampatch.torch_private import modes
+from ampatch.torch_private.devices import DeviceContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +57,8 @@ class ModeStack:
                     self.push(each)
 
 
-FUNCTIONS = ModeStack(overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode)
-OPERATORS = ModeStack(
-    _python_dispatch._get_current_dispatch_mode_stack, _python_dispatch._push_mode, _python_dispatch._pop_mode
-)
+FUNCTIONS = ModeStack(modes.function_modes, modes.push_function_mode, modes.pop_function_mode)
+OPERATORS = ModeStack(modes.dispatch_modes, modes.push_dispatch_mode, modes.pop_dispatch_mode)
 
 
 @contextlib.contextmanager

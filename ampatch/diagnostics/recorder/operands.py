@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map
+
+from ampatch.torch_private.modes import is_traceable_wrapper_subclass
+from ampatch.torch_private.operators import UNSAFE_VIEW, tree_leaves, tree_map
+from ampatch.torch_private.tensors import is_zerotensor, uncoalesced_values
 
 _CONTAINERS = frozenset({tuple, list, dict})
 
@@ -30,8 +32,8 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter:
         if value.layout is torch.sparse_coo:
-            found.append(value._values())
-        elif value.layout is torch.strided and not (value.is_meta or value.is_nested or value._is_zerotensor()):
+            found.append(uncoalesced_values(value))
+        elif value.layout is torch.strided and not (value.is_meta or value.is_nested or is_zerotensor(value)):
             found.append(value)
     elif kind in _CONTAINERS:
         for each in value.values() if kind is dict else value:
@@ -85,7 +87,7 @@ def floating_in(result: Any) -> list[Tensor]:
 @cache
 def is_view(op: Any) -> bool:
     """Returns True if the results of an operator share memory with its arguments, and it writes nothing."""
-    if op is torch.ops.aten._unsafe_view.default:  # a view, of which its schema says nothing
+    if op is UNSAFE_VIEW:  # a view, of which its schema says nothing
         return True
     returns = op._schema.returns
     return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)

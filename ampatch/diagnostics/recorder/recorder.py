@@ -20,11 +20,14 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch._C import _current_graph_task_id
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampatch.diagnostics.recorder.mode_stacks import FUNCTIONS, OPERATORS
+from ampatch.torch_private import modes
+from ampatch.torch_private.autograd import current_graph_task_id
+from ampatch.torch_private.modes import TorchDispatchMode
+from ampatch.torch_private.modules import global_forward_hooks_with_kwargs
+from ampatch.torch_private.operators import FUSED_LAYERS
 from ampatch.tracing import ObservingMode, is_capturing, is_recording
 
 _THREADS = "Modules ran in other threads than the one that began the report; what these threads ran was not recorded."
@@ -38,10 +41,6 @@ _FUSED_CASTS = (
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _has_fast_path = torch.backends.mha.get_fastpath_enabled
 #: The kernels of these modules. They call operators that autocast casts for.
-_FUSED = frozenset(
-    {torch.ops.aten._transformer_encoder_layer_fwd.default, torch.ops.aten._native_multi_head_attention.default}
-)
-_AUTOCAST_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 _HOOKS_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
@@ -139,7 +138,7 @@ class Recorder:
         undo.callback(module.register_module_forward_pre_hook(self._enter_module).remove)
         hook = module.register_module_forward_hook(self._leave_module, with_kwargs=True, always_call=True)
         undo.callback(hook.remove)
-        undo.callback(module._global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch forgets it
+        undo.callback(global_forward_hooks_with_kwargs.pop, hook.id, None)  # torch forgets it
         # torch warns of such hooks at each call of a compiled module; these look through the compiled one. The comment
         # in the pattern tells this filter from another recorder's: Python keeps one of several equal filters.
         warnings.filterwarnings("ignore", message=f"{_HOOKS_WARNING}(?#{id(self)})")
@@ -181,7 +180,7 @@ class Recorder:
     @property
     def is_here(self) -> bool:
         """True in the thread that is recorded, and in its backward passes."""
-        return self.is_this_thread or _current_graph_task_id() != -1
+        return self.is_this_thread or current_graph_task_id() != -1
 
     @property
     def is_in_forward(self) -> bool:
@@ -207,7 +206,7 @@ class Recorder:
     def running_here(self) -> Running | None:
         """Returns the innermost module that this thread runs; None in a backward pass that recomputes none."""
         running = self.thread.running
-        return running[-1] if running and running[-1].task == _current_graph_task_id() else None
+        return running[-1] if running and running[-1].task == current_graph_task_id() else None
 
     # Modules
 
@@ -226,7 +225,7 @@ class Recorder:
         if not self.is_here:
             self.missed[_THREADS] = None
             return
-        mode, thread, task = self.function_mode, self.thread, _current_graph_task_id()
+        mode, thread, task = self.function_mode, self.thread, current_graph_task_id()
         on_leave: Callable[[], None] | None = None
         with unseen():
             noted = self.enters(module, args)
@@ -237,7 +236,9 @@ class Recorder:
             elif is_on and not module.training and isinstance(module, _FAST_PATHS) and _has_fast_path():
                 FUNCTIONS.remove(mode)  # torch would take other kernels
                 on_leave = partial(FUNCTIONS.insert, mode)
-                thread.fused_casts = [key for kind, key in _AUTOCAST_KEYS.items() if torch.is_autocast_enabled(kind)]
+                thread.fused_casts = [
+                    key for kind, key in modes.AUTOCAST_KEYS.items() if torch.is_autocast_enabled(kind)
+                ]
         thread.running.append(Running(module, task, torch.is_grad_enabled(), on_leave, noted))
 
     def _leave_module(self, module: nn.Module, _: Any = None, *told: Any) -> None:
@@ -261,7 +262,7 @@ class Recorder:
         with contextlib.ExitStack() as guards:
             for key in self.thread.fused_casts:
                 self.missed[_FUSED_CASTS] = None
-                guards.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+                guards.enter_context(modes.SetExcludeDispatchKeyGuard(key, False))
             return self.operator(op, args, kwargs)
 
 
@@ -290,7 +291,7 @@ class OperatorMode(_Telling, TorchDispatchMode):
         recorder, kwargs = self._recorder(), kwargs or {}
         if recorder is None or not recorder.is_told():
             return func(*args, **kwargs)
-        return (recorder.tell_fused if func in _FUSED else recorder.operator)(func, args, kwargs)
+        return (recorder.tell_fused if func in FUSED_LAYERS else recorder.operator)(func, args, kwargs)
 
 
 class _ModeWithoutAmp(OperatorMode, ObservingMode):
@@ -298,7 +299,7 @@ class _ModeWithoutAmp(OperatorMode, ObservingMode):
 
 
 #: What torch's functions see of this block: no function mode. Reading an attribute of a tensor is a function.
-unseen = torch._C.DisableTorchFunction
+unseen = torch.DisableTorchFunction
 
 
 _SHOWN, _HIDDEN, _PAUSED = 0, 1, 2

@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
 
 from ampatch.diagnostics.recorder.functions import name_of
 from ampatch.diagnostics.recorder.operands import versions_of
 from ampatch.half_types import HALVES
-
-#: The operator below all casts.
-CAST = "_to_copy"
+from ampatch.torch_private.operators import OpOverload, OpOverloadPacket
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ampatch.diagnostics.recorder.callers import users_frame
 from ampatch.diagnostics.recorder.operands import has_inf, is_view, tensors_in, versions_of
@@ -27,6 +26,9 @@ from ampatch.diagnostics.recorder.written_memory import WrittenMemory
 from ampatch.function_wrapper import unwrapped
 from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
+from ampatch.torch_private import tensors
+from ampatch.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
+from ampatch.torch_private.operators import tree_map_only
 
 #: The types whose largest values are read.
 _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.complex128}
@@ -79,10 +81,10 @@ class Watch(Recorder):
     def enters(self, module: nn.Module, _: Any) -> bool:
         """Takes the modes off for an evaluation, which is not recorded: it then runs what it runs without a watch."""
         is_evaluation = not (self.thread.running or module.training or torch.is_grad_enabled())
-        is_left_out = is_evaluation and self.is_on and torch._C._current_graph_task_id() == -1
+        is_left_out = is_evaluation and self.is_on and current_graph_task_id() == -1
         if is_left_out:
             self.pop()
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             if not self.thread.running:
                 self._uses.clear()
             self._uses[id(module)] += 1
@@ -129,7 +131,7 @@ class Watch(Recorder):
         """Runs an operator and records it."""
         if self.is_traced():
             return op(*args, **kwargs)
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_node()
         own_node = self._own_node()  # with create_graph=True backward passes make some as well
         is_backward = node is not None and self.running_here() is None
         # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
@@ -153,7 +155,7 @@ class Watch(Recorder):
             tuple([each.module for each in running]),
             Place.of(users_frame(sys._getframe(1))),
             None if node is None else node.name(),
-            self._by_node.get(node._sequence_nr()) if is_backward else None,
+            self._by_node.get(sequence_number(node)) if is_backward else None,
             parameter=node.variable if accumulates and op._schema.name in _ADDS else None,
             has_inf_argument=has_inf((args, kwargs)),
             use=self._uses[id(running[-1].module)] if running else 1,
@@ -201,7 +203,7 @@ class Watch(Recorder):
 
     def _own_node(self) -> int | None:
         """Returns the number of the node that autograd has just made for the running operator; None if it made none."""
-        number: int = torch._C._autograd._get_sequence_nr()
+        number = next_sequence_number()
         last, self._last_number = self._last_number, number
         return None if number == last else number - 1
 
@@ -218,7 +220,7 @@ class Watch(Recorder):
                 self._roots = ()
 
     def _note_gradient(self, node: Any, args: tuple[Any, ...]) -> None:
-        arrival = torch._C._current_graph_task_id(), id(node.variable)
+        arrival = current_graph_task_id(), id(node.variable)
         incoming = measured(args)
         if incoming and arrival != self._last_arrival:  # several operators may take a gradient in
             self._last_arrival = arrival
@@ -231,7 +233,7 @@ class Watch(Recorder):
 
     def _values_of(self, tensor: Tensor) -> Values:
         def measure(parts: tuple[Values, ...]) -> Values:
-            is_leaf = (tensor._base if tensor._is_view() else tensor).grad_fn is None  # type: ignore[union-attr]
+            is_leaf = (tensor._base if tensors.is_view(tensor) else tensor).grad_fn is None  # type: ignore[union-attr]
             return Values(tensor.dtype, tuple(tensor.shape), None, parts, is_leaf, on_device=_extremes(tensor))
 
         return self._written.read(tensor, measure)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ampatch.diagnostics.recorder.records import Values
+from ampatch.torch_private.tensors import storage_id
 
 
 class Region(NamedTuple):
@@ -85,4 +86,4 @@ class WrittenMemory:
 
 def _key(tensor: Tensor) -> int:
     # Not the address of the memory, which torch gives to other tensors.
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor.untyped_storage())

@@ -21,8 +21,6 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C import _current_autograd_node, _current_graph_task_id, _is_any_autocast_enabled
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
@@ -42,14 +40,16 @@ from ampatch.half_types import HALVES
 from ampatch.patching import casting_mode
 from ampatch.runtime import decoration_of, runtime
 from ampatch.switch import WithoutCasts, is_in_region
+from ampatch.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number
+from ampatch.torch_private.modes import is_any_autocast_enabled
+from ampatch.torch_private.operators import QUALIFIED_NAME, TO_COPY, OpOverload
+from ampatch.torch_private.tensors import storage_id
 
 _Casts = TypeVar("_Casts", Tensor, list[Tensor])
 _V = TypeVar("_V")
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 
-_aten = torch.ops.aten
-_TO_COPY = _aten._to_copy.default
 _CASTS_BACK = "ToCopyBackward0"
 #: Functions by which users cast tensors themselves.
 _CASTS_OF_USERS = frozenset(
@@ -169,7 +169,7 @@ class CallRecorder(Recorder):
         with unseen():
             given = _dtypes((args, kwargs)) if kwargs else _dtypes(args)
             # Not for a backward pass, whose results would all stay alive until its end.
-            is_autocast = info.is_of_torch and not info.casts and _is_any_autocast_enabled() and not is_in_region()
+            is_autocast = info.is_of_torch and not info.casts and is_any_autocast_enabled() and not is_in_region()
             known = {id(each): each for each in tensors_in((args, kwargs))} if is_autocast else None
         around, thread.call = thread.call, _Call(row, info.is_of_torch, known)
         call = thread.call
@@ -249,7 +249,7 @@ class CallRecorder(Recorder):
             made: Any = self._rows.timed(row, is_on_gpu, make)
         with unseen():
             for each in [made] if isinstance(made, Tensor) else made:
-                self._note_cast(row, each, None if each.grad_fn is None else each.grad_fn._sequence_nr())
+                self._note_cast(row, each, None if each.grad_fn is None else sequence_number(each.grad_fn))
             if isinstance(made, Tensor):
                 self._note_undone(row, tensor, source, made)
         return made  # type: ignore[no-any-return]
@@ -281,7 +281,7 @@ class CallRecorder(Recorder):
             storage = StorageWeakRef(made.untyped_storage())
             remember(self._widened, storage.cdata, (storage, operands.versions_of(made)))
         elif made.dtype in HALVES and source not in HALVES and row is not None and type(tensor) is not Parameter:
-            wide, versions = self._widened.get(tensor.untyped_storage()._cdata, (None, ()))
+            wide, versions = self._widened.get(storage_id(tensor.untyped_storage()), (None, ()))
             if wide is not None and not wide.expired() and versions == operands.versions_of(tensor):
                 row.undone += 1  # nothing has written to it since
 
@@ -300,7 +300,7 @@ class CallRecorder(Recorder):
         self.operators += 1
         call = self.thread.call
         call.ran += 1
-        if op is _TO_COPY:
+        if op is TO_COPY:
             result = self._copy(args, kwargs)
         else:
             if call.known is not None and call.row is not None:
@@ -344,16 +344,16 @@ class CallRecorder(Recorder):
             tensor: Tensor = args[0]
             source, is_on_gpu = tensor.dtype, tensor.is_cuda
             if dtype is source or dtype not in CASTABLE or source not in CASTABLE:
-                return _TO_COPY(*args, **kwargs)
+                return TO_COPY(*args, **kwargs)
             row, number = None, None
-            node: Any = _current_autograd_node() if _current_graph_task_id() != -1 else None
+            node: Any = current_node() if current_graph_task_id() != -1 else None
             if node is not None and node.name() == _CASTS_BACK:
-                row = self._by_node.get(node._sequence_nr())
+                row = self._by_node.get(sequence_number(node))
             elif thread.call.known is not None:
                 row = thread.call.row
                 if torch.is_grad_enabled() and tensor.requires_grad:
-                    number = torch._C._autograd._get_sequence_nr() - 1  # autograd has just made the node
-            made = self._rows.timed(row, is_on_gpu, partial(_TO_COPY, *args, **kwargs))
+                    number = next_sequence_number() - 1  # autograd has just made the node
+            made = self._rows.timed(row, is_on_gpu, partial(TO_COPY, *args, **kwargs))
             if row is not None:
                 self._note_cast(row, made, number)
             if node is None:
@@ -433,7 +433,7 @@ class _Info:
         self.casts = name in _CASTS_OF_USERS
         self.is_backward = function in _BACKWARDS
         self.is_of_torch = home.partition(".")[0] == "torch" and not self.is_backward
-        self.is_operator_of_amp = str(getattr(function, "_qualified_op_name", "")).startswith("ampatch::")
+        self.is_operator_of_amp = str(getattr(function, QUALIFIED_NAME, "")).startswith("ampatch::")
 
 
 @cache
@@ -516,6 +516,7 @@ def _memory_of(op: Any) -> bool | None:
     return all(each.alias_info is None for each in op._schema.returns)
 
 
+_aten = torch.ops.aten
 _CONVOLUTION = _aten.convolution.default
 _PRODUCTS = frozenset({_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _CONVOLUTION})
 

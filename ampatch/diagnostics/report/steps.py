@@ -33,6 +33,7 @@ from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import OWN_HOOK
 from ampatch.scaling.scale_use import ScaleUse
 from ampatch.switch import WithoutCasts
+from ampatch.torch_private.optimizers import MAYBE_OPT_STEP, SCALE
 from ampatch.tracing import is_capturing
 from ampatch.weights.optimizer_state import parameters_of
 
@@ -119,14 +120,16 @@ class Steps:
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
         step_observers.observers.append(self)
         self._undo.callback(step_observers.observers.remove, self)
-        step: Any = torch.amp.GradScaler._maybe_opt_step
+        step = getattr(*MAYBE_OPT_STEP)
 
         def observed(scaler: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            with step_observers.scaler_step(scaler._scale, optimizer, list(state["found_inf_per_device"].values())):
+            with step_observers.scaler_step(
+                getattr(scaler, SCALE), optimizer, list(state["found_inf_per_device"].values())
+            ):
                 return step(scaler, optimizer, state, *args, **kwargs)
 
-        torch.amp.GradScaler._maybe_opt_step = observed  # type: ignore[method-assign, assignment]
-        self._undo.callback(setattr, torch.amp.GradScaler, "_maybe_opt_step", step)
+        setattr(*MAYBE_OPT_STEP, observed)
+        self._undo.callback(setattr, *MAYBE_OPT_STEP, step)
         return self
 
     def __exit__(self, *_: object) -> None:

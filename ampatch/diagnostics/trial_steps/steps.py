@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ampatch.cast_lists.lists import Overlay, shipped
 from ampatch.diagnostics.overflow import causes
@@ -37,6 +35,8 @@ from ampatch.runtime import close_session, open_session
 from ampatch.scaling.loss_scaler import make_policy
 from ampatch.session import Session
 from ampatch.settings import Settings
+from ampatch.torch_private.modes import TorchDispatchMode
+from ampatch.torch_private.operators import tree_leaves
 
 #: Below this absolute value float16 flushes to zero, or to its least subnormal number.
 _FLUSHED_BELOW = 2.0**-24

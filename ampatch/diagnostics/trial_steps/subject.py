@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map
 
 from ampatch.diagnostics.random_state import RandomState
 from ampatch.distributed import is_sharded
 from ampatch.errors import AmpError, AmpWarning, OptionError, UsageError
 from ampatch.opt_levels import dtype_name
 from ampatch.runtime import runtime
+from ampatch.torch_private.compilers import DYNAMO
+from ampatch.torch_private.operators import tree_map
 
 #: Positional arguments and keyword arguments.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -180,7 +181,7 @@ def undisturbed(caller: str) -> Iterator[None]:
         for device_type in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
-        if "torch._dynamo" in sys.modules:  # without it nothing is compiled
+        if DYNAMO in sys.modules:  # without it nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(warnings.catch_warnings())
             # Of global hooks, which compiled code might not call; but none runs.

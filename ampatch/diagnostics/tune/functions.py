@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._C import _current_autograd_node
 from torch.utils.flop_counter import flop_registry
 
 from ampatch.cast_lists.coverage import reason_of
@@ -27,7 +26,9 @@ from ampatch.errors import CastListError
 from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
 from ampatch.patching.adapters import is_in_place
-from ampatch.patching.fused_linear import LINEAR, NODE
+from ampatch.patching.fused_linear import NODE
+from ampatch.torch_private.autograd import current_node, next_sequence_number, sequence_number
+from ampatch.torch_private.operators import FLASH_ATTENTION, LINEAR, PACKET
 
 #: Reasons of ``lists/reviewed.yaml`` for which a function does the same in half as in float32, or is no arithmetic.
 _HARMLESS = (
@@ -94,23 +95,23 @@ class TrainingRecorder(CallRecorder):
     def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator, and counts its FLOPs."""
         result = super().operator(op, args, kwargs)
-        count = _formulas().get(getattr(op, "_overloadpacket", None)) if self.counts_flops else None
+        count = _formulas().get(getattr(op, PACKET, None)) if self.counts_flops else None
         if count is not None:
-            with torch._C.DisableTorchFunction():
+            with torch.DisableTorchFunction():
                 self._count(int(count(*args, **kwargs, out_val=result)), tensors_in(args))
         return result
 
     def _count(self, flops: int, tensors: Any) -> None:
         floating = [each for each in tensors if each.is_floating_point()]
-        node: Any = _current_autograd_node()
+        node: Any = current_node()
         row = self.thread.call.row
         if node is None:
             function = None if row is None else row.function
             if torch.is_grad_enabled() and any(each.requires_grad for each in floating):
                 # autograd has just made the node whose backward pass belongs to this operator
-                remember(self._by_sequence, torch._C._autograd._get_sequence_nr() - 1, function)
+                remember(self._by_sequence, next_sequence_number() - 1, function)
         else:
-            function = LINEAR if node.name() == NODE else self._by_sequence.get(node._sequence_nr())
+            function = LINEAR if node.name() == NODE else self._by_sequence.get(sequence_number(node))
         self._flops[function, any(each.dtype in HALVES for each in floating)] += flops
 
     def observed(self) -> Observed:
@@ -188,8 +189,6 @@ def _meets_half(rows: list[Row], rule: str | None) -> bool:
 @cache
 def _formulas() -> dict[Any, Callable[..., Any]]:
     """Returns torch's formulas for FLOPs, with those of attention on the CPU, which torch leaves out."""
-    aten, flash = torch.ops.aten, "_scaled_dot_product_flash_attention"
-    on_cpu = {
-        getattr(aten, f"{flash}_for_cpu{end}"): flop_registry[getattr(aten, flash + end)] for end in ("", "_backward")
-    }
+    aten = torch.ops.aten
+    on_cpu = {getattr(aten, cpu): flop_registry[getattr(aten, other)] for cpu, other in FLASH_ATTENTION.items()}
     return {**on_cpu, **flop_registry}

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.utils import _device
 
 from ampatch.cast_lists.lists import CastLists
 from ampatch.diagnostics.random_state import RandomState
@@ -36,6 +35,7 @@ from ampatch.errors import CastListError, KernelError, OptionError, UsageError
 from ampatch.opt_levels import dtype_name
 from ampatch.runtime import runtime, turn_off
 from ampatch.session import Session
+from ampatch.torch_private.devices import current_device
 from ampatch.version import __version__
 
 #: Exceptions that say nothing about half: wrong calls of amp, and those of the machine.
@@ -47,7 +47,7 @@ _NOT_OF_HALF = (
 #: What a training may change in torch and amp: how to read each setting, and how to write it.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (lambda: _device.CURRENT_DEVICE, torch.set_default_device),
+    (current_device, torch.set_default_device),
     (
         torch.get_deterministic_debug_mode,
         lambda mode: torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1),
