@@ -519,8 +519,7 @@ class GradScaler(torch.amp.GradScaler):
         """Returns the scale; 1.0 if the scaler is disabled. Syncs with the device."""
         if not self._enabled:
             return 1.0
-        scale = self._get_scale_async()
-        return self._init_scale if scale is None else float(scale)
+        return self._init_scale if self._scale is None else float(self._scale)
 
     def get_growth_factor(self) -> float:
         """Returns the factor by which the scale grows."""
