@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,3 +103,81 @@ def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_us
         *("compare.result", "explain.result", "overflow.trace", "preflight.result", "replay.result", "tune.result"),
         *("report.numbers", "report.report", "trial_steps.levels", "json_files", "shown_names", "tables"),
     }
+
+
+# Limits: a class or module beyond one is listed with its size, which may fall and must not grow.
+
+MOST_METHODS, MOST_IMPORTS = 20, 15
+LARGE_CLASSES = {
+    "ampatch.apex.fp16_utils.fp16_optimizer.FP16_Optimizer": 22,
+    "ampatch.diagnostics.overflow.tracer.OverflowTracer": 21,
+    "ampatch.diagnostics.recorder.recorder.Recorder": 23,
+    "ampatch.diagnostics.report.calls.CallRecorder": 23,
+    "ampatch.distributed.Ranks": 23,
+    "ampatch.integrations.trainer_session.TrainerSession": 26,
+    "ampatch.interfaces.grad_scaler.GradScaler": 30,
+    "ampatch.interfaces.mixed_precision.MixedPrecision": 29,
+    "ampatch.patching.adapters.Adapters": 30,
+    "ampatch.scaling.loss_scaler.LossScaler": 25,
+    "ampatch.scaling.optimizer_gradients.OptimizerGradients": 40,
+    "ampatch.scaling.optimizer_step.AdoptedOptimizer": 37,
+    "ampatch.scaling.scale_use.ScaleUse": 25,
+    "ampatch.scaling.scaled_block.ScaledBlock": 25,
+    "ampatch.weights.conversion.Conversion": 24,
+    "ampatch.weights.master_gradients.MasterGradients": 36,
+    "ampatch.weights.master_weights.MasterWeights": 39,
+}
+MODULES_WITH_MANY_IMPORTS = {
+    "ampatch.doctor": 16,
+    "ampatch.integrations.trainer_session": 17,
+    "ampatch.interfaces.grad_scaler": 16,
+    "ampatch.interfaces.inference_copy": 25,
+    "ampatch.parts.casts": 26,
+    "ampatch.patching.function_patches": 18,
+    "ampatch.policy": 17,
+    "ampatch.scaling.optimizer_step": 19,
+    "ampatch.scaling.scaled_block": 16,
+    "ampatch.session": 25,
+}
+#: Which use everything, and are used by nothing.
+ABOVE_THE_CORE = ("ampatch.amp", "ampatch.cli", "ampatch.demo", "ampatch.diagnostics")
+
+
+def methods() -> dict[str, int]:
+    """The number of methods of each class that has too many."""
+    counts = {
+        f"{module}.{node.name}": sum(isinstance(each, ast.FunctionDef) for each in node.body)
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    return {name: count for name, count in counts.items() if count > MOST_METHODS}
+
+
+def imported() -> dict[str, int]:
+    """The number of modules that each module of the core imports, if it is too high."""
+    core = (module for module in MODULES if not f"{module}.".startswith(tuple(f"{each}." for each in ABOVE_THE_CORE)))
+    counts = {module: len(set(imports(module))) for module in core}
+    return {name: count for name, count in counts.items() if count > MOST_IMPORTS}
+
+
+@pytest.mark.parametrize(
+    ("found", "known"), [(methods, LARGE_CLASSES), (imported, MODULES_WITH_MANY_IMPORTS)], ids=["methods", "imports"]
+)
+def test_what_is_too_large_is_known_and_does_not_grow(found, known) -> None:
+    assert {name: count for name, count in found().items() if count > known.get(name, 0)} == {}
+
+
+@pytest.mark.slow
+def test_the_page_has_the_crossings_of_a_step_of_today() -> None:
+    """`benchmarks/crossings.py`, with calls in Python and torch's kernels."""
+    chosen = {"AMPATCH_CALLS": "python", "AMPATCH_KERNELS": "torch"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "crossings.py")]
+    run = subprocess.run(command, env={**os.environ, **chosen}, capture_output=True, text=True, check=True)
+    counted = re.findall(r"^(O\d)  (model\(x\)|block and step) +(\d+) modules, +(\d+) calls", run.stdout, re.MULTILINE)
+    wording = {"model(x)": "`model(x)`", "block and step": "the block and `optimizer.step()`"}
+    page = (ROOT / "docs" / "design" / "architecture.md").read_text(encoding="utf-8")
+    assert len(counted) == 4
+    assert [
+        row for level, what, *row in counted if f"| {wording[what]} at {level} | {' | '.join(row)} |" not in page
+    ] == []
