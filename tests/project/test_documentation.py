@@ -214,7 +214,7 @@ def test_the_plan_has_every_module_once_with_a_sentence(modules, markdown):
     inside = [each for room in modules.rooms() for each in modules.inside(room)]
     assert len(rows) == len(inside)
     assert sorted([*inside, *modules.rooms()]) == sorted(modules.modules())
-    assert "| `session.py` | The session: the one owner of all state between `amp.initialize`" in text
+    assert "| `session.py` | The session: all that amp has installed between `amp.initialize`" in text
 
 
 def test_a_new_module_appears_in_the_plan(modules, monkeypatch):
