@@ -9,25 +9,22 @@ import contextlib
 import functools
 import importlib
 import inspect
-import itertools
 import logging
 import math
 import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from ampatch import distributed, opt_levels, policy
-from ampatch.cast_lists import list_edits, rules
-from ampatch.cast_lists.lists import CastLists, Overlay, shipped
+from ampatch import opt_levels, policy, set_up
+from ampatch.cast_lists import rules
+from ampatch.cast_lists.lists import Overlay, shipped
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Treatment
-from ampatch.distributed import Ranks, is_sharded, replicating_wrappers
+from ampatch.distributed import Ranks
 from ampatch.errors import (
     AmpError,
     AmpWarning,
@@ -43,28 +40,22 @@ from ampatch.errors import (
     UnknownOptionError,
     UsageError,
     did_you_mean,
-    warn,
 )
-from ampatch.half_types import HALVES, default_half
+from ampatch.half_types import HALVES
 from ampatch.interfaces.inference_copy import check_no_copy, convert
-from ampatch.interfaces.mixed_precision import mixed_precision_within
 from ampatch.native import calls, kernels
 from ampatch.native.host_copy import stacked
-from ampatch.opt_levels import Properties, as_flag
+from ampatch.opt_levels import as_flag
 from ampatch.patching import adopted_model
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.weight_cache import CastCounts
 from ampatch.runtime import (
     close_session,
     decorate,
-    difference,
-    open_session,
     register,
-    replace_session,
     runtime,
     turn_off,
 )
-from ampatch.scaling import overflows
 from ampatch.scaling.clipping import clip_unscaled
 from ampatch.scaling.loss_scaler import LossScaler, load_states, make_policy
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
@@ -77,7 +68,7 @@ from ampatch.scaling.overflows import (
     with_requested_trace,
 )
 from ampatch.session import Session
-from ampatch.settings import LiveSettings, Settings, kept_names
+from ampatch.settings import LiveSettings, Settings
 from ampatch.switch import OFF, WithoutCasts, in_graph
 from ampatch.torch_private.modules import COMPILED_ORIGINAL
 from ampatch.weights import conversion_plan
@@ -342,16 +333,20 @@ def initialize(
         KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for a library that was not built.
     """
     if not as_flag("enabled", enabled):
-        _disable()
+        set_up.disable()
         return models if optimizers is None else (models, optimizers)
 
     kernels.prepare()
     calls.prepare()
-    model_list = [adopted_model.check_model(model) for model in _as_list(models)]
+    model_list = [adopted_model.check_model(model) for model in set_up.as_list(models)]
     for model in model_list:
         check_no_copy(model)
-    optimizer_list = [] if optimizers is None else [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
-    half = _half_dtype(half_dtype, patch_torch_functions_type, "patch_torch_functions_type", opt_level, model_list)
+    optimizer_list = (
+        [] if optimizers is None else [check_optimizer(optimizer) for optimizer in set_up.as_list(optimizers)]
+    )
+    half = set_up.half_dtype_of(
+        half_dtype, patch_torch_functions_type, "patch_torch_functions_type", opt_level, model_list
+    )
     properties = opt_levels.resolve(
         opt_level,
         half,
@@ -361,12 +356,12 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    lists = _lists(cast_lists)
+    lists = set_up.lists_of(cast_lists)
     if cast_lists is not None and not properties.patch_torch_functions:
-        _check_have_effect(lists, properties)
+        set_up.check_have_effect(lists, properties)
     verbose = opt_levels.check_verbosity(verbosity)
-    kept = _kept("keep_fp32", keep_fp32, properties)
-    wide = _kept("float32_outputs", float32_outputs, properties)
+    kept = set_up.kept_in_float32("keep_fp32", keep_fp32, properties)
+    wide = set_up.kept_in_float32("float32_outputs", float32_outputs, properties)
     settings = Settings(
         properties,
         lists,
@@ -385,18 +380,18 @@ def initialize(
         opt_levels.check_count("num_losses", num_losses),
         keep_fp32=(*kept, *(each for each in wide if each not in kept)),
         float32_outputs=wide,
-        cast_buffers=_cast_buffers(cast_buffers, properties),
+        cast_buffers=set_up.cast_buffers_of(cast_buffers, properties),
         cast_model_outputs=opt_levels.check_output_type(cast_model_outputs),
         exact_hooks=as_flag("exact_hooks", exact_hooks),
         profile_casts=as_flag("profile_casts", profile_casts),
         on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
         check_finite=as_flag("check_finite", check_finite),
-        fused_linear=_fuses_linear(fused_linear, properties),
+        fused_linear=set_up.fuses_linear(fused_linear, properties),
     )
-    live, outgoing = _joined_and_replaced(settings)
-    _check_optimizers(optimizer_list, model_list, live, outgoing)
+    live, outgoing = set_up.joined_and_replaced(settings)
+    set_up.check_optimizers(optimizer_list, model_list, live, outgoing)
     if properties.cast_model_type in HALVES:
-        _check_whole(optimizer_list, model_list, properties)
+        set_up.check_whole(optimizer_list, model_list, properties)
     every_model = [*model_list, *(live.adopted.models if live is not None else ())]
     conversion_plan.check_matches(every_model, kept)
     conversion_plan.check_matches(every_model, wide, "float32_outputs")
@@ -404,7 +399,7 @@ def initialize(
     check_entries(every_model, lists.modules, settings.keep_fp32)
 
     device_types = adopted_model.device_types_of(model_list)
-    opened = _open(settings, device_types, fused_linear) if live is None else live
+    opened = set_up.open_for(settings, device_types, fused_linear) if live is None else live
     opened.losses.verbose = verbose
     try:
         opened.adopt(model_list, optimizer_list)
@@ -414,34 +409,8 @@ def initialize(
         raise
     runtime.disabled = False
     if verbose:
-        _announce(opened)
+        set_up.announce(opened)
     return models if optimizers is None else (models, optimizers)
-
-
-def _announce(opened: Session) -> None:
-    """Logs the opt level, and what users who keep a part in float32 may not expect."""
-    settings = opened.settings
-    logger.info("amp is on: %s", settings.properties)
-    told = kept_names(settings.keep_fp32)
-    if opened.settings.has_half_weights and told and not settings.float32_outputs:
-        logger.info(
-            "outputs of parts in keep_fp32 (%s) are cast to %s for the layers behind them. If the model returns one, "
-            "name its part in float32_outputs",
-            ", ".join(told),
-            settings.properties.half_dtype,
-        )
-
-
-def _fuses_linear(fused_linear: object, properties: opt_levels.Properties) -> bool:
-    """Returns whether linear layers become one node: as asked for, else where lists cast float32 weights."""
-    if fused_linear is None:
-        return properties.casts_float32_weights
-    if as_flag("fused_linear", fused_linear) and not properties.casts_float32_weights:
-        raise OptionError(
-            f"fused_linear=True contradicts opt_level={properties.opt_level!r}, at which no list casts float32 weights "
-            "of linear layers. Leave fused_linear out, or use opt_level='O1'."
-        )
-    return as_flag("fused_linear", fused_linear)
 
 
 def deinitialize() -> None:
@@ -525,14 +494,14 @@ def init(
         KernelError: AMPATCH_KERNELS or AMPATCH_CALLS asks for a library that was not built.
     """
     if not as_flag("enabled", enabled):
-        _disable()
+        set_up.disable()
         return Handle(None)
     kernels.prepare()
     calls.prepare()
     is_verbose = as_flag("verbose", verbose)
-    half = _half_dtype(half_dtype, patch_type, "patch_type", "O1", [])
+    half = set_up.half_dtype_of(half_dtype, patch_type, "patch_type", "O1", [])
     properties = opt_levels.resolve("O1", half, loss_scale=loss_scale)
-    lists = _lists(cast_lists)
+    lists = set_up.lists_of(cast_lists)
     if lists.modules:
         raise OptionError(
             f"{lists.modules[0].source}: modules has {lists.modules[0].name!r}, and amp.init knows no model. Leave "
@@ -548,9 +517,9 @@ def init(
         profile_casts=as_flag("profile_casts", profile_casts),
         on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
         check_finite=as_flag("check_finite", check_finite),
-        fused_linear=_fuses_linear(fused_linear, properties),
+        fused_linear=set_up.fuses_linear(fused_linear, properties),
     )
-    opened = _open(settings, adopted_model.all_device_types(), fused_linear)
+    opened = set_up.open_for(settings, adopted_model.all_device_types(), fused_linear)
     opened.losses.verbose = is_verbose
     runtime.disabled = False
     return Handle(opened)
@@ -593,7 +562,7 @@ def scale_loss(
     if runtime.disabled:
         return contextlib.nullcontext(loss)
     live = runtime.live or _require_session("amp.scale_loss")
-    optimizer_list = _as_list(optimizers)
+    optimizer_list = set_up.as_list(optimizers)
     if runtime.replaced is not None:
         for optimizer in optimizer_list:
             runtime.replaced.check(optimizer, live)
@@ -668,8 +637,8 @@ def convert_model(
         CastListError: the cast lists have faults.
     """
     kept = as_flag("keep_float32", keep_float32)
-    half = _half_dtype(half_dtype, None, "", "O1", [adopted_model.check_module(model)])
-    return convert(model, half, () if excluded is None else excluded, _lists(cast_lists), kept)  # type: ignore[return-value]
+    half = set_up.half_dtype_of(half_dtype, None, "", "O1", [adopted_model.check_module(model)])
+    return convert(model, half, () if excluded is None else excluded, set_up.lists_of(cast_lists), kept)  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
@@ -898,7 +867,7 @@ def tune(
         raise OptionError(
             f"higher_is_better is {higher_is_better!r}; expected True, as for an accuracy, or False, as for a loss."
         )
-    half = None if half_dtype is None else _half_dtype(half_dtype, None, "", opt_level, [])
+    half = None if half_dtype is None else set_up.half_dtype_of(half_dtype, None, "", opt_level, [])
     if not opt_levels.LEVELS[opt_levels.check_opt_level(opt_level)].patched:
         raise OptionError(f"opt_level is {opt_level!r}, which casts no functions by lists; expected 'O1' or 'O4'.")
     options = {"opt_level": opt_level, **({} if half is None else {"half_dtype": opt_levels.dtype_name(half)})}
@@ -1402,66 +1371,6 @@ def _session_of(optimizer: OptimizerLike, what: str) -> Session:
     return live
 
 
-def _open(settings: Settings, device_types: Iterable[str], fused_linear: object) -> Session:
-    """Opens a session, which watches its steps if that was asked for."""
-    opened = open_session(settings, device_types)
-    try:
-        if fused_linear is not None and settings.fused_linear:
-            opened.casts.check_fuses_linear()
-        if opened.losses.overflows.traces:
-            from ampatch.diagnostics.overflow.tracer import OverflowTracer
-
-            opened.trace_with(OverflowTracer(opened))
-        elif opened.losses.overflows.explains:
-            reference = weakref.ref(opened)
-            opened.losses.overflows.trace_next = lambda: _trace_next(reference)
-        never_fires = opened.losses.overflows.reports and not (settings.scale_policy.dynamic or settings.check_finite)
-        if never_fires:
-            warn(
-                f"on_overflow={overflows.name_of_choice(settings.on_overflow)!r} has no effect with a static loss "
-                f"scale ({settings.properties.loss_scale:g}), which skips no step. Type check_finite=True as well, or "
-                "loss_scale='dynamic'."
-            )
-    except BaseException:  # such as the warning, where warnings are errors
-        close_session(opened)
-        raise
-    return opened
-
-
-def _trace_next(reference: weakref.ref[Session]) -> None:
-    """Has a session's next steps noted, as one was skipped for which the search of the loss scale does not account."""
-    session = reference()
-    # Ranks that do not skip together would wait for one another in a second run.
-    if session is None or distributed.has_other_ranks():
-        return
-    tracer = session.losses.overflows.tracer
-    if tracer is not None:
-        tracer.note_next()
-        return
-    from ampatch.diagnostics.overflow.tracer import OverflowTracer
-
-    session.trace_with(OverflowTracer(session, is_asked=False))
-
-
-def _disable() -> None:
-    """Turns amp off for ``enabled=False``, unless a session is live that must not be replaced."""
-    if runtime.may_replace:
-        replace_session("enabled=False")
-    runtime.disabled = runtime.live is None
-
-
-def _joined_and_replaced(settings: Settings) -> tuple[Session | None, Session | None]:
-    """Returns the live session if these settings join it, and the live one if they replace it."""
-    live = runtime.live
-    other = "" if live is None else difference(live, settings)
-    if other and not runtime.may_replace:
-        raise UsageError(
-            f"amp is set up already with other settings: {other}. Type amp.deinitialize() first, or give the same "
-            "arguments."
-        )
-    return (None, live) if other else (live, None)
-
-
 def _check_loss_fn(loss_fn: object) -> None:
     if not callable(loss_fn):
         raise OptionError(
@@ -1486,7 +1395,7 @@ def _side(letter: str, given: object, model: nn.Module) -> Side:
         raise OptionError(f"{letter} has the key {unknown[0]!r}; expected {', '.join(known)}.{hint}")
     level, overlay = options.get("opt_level", "O1"), options.get("cast_lists")
     try:
-        half = _half_dtype(options.get("half_dtype"), None, "", level, [model])
+        half = set_up.half_dtype_of(options.get("half_dtype"), None, "", level, [model])
         properties = opt_levels.resolve(level, half)
     except OptionError as error:
         raise OptionError(f"in {letter}: {error}") from None
@@ -1497,142 +1406,3 @@ def _side(letter: str, given: object, model: nn.Module) -> Side:
     half_name = "" if level == "O0" else f" {opt_levels.dtype_name(setup.half_dtype)}"
     lists = "" if overlay is None else f" with {overlay if isinstance(overlay, (str, os.PathLike)) else 'cast_lists'}"
     return Side(letter, f"{level}{half_name}{lists}", setup)
-
-
-def _check_have_effect(lists: CastLists, properties: Properties) -> None:
-    """Raises if a user's lists have no effect at a level that patches no functions by the lists.
-
-    Raises:
-        OptionError: the level converts no weights; no entry is for functions that need float32; or weights are
-            converted, and an entry under ``modules`` has rules of its own.
-    """
-    level = properties.opt_level
-    converts = properties.cast_model_type in HALVES
-    if converts:
-        own = next((entry for entry in lists.modules if not entry.is_float32), None)
-        if own is not None:
-            raise OptionError(
-                f"cast_lists contradicts opt_level={level!r}: {own.source} has rules for {own.name!r}, and this level "
-                f"applies no lists. Give it {rules.FLOAT32}, which holds at this level too, leave it out, or type "
-                "opt_level='O1'."
-            )
-    if lists.modules and not list_edits.difference(shipped(), replace(lists, modules=())):
-        return  # parts in float32 are in float32 here, too
-    if not converts:
-        raise OptionError(
-            f"cast_lists contradicts opt_level={level!r}, which does not patch torch's functions. Leave cast_lists "
-            "out, or type patch_torch_functions=True as well."
-        )
-    if lists.needing_float32() == shipped().needing_float32():
-        raise OptionError(
-            f"cast_lists contradicts opt_level={level!r}, which applies only entries with needs_float32, and there are "
-            "no changes of those in these lists. Leave cast_lists out, or type patch_torch_functions=True as well."
-        )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def _kept(argument: str, given: object, properties: opt_levels.Properties) -> conversion_plan.KeepFloat32:
-    """Returns names, patterns and classes of submodules that an argument keeps in float32."""
-    kept = conversion_plan.check_keep_fp32(given, argument)
-    if kept and not (properties.patch_torch_functions or properties.cast_model_type in HALVES):
-        raise OptionError(
-            f"{argument} contradicts opt_level={properties.opt_level!r}, which computes in float32 everywhere. Leave "
-            f"{argument} out, or use opt_level='O1' or 'O2'."
-        )
-    return kept
-
-
-def _cast_buffers(given: object, properties: opt_levels.Properties) -> conversion_plan.CastBuffers:
-    """Returns the buffers that become half."""
-    wanted = conversion_plan.check_cast_buffers(given)
-    if wanted and properties.cast_model_type not in HALVES:
-        raise OptionError(
-            f"cast_buffers contradicts opt_level={properties.opt_level!r}, which makes no weights half. Leave "
-            "cast_buffers out, or use opt_level='O2'."
-        )
-    return wanted
-
-
-def _half_dtype(
-    given: torch.dtype | str | None,
-    alias: torch.dtype | str | None,
-    alias_name: str,
-    opt_level: str,
-    models: Iterable[nn.Module],
-) -> torch.dtype:
-    """Returns the requested half dtype; else the live session's, the one of weights that are half, the device's."""
-    checked = None if given is None else opt_levels.check_half_dtype(given)
-    if alias is not None:
-        also = opt_levels.check_half_dtype(alias, alias_name)
-        if checked is not None and checked is not also:
-            raise OptionError(f"half_dtype={checked} and {alias_name}={also} say different things; give one of them.")
-        checked = also
-    if checked is not None:
-        level = opt_levels.LEVELS[opt_levels.check_opt_level(opt_level)]
-        if level.half_dtype not in (None, checked):
-            raise OptionError(
-                f"half_dtype={checked} contradicts opt_level={opt_level!r}, which is {level.half_dtype}. Leave "
-                f"half_dtype out, or use opt_level={'O1' if opt_level == 'O4' else 'O2'!r}."
-            )
-        return checked
-    live = runtime.live
-    if live is not None and not runtime.may_replace:
-        return live.settings.properties.half_dtype
-    halves = {parameter.dtype for model in models for parameter in model.parameters()} & HALVES
-    if len(halves) == 1:
-        return halves.pop()
-    return default_half(adopted_model.device_types_of(models))
-
-
-def _lists(overlay: Overlay | None) -> CastLists:
-    return shipped() if overlay is None else shipped().overlaid(overlay)
-
-
-def _check_whole(optimizers: list[Any], models: list[nn.Module], properties: Properties) -> None:
-    """Raises if weights are sharded: they can be neither converted nor given masters."""
-    instead = "Use opt_level='O1' (or 'O4')"
-    parameters = {id(each): each for model in models for each in model.parameters()}
-    if is_sharded(itertools.chain(parameters.values(), *map(parameters_of, optimizers))):
-        raise OptionError(
-            f"the model's parameters are sharded over ranks, and opt_level={properties.opt_level!r} would convert "
-            f"them, which neither FSDP nor tensor parallelism expects. {instead}. To save memory, let FSDP gather the "
-            "weights in half (MixedPrecisionPolicy)."
-        )
-    if any(id(each) in parameters for wrapper in replicating_wrappers() for each in wrapper.parameters()):
-        raise OptionError(
-            f"the model is in a DistributedDataParallel already, which would no longer reduce the gradients of weights "
-            f"that opt_level={properties.opt_level!r} converts. Call amp.initialize first, then wrap the model."
-        )
-    for optimizer in optimizers:
-        if properties.master_weights and mixed_precision_within(optimizer) is not None:
-            raise OptionError(
-                f"the {type(optimizer).__name__} has masters of its own, by a MixedPrecision, and opt_level="
-                f"{properties.opt_level!r} would give it others. Leave MixedPrecision out, or type "
-                "master_weights=False."
-            )
-
-
-def _check_optimizers(
-    optimizers: list[Any], models: list[nn.Module], live: Session | None, outgoing: Session | None
-) -> None:
-    known = {id(parameter) for model in models for parameter in model.parameters()}
-    for session in (live, outgoing):  # an optimizer of the outgoing session still updates its masters
-        known |= session.adopted.parameter_ids() if session is not None else set()
-    for index, optimizer in enumerate(optimizers):
-        if any(optimizer is other for other in optimizers[:index]) or (
-            live is not None and live.adopted.has(optimizer)
-        ):
-            raise UsageError(
-                f"this {type(optimizer).__name__} was handed to amp.initialize before. Hand it in once, or type "
-                f"amp.deinitialize() first."
-            )
-        parameters = list(parameters_of(optimizer))
-        if parameters and not any(id(parameter) in known for parameter in parameters):
-            raise OptionError(
-                f"the {type(optimizer).__name__} updates {len(parameters)} parameters, and none of them is the "
-                f"model's. Was it made for another model, or before the model was rebuilt? Make it after: optimizer = "
-                f"torch.optim.SGD(model.parameters(), lr=0.1)."
-            )
