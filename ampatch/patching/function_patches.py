@@ -41,6 +41,9 @@ from ampatch.switch import Switch, is_in_half
 
 _W = TypeVar("_W", bound=PatchedFunction)
 
+# The rule of a function in each part of a model, and the session's under None; None for no rule.
+_RulesByToken = Mapping[Token | None, Rule | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Registration:
@@ -67,33 +70,6 @@ class Registration:
         """Returns the registration as an edit of the lists, for warnings about edits."""
         rule = Rule(self.path, self.treatment, "registered")
         return Edit(self.path, unwrapped(getattr(self.owner, self.name)), rule)
-
-
-@dataclass(frozen=True, slots=True)
-class _Differing:
-    """The rules of a function that parts of a model treat otherwise than the session does.
-
-    Attributes:
-        path: path of the function.
-        of_session: the session's rule; None: it has none.
-        of_parts: the rules of those parts, None for no rule.
-    """
-
-    path: Path
-    of_session: Rule | None
-    of_parts: Mapping[Token, Rule | None]
-
-    @property
-    def rules(self) -> list[Rule]:
-        """All rules, the session's first."""
-        return [rule for rule in (self.of_session, *self.of_parts.values()) if rule is not None]
-
-    def reason(self) -> str:
-        """Returns the note for errors, about the rule in force in this thread."""
-        token = thread_rules.in_force()
-        if token not in self.of_parts:
-            return _reason_of(self.path, self.of_session)
-        return _reason_of(self.path, self.of_parts[token], " in this part of the model")
 
 
 @dataclass(eq=False)
@@ -132,7 +108,7 @@ class FunctionPatches:
         self._lists = CastLists({})
         self._lists_of_parts: Mapping[Token, CastLists] = {}
         # The rules of functions that parts of a model treat otherwise than the session does, by path.
-        self._differing: dict[Path, _Differing] = {}
+        self._differing: dict[Path, _RulesByToken] = {}
         # What models with half weights do about functions that demand arguments of one type, by the original's id.
         self._half_functions: dict[int, tuple[Path, InHalf]] = {}
 
@@ -182,15 +158,13 @@ class FunctionPatches:
             adapter = functools.partial(self.adapters.in_half, treatment, path)
             self._patch(owner_of(path.namespace), path.name, adapter, _reason_in_half(path))
         self._rebind_modules()
-        for namespace in self._later:
-            _watch(namespace, self)
         self._lists, self._lists_of_parts = lists, lists_of_parts
-        packages = set().union(*(each.packages() for each in (lists, *lists_of_parts.values())))
+        packages = {namespace.partition(".")[0] for namespace in self._later}
+        packages.update(*(each.packages() for each in (lists, *lists_of_parts.values())))
         if packages:
-            _waiting.add(self)
-            finder = _Announcer(packages)
+            finder = _Announcer(packages, self.patch_imported)
             sys.meta_path.insert(0, finder)
-            self.ledger.on_undo(functools.partial(_remove, finder))
+            self.ledger.on_undo(finder.remove)
 
     def add_tables(self, tables: Sequence[Tensor]) -> bool:
         """Makes half results of sums of half activations and tables of models with half weights, from now on.
@@ -216,11 +190,12 @@ class FunctionPatches:
         new = []
         for path in dict.fromkeys(path for each in of_parts.values() for path in (*rules, *each)):
             here = rules.get(path)
-            others = {token: each.get(path) for token, each in of_parts.items() if each.get(path) != here}
-            if others:
-                self._differing[path] = found = _Differing(path, here, others)
+            found: _RulesByToken = {None: here, **{token: each.get(path) for token, each in of_parts.items()}}
+            differing = {token: rule for token, rule in found.items() if token is None or rule != here}
+            if len(differing) > 1:
+                self._differing[path] = differing
                 if here is None:
-                    new.append(found.rules[0])  # there is one, since they differ
+                    new += [rule for rule in differing.values() if rule is not None][:1]
         return new
 
     def applies(self, rule: Rule) -> bool:
@@ -363,8 +338,7 @@ class FunctionPatches:
         name = rule.path.name
         unfit: str | None
         if hasattr(owner, name):
-            known = self._differing.get(rule.path)
-            for each in [rule] if known is None else known.rules:
+            for each in filter(None, self._rules_of(rule).values()):
                 unfit = unlistable_reason(rule.path, owner, getattr(owner, name), each.when, each.via_dtype)
                 if unfit is not None:
                     rule = each
@@ -378,33 +352,35 @@ class FunctionPatches:
         else:
             warnings.warn(f"{rule.source}: {unfit}", AmpWarning, stacklevel=2)
 
+    def _rules_of(self, rule: Rule) -> _RulesByToken:
+        """Returns all rules of a function, given one of them."""
+        return self._differing.get(rule.path, {None: rule})
+
     def _patch_rule(self, owner: object, rule: Rule) -> None:
-        known = self._differing.get(rule.path)
-        if known is None:
-            adapter = functools.partial(self.adapters.for_rule, rule)
-            reason = _reason_of(rule.path, rule)
-            self._patch(owner, rule.path.name, adapter, reason, rule.needs_float32, [rule.treatment])
-        else:
-            rules = [known.of_session, *known.of_parts.values()]
-            self._patch(
-                owner,
-                rule.path.name,
-                functools.partial(self._choosing, known),
-                known.reason,
-                treatments=[each.treatment if each else None for each in rules],
-            )
+        path, rules = rule.path, self._rules_of(rule)
 
-    def _choosing(self, known: _Differing, original: Function) -> Adapter:
-        """Returns the adapter of a function that parts of a model treat otherwise than the session does."""
+        def reason_in_force() -> str:
+            token = thread_rules.in_force()
+            in_part = token in rules
+            return _reason_of(path, rules[token if in_part else None], " in this part of the model" if in_part else "")
 
-        def adapter_of(rule: Rule | None) -> Adapter:
-            return Adapter(thread_rules.unchanged) if rule is None else self.adapters.for_rule(rule, original)
+        reason = reason_in_force() if len(rules) == 1 else reason_in_force
+        treatments = [None if each is None else each.treatment for each in rules.values()]
+        adapter = functools.partial(self._by_rules, rules)
+        self._patch(owner, path.name, adapter, reason, rule.needs_float32, treatments)
 
-        of_session = adapter_of(known.of_session)
-        of_parts = {token: adapter_of(rule) for token, rule in known.of_parts.items()}
-        calls = [each.call for each in (of_session, *of_parts.values()) if each.call is not None]
-        adapts = {token: each.adapt for token, each in of_parts.items()}
-        return Adapter(thread_rules.choosing(of_session.adapt, adapts), call=calls[0] if calls else None)
+    def _by_rules(self, rules: _RulesByToken, original: Function) -> Adapter:
+        """Returns the adapter of a function under its rules."""
+        adapters = {
+            token: Adapter(thread_rules.unchanged) if rule is None else self.adapters.for_rule(rule, original)
+            for token, rule in rules.items()
+        }
+        of_session = adapters[None]
+        if len(rules) == 1:
+            return of_session
+        of_parts = {token: each.adapt for token, each in adapters.items() if token is not None}
+        call = next((each.call for each in adapters.values() if each.call is not None), None)
+        return Adapter(thread_rules.choosing(of_session.adapt, of_parts), call=call)
 
     def _patch(
         self,
@@ -514,11 +490,6 @@ _NOT_USERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
 # All wrappers that are alive, including those of earlier sessions, by their id.
 _alive: weakref.WeakValueDictionary[int, FunctionWrapper] = weakref.WeakValueDictionary()
 
-# wrapt's import hooks cannot be removed, and each runs once. This set holds the modules that have one now.
-_hooked: set[str] = set()
-_waiting: weakref.WeakSet[FunctionPatches] = weakref.WeakSet()
-
-
 def _original(value: object) -> object | None:
     """Returns the original of any session's wrapper; None for any other object."""
     return unwrapped(value) if is_wrapper(value) else None
@@ -545,42 +516,35 @@ def _restore(reference: weakref.ref[object]) -> None:
         _retarget(holder, _original)
 
 
-def _watch(namespace: str, patches: FunctionPatches) -> None:
-    """Registers hooks that call ``patches`` after the import of the namespace's module, or of a parent package."""
-    _waiting.add(patches)
-    parts = namespace.split(".")
-    for length in range(1, len(parts) + 1):
-        module = ".".join(parts[:length])
-        if module not in _hooked:
-            _hooked.add(module)
-            wrapt.register_post_import_hook(_imported, module)
-
-
 class _Announcer:
-    """Stands first in ``sys.meta_path``; calls `_imported` after the import of each module of some packages.
+    """Stands first in ``sys.meta_path`` while a session is live; tells it of each module of some packages.
 
     Finds no module itself. The names of a package's modules are not known before they are imported.
+
+    Args:
+        packages: names of the packages.
+        imported: called with each of their modules, once its import has ended.
     """
 
-    def __init__(self, packages: Collection[str]) -> None:
-        self._packages = packages
+    def __init__(self, packages: Collection[str], imported: Callable[[types.ModuleType], None]) -> None:
+        self._packages, self._imported = packages, imported
+        # The modules with a hook. wrapt's hooks cannot be removed, and each runs once.
+        self._hooked: set[str] = set()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002 - an interface
         """Registers the hook; returns None, so that the finders behind this one find the module."""
-        if name.partition(".")[0] in self._packages and name not in _hooked:
-            _hooked.add(name)
-            wrapt.register_post_import_hook(_imported, name)
+        if name.partition(".")[0] in self._packages and name not in self._hooked:
+            self._hooked.add(name)
+            wrapt.register_post_import_hook(self._tell, name)
 
+    def _tell(self, module: types.ModuleType) -> None:
+        self._hooked.discard(module.__name__)
+        self._imported(module)
 
-def _remove(finder: _Announcer) -> None:
-    if finder in sys.meta_path:
-        sys.meta_path.remove(finder)
-
-
-def _imported(module: types.ModuleType) -> None:
-    _hooked.discard(module.__name__)
-    for patches in list(_waiting):
-        patches.patch_imported(module)
+    def remove(self) -> None:
+        """Takes itself out of ``sys.meta_path``, where other code may have removed it."""
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
 
 
 def _is_being_imported(namespace: str, but: object) -> bool:
