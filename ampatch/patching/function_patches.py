@@ -28,7 +28,7 @@ from ampatch.cast_lists.rules import Rule, Treatment, place, unlistable_reason
 from ampatch.cast_lists.spellings import called_by
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
-from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
+from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules
 from ampatch.native.calls import Accelerator
 from ampatch.patching import half_functions, thread_rules
 from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_in_place, is_looked_up
@@ -271,8 +271,8 @@ class FunctionPatches:
         self._installed.clear()
         kept = {key: wrapper for key in dropped if (wrapper := _alive.get(key)) is not None}
         if kept:
-            originals = {key: wrapper.original for key, wrapper in kept.items()}
-            rebind([*loaded_modules("ampatch"), *owners], kept, originals)
+            for owner, name, held in bindings([*loaded_modules("ampatch"), *owners], kept):
+                setattr(owner, name, unwrapped(held))
             self._installed.update(kept)
 
     def original_of(self, function: object) -> object:
@@ -489,6 +489,7 @@ _NOT_USERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
 
 # All wrappers that are alive, including those of earlier sessions, by their id.
 _alive: weakref.WeakValueDictionary[int, FunctionWrapper] = weakref.WeakValueDictionary()
+
 
 def _original(value: object) -> object | None:
     """Returns the original of any session's wrapper; None for any other object."""

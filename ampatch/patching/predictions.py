@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Rule, Treatment, typed_conditions
 from ampatch.cast_lists.signatures import argument_reader, first_argument_reader, parameter_names
 from ampatch.casting.nested import CASTABLE, tensors_in
@@ -22,6 +21,7 @@ from ampatch.errors import BannedFunctionError
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.opt_levels import dtype_name
 from ampatch.patching.adapters import Adapt, Adapters, Casts, Function, is_in_place, lacks_half_products
+from ampatch.patching.function_patches import Registration
 from ampatch.patching.wrappers import adapted_for_override, is_overridden_by_others
 
 
@@ -100,17 +100,11 @@ class Predictor:
         return call.predicted(self._adapters.for_rule(rule, function).adapt)
 
     def by_registration(
-        self,
-        path: Path,
-        treatment: Treatment,
-        dtype: torch.dtype | None,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, known: Registration, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Prediction:
-        """Predicts a call of a registered function; ``dtype`` is its own half dtype, if it has one."""
-        call = _Call(self._adapters, function, args, kwargs, path.name, treatment)
-        return call.predicted(self._adapters.for_registration(path, treatment, dtype, function).adapt)
+        """Predicts a call of a registered function."""
+        call = _Call(self._adapters, function, args, kwargs, known.path.name, known.treatment)
+        return call.predicted(self._adapters.for_registration(known.path, known.treatment, known.dtype, function).adapt)
 
     def by_decoration(self, kind: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
         """Predicts a call of a decorated function; ``kind`` is the name of a list or of a half dtype."""

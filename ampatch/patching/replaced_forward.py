@@ -26,7 +26,7 @@ from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError
 from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
-from ampatch.switch import InSteps, Switch, in_steps, next_number
+from ampatch.switch import Switch, in_steps, next_number
 
 Block = AbstractContextManager[None]
 
@@ -200,7 +200,7 @@ def _give_own_forward(module: nn.Module) -> None:
 
 
 async def _awaiting(coroutine: Any, block: Callable[[], Block]) -> Any:
-    return await InSteps(coroutine, block)
+    return await in_steps(coroutine, block)
 
 
 class _EnclosedInBackward:
