@@ -22,6 +22,11 @@ from torch.compiler import is_compiling
 
 from ampatch.half_types import HALVES
 
+#: The positional and keyword arguments of a call.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+#: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
+Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+
 #: The dtypes that a cast may start from. float64, complex, quantized, 8-bit and integer tensors are never cast.
 CASTABLE = frozenset({torch.float32, *HALVES})
 

@@ -24,11 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
-from ampatch.casting.nested import PLAIN, Replacements, attributes_of, cast_floating, is_opened
+from ampatch.casting.nested import PLAIN, Arguments, Replacements, attributes_of, cast_floating, is_opened
 from ampatch.errors import UsageError
 
-#: Positional arguments and keyword arguments.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: Contents of a container: by position, or by key or attribute.
 Items = list[Any] | dict[Any, Any]
 

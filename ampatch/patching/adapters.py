@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, first_argument_reader, may_have
-from ampatch.casting.nested import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
+from ampatch.casting.nested import CASTABLE, PLAIN, Adapt, Arguments, TensorCast, cast_tensors, tensors_in
 from ampatch.errors import BannedFunctionError, CastListError, Fault
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.native.calls import Kind, PlainCast
@@ -32,11 +32,8 @@ from ampatch.patching.recurrent_weights import Layout
 from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
 
 Function = Callable[..., Any]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Returns the half type to cast a call's arguments to, given these; None if they are not cast.
 _Chosen = Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None]
-#: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
-Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 # The layouts of sparse tensors whose products have half kernels on CUDA, from cuSPARSE; and all layouts of these.
 _WITH_HALF_KERNELS = {torch.sparse_csr, torch.sparse_csc}
@@ -402,8 +399,10 @@ class Adapters:
         return self.half_dtype if halves or is_recorded else None
 
     def _cast_in_region(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype not in CASTABLE or not self._is_cast_on(tensor.device):
+            return tensor
         dtype = self._half_dtype_for(tensor)
-        return tensor if dtype is None else self._casts[dtype](tensor)
+        return tensor if dtype is None or tensor.dtype is dtype else self.cache.cast(tensor, dtype)
 
     def _half_dtype_for(self, tensor: Tensor) -> torch.dtype | None:
         """Returns the half type for a tensor here; None if it is not cast."""
@@ -561,16 +560,17 @@ class Adapters:
 
     def _is_cast_here(self, tensor: Tensor) -> bool:
         device = tensor.device
-        return (device in self._devices or self._meet(device)) and (
+        return self._is_cast_on(device) and (
             not self.hears_regions or not is_in_region() or dtype_in_region(device.type) is not None
         )
 
-    def _meet(self, device: torch.device) -> bool:
-        """Returns True if tensors on this new device are cast, and then remembers the device."""
-        if device.type in self.device_types:
-            self._devices.add(device)
+    def _is_cast_on(self, device: torch.device) -> bool:
+        if device in self._devices:
             return True
-        return False
+        is_new = device.type in self.device_types
+        if is_new:
+            self._devices.add(device)
+        return is_new
 
     def _is_half(self, tensor: Tensor) -> bool:
         return tensor.dtype in HALVES and self._is_cast_here(tensor)

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from ampatch.casting.nested import Arguments
 from ampatch.half_types import HALVES
 from ampatch.native.selection import checked
 from ampatch.tracing import is_traced
@@ -32,9 +33,6 @@ _sum = torch.ops.aten.sum.dim_IntList
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _without_autocast: Callable[[], AbstractContextManager[None]] = torch._C._DisableAutocast
 _will_execute = torch._C._will_engine_execute_node
-
-#: Positional and keyword arguments.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: Name of the node.
 NODE = "FusedLinearBackward"

@@ -23,11 +23,11 @@ from torch.overrides import get_overridable_functions, handle_torch_function, ha
 
 from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_errors import may_be_caused_by_casts
-from ampatch.casting.nested import cast_tensors, tensors_in
+from ampatch.casting.nested import Adapt, Arguments, cast_tensors, tensors_in
 from ampatch.compilers import traced_within_others
 from ampatch.function_wrapper import NO_SLOTS, FunctionWrapper, unwrapped
 from ampatch.half_types import HALVES
-from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
+from ampatch.patching.adapters import Adapter, Function
 from ampatch.switch import Switch, WithoutCasts, is_in_backward_of_region, is_in_half, is_in_region
 from ampatch.tracing import is_below_operators
 
