@@ -27,7 +27,7 @@ from ampatch.cast_lists.paths import Path, PathError, find_owner
 from ampatch.cast_lists.rules import Rule, Treatment, place, unlistable_reason
 from ampatch.cast_lists.spellings import called_by
 from ampatch.errors import AmpWarning, did_you_mean
-from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
+from ampatch.function_wrapper import FunctionWrapper, unwrapped
 from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules
 from ampatch.native.calls import Accelerator
 from ampatch.patching import half_functions, thread_rules
@@ -216,9 +216,8 @@ class FunctionPatches:
         kept = {key: wrapper for key, wrapper in list(_alive.items()) if key not in self._installed}
         wanted = {key: wrapper.original for key, wrapper in (self._methods | self._wrappers).items()}
         for owner, name, found in bindings(owners, {**wanted, **kept}):
-            original = found
-            if id(found) in kept:
-                original = unwrapped(found)
+            original = unwrapped(found)
+            if original is not found:
                 setattr(owner, name, original)
             wrapper = self._wrapper_of(original)
             if wrapper is not None:
@@ -238,26 +237,19 @@ class FunctionPatches:
             sys.modules[name] for name in homes & sys.modules.keys() if name.partition(".")[0] not in _NOT_USERS
         ]
         for holder in (*modules, *of_users):
-            has_changed = replace_in_containers(holder, self._replacement_of)
-            if isinstance(holder, fx.GraphModule):
-                has_changed |= _retarget(holder, self._replacement_of)
-            if has_changed:
+            if _replace_within(holder, self._replacement_of):
                 self.ledger.on_undo(functools.partial(_restore, weakref.ref(holder)), holder)
 
-    def _replacement_of(self, value: object) -> object | None:
-        """Returns the wrapper of a function, or None.
+    def _replacement_of(self, value: object) -> object:
+        """Returns the wrapper of a function, and any other value unchanged.
 
         For a wrapper of an earlier session, returns this session's wrapper of its original, or else the original.
         """
-        wrapper = self._wrapper_of(value)
-        if wrapper is not None or id(value) in self._installed:
-            return wrapper
-        original = _original(value)
-        return None if original is None else self._wrapper_of(original) or original
+        original = unwrapped(value)
+        return self._wrapper_of(original) or original
 
-    def _wrapper_of(self, value: object) -> object | None:
-        wrapper = self._wrappers.get(id(value)) or self._methods.get(id(value))
-        return wrapper if wrapper is not None and wrapper.original is value else None
+    def _wrapper_of(self, value: object) -> FunctionWrapper | None:
+        return self._wrappers.get(id(value)) or self._methods.get(id(value))
 
     def release(self, owners: Iterable[object]) -> None:
         """Puts the originals back where ``owners`` and modules still hold wrappers. Call it after the ledger's undo.
@@ -408,39 +400,44 @@ class FunctionPatches:
             adapter = make_adapter(original)
             if name in _WRITING or module.partition(".")[0] != "torch":
                 adapter = replace(adapter, plain_cast=None, may_write=True)
-            if needs_float32 and self.for_half_models:
-                half, otherwise = HalfModelFunction.derived(), None
-                if id(original) in self._half_functions:
-                    path, treatment = self._half_functions[id(original)]
-                    beside = self.adapters.in_half(treatment, path, original)
-                    otherwise = self._plain(FunctionInHalf, original, beside, _reason_in_half(path))
-                wrapper = half(original, adapter, self.switch, reason, frozenset(needs_float32), otherwise)
-            elif self.for_half_models:
-                wrapper = self._plain(FunctionInHalf, original, adapter, str(reason))
-            else:
-                known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
-                needs_block = any(_needs_block(original, known_as, treatment) for treatment in treatments)
-                encloses = needs_block and isinstance(original, types.FunctionType)
-                if encloses or not isinstance(reason, str):
-                    wrapper = PatchedFunction.derived()(original, adapter, self.switch, reason, needs_block)
-                else:
-                    wrapper = self._plain(PatchedFunction, original, adapter, reason, needs_block)
-                self.fuses_linear |= adapter.call is not None
+            known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
+            needs_block = not self.for_half_models and any(
+                _needs_block(original, known_as, treatment) for treatment in treatments
+            )
+            wrapper = self._wrapper(original, adapter, reason, needs_float32, needs_block)
             wrapper.__module__, wrapper.__qualname__ = module, qualified
             self._installed[id(wrapper)] = _alive[id(wrapper)] = wrapper
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
         self.ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
-    def _plain(
-        self, kind: type[_W], original: Function, adapter: Adapter, reason: str, needs_block: bool = False
+    def _wrapper(
+        self, original: Function, adapter: Adapter, reason: Reason, needs_float32: Sequence[str], needs_block: bool
+    ) -> PatchedFunction:
+        """Returns a new wrapper of a function."""
+        if not self.for_half_models:
+            self.fuses_linear |= adapter.call is not None
+            if needs_block and isinstance(original, types.FunctionType):
+                adapter = replace(adapter, plain_cast=None)
+            return self._accelerated(PatchedFunction, original, adapter, reason, needs_block)
+        if not needs_float32:
+            return self._accelerated(FunctionInHalf, original, adapter, reason)
+        otherwise = None
+        if id(original) in self._half_functions:
+            path, treatment = self._half_functions[id(original)]
+            beside = self.adapters.in_half(treatment, path, original)
+            otherwise = self._accelerated(FunctionInHalf, original, beside, _reason_in_half(path))
+        kind = HalfModelFunction.derived()
+        return kind(original, adapter, self.switch, reason, frozenset(needs_float32), otherwise)
+
+    def _accelerated(
+        self, kind: type[_W], original: Function, adapter: Adapter, reason: Reason, needs_block: bool = False
     ) -> _W:
         """Returns a wrapper of a class, whose calls C++ runs if it can."""
-        accelerates = adapter.plain_cast is not None
-        made = (self.accelerator.class_of(kind) if accelerates else kind.derived())(
-            original, adapter, self.switch, reason, needs_block
-        )
-        if adapter.plain_cast is not None:
-            self.accelerator.accelerate(made, adapter.plain_cast, reason)
+        plain_cast = adapter.plain_cast
+        derived = kind.derived() if plain_cast is None else self.accelerator.class_of(kind)
+        made = derived(original, adapter, self.switch, reason, needs_block)
+        if plain_cast is not None:
+            self.accelerator.accelerate(made, plain_cast, str(reason))  # only parts' rules have a function for a reason
         return made
 
 
@@ -491,20 +488,17 @@ _NOT_USERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
 _alive: weakref.WeakValueDictionary[int, FunctionWrapper] = weakref.WeakValueDictionary()
 
 
-def _original(value: object) -> object | None:
-    """Returns the original of any session's wrapper; None for any other object."""
-    return unwrapped(value) if is_wrapper(value) else None
-
-
-def _retarget(module: fx.GraphModule, replacement_of: Replacement) -> bool:
-    """Replaces functions that a traced graph calls; returns True if it replaced any."""
-    has_changed = False
-    for node in module.graph.nodes:
-        target = replacement_of(node.target) if node.op == "call_function" else None
-        if target is not None:
-            node.target, has_changed = target, True
-    if has_changed:
-        module.recompile()
+def _replace_within(holder: object, replacement_of: Replacement) -> bool:
+    """Replaces functions in a holder's containers, and those that a traced graph calls; returns True if it did."""
+    has_changed = replace_in_containers(holder, replacement_of)
+    if isinstance(holder, fx.GraphModule):
+        called = [node for node in holder.graph.nodes if node.op == "call_function"]
+        changed = [node for node in called if replacement_of(node.target) is not node.target]
+        for node in changed:
+            node.target = replacement_of(node.target)
+        if changed:
+            holder.recompile()
+            has_changed = True
     return has_changed
 
 
@@ -512,9 +506,7 @@ def _restore(reference: weakref.ref[object]) -> None:
     """Puts originals back where a holder's containers, or its traced graph, have wrappers."""
     holder = reference()
     if holder is not None:
-        replace_in_containers(holder, _original)
-    if isinstance(holder, fx.GraphModule):
-        _retarget(holder, _original)
+        _replace_within(holder, unwrapped)
 
 
 class _Announcer:
