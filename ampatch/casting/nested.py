@@ -124,6 +124,17 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns every tensor in the arguments of a call, in order."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) not in PLAIN:
+            found.extend(tensors_in(value))
+    return found
+
+
 def _cast_floating(value: Any, dtype: torch.dtype | None, known: Replacements) -> Any:
     if type(value) in PLAIN:
         return value

@@ -21,7 +21,16 @@ from torch.compiler import is_compiling
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, first_argument_reader, may_have
-from ampatch.casting.nested import CASTABLE, PLAIN, Adapt, Arguments, TensorCast, cast_tensors, tensors_in
+from ampatch.casting.nested import (
+    CASTABLE,
+    PLAIN,
+    Adapt,
+    Arguments,
+    TensorCast,
+    cast_tensors,
+    tensors_in,
+    tensors_of_call,
+)
 from ampatch.errors import BannedFunctionError, CastListError, Fault
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.native.calls import Kind, PlainCast
@@ -40,7 +49,7 @@ _WITH_HALF_KERNELS = {torch.sparse_csr, torch.sparse_csc}
 _SPARSE = {*_WITH_HALF_KERNELS, torch.sparse_coo, torch.sparse_bsr, torch.sparse_bsc}
 # The listed functions that return a view of their argument, and in which calls they do. These compute nothing.
 _VIEWS: dict[Function, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
-    torch.einsum: lambda args, _: len(list(tensors_in(args))) == 1,
+    torch.einsum: lambda args, _: len(tensors_of_call(args, {})) == 1,
     Tensor.sum_to_size: lambda args, kwargs: _has_size(*args, *kwargs.values()),
 }
 # The nodes between an embedding and the sum with a table of positions: dropout, scaling, other embeddings, views.
@@ -309,8 +318,7 @@ class Adapters:
         If both half types occur, one argument is of a part that computes in another type than the model. A product with
         a sparse matrix is cast to float32 if torch has no half kernel for it.
         """
-        values = (*args, *kwargs.values()) if kwargs else args
-        found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
+        found = tensors_of_call(args, kwargs)
         dtypes = [tensor.dtype for tensor in found if tensor.dtype in CASTABLE]
         halves = [dtype for dtype in dtypes if dtype in HALVES]
         if not halves or all(dtype is dtypes[0] for dtype in dtypes):
@@ -389,11 +397,10 @@ class Adapters:
             return self.half_dtype
         records, is_recorded = torch.is_grad_enabled(), False
         halves: list[torch.dtype] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            for tensor in () if type(value) in PLAIN else tensors_in(value):
-                if tensor.dtype in HALVES and tensor.dtype not in halves:
-                    halves.append(tensor.dtype)
-                is_recorded = is_recorded or (records and tensor.requires_grad)
+        for tensor in tensors_of_call(args, kwargs):
+            if tensor.dtype in HALVES and tensor.dtype not in halves:
+                halves.append(tensor.dtype)
+            is_recorded = is_recorded or (records and tensor.requires_grad)
         if len(halves) == 1:
             return halves[0]
         return self.half_dtype if halves or is_recorded else None
@@ -432,8 +439,7 @@ class Adapters:
 
     def _to_widest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Casts to the widest type among the arguments."""
-        values = (*args, *kwargs.values()) if kwargs else args
-        found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
+        found = tensors_of_call(args, kwargs)
         if len({tensor.dtype for tensor in found}) < 2:
             return args, kwargs
         dtypes = {tensor.dtype for tensor in found if tensor.dtype in self._to and self._is_cast_here(tensor)}
@@ -547,7 +553,7 @@ class Adapters:
 
     def _banned(self, path: Path, instead: str | None) -> Adapt:
         def banned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            if any(self._is_half(tensor) for value in (*args, *kwargs.values()) for tensor in tensors_in(value)):
+            if any(map(self._is_half, tensors_of_call(args, kwargs))):
                 advice = f" {instead[0].upper()}{instead[1:].rstrip('.')}." if instead else ""
                 raise BannedFunctionError(
                     f"amp does not let {path} run on half tensors: its result would be unsafe.{advice} "

@@ -16,7 +16,7 @@ from torch.overrides import has_torch_function
 
 from ampatch.cast_lists.rules import Rule, Treatment, typed_conditions
 from ampatch.cast_lists.signatures import argument_reader, first_argument_reader, parameter_names
-from ampatch.casting.nested import CASTABLE, Adapt, tensors_in
+from ampatch.casting.nested import CASTABLE, Adapt, tensors_in, tensors_of_call
 from ampatch.errors import BannedFunctionError
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.opt_levels import dtype_name
@@ -135,7 +135,7 @@ class _Call:
                 adapted = adapt(args, kwargs)
         except BannedFunctionError as error:
             return replace(unchanged(self.function, args, kwargs, "the call raises"), error=str(error))
-        after = tensors_in([*adapted[0], *adapted[1].values()])
+        after = tensors_of_call(*adapted)
         told = adapted[1].get("dtype")
         passed = None if told is None or told is kwargs.get("dtype") else told
 
@@ -209,7 +209,7 @@ def _by_target(call: _Call, tensor: Tensor) -> str | None:
 
 
 def _by_treatment(call: _Call, tensor: Tensor) -> str | None:
-    given = list(tensors_in([*call.args, *call.kwargs.values()]))
+    given = tensors_of_call(call.args, call.kwargs)
     if call.treatment is Treatment.PROMOTE:
         dtypes = {each.dtype for each in given if call.is_cast_on(each.device)} & _EMPTY.keys()
         widest = f"{dtype_name(tensor.dtype)} is the widest type"

@@ -56,8 +56,12 @@ class ReplacedForward(ABC):
         return self.in_block(*args, **kwargs)
 
     def copied(self, module: nn.Module, own: Callable[..., Any]) -> Self:
-        """Returns the forward of a copy of the module."""
-        return type(self)(module, own, self.switch)
+        """Returns the forward of a copy of the module, which has the same casts."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        functools.update_wrapper(made, own)
+        made.module, made.own = module, own
+        return made
 
     def in_block(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward in the block; of a generator or a coroutine, each step."""
