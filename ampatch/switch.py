@@ -368,8 +368,7 @@ class Switch:
 
                 def as_it_ran(*args: Any, **kwargs: Any) -> Any:
                     try:
-                        with Region(here):
-                            return function(*args, **kwargs)
+                        return _call_in(here, function, *args, **kwargs)
                     finally:
                         if torch._C._current_graph_task_id() != -1:  # in the backward pass
                             recomputed()
@@ -393,14 +392,14 @@ class Switch:
         @functools.wraps(parallel_apply)
         def wrapper(modules: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
             here = state()
-
-            def as_here(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                with Region(here):
-                    return module(*args, **kwargs)
-
-            return parallel_apply([functools.partial(as_here, module) for module in modules], *args, **kwargs)
+            return parallel_apply([functools.partial(_call_in, here, module) for module in modules], *args, **kwargs)
 
         return wrapper
+
+
+def _call_in(wanted: State, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with Region(wanted):
+        return function(*args, **kwargs)
 
 
 class WithoutCasts:

@@ -333,13 +333,14 @@ class Adapters:
 
         As -inf it would make a row of such numbers NaN.
         """
-        readers = [argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")]
+        found = [argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")]
+        readers = [reader for reader in found if reader is not None]
 
         def attending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             cast = self._beside_half(args, kwargs)
             for reader in readers:
-                mask: Any = None if reader is None else reader(args, kwargs)
-                made: Any = None if reader is None else reader(*cast)
+                mask: Any = reader(args, kwargs)
+                made: Any = reader(*cast)
                 if made is not mask and mask.dtype is torch.float32:
                     least = mask.clamp(min=torch.finfo(made.dtype).min).to(made.dtype)
                     cast = _with_argument(cast, made, torch.where(mask.isneginf(), made, least))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import types
 import warnings
@@ -28,7 +29,7 @@ from ampatch.cast_lists.rules import Rule, Treatment, place, unlistable_reason
 from ampatch.cast_lists.spellings import called_by
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.function_wrapper import FunctionWrapper, unwrapped
-from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules
+from ampatch.ledger import PatchLedger, RefusedError, bindings, loaded_modules
 from ampatch.native.calls import Accelerator
 from ampatch.patching import half_functions, thread_rules
 from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_in_place, is_looked_up
@@ -383,7 +384,7 @@ class FunctionPatches:
         needs_float32: Sequence[str] = (),
         treatments: Sequence[Treatment | None] = (None,),
     ) -> None:
-        held = _own_attribute(owner, name)
+        held = inspect.getattr_static(owner, name, None)  # unbound, so that a staticmethod stays one
         kind = type(held) if isinstance(held, (staticmethod, classmethod)) else None
         found = held.__func__ if isinstance(held, (staticmethod, classmethod)) else getattr(owner, name)
         original: Function = self.original_of(found)  # type: ignore[assignment]
@@ -548,15 +549,6 @@ def _is_being_imported(namespace: str, but: object) -> bool:
     spec = getattr(module, "__spec__", None)
     # Compares specs, since a module may have put another object in its own place, and given it its spec.
     return spec is not getattr(but, "__spec__", None) and bool(getattr(spec, "_initializing", False))
-
-
-def _own_attribute(owner: object, name: str) -> object:
-    """Returns an owner's attribute unbound, so that a staticmethod stays one; `MISSING` if there is none."""
-    for holder in owner.__mro__ if isinstance(owner, type) else (owner,):
-        held: object = vars(holder).get(name, MISSING)
-        if held is not MISSING:
-            return held
-    return MISSING
 
 
 def _reason(path: Path, listed: str) -> str:
