@@ -186,7 +186,9 @@ class FunctionPatches:
         known.extend(map(weakref.ref, new))
         return is_first
 
-    def _note_differing(self, rules: Mapping[Path, Rule], of_parts: Mapping[Token, Mapping[Path, Rule]]) -> list[Rule]:
+    def _note_differing(
+        self, rules: Mapping[Path, Rule | None], of_parts: Mapping[Token, Mapping[Path, Rule | None]]
+    ) -> list[Rule]:
         """Notes the functions that parts treat otherwise; returns a rule of a part for each that the session lacks."""
         new = []
         for path in dict.fromkeys(path for each in of_parts.values() for path in (*rules, *each)):
@@ -308,15 +310,8 @@ class FunctionPatches:
         if not matched:
             return {}
         found, *others = [each.late_rules(self.adapters.half_dtype, module, matched) for each in every]
-        rules = [rule for rule in found.values() if rule is not None]
-        rules += self._note_differing(
-            {rule.path: rule for rule in rules},
-            {
-                token: {path: rule for path, rule in each.items() if rule is not None}
-                for token, each in zip(self._lists_of_parts, others, strict=True)
-            },
-        )
-        rules = [rule for rule in rules if self.applies(rule)]
+        only_in_parts = self._note_differing(found, dict(zip(self._lists_of_parts, others, strict=True)))
+        rules = [rule for rule in (*found.values(), *only_in_parts) if rule is not None and self.applies(rule)]
         for rule in rules:
             self._patch_imported_rule(find_owner(rule.path.namespace), rule)
         if rules:
@@ -329,21 +324,17 @@ class FunctionPatches:
     def _patch_imported_rule(self, owner: object, rule: Rule) -> None:
         """Patches a function that could not be checked when the list was read; warns, so that the import succeeds."""
         name = rule.path.name
-        unfit: str | None
-        if hasattr(owner, name):
-            for each in filter(None, self._rules_of(rule).values()):
-                unfit = unlistable_reason(rule.path, owner, getattr(owner, name), each.when, each.via_dtype)
-                if unfit is not None:
-                    rule = each
-                    break
-        elif rule.optional:
+        if not hasattr(owner, name):
+            if not rule.optional:
+                missing = f"{rule.path.namespace!r} was imported and has no {name!r}.{did_you_mean(name, dir(owner))}"
+                warnings.warn(f"{rule.source}: {missing}", AmpWarning, stacklevel=2)
             return
-        else:
-            unfit = f"{rule.path.namespace!r} was imported and has no {name!r}.{did_you_mean(name, dir(owner))}"
-        if unfit is None:
-            self._patch_rule(owner, rule)
-        else:
-            warnings.warn(f"{rule.source}: {unfit}", AmpWarning, stacklevel=2)
+        for each in filter(None, self._rules_of(rule).values()):
+            unfit = unlistable_reason(rule.path, owner, getattr(owner, name), each.when, each.via_dtype)
+            if unfit is not None:
+                warnings.warn(f"{each.source}: {unfit}", AmpWarning, stacklevel=2)
+                return
+        self._patch_rule(owner, rule)
 
     def _rules_of(self, rule: Rule) -> _RulesByToken:
         """Returns all rules of a function, given one of them."""
