@@ -1,4 +1,4 @@
-"""Replaces functions that objects keep in containers and partials, such as a model's table of activations.
+"""Replaces functions that objects keep in containers and partials, as in a table of activations, and in traced graphs.
 
 Changes lists and dicts in place, since other objects may hold them too; makes new tuples and partials. Owns no state.
 Must not know which functions are replaced, or by which ones.
@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 # Returns the replacement of a function, and other values as they are. Called with every value found.
 Replacement = Callable[[object], object]
@@ -30,6 +30,8 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def replace_in_containers(holder: object, replacement_of: Replacement) -> bool:
     """Replaces functions in containers that an object's attributes hold, at any depth; not the attributes themselves.
 
+    In a module that torch.fx has traced it also replaces the functions that the graph calls.
+
     Args:
         holder: module of a model, or Python module.
         replacement_of: function that returns the replacement of a function, and other values as they are.
@@ -45,6 +47,13 @@ def replace_in_containers(holder: object, replacement_of: Replacement) -> bool:
             if replaced is not value:
                 with contextlib.suppress(AttributeError):  # the owner's attributes are read-only
                     setattr(holder, name, replaced)
+    if isinstance(holder, fx.GraphModule):
+        called = [(node, walk.replaced(node.target)) for node in holder.graph.nodes if node.op == "call_function"]
+        changed = [(node, target) for node, target in called if target is not node.target]
+        for node, target in changed:
+            node.target = target
+        if changed:
+            holder.recompile()
     return walk.has_replaced
 
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 import wrapt
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ampatch import compilers
 from ampatch.cast_lists.list_edits import Edit
@@ -33,7 +33,7 @@ from ampatch.ledger import PatchLedger, RefusedError, bindings, loaded_modules
 from ampatch.native.calls import Accelerator
 from ampatch.patching import half_functions, thread_rules
 from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_in_place, is_looked_up
-from ampatch.patching.container_functions import Replacement, replace_in_containers
+from ampatch.patching.container_functions import replace_in_containers
 from ampatch.patching.function_places import swept_modules
 from ampatch.patching.fused_linear import LINEAR
 from ampatch.patching.thread_rules import Token
@@ -240,7 +240,7 @@ class FunctionPatches:
             sys.modules[name] for name in homes & sys.modules.keys() if name.partition(".")[0] not in _NOT_USERS
         ]
         for holder in (*modules, *of_users):
-            if _replace_within(holder, self._replacement_of):
+            if replace_in_containers(holder, self._replacement_of):
                 self.ledger.on_undo(functools.partial(_restore, weakref.ref(holder)), holder)
 
     def _replacement_of(self, value: object) -> object:
@@ -480,25 +480,11 @@ _NOT_USERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
 _alive: weakref.WeakValueDictionary[int, FunctionWrapper] = weakref.WeakValueDictionary()
 
 
-def _replace_within(holder: object, replacement_of: Replacement) -> bool:
-    """Replaces functions in a holder's containers, and those that a traced graph calls; returns True if it did."""
-    has_changed = replace_in_containers(holder, replacement_of)
-    if isinstance(holder, fx.GraphModule):
-        called = [node for node in holder.graph.nodes if node.op == "call_function"]
-        changed = [node for node in called if replacement_of(node.target) is not node.target]
-        for node in changed:
-            node.target = replacement_of(node.target)
-        if changed:
-            holder.recompile()
-            has_changed = True
-    return has_changed
-
-
 def _restore(reference: weakref.ref[object]) -> None:
     """Puts originals back where a holder's containers, or its traced graph, have wrappers."""
     holder = reference()
     if holder is not None:
-        _replace_within(holder, unwrapped)
+        replace_in_containers(holder, unwrapped)
 
 
 class _Announcer:
