@@ -166,23 +166,12 @@ class PatchLedger:
             foreign.append((step.owner(), step.name))
 
     def _reference(self, owner: object, number: int) -> weakref.ref[object]:
-        reference = _OwnerReference(owner, _forget)
-        reference.steps, reference.number = self._steps, number
-        return reference
+        """Returns a weak reference; when the owner dies, its step leaves the ledger."""
+        return weakref.ref(owner, functools.partial(_forget, self._steps, number))
 
 
-class _OwnerReference(weakref.ref[object]):
-    """A weak reference that carries its ledger and step: one object instead of five for a callback with a closure."""
-
-    __slots__ = ("number", "steps")
-
-    number: int
-    steps: dict[int, Patch | _Callback]
-
-
-def _forget(reference: _OwnerReference) -> None:
-    """Removes the step of a dead owner from its ledger."""
-    reference.steps.pop(reference.number, None)
+def _forget(steps: dict[int, Patch | _Callback], number: int, _: object) -> None:
+    steps.pop(number, None)
 
 
 def bindings(owners: Iterable[object], wanted: Mapping[int, object]) -> list[tuple[object, str, object]]:
@@ -209,12 +198,6 @@ def bindings(owners: Iterable[object], wanted: Mapping[int, object]) -> list[tup
             if id(value) in wanted and wanted[id(value)] is value:
                 found.append((owner, name, value))
     return found
-
-
-def rebind(owners: Iterable[object], wanted: Mapping[int, object], replacements: Mapping[int, object]) -> None:
-    """Replaces the ``wanted`` objects in all ``owners``, without undo; ``replacements`` has the same keys."""
-    for owner, name, value in bindings(owners, wanted):
-        setattr(owner, name, replacements[id(value)])
 
 
 def loaded_modules(*internal: str) -> list[types.ModuleType]:

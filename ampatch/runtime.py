@@ -22,9 +22,9 @@ from torch.compiler import is_dynamo_compiling
 from ampatch import compilers
 from ampatch.cast_lists.rules import Treatment
 from ampatch.casting import cast_observers, write_back
+from ampatch.casting.nested import Adapt
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import cast_labels, casting_mode
-from ampatch.patching.adapters import Adapt
 from ampatch.patching.adopted_model import Hooks
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.wrappers import explain, without_casts

@@ -17,10 +17,10 @@ import functools
 import importlib
 import inspect
 import threading
+import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -143,7 +143,7 @@ class _Implementation:
     exchange: Callable[[State], State] = staticmethod(exchange)
 
 
-def run_in(module: ModuleType | None) -> None:
+def run_in(module: types.ModuleType | None) -> None:
     """Exchanges states by the compiled library from now on; None: in Python."""
     is_known = module is not None and KINDS == ("cpu", "cuda")
     _Implementation.exchange = staticmethod(module.exchange if is_known else exchange)  # type: ignore[union-attr]
@@ -364,8 +364,7 @@ class Switch:
 
                 def as_it_ran(*args: Any, **kwargs: Any) -> Any:
                     try:
-                        with Region(here):
-                            return function(*args, **kwargs)
+                        return _call_in(here, function, *args, **kwargs)
                     finally:
                         if autograd.current_graph_task_id() != -1:  # in the backward pass
                             recomputed()
@@ -389,14 +388,14 @@ class Switch:
         @functools.wraps(parallel_apply)
         def wrapper(modules: Sequence[Callable[..., Any]], *args: Any, **kwargs: Any) -> Any:
             here = state()
-
-            def as_here(module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-                with Region(here):
-                    return module(*args, **kwargs)
-
-            return parallel_apply([functools.partial(as_here, module) for module in modules], *args, **kwargs)
+            return parallel_apply([functools.partial(_call_in, here, module) for module in modules], *args, **kwargs)
 
         return wrapper
+
+
+def _call_in(wanted: State, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with Region(wanted):
+        return function(*args, **kwargs)
 
 
 class WithoutCasts:
@@ -444,7 +443,7 @@ class WithoutCasts:
 
             @functools.wraps(function)
             async def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return await InSteps(function(*args, **kwargs), WithoutCasts)
+                return await in_steps(function(*args, **kwargs), WithoutCasts)
 
         else:
 
@@ -456,18 +455,12 @@ class WithoutCasts:
         return wrapper  # type: ignore[no-any-return]
 
 
-class InSteps:
-    """Awaits a coroutine in a block; coroutines that run between its steps are outside of it."""
-
-    def __init__(self, coroutine: Any, block: Callable[[], AbstractContextManager[None]]) -> None:
-        self._coroutine, self._block = coroutine, block
-
-    def __await__(self) -> Any:
-        return (yield from in_steps(self._coroutine, self._block))
-
-
+@types.coroutine
 def in_steps(steps: Any, block: Callable[[], AbstractContextManager[None]]) -> Any:
-    """Runs a generator or coroutine with each of its steps in a block of its own."""
+    """Runs a generator or coroutine with each of its steps in a block of its own; what runs between is outside of it.
+
+    The result is a generator; a coroutine may await it as well.
+    """
     resume, value = steps.send, None
     while True:
         try:
@@ -525,6 +518,6 @@ def _told(wanted: State) -> tuple[str, str]:
 @called_in_graphs
 def _set_in_graph(states: str, dtypes: str) -> None:
     """Sets the state when export traces the graph, and does nothing to the graph."""
-    types = tuple([getattr(torch, name.removeprefix("torch."), None) for name in dtypes.split(",")]) if dtypes else None
+    told = [getattr(torch, name.removeprefix("torch."), None) for name in dtypes.split(",") if name]
     in_region, *enabled = [None if on == "-" else on == "1" for on in states]
-    exchange((in_region, tuple(enabled), types, None))
+    exchange((in_region, tuple(enabled), tuple(told) or None, None))

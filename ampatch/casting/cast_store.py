@@ -22,13 +22,7 @@ class _Entry:
     state: tuple[object, ...]
     cast: Tensor
     cast_version: int
-    stream: int | None
-
-    @classmethod
-    def of(cls, parameter: Tensor, cast: Tensor, stream: int | None) -> _Entry:
-        """Returns an entry for a new cast, which is valid on one CUDA stream; None: on any."""
-        storage = weakref.ref(parameter.untyped_storage())
-        return cls(weakref.ref(parameter), storage, _state_of(parameter), cast, cast._version, stream)
+    stream: int | None  # the CUDA stream that it is valid on; None: any
 
     def counts(self, parameter: Tensor) -> bool:
         """Returns True if the entry is still valid for this parameter."""
@@ -80,7 +74,9 @@ class Store:
             on_any_stream: True if the caller has waited for the cast, and keeps its memory until all streams are done.
         """
         stream = None if on_any_stream else _current_stream(parameter)
-        self._entries.setdefault(cast.dtype, {})[id(parameter)] = _Entry.of(parameter, cast, stream)
+        storage = weakref.ref(parameter.untyped_storage())
+        entry = _Entry(weakref.ref(parameter), storage, _state_of(parameter), cast, cast._version, stream)
+        self._entries.setdefault(cast.dtype, {})[id(parameter)] = entry
 
     def forget(self, ids: Iterable[int]) -> None:
         """Drops all casts of the parameters with these ids."""

@@ -22,6 +22,11 @@ from torch.compiler import is_compiling
 
 from ampatch.half_types import HALVES
 
+#: The positional and keyword arguments of a call.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+#: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
+Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
+
 #: The dtypes that a cast may start from. float64, complex, quantized, 8-bit and integer tensors are never cast.
 CASTABLE = frozenset({torch.float32, *HALVES})
 
@@ -117,6 +122,17 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns every tensor in the arguments of a call, in order."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) not in PLAIN:
+            found.extend(tensors_in(value))
+    return found
 
 
 def _cast_floating(value: Any, dtype: torch.dtype | None, known: Replacements) -> Any:

@@ -24,13 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 
-from ampatch.casting.nested import PLAIN, Replacements, attributes_of, cast_floating, is_opened
+from ampatch.casting.nested import PLAIN, Arguments, Replacements, attributes_of, cast_floating, is_opened
 from ampatch.compilers import constant_while_traced
 from ampatch.errors import UsageError
 from ampatch.torch_private.modes import get_unwrapped, is_functorch_wrapped_tensor
 
-#: Positional arguments and keyword arguments.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: Contents of a container: by position, or by key or attribute.
 Items = list[Any] | dict[Any, Any]
 

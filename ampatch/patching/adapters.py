@@ -21,7 +21,16 @@ from torch.compiler import is_compiling
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, first_argument_reader, may_have
-from ampatch.casting.nested import CASTABLE, PLAIN, TensorCast, cast_tensors, tensors_in
+from ampatch.casting.nested import (
+    CASTABLE,
+    PLAIN,
+    Adapt,
+    Arguments,
+    TensorCast,
+    cast_tensors,
+    tensors_in,
+    tensors_of_call,
+)
 from ampatch.errors import BannedFunctionError, CastListError, Fault
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.native.calls import Kind, PlainCast
@@ -33,18 +42,15 @@ from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
 from ampatch.torch_private.operators import LINEAR
 
 Function = Callable[..., Any]
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # Returns the half type to cast a call's arguments to, given these; None if they are not cast.
 _Chosen = Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None]
-#: Returns the arguments that a rule asks for, given the arguments of a call. Can raise `BannedFunctionError`.
-Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 # The layouts of sparse tensors whose products have half kernels on CUDA, from cuSPARSE; and all layouts of these.
 _WITH_HALF_KERNELS = {torch.sparse_csr, torch.sparse_csc}
 _SPARSE = {*_WITH_HALF_KERNELS, torch.sparse_coo, torch.sparse_bsr, torch.sparse_bsc}
 # The listed functions that return a view of their argument, and in which calls they do. These compute nothing.
 _VIEWS: dict[Function, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
-    torch.einsum: lambda args, _: len(list(tensors_in(args))) == 1,
+    torch.einsum: lambda args, _: len(tensors_of_call(args, {})) == 1,
     Tensor.sum_to_size: lambda args, kwargs: _has_size(*args, *kwargs.values()),
 }
 # The nodes between an embedding and the sum with a table of positions: dropout, scaling, other embeddings, views.
@@ -313,8 +319,7 @@ class Adapters:
         If both half types occur, one argument is of a part that computes in another type than the model. A product with
         a sparse matrix is cast to float32 if torch has no half kernel for it.
         """
-        values = (*args, *kwargs.values()) if kwargs else args
-        found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
+        found = tensors_of_call(args, kwargs)
         dtypes = [tensor.dtype for tensor in found if tensor.dtype in CASTABLE]
         halves = [dtype for dtype in dtypes if dtype in HALVES]
         if not halves or all(dtype is dtypes[0] for dtype in dtypes):
@@ -329,13 +334,14 @@ class Adapters:
 
         As -inf it would make a row of such numbers NaN.
         """
-        readers = [argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")]
+        found = [argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")]
+        readers = [reader for reader in found if reader is not None]
 
         def attending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             cast = self._beside_half(args, kwargs)
             for reader in readers:
-                mask: Any = None if reader is None else reader(args, kwargs)
-                made: Any = None if reader is None else reader(*cast)
+                mask: Any = reader(args, kwargs)
+                made: Any = reader(*cast)
                 if made is not mask and mask.dtype is torch.float32:
                     least = mask.clamp(min=torch.finfo(made.dtype).min).to(made.dtype)
                     cast = _with_argument(cast, made, torch.where(mask.isneginf(), made, least))
@@ -393,18 +399,19 @@ class Adapters:
             return self.half_dtype
         records, is_recorded = torch.is_grad_enabled(), False
         halves: list[torch.dtype] = []
-        for value in (*args, *kwargs.values()) if kwargs else args:
-            for tensor in () if type(value) in PLAIN else tensors_in(value):
-                if tensor.dtype in HALVES and tensor.dtype not in halves:
-                    halves.append(tensor.dtype)
-                is_recorded = is_recorded or (records and tensor.requires_grad)
+        for tensor in tensors_of_call(args, kwargs):
+            if tensor.dtype in HALVES and tensor.dtype not in halves:
+                halves.append(tensor.dtype)
+            is_recorded = is_recorded or (records and tensor.requires_grad)
         if len(halves) == 1:
             return halves[0]
         return self.half_dtype if halves or is_recorded else None
 
     def _cast_in_region(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype not in CASTABLE or not self._is_cast_on(tensor.device):
+            return tensor
         dtype = self._half_dtype_for(tensor)
-        return tensor if dtype is None else self._casts[dtype](tensor)
+        return tensor if dtype is None or tensor.dtype is dtype else self.cache.cast(tensor, dtype)
 
     def _half_dtype_for(self, tensor: Tensor) -> torch.dtype | None:
         """Returns the half type for a tensor here; None if it is not cast."""
@@ -434,8 +441,7 @@ class Adapters:
 
     def _to_widest(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Casts to the widest type among the arguments."""
-        values = (*args, *kwargs.values()) if kwargs else args
-        found = [tensor for value in values if type(value) not in PLAIN for tensor in tensors_in(value)]
+        found = tensors_of_call(args, kwargs)
         if len({tensor.dtype for tensor in found}) < 2:
             return args, kwargs
         dtypes = {tensor.dtype for tensor in found if tensor.dtype in self._to and self._is_cast_here(tensor)}
@@ -549,7 +555,7 @@ class Adapters:
 
     def _banned(self, path: Path, instead: str | None) -> Adapt:
         def banned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            if any(self._is_half(tensor) for value in (*args, *kwargs.values()) for tensor in tensors_in(value)):
+            if any(map(self._is_half, tensors_of_call(args, kwargs))):
                 advice = f" {instead[0].upper()}{instead[1:].rstrip('.')}." if instead else ""
                 raise BannedFunctionError(
                     f"amp does not let {path} run on half tensors: its result would be unsafe.{advice} "
@@ -562,16 +568,17 @@ class Adapters:
 
     def _is_cast_here(self, tensor: Tensor) -> bool:
         device = tensor.device
-        return (device in self._devices or self._meet(device)) and (
+        return self._is_cast_on(device) and (
             not self.hears_regions or not is_in_region() or dtype_in_region(device.type) is not None
         )
 
-    def _meet(self, device: torch.device) -> bool:
-        """Returns True if tensors on this new device are cast, and then remembers the device."""
-        if device.type in self.device_types:
-            self._devices.add(device)
+    def _is_cast_on(self, device: torch.device) -> bool:
+        if device in self._devices:
             return True
-        return False
+        is_new = device.type in self.device_types
+        if is_new:
+            self._devices.add(device)
+        return is_new
 
     def _is_half(self, tensor: Tensor) -> bool:
         return tensor.dtype in HALVES and self._is_cast_here(tensor)

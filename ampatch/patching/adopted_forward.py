@@ -245,10 +245,6 @@ class _ForwardInRegion(ReplacedForward):
     def enclose_backward(self, result: object, first: int) -> None:
         """Leaves backward passes as they are: like torch.autocast, a region ends with the forward."""
 
-    def copied(self, module: nn.Module, own: Callable[..., Any]) -> Self:
-        """Returns the forward of a copy of the module."""
-        return type(self)(module, own, self.switch, self._regions)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         made = super().__deepcopy__(memo)
         if self._regions is not None:

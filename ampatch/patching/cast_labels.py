@@ -17,13 +17,11 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.profiler import record_function
 
-from ampatch.casting.nested import CASTABLE, tensors_in
+from ampatch.casting.nested import CASTABLE, Adapt, Arguments, tensors_in
 from ampatch.compilers import traced_within_others
 from ampatch.patching.recurrent_weights import Layout
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.torch_private.modes import get_tracing_state, len_dispatch_stack
-
-_Adapt = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 class _Thread(threading.local):
@@ -33,10 +31,10 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def named(adapt: _Adapt, function: str) -> _Adapt:
+def named(adapt: Adapt, function: str) -> Adapt:
     """Returns an adapter that sets the function's name for the labels of `LabellingCache`."""
 
-    def adapt_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def adapt_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         if is_compiling():
             return adapt(args, kwargs)
         before, _thread.function = _thread.function, function

@@ -27,10 +27,10 @@ from ampatch.cast_lists import spellings
 from ampatch.cast_lists.paths import find_or
 from ampatch.cast_lists.rules import Rule, Treatment, place
 from ampatch.casting import cast_observers
-from ampatch.casting.nested import TensorCast, cast_tensors
+from ampatch.casting.nested import Adapt, Arguments, TensorCast, cast_tensors
 from ampatch.compilers import constant_while_traced, traced_within_others
 from ampatch.function_wrapper import unwrapped
-from ampatch.patching.adapters import Adapt, Adapters, Arguments, Casts, Function, is_in_place
+from ampatch.patching.adapters import Adapters, Casts, Function, is_in_place
 from ampatch.patching.wrappers import explain
 from ampatch.switch import KINDS
 from ampatch.torch_private.modes import len_dispatch_stack
@@ -407,8 +407,6 @@ def reported_functions() -> dict[Any, Any]:
 
 def _is_traced_below() -> bool:
     """Returns True if the caller implements an operator's kernel and a tracer runs it: it is not user code."""
-    if is_dynamo_compiling() or not len_dispatch_stack():
-        return False
     frame: Any = sys._getframe(2)
     if frame.f_globals.get("__name__") == "torch.overrides":  # a Python function has called the mode through it
         frame = frame.f_back.f_back

@@ -1,4 +1,4 @@
-"""Replaces functions that objects keep in containers and partials, such as a model's table of activations.
+"""Replaces functions that objects keep in containers and partials, as in a table of activations, and in traced graphs.
 
 Changes lists and dicts in place, since other objects may hold them too; makes new tuples and partials. Owns no state.
 Must not know which functions are replaced, or by which ones.
@@ -13,15 +13,16 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
-# Returns the replacement of a function, or None. Called with every value found.
-Replacement = Callable[[object], object | None]
+# Returns the replacement of a function, and other values as they are. Called with every value found.
+Replacement = Callable[[object], object]
 
-_LISTS = (list, collections.deque)
-_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 #: Classes of objects whose contents are searched.
-OPENED = frozenset({*_LISTS, *_DICTS, tuple, functools.partial, types.SimpleNamespace})
+OPENED = frozenset(
+    {list, collections.deque, dict, collections.OrderedDict, collections.defaultdict, types.SimpleNamespace}
+    | {tuple, functools.partial}
+)
 # Attributes that torch itself sets in every nn.Module.
 _OF_MODULES = frozenset(vars(nn.Module()))
 
@@ -29,9 +30,11 @@ _OF_MODULES = frozenset(vars(nn.Module()))
 def replace_in_containers(holder: object, replacement_of: Replacement) -> bool:
     """Replaces functions in containers that an object's attributes hold, at any depth; not the attributes themselves.
 
+    In a module that torch.fx has traced it also replaces the functions that the graph calls.
+
     Args:
         holder: module of a model, or Python module.
-        replacement_of: function that returns the replacement of a function, or None.
+        replacement_of: function that returns the replacement of a function, and other values as they are.
 
     Returns:
         True if any function was replaced.
@@ -44,6 +47,13 @@ def replace_in_containers(holder: object, replacement_of: Replacement) -> bool:
             if replaced is not value:
                 with contextlib.suppress(AttributeError):  # the owner's attributes are read-only
                     setattr(holder, name, replaced)
+    if isinstance(holder, fx.GraphModule):
+        called = [(node, walk.replaced(node.target)) for node in holder.graph.nodes if node.op == "call_function"]
+        changed = [(node, target) for node, target in called if target is not node.target]
+        for node, target in changed:
+            node.target = target
+        if changed:
+            holder.recompile()
     return walk.has_replaced
 
 
@@ -58,32 +68,27 @@ class _Walk:
         kind = type(value)
         if kind not in OPENED:
             replacement = self._replacement_of(value)
-            self.has_replaced = self.has_replaced or replacement is not None
-            return value if replacement is None else replacement
+            self.has_replaced = self.has_replaced or replacement is not value
+            return replacement
         if id(value) in self._open:
             return value
         self._open.add(id(value))
         try:
-            if kind in _LISTS:
-                return self._in_place(value, list(enumerate(value)))
-            if kind in _DICTS:
-                return self._in_place(value, list(value.items()))
-            if kind is types.SimpleNamespace:
-                self._in_place(vars(value), list(vars(value).items()))
-                return value
             if kind is tuple:
                 items = tuple(map(self.replaced, value))
                 return value if _are_same(items, value) else items
-            return self._partial(value)
+            if kind is functools.partial:
+                return self._partial(value)
+            self._replace_in_place(vars(value) if kind is types.SimpleNamespace else value)
+            return value
         finally:
             self._open.discard(id(value))
 
-    def _in_place(self, container: Any, items: list[tuple[Any, object]]) -> Any:
-        for key, item in items:
+    def _replace_in_place(self, container: Any) -> None:
+        for key, item in list(container.items() if isinstance(container, dict) else enumerate(container)):
             replaced = self.replaced(item)
             if replaced is not item:
                 container[key] = replaced
-        return container
 
     def _partial(self, partial: functools.partial[Any]) -> functools.partial[Any]:
         before = (partial.func, *partial.args, *partial.keywords.values())

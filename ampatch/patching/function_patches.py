@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import types
 import warnings
@@ -18,7 +19,7 @@ from typing import TypeVar
 
 import torch
 import wrapt
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ampatch import compilers
 from ampatch.cast_lists.list_edits import Edit
@@ -27,12 +28,12 @@ from ampatch.cast_lists.paths import Path, PathError, find_owner
 from ampatch.cast_lists.rules import Rule, Treatment, place, unlistable_reason
 from ampatch.cast_lists.spellings import called_by
 from ampatch.errors import AmpWarning, did_you_mean
-from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
-from ampatch.ledger import MISSING, PatchLedger, RefusedError, bindings, loaded_modules, rebind
+from ampatch.function_wrapper import FunctionWrapper, unwrapped
+from ampatch.ledger import PatchLedger, RefusedError, bindings, loaded_modules
 from ampatch.native.calls import Accelerator
 from ampatch.patching import half_functions, thread_rules
 from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_in_place, is_looked_up
-from ampatch.patching.container_functions import Replacement, replace_in_containers
+from ampatch.patching.container_functions import replace_in_containers
 from ampatch.patching.function_places import swept_modules
 from ampatch.patching.thread_rules import Token
 from ampatch.patching.wrappers import FunctionInHalf, HalfModelFunction, PatchedFunction, Reason, overridable
@@ -40,6 +41,9 @@ from ampatch.switch import Switch, is_in_half
 from ampatch.torch_private.operators import LINEAR
 
 _W = TypeVar("_W", bound=PatchedFunction)
+
+# The rule of a function in each part of a model, and the session's under None; None for no rule.
+_RulesByToken = Mapping[Token | None, Rule | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +71,6 @@ class Registration:
         """Returns the registration as an edit of the lists, for warnings about edits."""
         rule = Rule(self.path, self.treatment, "registered")
         return Edit(self.path, unwrapped(getattr(self.owner, self.name)), rule)
-
-
-@dataclass(frozen=True, slots=True)
-class _Differing:
-    """The rules of a function that parts of a model treat otherwise than the session does.
-
-    Attributes:
-        path: path of the function.
-        of_session: the session's rule; None: it has none.
-        of_parts: the rules of those parts, None for no rule.
-    """
-
-    path: Path
-    of_session: Rule | None
-    of_parts: Mapping[Token, Rule | None]
-
-    @property
-    def rules(self) -> list[Rule]:
-        """All rules, the session's first."""
-        return [rule for rule in (self.of_session, *self.of_parts.values()) if rule is not None]
-
-    def reason(self) -> str:
-        """Returns the note for errors, about the rule in force in this thread."""
-        token = thread_rules.in_force()
-        if token not in self.of_parts:
-            return _reason_of(self.path, self.of_session)
-        return _reason_of(self.path, self.of_parts[token], " in this part of the model")
 
 
 @dataclass(eq=False)
@@ -132,7 +109,7 @@ class FunctionPatches:
         self._lists = CastLists({})
         self._lists_of_parts: Mapping[Token, CastLists] = {}
         # The rules of functions that parts of a model treat otherwise than the session does, by path.
-        self._differing: dict[Path, _Differing] = {}
+        self._differing: dict[Path, _RulesByToken] = {}
         # What models with half weights do about functions that demand arguments of one type, by the original's id.
         self._half_functions: dict[int, tuple[Path, InHalf]] = {}
 
@@ -182,15 +159,13 @@ class FunctionPatches:
             adapter = functools.partial(self.adapters.in_half, treatment, path)
             self._patch(owner_of(path.namespace), path.name, adapter, _reason_in_half(path))
         self._rebind_modules()
-        for namespace in self._later:
-            _watch(namespace, self)
         self._lists, self._lists_of_parts = lists, lists_of_parts
-        packages = set().union(*(each.packages() for each in (lists, *lists_of_parts.values())))
+        packages = {namespace.partition(".")[0] for namespace in self._later}
+        packages.update(*(each.packages() for each in (lists, *lists_of_parts.values())))
         if packages:
-            _waiting.add(self)
-            finder = _Announcer(packages)
+            finder = _Announcer(packages, self.patch_imported)
             sys.meta_path.insert(0, finder)
-            self.ledger.on_undo(functools.partial(_remove, finder))
+            self.ledger.on_undo(finder.remove)
 
     def add_tables(self, tables: Sequence[Tensor]) -> bool:
         """Makes half results of sums of half activations and tables of models with half weights, from now on.
@@ -211,16 +186,19 @@ class FunctionPatches:
         known.extend(map(weakref.ref, new))
         return is_first
 
-    def _note_differing(self, rules: Mapping[Path, Rule], of_parts: Mapping[Token, Mapping[Path, Rule]]) -> list[Rule]:
+    def _note_differing(
+        self, rules: Mapping[Path, Rule | None], of_parts: Mapping[Token, Mapping[Path, Rule | None]]
+    ) -> list[Rule]:
         """Notes the functions that parts treat otherwise; returns a rule of a part for each that the session lacks."""
         new = []
         for path in dict.fromkeys(path for each in of_parts.values() for path in (*rules, *each)):
             here = rules.get(path)
-            others = {token: each.get(path) for token, each in of_parts.items() if each.get(path) != here}
-            if others:
-                self._differing[path] = found = _Differing(path, here, others)
+            found: _RulesByToken = {None: here, **{token: each.get(path) for token, each in of_parts.items()}}
+            differing = {token: rule for token, rule in found.items() if token is None or rule != here}
+            if len(differing) > 1:
+                self._differing[path] = differing
                 if here is None:
-                    new.append(found.rules[0])  # there is one, since they differ
+                    new += [rule for rule in differing.values() if rule is not None][:1]
         return new
 
     def applies(self, rule: Rule) -> bool:
@@ -241,9 +219,8 @@ class FunctionPatches:
         kept = {key: wrapper for key, wrapper in list(_alive.items()) if key not in self._installed}
         wanted = {key: wrapper.original for key, wrapper in (self._methods | self._wrappers).items()}
         for owner, name, found in bindings(owners, {**wanted, **kept}):
-            original = found
-            if id(found) in kept:
-                original = unwrapped(found)
+            original = unwrapped(found)
+            if original is not found:
                 setattr(owner, name, original)
             wrapper = self._wrapper_of(original)
             if wrapper is not None:
@@ -263,26 +240,19 @@ class FunctionPatches:
             sys.modules[name] for name in homes & sys.modules.keys() if name.partition(".")[0] not in _NOT_USERS
         ]
         for holder in (*modules, *of_users):
-            has_changed = replace_in_containers(holder, self._replacement_of)
-            if isinstance(holder, fx.GraphModule):
-                has_changed |= _retarget(holder, self._replacement_of)
-            if has_changed:
+            if replace_in_containers(holder, self._replacement_of):
                 self.ledger.on_undo(functools.partial(_restore, weakref.ref(holder)), holder)
 
-    def _replacement_of(self, value: object) -> object | None:
-        """Returns the wrapper of a function, or None.
+    def _replacement_of(self, value: object) -> object:
+        """Returns the wrapper of a function, and any other value unchanged.
 
         For a wrapper of an earlier session, returns this session's wrapper of its original, or else the original.
         """
-        wrapper = self._wrapper_of(value)
-        if wrapper is not None or id(value) in self._installed:
-            return wrapper
-        original = _original(value)
-        return None if original is None else self._wrapper_of(original) or original
+        original = unwrapped(value)
+        return self._wrapper_of(original) or original
 
-    def _wrapper_of(self, value: object) -> object | None:
-        wrapper = self._wrappers.get(id(value)) or self._methods.get(id(value))
-        return wrapper if wrapper is not None and wrapper.original is value else None
+    def _wrapper_of(self, value: object) -> FunctionWrapper | None:
+        return self._wrappers.get(id(value)) or self._methods.get(id(value))
 
     def release(self, owners: Iterable[object]) -> None:
         """Puts the originals back where ``owners`` and modules still hold wrappers. Call it after the ledger's undo.
@@ -296,8 +266,8 @@ class FunctionPatches:
         self._installed.clear()
         kept = {key: wrapper for key in dropped if (wrapper := _alive.get(key)) is not None}
         if kept:
-            originals = {key: wrapper.original for key, wrapper in kept.items()}
-            rebind([*loaded_modules("ampatch"), *owners], kept, originals)
+            for owner, name, held in bindings([*loaded_modules("ampatch"), *owners], kept):
+                setattr(owner, name, unwrapped(held))
             self._installed.update(kept)
 
     def original_of(self, function: object) -> object:
@@ -340,15 +310,8 @@ class FunctionPatches:
         if not matched:
             return {}
         found, *others = [each.late_rules(self.adapters.half_dtype, module, matched) for each in every]
-        rules = [rule for rule in found.values() if rule is not None]
-        rules += self._note_differing(
-            {rule.path: rule for rule in rules},
-            {
-                token: {path: rule for path, rule in each.items() if rule is not None}
-                for token, each in zip(self._lists_of_parts, others, strict=True)
-            },
-        )
-        rules = [rule for rule in rules if self.applies(rule)]
+        only_in_parts = self._note_differing(found, dict(zip(self._lists_of_parts, others, strict=True)))
+        rules = [rule for rule in (*found.values(), *only_in_parts) if rule is not None and self.applies(rule)]
         for rule in rules:
             self._patch_imported_rule(find_owner(rule.path.namespace), rule)
         if rules:
@@ -361,50 +324,47 @@ class FunctionPatches:
     def _patch_imported_rule(self, owner: object, rule: Rule) -> None:
         """Patches a function that could not be checked when the list was read; warns, so that the import succeeds."""
         name = rule.path.name
-        unfit: str | None
-        if hasattr(owner, name):
-            known = self._differing.get(rule.path)
-            for each in [rule] if known is None else known.rules:
-                unfit = unlistable_reason(rule.path, owner, getattr(owner, name), each.when, each.via_dtype)
-                if unfit is not None:
-                    rule = each
-                    break
-        elif rule.optional:
+        if not hasattr(owner, name):
+            if not rule.optional:
+                missing = f"{rule.path.namespace!r} was imported and has no {name!r}.{did_you_mean(name, dir(owner))}"
+                warnings.warn(f"{rule.source}: {missing}", AmpWarning, stacklevel=2)
             return
-        else:
-            unfit = f"{rule.path.namespace!r} was imported and has no {name!r}.{did_you_mean(name, dir(owner))}"
-        if unfit is None:
-            self._patch_rule(owner, rule)
-        else:
-            warnings.warn(f"{rule.source}: {unfit}", AmpWarning, stacklevel=2)
+        for each in filter(None, self._rules_of(rule).values()):
+            unfit = unlistable_reason(rule.path, owner, getattr(owner, name), each.when, each.via_dtype)
+            if unfit is not None:
+                warnings.warn(f"{each.source}: {unfit}", AmpWarning, stacklevel=2)
+                return
+        self._patch_rule(owner, rule)
+
+    def _rules_of(self, rule: Rule) -> _RulesByToken:
+        """Returns all rules of a function, given one of them."""
+        return self._differing.get(rule.path, {None: rule})
 
     def _patch_rule(self, owner: object, rule: Rule) -> None:
-        known = self._differing.get(rule.path)
-        if known is None:
-            adapter = functools.partial(self.adapters.for_rule, rule)
-            reason = _reason_of(rule.path, rule)
-            self._patch(owner, rule.path.name, adapter, reason, rule.needs_float32, [rule.treatment])
-        else:
-            rules = [known.of_session, *known.of_parts.values()]
-            self._patch(
-                owner,
-                rule.path.name,
-                functools.partial(self._choosing, known),
-                known.reason,
-                treatments=[each.treatment if each else None for each in rules],
-            )
+        path, rules = rule.path, self._rules_of(rule)
 
-    def _choosing(self, known: _Differing, original: Function) -> Adapter:
-        """Returns the adapter of a function that parts of a model treat otherwise than the session does."""
+        def reason_in_force() -> str:
+            token = thread_rules.in_force()
+            in_part = token in rules
+            return _reason_of(path, rules[token if in_part else None], " in this part of the model" if in_part else "")
 
-        def adapter_of(rule: Rule | None) -> Adapter:
-            return Adapter(thread_rules.unchanged) if rule is None else self.adapters.for_rule(rule, original)
+        reason = reason_in_force() if len(rules) == 1 else reason_in_force
+        treatments = [None if each is None else each.treatment for each in rules.values()]
+        adapter = functools.partial(self._by_rules, rules)
+        self._patch(owner, path.name, adapter, reason, rule.needs_float32, treatments)
 
-        of_session = adapter_of(known.of_session)
-        of_parts = {token: adapter_of(rule) for token, rule in known.of_parts.items()}
-        calls = [each.call for each in (of_session, *of_parts.values()) if each.call is not None]
-        adapts = {token: each.adapt for token, each in of_parts.items()}
-        return Adapter(thread_rules.choosing(of_session.adapt, adapts), call=calls[0] if calls else None)
+    def _by_rules(self, rules: _RulesByToken, original: Function) -> Adapter:
+        """Returns the adapter of a function under its rules."""
+        adapters = {
+            token: Adapter(thread_rules.unchanged) if rule is None else self.adapters.for_rule(rule, original)
+            for token, rule in rules.items()
+        }
+        of_session = adapters[None]
+        if len(rules) == 1:
+            return of_session
+        of_parts = {token: each.adapt for token, each in adapters.items() if token is not None}
+        call = next((each.call for each in adapters.values() if each.call is not None), None)
+        return Adapter(thread_rules.choosing(of_session.adapt, of_parts), call=call)
 
     def _patch(
         self,
@@ -415,7 +375,7 @@ class FunctionPatches:
         needs_float32: Sequence[str] = (),
         treatments: Sequence[Treatment | None] = (None,),
     ) -> None:
-        held = _own_attribute(owner, name)
+        held = inspect.getattr_static(owner, name, None)  # unbound, so that a staticmethod stays one
         kind = type(held) if isinstance(held, (staticmethod, classmethod)) else None
         found = held.__func__ if isinstance(held, (staticmethod, classmethod)) else getattr(owner, name)
         original: Function = self.original_of(found)  # type: ignore[assignment]
@@ -432,39 +392,44 @@ class FunctionPatches:
             adapter = make_adapter(original)
             if name in _WRITING or module.partition(".")[0] != "torch":
                 adapter = replace(adapter, plain_cast=None, may_write=True)
-            if needs_float32 and self.for_half_models:
-                half, otherwise = HalfModelFunction.derived(), None
-                if id(original) in self._half_functions:
-                    path, treatment = self._half_functions[id(original)]
-                    beside = self.adapters.in_half(treatment, path, original)
-                    otherwise = self._plain(FunctionInHalf, original, beside, _reason_in_half(path))
-                wrapper = half(original, adapter, self.switch, reason, frozenset(needs_float32), otherwise)
-            elif self.for_half_models:
-                wrapper = self._plain(FunctionInHalf, original, adapter, str(reason))
-            else:
-                known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
-                needs_block = any(_needs_block(original, known_as, treatment) for treatment in treatments)
-                encloses = needs_block and isinstance(original, types.FunctionType)
-                if encloses or not isinstance(reason, str):
-                    wrapper = PatchedFunction.derived()(original, adapter, self.switch, reason, needs_block)
-                else:
-                    wrapper = self._plain(PatchedFunction, original, adapter, reason, needs_block)
-                self.fuses_linear |= adapter.call is not None
+            known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
+            needs_block = not self.for_half_models and any(
+                _needs_block(original, known_as, treatment) for treatment in treatments
+            )
+            wrapper = self._wrapper(original, adapter, reason, needs_float32, needs_block)
             wrapper.__module__, wrapper.__qualname__ = module, qualified
             self._installed[id(wrapper)] = _alive[id(wrapper)] = wrapper
             (self._methods if is_class else self._wrappers)[id(original)] = wrapper
         self.ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
-    def _plain(
-        self, kind: type[_W], original: Function, adapter: Adapter, reason: str, needs_block: bool = False
+    def _wrapper(
+        self, original: Function, adapter: Adapter, reason: Reason, needs_float32: Sequence[str], needs_block: bool
+    ) -> PatchedFunction:
+        """Returns a new wrapper of a function."""
+        if not self.for_half_models:
+            self.fuses_linear |= adapter.call is not None
+            if needs_block and isinstance(original, types.FunctionType):
+                adapter = replace(adapter, plain_cast=None)
+            return self._accelerated(PatchedFunction, original, adapter, reason, needs_block)
+        if not needs_float32:
+            return self._accelerated(FunctionInHalf, original, adapter, reason)
+        otherwise = None
+        if id(original) in self._half_functions:
+            path, treatment = self._half_functions[id(original)]
+            beside = self.adapters.in_half(treatment, path, original)
+            otherwise = self._accelerated(FunctionInHalf, original, beside, _reason_in_half(path))
+        kind = HalfModelFunction.derived()
+        return kind(original, adapter, self.switch, reason, frozenset(needs_float32), otherwise)
+
+    def _accelerated(
+        self, kind: type[_W], original: Function, adapter: Adapter, reason: Reason, needs_block: bool = False
     ) -> _W:
         """Returns a wrapper of a class, whose calls C++ runs if it can."""
-        accelerates = adapter.plain_cast is not None
-        made = (self.accelerator.class_of(kind) if accelerates else kind.derived())(
-            original, adapter, self.switch, reason, needs_block
-        )
-        if adapter.plain_cast is not None:
-            self.accelerator.accelerate(made, adapter.plain_cast, reason)
+        plain_cast = adapter.plain_cast
+        derived = kind.derived() if plain_cast is None else self.accelerator.class_of(kind)
+        made = derived(original, adapter, self.switch, reason, needs_block)
+        if plain_cast is not None:
+            self.accelerator.accelerate(made, plain_cast, str(reason))  # only parts' rules have a function for a reason
         return made
 
 
@@ -514,73 +479,43 @@ _NOT_USERS = frozenset({"torch", "ampatch", "builtins", "abc", "typing"})
 # All wrappers that are alive, including those of earlier sessions, by their id.
 _alive: weakref.WeakValueDictionary[int, FunctionWrapper] = weakref.WeakValueDictionary()
 
-# wrapt's import hooks cannot be removed, and each runs once. This set holds the modules that have one now.
-_hooked: set[str] = set()
-_waiting: weakref.WeakSet[FunctionPatches] = weakref.WeakSet()
-
-
-def _original(value: object) -> object | None:
-    """Returns the original of any session's wrapper; None for any other object."""
-    return unwrapped(value) if is_wrapper(value) else None
-
-
-def _retarget(module: fx.GraphModule, replacement_of: Replacement) -> bool:
-    """Replaces functions that a traced graph calls; returns True if it replaced any."""
-    has_changed = False
-    for node in module.graph.nodes:
-        target = replacement_of(node.target) if node.op == "call_function" else None
-        if target is not None:
-            node.target, has_changed = target, True
-    if has_changed:
-        module.recompile()
-    return has_changed
-
 
 def _restore(reference: weakref.ref[object]) -> None:
     """Puts originals back where a holder's containers, or its traced graph, have wrappers."""
     holder = reference()
     if holder is not None:
-        replace_in_containers(holder, _original)
-    if isinstance(holder, fx.GraphModule):
-        _retarget(holder, _original)
-
-
-def _watch(namespace: str, patches: FunctionPatches) -> None:
-    """Registers hooks that call ``patches`` after the import of the namespace's module, or of a parent package."""
-    _waiting.add(patches)
-    parts = namespace.split(".")
-    for length in range(1, len(parts) + 1):
-        module = ".".join(parts[:length])
-        if module not in _hooked:
-            _hooked.add(module)
-            wrapt.register_post_import_hook(_imported, module)
+        replace_in_containers(holder, unwrapped)
 
 
 class _Announcer:
-    """Stands first in ``sys.meta_path``; calls `_imported` after the import of each module of some packages.
+    """Stands first in ``sys.meta_path`` while a session is live; tells it of each module of some packages.
 
     Finds no module itself. The names of a package's modules are not known before they are imported.
+
+    Args:
+        packages: names of the packages.
+        imported: called with each of their modules, once its import has ended.
     """
 
-    def __init__(self, packages: Collection[str]) -> None:
-        self._packages = packages
+    def __init__(self, packages: Collection[str], imported: Callable[[types.ModuleType], None]) -> None:
+        self._packages, self._imported = packages, imported
+        # The modules with a hook. wrapt's hooks cannot be removed, and each runs once.
+        self._hooked: set[str] = set()
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002 - an interface
         """Registers the hook; returns None, so that the finders behind this one find the module."""
-        if name.partition(".")[0] in self._packages and name not in _hooked:
-            _hooked.add(name)
-            wrapt.register_post_import_hook(_imported, name)
+        if name.partition(".")[0] in self._packages and name not in self._hooked:
+            self._hooked.add(name)
+            wrapt.register_post_import_hook(self._tell, name)
 
+    def _tell(self, module: types.ModuleType) -> None:
+        self._hooked.discard(module.__name__)
+        self._imported(module)
 
-def _remove(finder: _Announcer) -> None:
-    if finder in sys.meta_path:
-        sys.meta_path.remove(finder)
-
-
-def _imported(module: types.ModuleType) -> None:
-    _hooked.discard(module.__name__)
-    for patches in list(_waiting):
-        patches.patch_imported(module)
+    def remove(self) -> None:
+        """Takes itself out of ``sys.meta_path``, where other code may have removed it."""
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
 
 
 def _is_being_imported(namespace: str, but: object) -> bool:
@@ -591,15 +526,6 @@ def _is_being_imported(namespace: str, but: object) -> bool:
     spec = getattr(module, "__spec__", None)
     # Compares specs, since a module may have put another object in its own place, and given it its spec.
     return spec is not getattr(but, "__spec__", None) and bool(getattr(spec, "_initializing", False))
-
-
-def _own_attribute(owner: object, name: str) -> object:
-    """Returns an owner's attribute unbound, so that a staticmethod stays one; `MISSING` if there is none."""
-    for holder in owner.__mro__ if isinstance(owner, type) else (owner,):
-        held: object = vars(holder).get(name, MISSING)
-        if held is not MISSING:
-            return held
-    return MISSING
 
 
 def _reason(path: Path, listed: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import gc
-import itertools
 import types
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -93,15 +92,8 @@ def _has_attributes(model: object) -> bool:
 def _in_containers(kind: Kind, owners: Iterable[object], wanted: Mapping[int, object]) -> Iterator[Place]:
     for owner in owners:
         for name, value in list(object.__getattribute__(owner, "__dict__").items()):
-            if type(value) in OPENED and _may_hold(value, wanted):
+            if type(value) in OPENED:
                 yield from (Place(kind, owner, name, held) for held in held_in(value) if id(held) in wanted)
-
-
-def _may_hold(container: object, wanted: Mapping[int, object]) -> bool:
-    """Returns False if `held_in` yields none of some functions for a container; much faster than `held_in`."""
-    within = gc.get_referents(container) if _is_searched(container) else []
-    below = gc.get_referents(*[each for each in within if type(each) in OPENED])
-    return not wanted.keys().isdisjoint(map(id, itertools.chain((container,), within, below)))
 
 
 def _in_classes(wanted: Mapping[int, object]) -> Iterator[Place]:
@@ -110,7 +102,7 @@ def _in_classes(wanted: Mapping[int, object]) -> Iterator[Place]:
             continue
         for name, value in list(vars(owner).items()):
             function = value.__func__ if type(value) in (staticmethod, classmethod) else value
-            for held in held_in(function) if type(function) in OPENED else (function,):
+            for held in held_in(function):
                 if id(held) in wanted:
                     yield Place(Kind.CLASS, owner, name, held)
 
@@ -129,7 +121,7 @@ def captures(wanted: Container[int]) -> Iterator[Place]:
         captures_any = function.__closure__ or function.__defaults__ or function.__kwdefaults__
         if captures_any and not _belongs_to_torch_or_amp(function.__globals__.get("__name__")):
             for name, value in _captures(function):
-                for held in held_in(value) if type(value) in OPENED else (value,):
+                for held in held_in(value):
                     if id(held) in wanted:
                         yield Place(Kind.FUNCTION, function, name, held)
 
@@ -137,14 +129,10 @@ def captures(wanted: Container[int]) -> Iterator[Place]:
 def held_in(value: object, deeper: int = 2) -> Iterator[object]:
     """Yields a value and, if it is a container or a partial, its contents, to a depth of two."""
     yield value
-    if deeper and _is_searched(value):
+    # A dict with `__name__` holds the attributes of a module.
+    if deeper and type(value) in OPENED and not (type(value) is dict and "__name__" in value):
         for held in gc.get_referents(value):
             yield from held_in(held, deeper - 1)
-
-
-def _is_searched(value: object) -> bool:
-    # A dict with `__name__` holds the attributes of a module.
-    return type(value) in OPENED and not (type(value) is dict and "__name__" in value)
 
 
 def _captures(function: types.FunctionType) -> Iterator[tuple[str, object]]:

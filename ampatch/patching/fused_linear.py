@@ -18,6 +18,7 @@ from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+from ampatch.casting.nested import Arguments
 from ampatch.half_types import HALVES
 from ampatch.native.selection import checked
 from ampatch.torch_private import autograd, modes, tensors
@@ -28,9 +29,6 @@ from ampatch.tracing import is_traced
 _mm: Callable[[Tensor, Tensor], Tensor] = torch.ops.aten.mm.default
 _mm_to_float32: Callable[[Tensor, Tensor, torch.dtype], Tensor] = torch.ops.aten.mm.dtype
 _sum = torch.ops.aten.sum.dim_IntList
-
-#: Positional and keyword arguments.
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 #: Name of the node.
 NODE = "FusedLinearBackward"

@@ -17,9 +17,10 @@ from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import spellings
+from ampatch.casting.nested import Adapt
 from ampatch.function_wrapper import unwrapped
 from ampatch.half_types import HALVES
-from ampatch.patching.adapters import Adapt, Adapters, Casts, Function, InHalf
+from ampatch.patching.adapters import Adapters, Casts, Function, InHalf
 from ampatch.switch import KINDS
 from ampatch.torch_private.operators import WEIGHT_NORM
 

@@ -9,7 +9,7 @@ With rules it runs under these. Must never cast a result: functions outside of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,7 +91,3 @@ class _ForwardOfPart(ReplacedForward):
             return self.in_block(*args, **kwargs)
         given = cast_floating((args, kwargs), torch.float32)
         return write_back.call(self.in_block, (args, kwargs), given, self.module)
-
-    def copied(self, module: nn.Module, own: Callable[..., Any]) -> Self:
-        """Returns the forward of a copy of the module."""
-        return type(self)(module, own, self.switch, self._token)

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Rule, Treatment, typed_conditions
 from ampatch.cast_lists.signatures import argument_reader, first_argument_reader, parameter_names
-from ampatch.casting.nested import CASTABLE, tensors_in
+from ampatch.casting.nested import CASTABLE, Adapt, tensors_in, tensors_of_call
 from ampatch.errors import BannedFunctionError
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.opt_levels import dtype_name
-from ampatch.patching.adapters import Adapt, Adapters, Casts, Function, is_in_place, lacks_half_products
+from ampatch.patching.adapters import Adapters, Casts, Function, is_in_place, lacks_half_products
+from ampatch.patching.function_patches import Registration
 from ampatch.patching.wrappers import adapted_for_override, is_overridden_by_others
 
 
@@ -100,17 +100,11 @@ class Predictor:
         return call.predicted(self._adapters.for_rule(rule, function).adapt)
 
     def by_registration(
-        self,
-        path: Path,
-        treatment: Treatment,
-        dtype: torch.dtype | None,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, known: Registration, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Prediction:
-        """Predicts a call of a registered function; ``dtype`` is its own half dtype, if it has one."""
-        call = _Call(self._adapters, function, args, kwargs, path.name, treatment)
-        return call.predicted(self._adapters.for_registration(path, treatment, dtype, function).adapt)
+        """Predicts a call of a registered function."""
+        call = _Call(self._adapters, function, args, kwargs, known.path.name, known.treatment)
+        return call.predicted(self._adapters.for_registration(known.path, known.treatment, known.dtype, function).adapt)
 
     def by_decoration(self, kind: str, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
         """Predicts a call of a decorated function; ``kind`` is the name of a list or of a half dtype."""
@@ -141,7 +135,7 @@ class _Call:
                 adapted = adapt(args, kwargs)
         except BannedFunctionError as error:
             return replace(unchanged(self.function, args, kwargs, "the call raises"), error=str(error))
-        after = tensors_in([*adapted[0], *adapted[1].values()])
+        after = tensors_of_call(*adapted)
         told = adapted[1].get("dtype")
         passed = None if told is None or told is kwargs.get("dtype") else told
 
@@ -215,7 +209,7 @@ def _by_target(call: _Call, tensor: Tensor) -> str | None:
 
 
 def _by_treatment(call: _Call, tensor: Tensor) -> str | None:
-    given = list(tensors_in([*call.args, *call.kwargs.values()]))
+    given = tensors_of_call(call.args, call.kwargs)
     if call.treatment is Treatment.PROMOTE:
         dtypes = {each.dtype for each in given if call.is_cast_on(each.device)} & _EMPTY.keys()
         widest = f"{dtype_name(tensor.dtype)} is the widest type"

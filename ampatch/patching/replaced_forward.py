@@ -26,7 +26,7 @@ from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError
 from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
-from ampatch.switch import InSteps, Switch, in_steps
+from ampatch.switch import Switch, in_steps
 from ampatch.torch_private.autograd import FORWARD_CLASS, next_sequence_number, sequence_number
 from ampatch.torch_private.modules import REPLICATE
 
@@ -58,8 +58,12 @@ class ReplacedForward(ABC):
         return self.in_block(*args, **kwargs)
 
     def copied(self, module: nn.Module, own: Callable[..., Any]) -> Self:
-        """Returns the forward of a copy of the module."""
-        return type(self)(module, own, self.switch)
+        """Returns the forward of a copy of the module, which has the same casts."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        functools.update_wrapper(made, own)
+        made.module, made.own = module, own
+        return made
 
     def in_block(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward in the block; of a generator or a coroutine, each step."""
@@ -202,7 +206,7 @@ def _give_own_forward(module: nn.Module) -> None:
 
 
 async def _awaiting(coroutine: Any, block: Callable[[], Block]) -> Any:
-    return await InSteps(coroutine, block)
+    return await in_steps(coroutine, block)
 
 
 class _EnclosedInBackward:

@@ -9,19 +9,17 @@ for the set of rules. Must not know models.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from ampatch.casting.nested import Adapt, Arguments
 from ampatch.compilers import called_in_graphs
 from ampatch.half_types import HALVES
 from ampatch.switch import KINDS, RULES, Region
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Adapt = Callable[[tuple[Any, ...], dict[str, Any]], Arguments]
 
 #: Stands for one set of rules.
 Token = torch.dtype

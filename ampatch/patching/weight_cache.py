@@ -130,7 +130,11 @@ class WeightCache:
                 observer.hit([kept])
             return kept
         state.casts += 1
-        cast = cast_observers.cast(tensor, lambda: _with_version(lambda: tensor.to(dtype)))
+
+        def make() -> Tensor:
+            return _with_version(lambda: tensor.to(dtype))
+
+        cast = make() if observer is None else observer.cast(tensor, make)
         self._keep(store, tensor, cast)
         return cast
 

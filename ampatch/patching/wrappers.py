@@ -22,11 +22,11 @@ from torch.overrides import get_overridable_functions, handle_torch_function, ha
 
 from ampatch.casting import cast_observers, write_back
 from ampatch.casting.cast_errors import may_be_caused_by_casts
-from ampatch.casting.nested import cast_tensors, tensors_in
+from ampatch.casting.nested import Adapt, Arguments, cast_tensors, tensors_in, tensors_of_call
 from ampatch.compilers import traced_within_others
 from ampatch.function_wrapper import NO_SLOTS, FunctionWrapper, unwrapped
 from ampatch.half_types import HALVES
-from ampatch.patching.adapters import Adapt, Adapter, Arguments, Function
+from ampatch.patching.adapters import Adapter, Function
 from ampatch.switch import Switch, WithoutCasts, is_in_backward_of_region, is_in_half, is_in_region
 from ampatch.torch_private.modes import DisableAutocast, is_function_mode_enabled, len_dispatch_stack
 from ampatch.tracing import is_below_operators
@@ -212,7 +212,7 @@ class HalfModelFunction(PatchedFunction):
         """Calls the original; with half arguments, in float32."""
         if not self.switch.active:
             return self.original(*args, **kwargs)
-        given = [tensor for tensor in tensors_in((args, kwargs)) if tensor.dtype.is_floating_point]
+        given = [tensor for tensor in tensors_of_call(args, kwargs) if tensor.dtype.is_floating_point]
         devices = self.devices
         if not any(tensor.dtype in HALVES and ("*" in devices or tensor.device.type in devices) for tensor in given):
             return self.uncast(args, kwargs)
@@ -253,12 +253,10 @@ def explain(error: Exception, reason: Reason, given: Arguments, adapted: Argumen
     if adapted is None:
         error.add_note(_text_of(reason))
         return
-    before, after = ([*args, *kwargs.values()] for args, kwargs in (given, adapted))
-    changed = [
-        (old.dtype, new.dtype) for old, new in zip(tensors_in(before), tensors_in(after), strict=True) if old is not new
-    ]
+    tensors = zip(tensors_of_call(*given), tensors_of_call(*adapted), strict=True)
+    changed = [(old.dtype, new.dtype) for old, new in tensors if old is not new]
     # `via_dtype` casts no tensor: it passes dtype= to the kernel.
-    told = adapted[1].get("dtype")
+    before, told = [*given[0], *given[1].values()], adapted[1].get("dtype")
     if told is not None and not any(isinstance(value, torch.dtype) for value in before):
         changed += [(tensor.dtype, told) for tensor in tensors_in(before[:1])]
     if changed and may_be_caused_by_casts(error, {old for old, _ in changed}, {new for _, new in changed}):

@@ -133,7 +133,7 @@ def test_attributes_of_attributes_stay():
             raise AttributeError(name)
 
     sealed = Sealed()
-    assert replace_in_containers(sealed, lambda value: 3 if value == 2 else None)
+    assert replace_in_containers(sealed, lambda value: 3 if value == 2 else value)
     assert sealed.kept == (1, 2)
 
 

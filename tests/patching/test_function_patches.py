@@ -561,13 +561,12 @@ class TestModulesImportedLater:
             for name in ("late_q.ops", "late_q"):
                 del sys.modules[name]
 
-    def test_do_not_gather_hooks_session_by_session(self, package):
-        wrapt_hooks = sys.modules["wrapt.importer"]._post_import_hooks
+    def test_that_are_not_imported_in_a_session_leave_no_hook(self, package):
         package("late_l", ops=LATE)
-        for _ in range(3):
-            with casts_on(cast_lists={"whitelist": {"late_l.ops": ["attend"]}}):
-                pass
-        assert len(wrapt_hooks["late_l.ops"]) == 1
+        before = list(sys.meta_path), dict(sys.modules["wrapt.importer"]._post_import_hooks)
+        with casts_on(cast_lists={"whitelist": {"late_l.ops": ["attend"]}}):
+            pass
+        assert (sys.meta_path, sys.modules["wrapt.importer"]._post_import_hooks) == before
 
 
 class TestPathsOfUsers:

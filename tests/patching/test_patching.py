@@ -14,7 +14,7 @@ import wrapt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ampatch.ledger import MISSING, PatchLedger, bindings, loaded_modules, rebind
+from ampatch.ledger import MISSING, PatchLedger, bindings, loaded_modules
 
 
 class Parent:
@@ -259,12 +259,6 @@ class TestBindings:
         module.other = equal
         found = bindings([module], {id(wanted): wanted})
         assert found == [(module, "first", wanted), (module, "second", wanted)]
-
-    def test_can_be_replaced_for_good(self):
-        module = types.ModuleType("user")
-        module.function = len
-        rebind([module], {id(len): len}, {id(len): repr})
-        assert module.function is repr
 
     def test_are_found_beside_equal_values_and_values_without_a_hash(self):
         wanted = {"a": 1}

@@ -228,7 +228,7 @@ def _predicted(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs
     spelled = subject.primary
     known = rulings.registration(spelled)
     if known is not None:
-        return predictor.by_registration(known.path, known.treatment, known.dtype, spelled.function, args, kwargs)
+        return predictor.by_registration(known, spelled.function, args, kwargs)
     rule = rulings.rule(spelled, rulings.half_dtype)
     if rule is not None:
         return predictor.by_rule(rule, spelled.function, args, kwargs)
