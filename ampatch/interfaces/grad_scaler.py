@@ -34,7 +34,14 @@ from ampatch.runtime import runtime
 from ampatch.scaling import overflows, scale_use, step_observers
 from ampatch.scaling.loss_scaler import NO_FLOOR, LossScaler, ScaleState, make_policy, next_state, read_states
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
-from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, SkippedSteps, check_on_overflow
+from ampatch.scaling.overflows import (
+    OnOverflow,
+    Overflow,
+    OverflowHandler,
+    ScaleChange,
+    SkippedSteps,
+    check_on_overflow,
+)
 from ampatch.scaling.step_gate import ClosureGate, end_skipped, skipping_by_itself
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state

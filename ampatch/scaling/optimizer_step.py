@@ -309,7 +309,8 @@ class AdoptedOptimizer:
             self._warn_of_loss(judged, ran=True)
             return self._step(original, args, kwargs, bool(closures))
         finally:
-            react(self._uses[len(pending) :])  # those of a closure
+            if len(self._uses) > len(pending):  # those of a closure
+                react(self._uses[len(pending) :])
             self._uses, self._buffers = [], None
             self.gradients.dropped.clear()
             if self.masters.wanted:
@@ -410,7 +411,7 @@ class AdoptedOptimizer:
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
     ) -> Any:
         def updated() -> Any:
-            with self._masters_in_place() if self.masters else _NOTHING:
+            with self._masters_in_place() if self.masters.wanted else _NOTHING:
                 return original(*args, **kwargs)
 
         if not has_closure:
@@ -518,7 +519,7 @@ class AdoptedOptimizer:
         try:
             with (
                 skipping_by_itself(optimizer, self.gradients.parameters(), divisor, found_inf),
-                self._masters_in_place() if self.masters else _NOTHING,
+                self._masters_in_place() if self.masters.wanted else _NOTHING,
             ):
                 result = original()
             if self.gradients.deferred is not None:

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 

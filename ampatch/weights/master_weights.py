@@ -55,7 +55,7 @@ class _Group:
 
     def note(self, places: slice = _ALL) -> None:
         """Records that half weights now equal the rounded masters."""
-        self._of_halves[places] = kernels.fingerprints(self._halves[places])
+        self._of_halves[places].copy_(kernels.fingerprints(self._halves[places]))
 
     def renew(self, place: int) -> None:
         """Records the same as `note` for one pair, whose tensors may have other memory now."""
