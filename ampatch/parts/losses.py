@@ -24,7 +24,7 @@ from ampatch.scaling import unscaled_losses
 from ampatch.scaling.kept_buffers import KeptBuffers
 from ampatch.scaling.loss_scaler import LossScaler, has_reacted, read_states
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
-from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike, check_optimizer
+from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
 from ampatch.scaling.overflows import OverflowHandler, SkippedSteps
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 from ampatch.scaling.scaled_leaves import ScaledLeaves
@@ -210,6 +210,8 @@ class Losses(Part):
         if self.settings.adopts_on_use:
             new = {id(each): check_optimizer(each) for each in optimizers if not adopted.has(each)}
             if new:
+                for each in new.values():
+                    check_not_stepping(each)
                 self._adopt([], list(new.values()))
         records = list(map(adopted.record_of, optimizers))
         for record in records:

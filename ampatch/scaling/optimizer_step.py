@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
+import sys
 import types
 import weakref
 from collections import deque
@@ -85,6 +86,21 @@ def check_optimizer(optimizer: object) -> OptimizerLike:
             "object with param_groups, step() and zero_grad(), such as torch.optim.SGD(model.parameters(), lr=0.1)."
         )
     return optimizer  # type: ignore[return-value]
+
+
+def check_not_stepping(optimizer: OptimizerLike) -> None:
+    """Raises `UsageError` if an optimizer's step is running in this thread, since an overflow could not skip it."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "step" and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is optimizer:
+            kind = type(optimizer).__name__
+            raise UsageError(
+                f"the first amp.scale_loss for this {kind} stands in the closure of its step(), which has begun "
+                "already, so that an overflow could not skip it. Hand it in before that: type model, optimizer = "
+                "amp.initialize(model, optimizer) where amp.init() stands."
+            )
+        frame = frame.f_back
 
 
 class AdoptedOptimizer:
@@ -182,15 +198,15 @@ class AdoptedOptimizer:
                 return type(me).step(me, *args, **kwargs)
             if not switch.active:
                 return original(*args, **kwargs)
-            was_at_work, self.is_at_work, self._overflow = self.is_at_work, True, None
+            was_at_work, self.is_at_work = self.is_at_work, True
             try:
                 with switch.suspended(), self.masters.set_aside():
                     result = self.step(original, args, kwargs)
             finally:
                 self.is_at_work = was_at_work
+                overflow, self._overflow = self._overflow, None
                 if reports:
                     handler.end_step(self.gradients.model_parameters())
-            overflow, self._overflow = self._overflow, None
             if overflow is not None:
                 handler.handle(overflow)
             return result
@@ -309,8 +325,7 @@ class AdoptedOptimizer:
             self._warn_of_loss(judged, ran=True)
             return self._step(original, args, kwargs, bool(closures))
         finally:
-            if len(self._uses) > len(pending):  # those of a closure
-                react(self._uses[len(pending) :])
+            react(self._uses[len(pending) :])  # those of a closure
             self._uses, self._buffers = [], None
             self.gradients.dropped.clear()
             if self.masters.wanted:

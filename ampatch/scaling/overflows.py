@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ampatch.errors import GradientOverflowError, OptionError, UsageError, did_you_mean
-from ampatch.grouping import grouped
 from ampatch.native import kernels
+from ampatch.native.host_copy import read
 
 logger = logging.getLogger("ampatch")
 
@@ -452,15 +452,13 @@ def non_finite_gradients(
         name_of: returns the name of one of them.
     """
     pairs = [(parameter, grad) for parameter in parameters if (grad := parameter.grad) is not None]
-    rows = [(parameter, grad, kernels.values_of(grad.detach())) for parameter, grad in pairs]
-    found = []
-    for on_one in grouped((values.device, (parameter, grad, values)) for parameter, grad, values in rows).values():
-        counts = [torch.stack([values.isinf().sum(), values.isnan().sum()]) for _, _, values in on_one]
-        for (parameter, grad, _), (infs, nans) in zip(on_one, torch.stack(counts).tolist(), strict=True):
-            if infs or nans:
-                dtype = str(grad.dtype).removeprefix("torch.")
-                found.append(NonFiniteGradient(name_of(parameter), tuple(grad.shape), dtype, infs, nans))
-    return tuple(found)
+    values = [kernels.values_of(grad.detach()) for _, grad in pairs]
+    counts = read(torch.stack([each.isinf().sum(), each.isnan().sum()]) for each in values)
+    return tuple(
+        NonFiniteGradient(name_of(parameter), tuple(grad.shape), str(grad.dtype).removeprefix("torch."), infs, nans)
+        for (parameter, grad), (infs, nans) in zip(pairs, counts, strict=True)
+        if infs or nans
+    )
 
 
 def non_finite(values: Iterable[float]) -> float | None:

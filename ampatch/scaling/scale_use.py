@@ -126,9 +126,7 @@ class ScaleUse:
                     each.grad_fn.metadata[_SCALED] = True  # type: ignore[index]  # stub: a method; it is a property
         if self.is_checked:
             # Sums without graph: a loss may be a view of a large tensor. Not scaled, which may make them inf.
-            self._losses = [
-                each.detach().float().sum() if each.dim() else each.detach() for each in _losses_in(loss)
-            ]
+            self._losses = [each.detach().float().sum() if each.dim() else each.detach() for each in _losses_in(loss)]
         return result, losses
 
     def reuse_scale_of(self, earlier: ScaleUse) -> None:
@@ -291,6 +289,8 @@ def react(uses: Sequence[ScaleUse]) -> None:
         uses: the uses by blocks since the last step.
     """
     new = [use for use in uses if use.is_unheard]
+    if not new:
+        return
     for use in new:
         use._noted.append("reacted")
         use._sent = None

@@ -107,7 +107,6 @@ class ScaledBlock(Generic[_L]):
     beside: Sequence[Bystander] = ()
     is_used = True
     has_warned = False
-    _is_open = False
     _replicas: ReplicasInBlock | None = None  # None: no model is in a wrapper
 
     def __init__(
@@ -149,10 +148,11 @@ class ScaledBlock(Generic[_L]):
             OptionError: the number of the scale is out of range, or the loss is no floating tensor.
         """
         if self._arguments is None:
+            state = "is open already" if self in self._blocks.open else "has ended"
             raise UsageError(
-                f"this amp.scale_loss block {'is open already' if self._is_open else 'has ended'}, and a block can be "
-                "entered only once. Call amp.scale_loss(loss, optimizer) anew for each backward pass: with "
-                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()."
+                f"this amp.scale_loss block {state}, and a block can be entered only once. Call amp.scale_loss(loss, "
+                "optimizer) anew for each backward pass: with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "scaled_loss.backward()."
             )
         loss, blocks = self._arguments[0], self._blocks
         with blocks.switch.suspended():
@@ -184,7 +184,6 @@ class ScaledBlock(Generic[_L]):
                 self._begin_to_watch(losses, others)
         blocks.cache.end_iteration()
         self._arguments = None  # the user may delete the loss to free its graph
-        self._is_open = True
         return scaled  # type: ignore[no-any-return]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -194,7 +193,6 @@ class ScaledBlock(Generic[_L]):
             AmpWarning: there are new gradients, and no backward pass began with the scaled loss.
         """
         blocks, has_ended = self._blocks, False
-        self._is_open = False
         blocks.open.remove(self)
         try:
             with blocks.switch.suspended():

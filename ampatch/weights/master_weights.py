@@ -316,7 +316,11 @@ class MasterWeights:
         kept, parameter = pair.kept, pair.parameter
         # `_was_written` syncs with the device: call it only if torch has counted a write to the master.
         if kept.was_updated and self._was_written(pair) and not _are_alike(pair):
-            raise UsageError(self._both_written(pair))
+            raise UsageError(
+                f"{self.name_of(parameter)}: half weights and their float32 master were both written to since they "
+                "last were the same, so amp cannot know which of the two counts. Write to only one of them; now, under "
+                "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
+            )
         try:
             kept.synchronise(parameter)
         except UsageError as error:
@@ -329,13 +333,6 @@ class MasterWeights:
                     f"keep_fp32=[{in_every_layer(module)!r}])."
                 )
             raise UsageError(f"{name}: {error}{hint}") from None
-
-    def _both_written(self, pair: Pair) -> str:
-        return (
-            f"{self.name_of(pair.parameter)}: half weights and their float32 master were both written to since they "
-            "last were the same, so amp cannot know which of the two counts. Write to only one of them; now, under "
-            "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
-        )
 
     def _was_written(self, pair: Pair) -> bool:
         """Returns True if user code has written to a half weight since it equalled its rounded master."""
