@@ -194,8 +194,8 @@ class ScaledBlock(Generic[_L]):
         """
         blocks, has_ended = self._blocks, False
         blocks.open.remove(self)
-        try:
-            with blocks.switch.suspended():
+        with blocks.switch.suspended():
+            try:
                 if kind is not None:
                     self._abandon()
                 elif blocks.switch.active:
@@ -203,12 +203,11 @@ class ScaledBlock(Generic[_L]):
                 else:  # amp.deinitialize was called inside the block, and nothing would unscale later
                     self._unscaling.run()
                 has_ended = kind is None
-        finally:
-            with blocks.switch.suspended():
+            finally:
                 self._end_beside(has_failed=not has_ended)
-            if self.has_warned:  # a loop that uses another loss does so in every step
-                blocks.warned.add(self._loss_id)
-            blocks.cache.end_iteration()
+                if self.has_warned:  # a loop that uses another loss does so in every step
+                    blocks.warned.add(self._loss_id)
+                blocks.cache.end_iteration()
 
     # Entry
 

@@ -647,7 +647,7 @@ def _values(grads: list[Any]) -> list[Tensor]:
 
 def by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
     """Groups pairs by device."""
-    return grouped((pair.master.device, pair) for pair in pairs).values()
+    return grouped([(pair.master.device, pair) for pair in pairs]).values()
 
 
 def _take(pair: Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:
