@@ -338,12 +338,10 @@ def initialize(
 
     kernels.prepare()
     calls.prepare()
-    model_list = [adopted_model.check_model(model) for model in set_up.as_list(models)]
+    model_list = [adopted_model.check_model(model) for model in _as_list(models)]
     for model in model_list:
         check_no_copy(model)
-    optimizer_list = (
-        [] if optimizers is None else [check_optimizer(optimizer) for optimizer in set_up.as_list(optimizers)]
-    )
+    optimizer_list = [] if optimizers is None else [check_optimizer(optimizer) for optimizer in _as_list(optimizers)]
     half = set_up.half_dtype_of(
         half_dtype, patch_torch_functions_type, "patch_torch_functions_type", opt_level, model_list
     )
@@ -562,7 +560,7 @@ def scale_loss(
     if runtime.disabled:
         return contextlib.nullcontext(loss)
     live = runtime.live or _require_session("amp.scale_loss")
-    optimizer_list = set_up.as_list(optimizers)
+    optimizer_list = _as_list(optimizers)
     if runtime.replaced is not None:
         for optimizer in optimizer_list:
             runtime.replaced.check(optimizer, live)
@@ -1352,6 +1350,10 @@ def _register(owner: Any, name: Any, treatment: Treatment, dtype: torch.dtype | 
     if unfit:
         raise OptionError(unfit)
     register(Registration(owner, name, treatment, dtype))
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _require_session(what: str) -> Session:

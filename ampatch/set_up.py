@@ -150,11 +150,6 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
         )
 
 
-def as_list(value: Any) -> list[Any]:
-    """Returns a list or tuple as a list, and anything else as a list of it."""
-    return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
 def kept_in_float32(argument: str, given: object, properties: Properties) -> conversion_plan.KeepFloat32:
     """Returns names, patterns and classes of submodules that an argument keeps in float32."""
     kept = conversion_plan.check_keep_fp32(given, argument)

@@ -34,7 +34,14 @@ from ampatch.runtime import runtime
 from ampatch.scaling import overflows, scale_use, step_observers
 from ampatch.scaling.loss_scaler import NO_FLOOR, LossScaler, ScaleState, make_policy, next_state, read_states
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
-from ampatch.scaling.overflows import OnOverflow, Overflow, OverflowHandler, ScaleChange, check_on_overflow
+from ampatch.scaling.overflows import (
+    OnOverflow,
+    Overflow,
+    OverflowHandler,
+    ScaleChange,
+    SkippedSteps,
+    check_on_overflow,
+)
 from ampatch.scaling.step_gate import ClosureGate, end_skipped, skipping_by_itself
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
@@ -115,8 +122,6 @@ class GradScaler(torch.amp.GradScaler):
 
     _overflows = OverflowHandler("log")  # of a scaler that torch has pickled
 
-    _in_a_row, _has_stepped = 0, False  # skipped steps, as far as the host has read; whether one has run
-
     def __init__(
         self,
         device: str = "cuda",
@@ -158,6 +163,7 @@ class GradScaler(torch.amp.GradScaler):
         self._policy = policy if max_loss_scale is not None else replace(policy, max_loss_scale=math.inf)
         self._has_floor = min_loss_scale is not None
         self._has_warned = False
+        self._skips = SkippedSteps()
         self._first_state = ScaleState(policy.init_scale, 0, policy.hysteresis)
         self._loss_scaler: LossScaler | None = None  # made at the first `scale`, on the device of the loss
         self._per_optimizer_states = defaultdict(_ready)
@@ -463,12 +469,11 @@ class GradScaler(torch.amp.GradScaler):
             self._overflows,
             lambda: logger.warning("%s", change),
         )
-        self._has_stepped |= state.unskipped > 0
-        self._in_a_row = 1 if state.unskipped else self._in_a_row + 1
+        if state.unskipped:
+            self._skips.note_ran()
+        self._skips.note_skipped()
         if runtime.live is not None and not self._overflows.reports:
-            runtime.live.losses.overflows.explain(
-                self._in_a_row, not self._has_stepped, False, lambda: describe().trace
-            )
+            runtime.live.losses.overflows.explain(self._skips, False, lambda: describe().trace)
         if scale <= _SMALLEST_USEFUL_SCALE and not self._has_warned:
             self._has_warned = True
             warn(

@@ -9,10 +9,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from ampatch.grouping import grouped
 
 _Number = TypeVar("_Number", bound=Tensor | None)
 
@@ -39,6 +41,15 @@ def stacked(numbers: Iterable[Tensor]) -> Tensor:
     """
     first, *others = numbers
     return torch.stack([first, *(on_device(each, first.device) for each in others)])
+
+
+def read(numbers: Iterable[Tensor]) -> list[list[Any]]:
+    """Returns 1-dimensional tensors of one shape and dtype as lists, in their order; reads each device once."""
+    values: dict[int, list[Any]] = {}
+    for on_one in grouped((each.device, (place, each)) for place, each in enumerate(numbers)).values():
+        places, tensors = zip(*on_one, strict=True)
+        values.update(zip(places, torch.stack(tensors).tolist(), strict=True))
+    return [values[place] for place in sorted(values)]
 
 
 def for_fused_step(number: _Number, parameters: Iterable[Tensor]) -> _Number:

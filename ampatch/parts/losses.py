@@ -24,14 +24,8 @@ from ampatch.scaling import unscaled_losses
 from ampatch.scaling.kept_buffers import KeptBuffers
 from ampatch.scaling.loss_scaler import LossScaler, has_reacted, read_states
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
-from ampatch.scaling.optimizer_step import (
-    AdoptedOptimizer,
-    OptimizerLike,
-    SkipCount,
-    check_not_stepping,
-    check_optimizer,
-)
-from ampatch.scaling.overflows import OverflowHandler
+from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike, check_not_stepping, check_optimizer
+from ampatch.scaling.overflows import OverflowHandler, SkippedSteps
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 from ampatch.scaling.scaled_leaves import ScaledLeaves
 from ampatch.scaling.unadopted_optimizers import UnadoptedOptimizers
@@ -86,6 +80,7 @@ class Losses(Part):
             is_scaled=self._is_scaled,
             has_masters=settings.has_masters,
         )
+        self.overflows = OverflowHandler(settings.on_overflow)
         self.blocks = Blocks(
             shared.ranks,
             shared.cache,
@@ -93,10 +88,10 @@ class Losses(Part):
             self._prepare_block,
             adopted.by_id,
             self.leaves,
+            self.overflows,
             settings.check_finite,
         )
-        self.overflows = OverflowHandler(settings.on_overflow)
-        self._skip_counts: list[SkipCount] = []  # one for each optimizer that was adopted, deleted ones included
+        self._skips: list[SkippedSteps] = []  # one for each optimizer that was adopted, deleted ones included
 
     def _new_scalers(self) -> tuple[LossScaler, ...]:
         return tuple(LossScaler.from_policy(self.settings.scale_policy) for _ in range(self.settings.num_losses))
@@ -117,11 +112,11 @@ class Losses(Part):
 
     def mark(self) -> Callable[[], None]:
         """Returns a function that restores the scalers, and forgets counts of skipped steps that were added since."""
-        scalers, count = self.scalers, len(self._skip_counts)
+        scalers, count = self.scalers, len(self._skips)
 
         def forget() -> None:
             self.scalers = scalers
-            del self._skip_counts[count:]
+            del self._skips[count:]
 
         return forget
 
@@ -178,7 +173,7 @@ class Losses(Part):
         if settings.properties.cast_model_type is None:
             warn_of_half_updates(optimizer, shared.adopted, settings.properties.opt_level)
         shared.adopted.by_id[id(optimizer)] = record
-        self._skip_counts.append(record.skips)
+        self._skips.append(record.skips)
         finalizer = weakref.finalize(optimizer, shared.adopted.forget_optimizer, id(optimizer))
         self.ledger.on_undo(finalizer.detach, optimizer)
 
@@ -241,7 +236,7 @@ class Losses(Part):
             numbers[f"loss_scale{suffix}"] = state.loss_scale
             numbers[f"clean_steps{suffix}"] = state.unskipped
             numbers[f"overflows{suffix}"] = scaler.overflows
-        numbers["skipped_steps"] = sum(count.skipped for count in self._skip_counts)
-        if len(self._skip_counts) > 1:
-            numbers |= {f"skipped_steps/{index}": count.skipped for index, count in enumerate(self._skip_counts)}
+        numbers["skipped_steps"] = sum(count.total for count in self._skips)
+        if len(self._skips) > 1:
+            numbers |= {f"skipped_steps/{index}": count.total for index, count in enumerate(self._skips)}
         return numbers

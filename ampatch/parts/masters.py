@@ -153,7 +153,8 @@ class Masters(Part):
         remembered = (reference() for reference in self._of_models.get(model, ()))
         found = {masters for masters in remembered if masters is not None}
         if len(found) < len(self.shared.adopted.by_id):  # otherwise all are known
-            found |= self._conversion.owners_of(model.parameters())
+            ids = set(map(id, model.parameters()))
+            found |= {masters for masters in self._all() if not ids.isdisjoint(masters.ids())}
             self._of_models[model] = tuple(map(weakref.ref, found))
         return found
 

@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 
 from ampatch.grouping import grouped
 from ampatch.ledger import PatchLedger
+from ampatch.native.host_copy import read
 from ampatch.torch_private import foreach
 from ampatch.torch_private.modules import NormBase
 from ampatch.tracing import is_capturing, is_recording
@@ -231,16 +232,12 @@ class BuffersBefore:
             for each, (writes, copied, exactly) in self._saved.items()
             if (now := each.now()) is not None and now.shape == copied.shape and now.device == copied.device
         ]
-        flags = [
+        flags = read(
             torch.stack([_is_finite(copied), _is_finite(now), now.ne(copied).any()]) for _, copied, now, _ in found
-        ]
-        by_device = grouped((flag.device, (place, flag)) for place, flag in enumerate(flags))
-        for rows in by_device.values():
-            read = torch.stack([flag for _, flag in rows]).tolist()
-            for (place, _), (can_restore, is_finite, differs) in zip(rows, read, strict=True):
-                each, copied, now, exactly = found[place]
-                if can_restore and differs and (exactly or not is_finite):
-                    _put_back(each, copied, now)
+        )
+        for (each, copied, now, exactly), (can_restore, is_finite, differs) in zip(found, flags, strict=True):
+            if can_restore and differs and (exactly or not is_finite):
+                _put_back(each, copied, now)
 
 
 def _is_finite(tensor: Tensor) -> Tensor:

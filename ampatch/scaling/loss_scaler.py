@@ -20,9 +20,8 @@ from torch import Tensor
 from ampatch.casting.nested import cast_tensors
 from ampatch.distributed import Ranks
 from ampatch.errors import AmpError, OptionError, UsageError, did_you_mean, warn
-from ampatch.grouping import grouped
 from ampatch.native import kernels
-from ampatch.native.host_copy import on_device
+from ampatch.native.host_copy import on_device, read
 from ampatch.opt_levels import LossScale, check_loss_scale
 from ampatch.switch import WithoutCasts
 from ampatch.tracing import is_capturing
@@ -560,14 +559,11 @@ def back_off(scaler: LossScaler, found_inf: Tensor) -> None:
 def read_states(scalers: Iterable[LossScaler]) -> list[ScaleState]:
     """Returns the states of several scalers as plain numbers; reads each device once."""
     scalers = list(scalers)
-    stacked = [torch.stack([each.double() for each in scaler.numbers]) for scaler in scalers]
-    by_device = grouped((numbers.device, (place, numbers)) for place, numbers in enumerate(stacked))
-    states: dict[int, ScaleState] = {}
-    for rows in by_device.values():
-        read = torch.stack([numbers for _, numbers in rows]).tolist()
-        for (place, _), (scale, unskipped, left) in zip(rows, read, strict=True):
-            states[place] = ScaleState(scale, int(unskipped) + scalers[place].counted, int(left))
-    return [states[place] for place in range(len(scalers))]
+    found = read(torch.stack([each.double() for each in scaler.numbers]) for scaler in scalers)
+    return [
+        ScaleState(scale, int(unskipped) + scaler.counted, int(left))
+        for scaler, (scale, unskipped, left) in zip(scalers, found, strict=True)
+    ]
 
 
 def is_of_grad_scaler(state_dict: Mapping[Any, object]) -> bool:

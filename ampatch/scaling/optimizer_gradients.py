@@ -170,7 +170,9 @@ class OptimizerGradients:
         if weights_too:
             self.masters.synchronise(by_value=True)
         if self.scaled_by is None and not self.masters.are_in_place:
-            self.ranks.note_unreduced(self.masters.gradients.copy_edits())
+            added = self.masters.gradients.copy_edits()
+            if added:
+                self.ranks.note_unreduced(added)
 
     # Whether they are scaled
 

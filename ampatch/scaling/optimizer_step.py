@@ -14,7 +14,6 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from ampatch import distributed
-from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
@@ -32,8 +30,8 @@ from ampatch.scaling import overflows, step_observers
 from ampatch.scaling.kept_buffers import BuffersBefore, KeptBuffers
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
-from ampatch.scaling.overflows import Overflow, OverflowHandler
-from ampatch.scaling.scale_use import ScaleUse, StepCheck, react
+from ampatch.scaling.overflows import Overflow, OverflowHandler, SkippedSteps
+from ampatch.scaling.scale_use import ScaleUse, StepCheck, is_scaled, react
 from ampatch.scaling.step_gate import ClosureGate, end_skipped, skipping_by_itself
 from ampatch.switch import Switch
 from ampatch.torch_private.optimizers import STEP_POST_HOOKS, STEP_PRE_HOOKS, global_post_hooks, global_pre_hooks
@@ -105,17 +103,6 @@ def check_not_stepping(optimizer: OptimizerLike) -> None:
         frame = frame.f_back
 
 
-@dataclass(slots=True)
-class SkipCount:
-    """The number of an optimizer's skipped steps, which may outlive the optimizer.
-
-    Attributes:
-        skipped: number of steps skipped, as far as the host has read.
-    """
-
-    skipped: int = 0
-
-
 class AdoptedOptimizer:
     """An optimizer that amp has adopted: runs, skips or refuses its steps.
 
@@ -182,13 +169,10 @@ class AdoptedOptimizer:
         self._uses_by_hand = LossScaler.uses_by_hand
         # One gradient from before amp, or of the last step, and its version.
         self._known_gradient: tuple[TensorWeakRef, int] | None = None
-        self.skips = SkipCount()
-        self._last_was_skipped = False
-        self._in_a_row, self._has_stepped = 0, False  # skipped steps since the last one that ran; whether one has run
+        self.skips = SkippedSteps()
         self._skips_this_step = False
         self._uses: list[ScaleUse] = []  # that led to the step that runs
         self._warned_of_loss = False
-        self._scaled_in_closure: list[TensorWeakRef] = []
         self._warns_of_scaled_result = True
         # Steps whose verdict the host has not read yet, and the buffers before them.
         self._unread: deque[tuple[list[ScaleUse], BuffersBefore | None]] = deque()
@@ -203,7 +187,7 @@ class AdoptedOptimizer:
         """
         optimizer = self.optimizer
         assert optimizer is not None
-        original, switch = optimizer.step, self._switch
+        original, switch, handler, reports = optimizer.step, self._switch, self._on_overflow, self._on_overflow.reports
         if "step" not in vars(optimizer) and getattr(original, "__self__", optimizer) is not optimizer:
             raise TypeError("its step is that of another object")
 
@@ -217,14 +201,19 @@ class AdoptedOptimizer:
             was_at_work, self.is_at_work = self.is_at_work, True
             try:
                 with switch.suspended(), self.masters.set_aside():
-                    return self.step(original, args, kwargs)
+                    result = self.step(original, args, kwargs)
             finally:
                 self.is_at_work = was_at_work
+                overflow, self._overflow = self._overflow, None
+                if reports:
+                    handler.end_step(self.gradients.model_parameters())
+            if overflow is not None:
+                handler.handle(overflow)
+            return result
 
-        installed: Any = self._reporting(step, self._on_overflow) if self._on_overflow.reports else step
         # A bound method: an LR scheduler reads its __func__, and it pickles as the optimizer and this name.
-        installed.__name__ = "step"
-        ledger.set(optimizer, "step", types.MethodType(installed, optimizer))
+        step.__name__ = "step"
+        ledger.set(optimizer, "step", types.MethodType(step, optimizer))
         self.masters.install(ledger)
         self._note_gradient(
             next((each.grad for each in self.gradients.model_parameters() if each.grad is not None), None)
@@ -234,40 +223,19 @@ class AdoptedOptimizer:
         """Remembers one of the gradients that are there, which no block has made."""
         self._known_gradient = None if grad is None else (TensorWeakRef(grad), grad._version)
 
-    def _reporting(self, step: Callable[..., Any], on_overflow: OverflowHandler) -> Callable[..., Any]:
-        """Returns a ``step`` that reports a skipped step once everything is in order again, and casts are on."""
-
-        @functools.wraps(step)
-        def reporting(me: OptimizerLike, *args: Any, **kwargs: Any) -> Any:
-            self._taken_overflow()
-            try:
-                result = step(me, *args, **kwargs)
-            finally:
-                on_overflow.end_step(self.gradients.model_parameters())
-            overflow = self._taken_overflow()
-            if overflow is not None:
-                on_overflow.handle(overflow)
-            return result
-
-        return reporting
-
-    def _taken_overflow(self) -> Overflow | None:
-        overflow, self._overflow = self._overflow, None
-        return overflow
-
     # Results of steps
 
     @property
     def step_was_skipped(self) -> bool:
         """True if the last step was skipped; syncs with the device."""
         self.read_verdicts()
-        return self._last_was_skipped
+        return self.skips.in_a_row > 0
 
     @property
     def skipped_steps(self) -> int:
         """Number of steps skipped so far; syncs with the device."""
         self.read_verdicts()
-        return self.skips.skipped
+        return self.skips.total
 
     @property
     def optimizer(self) -> OptimizerLike | None:
@@ -353,7 +321,7 @@ class AdoptedOptimizer:
             if overflowed:
                 self._skip(overflowed)
                 return None
-            self._in_a_row, self._has_stepped = 0, True
+            self.skips.note_ran()
             self._warn_of_loss(judged, ran=True)
             return self._step(original, args, kwargs, bool(closures))
         finally:
@@ -378,7 +346,7 @@ class AdoptedOptimizer:
 
         User code may have put them together from copies of gradients that it cleared, or step twice with the same.
         """
-        steps_again = not pending and (self._last_was_skipped or bool(self._unread))
+        steps_again = not pending and (self.skips.in_a_row > 0 or bool(self._unread))
         return self.scalers[0] if self._may_go_back and (steps_again or self.gradients.dropped) else None
 
     def _check(self, pending: Sequence[ScaleUse], first: LossScaler) -> StepCheck | None:
@@ -433,8 +401,6 @@ class AdoptedOptimizer:
         self.read_verdicts(wait=bool(pending))
         if self._unread:
             self._unread.append(([], None))  # behind earlier steps, in their order
-        else:
-            self._last_was_skipped = False
         if self._near_floor and pending:
             self._near_floor = any(scale_use.ended_at_floor for scale_use in pending)
 
@@ -460,7 +426,7 @@ class AdoptedOptimizer:
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
     ) -> Any:
         def updated() -> Any:
-            with self._masters_in_place() if self.masters else _NOTHING:
+            with self._masters_in_place() if self.masters.wanted else _NOTHING:
                 return original(*args, **kwargs)
 
         if not has_closure:
@@ -520,15 +486,8 @@ class AdoptedOptimizer:
         with self.masters.set_aside():
             return hook(optimizer, *args)
 
-    def note_scaled_losses(self, losses: Sequence[Tensor]) -> None:
-        """Remembers scaled losses, to recognise one that a closure returns, and to explain a skipped step."""
-        if self.is_at_work and self._warns_of_scaled_result:
-            self._scaled_in_closure = list(map(TensorWeakRef, losses))
-        self._on_overflow.note_losses(losses)
-
     def _check_result(self, result: object) -> None:
-        scaled, self._scaled_in_closure = [each() for each in self._scaled_in_closure], []
-        if any(each is scaled_loss for each in tensors_in(result) for scaled_loss in scaled):
+        if self._warns_of_scaled_result and is_scaled(result, searches=False):
             self._warns_of_scaled_result = False
             warn(
                 "the closure of optimizer.step(closure) returns the scaled loss, which the optimizer takes for the "
@@ -548,8 +507,7 @@ class AdoptedOptimizer:
         with self.masters.set_aside():
             with self._switch.resumed():
                 result = closure(*args, **kwargs)
-            if self._scaled_in_closure:
-                self._check_result(result)
+            self._check_result(result)
             self.gradients.unscale_deferred()
             self.gradients.check_unscaled("the closure of optimizer.step(closure) left gradients that are")
             if self._warns_of_no_scale:
@@ -576,7 +534,7 @@ class AdoptedOptimizer:
         try:
             with (
                 skipping_by_itself(optimizer, self.gradients.parameters(), divisor, found_inf),
-                self._masters_in_place() if self.masters else _NOTHING,
+                self._masters_in_place() if self.masters.wanted else _NOTHING,
             ):
                 result = original()
             if self.gradients.deferred is not None:
@@ -627,16 +585,15 @@ class AdoptedOptimizer:
         while self._unread and (wait or all(scale_use.has_arrived for scale_use in self._unread[0][0])):
             uses, buffers = self._unread.popleft()
             overflowed = list(filter(_OVERFLOWED, uses))
-            self._last_was_skipped = bool(overflowed)
             if overflowed and buffers is not None:
                 buffers.restore()
             if not overflowed:
-                self._in_a_row, self._has_stepped = 0, True
+                self.skips.note_ran()
                 self._warn_of_loss(uses, ran=True)
             else:
                 if len(overflowed) > 1 and isinstance(overflowed[-1], StepCheck):
                     overflowed.pop()  # blocks have found it already
-                self.skips.skipped += 1
+                self.skips.note_skipped()
                 _count(overflowed)
                 # The next overflow has to raise and to name parameters, which needs their gradients.
                 self._near_floor = any(scale_use.ended_at_floor for scale_use in overflowed)
@@ -678,8 +635,8 @@ class AdoptedOptimizer:
         if self._buffers is not None and within is not None:
             self._buffers.complete(within)
             self._buffers.restore()
-        self._last_was_skipped = self._skips_this_step = True
-        self.skips.skipped += 1
+        self._skips_this_step = True
+        self.skips.note_skipped()
         _count(overflowed)
         self._warn_of_loss(overflowed)
         self._overflow = end_skipped(
@@ -692,10 +649,9 @@ class AdoptedOptimizer:
         self._explain(overflowed, lambda: self._traced(overflowed).get("trace"))
 
     def _explain(self, overflowed: Sequence[ScaleUse], trace: Callable[[], object] | None) -> None:
-        self._in_a_row += 1
         if self._on_overflow.explains and self._announce:
             is_certain = any(not use.scaler.dynamic or use.loss_that_is_not_finite is not None for use in overflowed)
-            self._on_overflow.explain(self._in_a_row, not self._has_stepped, is_certain, trace)
+            self._on_overflow.explain(self.skips, is_certain, trace)
 
     def _overflow_of(self, overflowed: Sequence[ScaleUse]) -> Overflow:
         """Returns the skipped step as a value, while its gradients are there; syncs with the device."""

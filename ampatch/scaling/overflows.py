@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ampatch.errors import GradientOverflowError, OptionError, UsageError, did_you_mean
-from ampatch.grouping import grouped
 from ampatch.native import kernels
+from ampatch.native.host_copy import read
 
 logger = logging.getLogger("ampatch")
 
@@ -256,6 +256,30 @@ class Tracer(Protocol):
         """Forgets what is known of the gradients of parameters, after a step."""
 
 
+@dataclass(slots=True)
+class SkippedSteps:
+    """The skipped steps of one optimizer or scaler, as far as the host has read their verdicts; may outlive it.
+
+    Attributes:
+        total: number of skipped steps.
+        in_a_row: number of those since the last step that ran.
+        has_stepped: True if a step has run.
+    """
+
+    total: int = 0
+    in_a_row: int = 0
+    has_stepped: bool = False
+
+    def note_ran(self) -> None:
+        """Counts a step that ran."""
+        self.in_a_row, self.has_stepped = 0, True
+
+    def note_skipped(self) -> None:
+        """Counts a skipped step."""
+        self.total += 1
+        self.in_a_row += 1
+
+
 class OverflowHandler:
     """What happens after a skipped step, by the choice of ``on_overflow``.
 
@@ -316,22 +340,19 @@ class OverflowHandler:
         if "raise" in self._choices:
             raise GradientOverflowError(f"{overflow}\n{_GO_ON}", overflow)
 
-    def explain(
-        self, in_a_row: int, is_first: bool, is_certain: bool, trace: Callable[[], object] | None = None
-    ) -> None:
+    def explain(self, skips: SkippedSteps, is_certain: bool, trace: Callable[[], object] | None = None) -> None:
         """Logs why a step was skipped, if the search of the loss scale does not account for it, and steps are noted.
 
         Ordinary steps are not noted. The first skipped step of this kind has the next ones noted. Explained are the
         second, fourth, eighth ..., so that many bad batches do not slow a run down for good.
 
         Args:
-            in_a_row: number of skipped steps in a row.
-            is_first: whether no step has run yet: then the search begins at its highest scale.
+            skips: the skipped steps so far. Before the first step that ran, the search begins at its highest scale.
             is_certain: whether one skipped step is enough: the loss is inf or NaN, or the scale is static.
             trace: returns the trace of the step, while its gradients are there; None if it is over.
         """
-        in_search = _FIRST_SEARCH if is_first else _SEARCH
-        if self.trace_next is None or not (is_certain or in_a_row >= in_search):
+        in_search = _SEARCH if skips.has_stepped else _FIRST_SEARCH
+        if self.trace_next is None or not (is_certain or skips.in_a_row >= in_search):
             return
         self._unaccounted += 1
         if self.is_looking and self.tracer is not None and trace is not None and self._unaccounted >= self._due:
@@ -431,15 +452,13 @@ def non_finite_gradients(
         name_of: returns the name of one of them.
     """
     pairs = [(parameter, grad) for parameter in parameters if (grad := parameter.grad) is not None]
-    rows = [(parameter, grad, kernels.values_of(grad.detach())) for parameter, grad in pairs]
-    found = []
-    for on_one in grouped((values.device, (parameter, grad, values)) for parameter, grad, values in rows).values():
-        counts = [torch.stack([values.isinf().sum(), values.isnan().sum()]) for _, _, values in on_one]
-        for (parameter, grad, _), (infs, nans) in zip(on_one, torch.stack(counts).tolist(), strict=True):
-            if infs or nans:
-                dtype = str(grad.dtype).removeprefix("torch.")
-                found.append(NonFiniteGradient(name_of(parameter), tuple(grad.shape), dtype, infs, nans))
-    return tuple(found)
+    values = [kernels.values_of(grad.detach()) for _, grad in pairs]
+    counts = read(torch.stack([each.isinf().sum(), each.isnan().sum()]) for each in values)
+    return tuple(
+        NonFiniteGradient(name_of(parameter), tuple(grad.shape), str(grad.dtype).removeprefix("torch."), infs, nans)
+        for (parameter, grad), (infs, nans) in zip(pairs, counts, strict=True)
+        if infs or nans
+    )
 
 
 def non_finite(values: Iterable[float]) -> float | None:

@@ -46,9 +46,14 @@ def is_scaled(loss: Any, searches: bool) -> bool:
         searches: True looks for a scaled loss in the whole graph, as for ``scaled_loss + other``; False looks at the
             last node only.
     """
-    losses = [each for each in tensors_in(loss) if not is_functorch_wrapped_tensor(each)]
-    last = [each.grad_fn for each in losses if each.grad_fn is not None]
+    last = [each.grad_fn for each in _losses_in(loss) if each.grad_fn is not None]
     return any(map(has_scaled, nodes_of(last) if searches else last))
+
+
+def _losses_in(loss: Any) -> list[Tensor]:
+    """Returns the losses, without those inside transforms of `torch.func`: they take no hooks, and have no values."""
+    found = (loss,) if isinstance(loss, Tensor) else tensors_in(loss)
+    return [each for each in found if not is_functorch_wrapped_tensor(each)]
 
 
 class ScaleUse:
@@ -111,21 +116,17 @@ class ScaleUse:
 
         Returns:
             The scaled losses in float32, in the same lists, tuples and dicts. And a list of these losses, without those
-            inside transforms of `torch.func`: such tensors take no hooks, and have no values to read.
+            inside transforms of `torch.func`.
         """
         result = scaled(loss, None if self.is_one else self.scale)
-        losses = [each for each in tensors_in(result) if not is_functorch_wrapped_tensor(each)]
+        losses = _losses_in(result)
         if not self.is_one:
             for each in losses:
                 if each.grad_fn is not None:
                     each.grad_fn.metadata[_SCALED] = True  # type: ignore[index]  # stub: a method; it is a property
         if self.is_checked:
             # Sums without graph: a loss may be a view of a large tensor. Not scaled, which may make them inf.
-            self._losses = [
-                (each.detach().float().sum() if each.dim() else each.detach())
-                for each in tensors_in(loss)
-                if not is_functorch_wrapped_tensor(each)
-            ]
+            self._losses = [each.detach().float().sum() if each.dim() else each.detach() for each in _losses_in(loss)]
         return result, losses
 
     def reuse_scale_of(self, earlier: ScaleUse) -> None:
@@ -287,7 +288,9 @@ def react(uses: Sequence[ScaleUse]) -> None:
     Args:
         uses: the uses by blocks since the last step.
     """
-    new = [use for use in uses if use.is_unheard] if uses else []
+    new = [use for use in uses if use.is_unheard]
+    if not new:
+        return
     for use in new:
         use._noted.append("reacted")
         use._sent = None

@@ -23,6 +23,7 @@ from ampatch.scaling.bystanders import Bystander, reached
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike
+from ampatch.scaling.overflows import OverflowHandler
 from ampatch.scaling.scale_use import ScaleUse, is_scaled
 from ampatch.scaling.scaled_leaves import ScaledLeaves
 from ampatch.scaling.unscaling import Unscaling, without_masters
@@ -47,9 +48,9 @@ class Blocks:
             there are none.
         adopted: all optimizers of the session, by id.
         checks_finite: whether steps look for inf and NaN whatever the scale.
-        watched: open blocks that warn of backward passes from other losses.
         leaves: leaves that see scaled gradients.
-        open: open blocks that scale, outer ones first.
+        overflows: what happens after a skipped step.
+        open: open blocks, outer ones first.
         warned: numbers of the losses for which the user has been warned.
     """
 
@@ -59,8 +60,8 @@ class Blocks:
     prepare: Callable[[Any, Sequence[OptimizerLike], int], tuple[LossScaler, list[AdoptedOptimizer]]]
     adopted: Mapping[int, AdoptedOptimizer]
     leaves: ScaledLeaves
+    overflows: OverflowHandler
     checks_finite: bool = False
-    watched: list[ScaledBlock[Any]] = field(default_factory=list)
     warned: set[int] = field(default_factory=set)
     open: list[ScaledBlock[Any]] = field(default_factory=list)
 
@@ -77,10 +78,9 @@ class Blocks:
         return {id(each) for known in list(self.adopted.values()) for each in known.gradients.model_parameters()}
 
     @property
-    def is_any_open(self) -> bool:
-        """True if a block is open."""
-        uses = (each.gradients.scaled_by for each in list(self.adopted.values()))
-        return any(scaled_by is not None and scaled_by.is_open for scaled_by in uses)
+    def watched(self) -> list[ScaledBlock[Any]]:
+        """The open blocks that warn of backward passes from other losses."""
+        return [each for each in self.open if each.watched]
 
 
 class ScaledBlock(Generic[_L]):
@@ -108,7 +108,6 @@ class ScaledBlock(Generic[_L]):
     beside: Sequence[Bystander] = ()
     is_used = True
     has_warned = False
-    _is_open = False
     _replicas: ReplicasInBlock | None = None  # None: no model is in a wrapper
 
     def __init__(
@@ -150,17 +149,17 @@ class ScaledBlock(Generic[_L]):
             OptionError: the number of the scale is out of range, or the loss is no floating tensor.
         """
         if self._arguments is None:
+            state = "is open already" if self in self._blocks.open else "has ended"
             raise UsageError(
-                f"this amp.scale_loss block {'is open already' if self._is_open else 'has ended'}, and a block can be "
-                "entered only once. Call amp.scale_loss(loss, optimizer) anew for each backward pass: with "
-                "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()."
+                f"this amp.scale_loss block {state}, and a block can be entered only once. Call amp.scale_loss(loss, "
+                "optimizer) anew for each backward pass: with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "scaled_loss.backward()."
             )
         loss, blocks = self._arguments[0], self._blocks
         with blocks.switch.suspended():
             self._scaler, optimizers = blocks.prepare(*self._arguments, self._loss_id)
-            self._optimizers = list(dict.fromkeys(optimizers))
-            self._gradients = [optimizer.gradients for optimizer in self._optimizers]
-            if is_scaled(loss, searches=blocks.is_any_open):  # a search takes time, and only nested blocks need it
+            self._gradients = [optimizer.gradients for optimizer in dict.fromkeys(optimizers)]
+            if is_scaled(loss, searches=bool(blocks.open)):  # a search takes time, and only nested blocks need it
                 raise UsageError(
                     "this loss was scaled before, by another amp.scale_loss: its gradients would be multiplied by both "
                     "scales. Give the loss itself, and all optimizers that it trains: amp.scale_loss(loss, "
@@ -181,11 +180,11 @@ class ScaledBlock(Generic[_L]):
                 if self._joins_earlier():
                     scaled, losses = scale_use.apply(loss)
                 self._begin(losses)
+            blocks.open.append(self)
             if not scale_use.is_one:
                 self._begin_to_watch(losses, others)
         blocks.cache.end_iteration()
         self._arguments = None  # the user may delete the loss to free its graph
-        self._is_open = True
         return scaled  # type: ignore[no-any-return]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -195,10 +194,9 @@ class ScaledBlock(Generic[_L]):
             AmpWarning: there are new gradients, and no backward pass began with the scaled loss.
         """
         blocks, has_ended = self._blocks, False
-        self._is_open = False
-        self._leave()
-        try:
-            with blocks.switch.suspended():
+        blocks.open.remove(self)
+        with blocks.switch.suspended():
+            try:
                 if kind is not None:
                     self._abandon()
                 elif blocks.switch.active:
@@ -206,12 +204,11 @@ class ScaledBlock(Generic[_L]):
                 else:  # amp.deinitialize was called inside the block, and nothing would unscale later
                     self._unscaling.run()
                 has_ended = kind is None
-        finally:
-            with blocks.switch.suspended():
+            finally:
                 self._end_beside(has_failed=not has_ended)
-            if self.has_warned:  # a loop that uses another loss does so in every step
-                blocks.warned.add(self._loss_id)
-            blocks.cache.end_iteration()
+                if self.has_warned:  # a loop that uses another loss does so in every step
+                    blocks.warned.add(self._loss_id)
+                blocks.cache.end_iteration()
 
     # Entry
 
@@ -224,7 +221,7 @@ class ScaledBlock(Generic[_L]):
         for each in self._gradients:
             each.note_thread()
         self._tell_outer(ends=True)
-        if len(self._blocks.adopted) <= len(self._optimizers) or self._scaler.is_one:
+        if len(self._blocks.adopted) <= len(self._gradients) or self._scaler.is_one:
             return []
         adopted = [each.gradients for each in list(self._blocks.adopted.values())]
         # What other threads, and blocks around this one, do with their gradients is their own.
@@ -243,16 +240,10 @@ class ScaledBlock(Generic[_L]):
             if others:
                 handed = set(map(id, self._unscaling.model_parameters()))
                 self.beside = [Bystander(each, handed) for each in others]
-            self._blocks.open.append(self)
         except BaseException:
-            self._leave()
+            self._blocks.open.remove(self)
             self._abandon()
             raise
-
-    def _leave(self) -> None:
-        for blocks in (self._blocks.watched, self._blocks.open):
-            if self in blocks:
-                blocks.remove(self)
 
     def _end_beside(self, has_failed: bool) -> None:
         beside, self.beside = self.beside, ()
@@ -262,7 +253,7 @@ class ScaledBlock(Generic[_L]):
 
     def _tell_outer(self, *, ends: bool) -> None:
         """Has the blocks around this one unscale what they have added to its gradients, and begin anew with these."""
-        for block in list(self._blocks.open) if self._blocks.open else ():
+        for block in tuple(self._blocks.open):
             for each in block.beside:
                 if each.gradients in self._gradients and each.gradients.is_of_this_thread:
                     if ends:
@@ -420,15 +411,13 @@ class ScaledBlock(Generic[_L]):
     # Backward passes from other losses
 
     def _watch(self, losses: Sequence[Tensor]) -> None:
-        """Prepares warnings: a backward pass began with another loss, or a closure returns the scaled one."""
-        for optimizer in self._optimizers:
-            optimizer.note_scaled_losses(losses)
+        """Prepares the warning that a backward pass began with another loss."""
+        self._blocks.overflows.note_losses(losses)
         if self._loss_id in self._blocks.warned:
             return
         self.watched = tuple(each.grad_fn for each in losses if each.grad_fn is not None)
         if self.watched:
             self.is_used = False
-            self._blocks.watched.append(self)
 
     def unscales_any_of(self, parameters: Collection[int]) -> bool:
         """Returns True if the block is going to unscale the gradient of one of these parameters.

@@ -50,7 +50,7 @@ def watch(ledger: PatchLedger, active: Callable[[], Blocks | None], explain: Cal
         if accumulates:
             _check_left_scaled(outputs, inputs, blocks)
         adds_in_ddp = accumulates and blocks.ranks.replicates
-        before = blocks.ranks.before_backward(blocks.is_any_open) if adds_in_ddp else []
+        before = blocks.ranks.before_backward(bool(blocks.open)) if adds_in_ddp else []
         try:
             result = original(outputs, *args, **kwargs)
         except RuntimeError as error:
@@ -58,10 +58,11 @@ def watch(ledger: PatchLedger, active: Callable[[], Blocks | None], explain: Cal
             raise
         if before:
             blocks.ranks.after_backward(before)
-        if blocks.watched:
-            scaled = {node: each for each in blocks.watched for node in each.watched}
+        watched = blocks.watched
+        if watched:
+            scaled = {node: each for each in watched for node in each.watched}
             for output in outputs:
-                _follow(output, scaled, blocks.watched, inputs, accumulates)
+                _follow(output, scaled, watched, inputs, accumulates)
         return result
 
     ledger.set(*ENGINE_RUN_BACKWARD, run)
@@ -84,7 +85,7 @@ def _check_left_scaled(outputs: Sequence[Tensor | GradientEdge], inputs: Collect
         UsageError: the backward pass would add to such gradients.
     """
     left = blocks.left_scaled()
-    if not left or (blocks.is_any_open and not blocks.watched):  # a block that is not watched may be the loss's own
+    if not left or (blocks.open and not blocks.watched):  # a block that is not watched may be the loss's own
         return
     for gradients in left:
         gradients.settle_left_scaled()

@@ -103,8 +103,10 @@ def without_masters(gradients: Sequence[OptimizerGradients], but: Collection[int
     if len(gradients) == 1 and not but and not gradients[0].masters.wanted:
         return gradients[0].tensors()
     return gradients_of(
-        parameter
-        for each in gradients
-        for parameter in each.masters.parameters_without_master(each.parameters())
-        if id(parameter) not in but
+        [
+            parameter
+            for each in gradients
+            for parameter in each.masters.parameters_without_master(each.parameters())
+            if id(parameter) not in but
+        ]
     )

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,8 +237,6 @@ class Conversion:
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, torch.dtype]]]
         self._buffers = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
-        # By id of the half parameter, which its owner keeps alive. An id makes the lookup at every forward pass fast.
-        self._owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def convert(self, planned: Plan) -> None:
         """Converts tensors to their planned types; keeps float32 values of parameters until `forget_unclaimed`.
@@ -323,7 +321,6 @@ class Conversion:
             master.__dict__ = parameter.__dict__
         self.without_master.forget(parameter)
         converted.owner = weakref.ref(owner)
-        self._owners[id(parameter)] = owner
         return converted.kept, master
 
     def release(self, parameter: nn.Parameter) -> torch.dtype:
@@ -334,12 +331,12 @@ class Conversion:
         """
         converted: ConvertedTensor = self._converted[parameter]
         converted.owner = None
-        self._owners.pop(id(parameter), None)
         return converted.before
 
-    def owners_of(self, parameters: Iterable[Tensor]) -> set[Any]:
-        """Returns the owners that have claimed any of these parameters."""
-        return {owner for parameter in parameters if (owner := self._owners.get(id(parameter))) is not None}
+    def has_master(self, tensor: Tensor) -> bool:
+        """Returns True if a tensor is a half parameter that an owner has claimed."""
+        converted = self._converted.get(tensor)
+        return converted is not None and converted.owner is not None and converted.owner() is not None
 
     def forget_unclaimed(self) -> None:
         """Drops the float32 values of parameters without an owner, to free the memory that half weights save.

@@ -377,12 +377,13 @@ class MasterGradients:
             both = shown.copy_edits()
             if both is not None and not is_capturing():
                 self._to_tell.append((HostCopy(both), _BOTH_CHANGED))
-        for pairs in by_device(replaced):
-            numbers = torch.zeros(len(pairs), dtype=torch.float64, device=pairs[0].master.device)
-            kernels.copy_edits(_half_gradients(pairs), _full_gradients(pairs), numbers, numbers + 1, of_gradients=True)
-            for pair in pairs:
-                pair.leave(_Gradient.SHOWN)
         if replaced:
+            for pairs in by_device(replaced):
+                numbers = torch.zeros(len(pairs), dtype=torch.float64, device=pairs[0].master.device)
+                grads, fulls = _half_gradients(pairs), _full_gradients(pairs)
+                kernels.copy_edits(grads, fulls, numbers, numbers + 1, of_gradients=True)
+                for pair in pairs:
+                    pair.leave(_Gradient.SHOWN)
             self._note_shown()
         return is_all_shown
 
@@ -646,7 +647,7 @@ def _values(grads: list[Any]) -> list[Tensor]:
 
 def by_device(pairs: Iterable[Pair]) -> Iterable[list[Pair]]:
     """Groups pairs by device."""
-    return grouped((pair.master.device, pair) for pair in pairs).values()
+    return grouped([(pair.master.device, pair) for pair in pairs]).values()
 
 
 def _take(pair: Pair, inv_scale: Tensor | None, found_inf: Tensor) -> None:

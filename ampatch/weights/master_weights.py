@@ -10,10 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import operator
-import sys
-import threading
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -23,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from ampatch.casting.write_back import is_running
 from ampatch.errors import UsageError, in_every_layer
 from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
@@ -59,7 +55,7 @@ class _Group:
 
     def note(self, places: slice = _ALL) -> None:
         """Records that half weights now equal the rounded masters."""
-        self._of_halves[places] = kernels.fingerprints(self._halves[places])
+        self._of_halves[places].copy_(kernels.fingerprints(self._halves[places]))
 
     def renew(self, place: int) -> None:
         """Records the same as `note` for one pair, whose tensors may have other memory now."""
@@ -93,6 +89,7 @@ class MasterWeights:
     Attributes:
         wanted: the argument ``wanted``.
         gradients: gradients of the masters and of the half parameters.
+        are_in_place: True while the optimizer's parameters stand for their masters.
     """
 
     def __init__(
@@ -100,9 +97,7 @@ class MasterWeights:
     ) -> None:
         self.wanted = wanted
         self.name_of = name_of
-        # The frame of the call for which parameters stand for their masters, and its thread; None at other times.
-        self._in_place_for: tuple[types.FrameType, int] | None = None
-        self._exchanged: tuple[list[nn.Parameter], list[nn.Parameter]] | None = None  # once all of them are
+        self.are_in_place = False
         self._memory: dict[int, list[nn.Parameter]] | None = None  # masters by address of storage; None until needed
         self._given: dict[int, GivenData] = {}  # by the same addresses
         self._groups: list[_Group] = []
@@ -321,7 +316,11 @@ class MasterWeights:
         kept, parameter = pair.kept, pair.parameter
         # `_was_written` syncs with the device: call it only if torch has counted a write to the master.
         if kept.was_updated and self._was_written(pair) and not _are_alike(pair):
-            raise UsageError(self._both_written(pair))
+            raise UsageError(
+                f"{self.name_of(parameter)}: half weights and their float32 master were both written to since they "
+                "last were the same, so amp cannot know which of the two counts. Write to only one of them; now, under "
+                "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
+            )
         try:
             kept.synchronise(parameter)
         except UsageError as error:
@@ -334,13 +333,6 @@ class MasterWeights:
                     f"keep_fp32=[{in_every_layer(module)!r}])."
                 )
             raise UsageError(f"{name}: {error}{hint}") from None
-
-    def _both_written(self, pair: Pair) -> str:
-        return (
-            f"{self.name_of(pair.parameter)}: half weights and their float32 master were both written to since they "
-            "last were the same, so amp cannot know which of the two counts. Write to only one of them; now, under "
-            "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
-        )
 
     def _was_written(self, pair: Pair) -> bool:
         """Returns True if user code has written to a half weight since it equalled its rounded master."""
@@ -367,36 +359,25 @@ class MasterWeights:
 
     # The exchange
 
-    @property
-    def are_in_place(self) -> bool:
-        """True while the optimizer's parameters stand for their masters; ends that if Ctrl-C has ended the step."""
-        if self._in_place_for is None:
-            return False
-        frame, thread = self._in_place_for
-        if thread == threading.get_ident() and not is_running(frame):
-            self._exchange_back()
-            return False
-        return True
-
-    def put_in(self, call: tuple[types.FrameType, int] | None = None) -> None:
-        """Has the optimizer's parameters stand for their masters, for the call whose frame is above this one's.
-
-        Args:
-            call: the call's frame and thread, where it began earlier.
-        """
-        if call is None:
-            frame: Any = sys._getframe(1)
-            while frame.f_code.co_flags & inspect.CO_GENERATOR or frame.f_globals is vars(contextlib):
-                frame = frame.f_back
-            call = frame, threading.get_ident()
+    def put_in(self) -> None:
+        """Has the optimizer's parameters stand for their masters."""
         self._widen_state()
-        parameters, masters = list(self._parameters.values()), list(self._masters.values())
+        parameters, masters = self._parameters.values(), self._masters.values()
         if list(map(_IS_TRAINED, parameters)) != list(map(_IS_TRAINED, masters)):
             for parameter, master in zip(parameters, masters, strict=True):
                 master.requires_grad_(parameter.requires_grad)
-        self._in_place_for = call  # first: from here on, Ctrl-C may end the call
-        exchange(parameters, masters)
-        self._exchanged = parameters, masters
+        self.are_in_place = True  # first: Ctrl-C may come before the next line
+        self._exchange()
+
+    def _exchange(self) -> None:
+        """Exchanges all parameters with their masters; if that fails, every parameter is half."""
+        try:
+            exchange(list(self._parameters.values()), list(self._masters.values()))
+        except BaseException:  # Ctrl-C may come between two pairs: the types tell which are exchanged
+            wide = [pair for pair in self._pairs.values() if pair.parameter.dtype is not pair.kept.dtype]
+            exchange([pair.parameter for pair in wide], [pair.master for pair in wide])
+            self.are_in_place = False
+            raise
 
     def _widen_state(self) -> None:
         """Makes the state of parameters with masters float32: of those that came half, or if it was loaded past amp."""
@@ -413,16 +394,10 @@ class MasterWeights:
         Args:
             stepped: as for `write`.
         """
-        if self._in_place_for is not None:
-            self._exchange_back(stepped)
-
-    def _exchange_back(self, stepped: bool = True) -> None:
-        exchanged, self._exchanged = self._exchanged, None
-        if exchanged is None:  # Ctrl-C has ended an exchange half-way: the types tell how far it got
-            wide = [pair for pair in self._pairs.values() if pair.parameter.dtype is not pair.kept.dtype]
-            exchanged = [pair.parameter for pair in wide], [pair.master for pair in wide]
-        exchange(*exchanged)
-        self._in_place_for = None
+        if not self.are_in_place:
+            return
+        self._exchange()
+        self.are_in_place = False
         self._check_that_masters_are_updated()
         self.write(stepped)
 
@@ -447,14 +422,13 @@ class MasterWeights:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        call = self._in_place_for
         self.take_back()
         try:
             yield
         finally:
             self.gradients.copy_edits()
             self.synchronise(by_value=True)
-            self.put_in(call)
+            self.put_in()
 
     def _check_that_masters_are_updated(self) -> None:
         """Checks, after a step and before `write`, that the optimizer has not written to half weights.

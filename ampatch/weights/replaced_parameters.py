@@ -155,7 +155,7 @@ class ReplacedParameters:
 
     def _note(self, module: nn.Module, name: str, old: Tensor, new: Tensor | None) -> bool:
         """Notes that a parameter was replaced, if it has a master; returns True if it has."""
-        has_master = bool(self._conversion.owners_of([old]))
+        has_master = self._conversion.has_master(old)
         if has_master:
             self._noted[id(module), name] = _Place.of(module, name, old, new)
         return has_master
@@ -205,7 +205,7 @@ class ReplacedParameters:
         by_old: dict[int, _Replaced] = {}
         for place in noted:
             now = place.now()
-            if now is not None and self._conversion.owners_of([now[1]]):
+            if now is not None and self._conversion.has_master(now[1]):
                 module, old, new = now
                 by_old.setdefault(id(old), _Replaced(old)).places.append((module, place.name, new))
         held = [each for module in self._modules for each in module._parameters.values() if each is not None]

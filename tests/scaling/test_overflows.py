@@ -524,13 +524,6 @@ class TestLog:
         optimizer.step()
         assert log() == [LINE]
 
-    def test_takes_the_same_step_function_as_ever(self):
-        _, optimizer = begun("log")
-        assert optimizer.step.__func__.__code__.co_name == "step"
-        amp.deinitialize()
-        _, optimizer = begun("raise")
-        assert optimizer.step.__func__.__code__.co_name == "reporting"
-
     @pytest.mark.parametrize("wrong", ["Raise", "loud", None, 3])
     def test_other_choices_are_refused(self, wrong):
         with pytest.raises(amp.OptionError, match=r"on_overflow is .*; expected 'explain', 'log', 'raise', 'trace'"):

@@ -285,7 +285,7 @@ class TestMethodsOfTheOptimizer:
 
 
 class TestWhatEndsAStep:
-    def test_an_interrupt_in_the_exchange_leaves_half_weights_at_the_next_look(self, half, monkeypatch):
+    def test_an_interrupt_in_the_exchange_leaves_half_weights(self, half, monkeypatch):
         training = Training("initialize", half, torch.optim.SGD, lr=0.1)
         training.step()
         before = [each.detach().clone() for each in training.masters]
@@ -301,8 +301,8 @@ class TestWhatEndsAStep:
         with pytest.raises(KeyboardInterrupt):
             training.step()
         monkeypatch.undo()
-        assert training.model(torch.ones(1, 4)).dtype is torch.float32
         assert {each.dtype for each in training.model.parameters()} == {half}
+        assert training.model(torch.ones(1, 4)).dtype is torch.float32
         assert_same_state([each.detach() for each in training.masters], before)
         training.step()
 
