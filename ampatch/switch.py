@@ -279,9 +279,10 @@ class Region:
 
     @traced_within_others
     def __enter__(self) -> None:
-        from ampatch.torch_private.tracers import graph_break
+        if is_dynamo_compiling():
+            from ampatch.torch_private.tracers import graph_break
 
-        graph_break()  # a graph cannot know in which state it will run
+            graph_break()  # a graph cannot know in which state it will run
         if self._innermost is self and _thread.regions:
             self._around = _thread.regions[-1]._innermost
         _thread.regions.append(self)
