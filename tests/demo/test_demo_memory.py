@@ -97,16 +97,16 @@ class TestPeakAllocated:
 
         assert peak_allocated(prepare) == 4 * MIB
 
-    def test_nothing_is_printed_nor_left_in_the_environment(self, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_nothing_is_left_in_the_environment(self) -> None:
         before = dict(os.environ)
 
         peak(lambda: torch.ones(2))
 
         assert dict(os.environ) == before
-        assert capfd.readouterr() == ("", "")
 
     @pytest.mark.slow
-    def test_nor_by_the_first_measurement_of_a_process(self) -> None:
+    def test_nothing_is_printed(self) -> None:
+        """In a process of its own: torch's profiler reads its log level once, in whichever test is the first."""
         program = (
             "import os, torch; from ampatch.diagnostics.peak_memory import peak_allocated; "
             "before = dict(os.environ);"
