@@ -104,16 +104,15 @@ class Session:
             self.gradients,
             self.wrappers,
         )
-        self._before_forward = [part.before_forward for part in self.parts if part.before_forward is not None]
+        # The wrapper first: its check of join() comes before anything is copied.
+        before = (part.before_forward for part in (self.wrappers, *self.parts[:-1]))
+        self._before_forward = [answer for answer in before if answer is not None]
         self._after_forward = [part.after_forward for part in self.parts if part.after_forward is not None]
 
     def install(self) -> None:
         """Patches torch as the settings say, and turns casts on."""
         for part in self.parts:
             part.install()
-        before_capture = self.masters.while_active(self.masters.before_capture)
-        cuda_graphs.announce(self.ledger, before_capture)
-        cuda_graphs.accept_adopted_models(self.ledger, before_capture)
         self.switch.active = True
 
     # Adoption
@@ -142,10 +141,10 @@ class Session:
                 part.finish(models, optimizers)
 
     def _adopt_model(self, model: nn.Module) -> None:
-        is_new = model not in self.adopted.live_models
+        is_new = model not in self.adopted.weak_models
         if is_new:
             cuda_graphs.check_not_graphed(model)
-        self.adopted.live_models.add(model)
+        self.adopted.weak_models.add(model)
         for part in self.parts:
             part.adopt_model(model, is_new)
         if is_new and (self.settings.properties.cast_model_type is not None or self.settings.patches_functions):

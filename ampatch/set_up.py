@@ -1,4 +1,4 @@
-"""What `amp.initialize` and `amp.init` make of their arguments: checks that concern several of them, and the session.
+"""The arguments of `amp.initialize` and `amp.init`: checks that concern several of them, and the session made of them.
 
 Must not change a model or an optimizer: the session adopts them.
 """

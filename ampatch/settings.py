@@ -80,7 +80,7 @@ class Settings:
 
     @property
     def has_masters(self) -> bool:
-        """True if half weights get float32 masters."""
+        """True if half weights get float32 masters; ``master_weights=True`` alone makes none of float32 weights."""
         return bool(self.properties.master_weights) and self.has_half_weights
 
     @property

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ampatch import amp
 
-OVERFLOW = 1e38  # times the first scale, and times 2, it is beyond float32
+OVERFLOW = 1e38  # beyond float32 once it is multiplied by the first loss scale
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -40,6 +40,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Rprop": torch.optim.Rprop,
     "Muon": torch.optim.Muon,  # takes matrices only
 }
+# Torch's other optimizers: they take a closure or sparse gradients, or are the base class.
 OTHERS = {"LBFGS", "SparseAdam", "Optimizer"}
 
 
@@ -68,13 +69,13 @@ class Larc:
 
 
 def initialize(model: Any, optimizer: Any, **options: Any) -> None:
-    """Without casts unless a level is given, and with a dynamic scale."""
+    """Calls `amp.initialize` with a dynamic scale, and without casts unless a level is given."""
     level = {} if "opt_level" in options else {"opt_level": "O1", "patch_torch_functions": False}
     amp.initialize(model, optimizer, **{**level, "loss_scale": "dynamic", "verbosity": 0, **options})
 
 
 def backward(loss: Tensor, optimizers: Any, *, with_amp: bool = True, **options: Any) -> None:
-    """Through a block; or, to compare with, as torch does it alone."""
+    """Runs a backward pass in a block; without amp as torch does it alone, to compare with."""
     if not with_amp:
         loss.backward()
         return

@@ -45,6 +45,29 @@ class Closed(torch.optim.SGD):
         super().__setattr__(name, value)
 
 
+class Slim:
+    """An optimizer to which no weak reference can be made."""
+
+    __slots__ = ("param_groups",)
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+    def step(self) -> None:
+        pass
+
+    def zero_grad(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_an_optimizer_without_weak_references_is_refused(opt_level: str) -> None:
+    model = Net()
+    with pytest.raises(OptionError, match="the step of this Slim cannot be replaced"):
+        amp.initialize(model, Slim(model.parameters()), opt_level=opt_level, verbosity=0)
+    assert runtime.live is None
+
+
 def traces(*models: nn.Module) -> list[object]:
     """What a session leaves on models: hooks, and functions in place of others."""
     return [

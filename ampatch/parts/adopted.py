@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from ampatch.errors import UsageError
-from ampatch.patching import adopted_model
 from ampatch.scaling.optimizer_step import AdoptedOptimizer, OptimizerLike, check_optimizer
 
 _MOST_WRAPPERS = 8  # of nested optimizers; a limit, since they could form a ring
@@ -22,18 +21,18 @@ class Adopted:
     """The adopted models and optimizers that still exist.
 
     Attributes:
-        live_models: the models.
+        weak_models: the models, held weakly.
         by_id: the records of the optimizers by the optimizer's id, since some optimizers are not hashable.
     """
 
     def __init__(self) -> None:
-        self.live_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.weak_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.by_id: dict[int, AdoptedOptimizer] = {}
 
     @property
     def models(self) -> list[nn.Module]:
         """The models."""
-        return list(self.live_models)
+        return list(self.weak_models)
 
     @property
     def records(self) -> list[AdoptedOptimizer]:
@@ -47,10 +46,10 @@ class Adopted:
 
     def mark(self) -> Callable[[], None]:
         """Returns a function that forgets what was adopted since."""
-        models, optimizers = set(self.live_models), set(self.by_id)
+        models, optimizers = set(self.weak_models), set(self.by_id)
 
         def forget() -> None:
-            self.live_models &= models
+            self.weak_models &= models
             for key in set(self.by_id) - optimizers:
                 del self.by_id[key]
 
@@ -96,7 +95,7 @@ class Adopted:
 
     def parameter_names(self) -> dict[int, str]:
         """Returns the names of all parameters of the models, by the parameter's id."""
-        return adopted_model.named_parameters(self.live_models)
+        return {id(parameter): name for model in self.models for name, parameter in model.named_parameters()}
 
     def parameter_ids(self) -> set[int]:
         """Returns the ids of all parameters of the models, and of their masters."""

@@ -1,4 +1,4 @@
-"""What user code and other libraries do with the gradients of adopted optimizers between a block and a step.
+"""The gradients of adopted optimizers between a block and a step, as user code and other libraries use them.
 
 Must keep no state: `ampatch.scaling.optimizer_gradients` has an optimizer's.
 """

@@ -66,7 +66,7 @@ class Losses(Part):
         self.scalers = self._new_scalers()
         self._is_scaled = not all(scaler.is_one for scaler in self.scalers)
         may_skip = (settings.scale_policy.dynamic or settings.check_finite) and not settings.adopts_on_use
-        self.kept_buffers = KeptBuffers(self.ledger) if may_skip else None
+        self.kept_buffers = KeptBuffers() if may_skip else None
         if self.kept_buffers is not None:
             self.before_forward, self.after_forward = self.kept_buffers.before_forward, self.kept_buffers.after_forward
         self.leaves = ScaledLeaves()
@@ -99,6 +99,8 @@ class Losses(Part):
     def install(self) -> None:
         """Has torch report backward passes and steps of optimizers that amp has not adopted."""
         settings = self.settings
+        if self.kept_buffers is not None:
+            self.kept_buffers.install(self.ledger)
         if self._is_scaled or settings.patches_any:
             explain = self._casts.while_active(self._casts.explain_backward)
             unscaled_losses.watch(self.ledger, self.while_active(self._blocks_now), explain)
@@ -143,8 +145,8 @@ class Losses(Part):
             UsageError: a parameter is in two optimizers that would each have a master of it.
         """
         shared, settings = self.shared, self.settings
-        masters = self._masters.of(optimizer)
         try:
+            masters = self._masters.begin_for(optimizer)
             record = AdoptedOptimizer(
                 OptimizerGradients(
                     optimizer,

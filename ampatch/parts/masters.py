@@ -1,4 +1,4 @@
-"""The float32 masters of all optimizers, and what user code does to half weights behind their back.
+"""The float32 masters of all optimizers, and the half weights that user code replaces or writes to.
 
 Owns the search for weights that were replaced or written to. One optimizer's masters are
 `ampatch.weights.master_weights`. Must not know whether a step is skipped.
@@ -17,6 +17,7 @@ from ampatch import tracing
 from ampatch.errors import UsageError
 from ampatch.parts.part import Part, Shared, with_casts_off
 from ampatch.parts.weights import Weights
+from ampatch.patching import cuda_graphs
 from ampatch.scaling.optimizer_step import OptimizerLike
 from ampatch.weights import copies, optimizer_state, untracked_writes
 from ampatch.weights.master_weights import MasterWeights, dropping_sums
@@ -57,9 +58,14 @@ class Masters(Part):
             self._replaced.watch_optimizers(ledger)
         if settings.has_masters or settings.patches_functions:
             untracked_writes.announce(ledger, self.while_active(self._note_write))
+        before_capture = self.while_active(self._before_capture)
+        cuda_graphs.announce(ledger, before_capture)
+        cuda_graphs.accept_adopted_models(ledger, before_capture)
 
-    def of(self, optimizer: OptimizerLike) -> MasterWeights:
-        """Returns the masters of an optimizer that is about to be adopted; its step makes them.
+    def begin_for(self, optimizer: OptimizerLike) -> MasterWeights:
+        """Returns the masters of an optimizer that is about to be adopted; their `install` makes them.
+
+        Puts parameters that the optimizer has back into the models, if amp took them out before it had them.
 
         Raises:
             UsageError: it updates masters of another optimizer.
@@ -111,7 +117,7 @@ class Masters(Part):
             for masters in self._all() if model is None else self._of_model(model):
                 masters.synchronise()
 
-    def before_capture(self) -> bool:
+    def _before_capture(self) -> bool:
         """Does what cannot be done while a CUDA graph is captured, or would be missing from its replays.
 
         Autograd graphs of kept casts belong to other streams, which a capture must not wait for. Writes to weights are

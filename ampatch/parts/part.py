@@ -1,4 +1,4 @@
-"""What a part of a session is asked, and what all parts share.
+"""The questions that a session asks each part, and the state that all parts share.
 
 Must hold no state of one part only.
 """

@@ -19,7 +19,7 @@ from ampatch.weights.conversion_plan import own_tensors
 
 
 class StateDicts:
-    """What hooks on every module of a converted model do when it is saved or loaded."""
+    """The work of the hooks on every module of a converted model when it is saved or loaded."""
 
     def __init__(self, shared: Shared, weights: Weights, masters: Masters) -> None:
         self._switch, self._conversion, self._masters = shared.switch, weights.conversion, masters

@@ -75,23 +75,24 @@ class Wrappers(Part):
         def __init__(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:  # noqa: N807
             synchronise()
             original(wrapper, *args, **kwargs)
-            follow(wrapper, signature.bind(wrapper, *args, **kwargs).arguments.get("init_sync", True))
+            follow(wrapper, signature, args, kwargs)
 
         return __init__
 
     @with_casts_off
-    def _follow(self, wrapper: DistributedDataParallel, has_sent_weights: bool) -> None:
-        """Notes that DDP has wrapped a model, and broadcasts masters and scales from rank 0.
-
-        Args:
-            wrapper: the wrapper.
-            has_sent_weights: whether DDP has broadcast the half weights; it knows no masters.
-        """
+    def _follow(
+        self,
+        wrapper: DistributedDataParallel,
+        signature: inspect.Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Notes that DDP has wrapped a model, and broadcasts masters and scales from rank 0: DDP knows none of them."""
         conversion = self._weights.conversion
         conversion.without_master.note_kept()  # the wrapper has sent the weights of rank 0 as they are
         self.shared.ranks.add(wrapper)
         self._hear_forwards_of(wrapper)
-        if not has_sent_weights:
+        if not signature.bind(wrapper, *args, **kwargs).arguments.get("init_sync", True):  # nor has it sent weights
             return
         for tensor in distributed.broadcast_tensors(wrapper):
             full = conversion.kept_float32_values(tensor)

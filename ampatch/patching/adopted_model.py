@@ -410,8 +410,3 @@ def _leave_result(module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
 @traced_within_others
 def _cast_result(dtype: torch.dtype, module: nn.Module, _: tuple[Any, ...], result: Any) -> Any:
     return write_back.end(module, dtype, result)
-
-
-def named_parameters(models: Set[nn.Module]) -> dict[int, str]:
-    """Returns the names of all parameters, by ``id``."""
-    return {id(parameter): name for model in models for name, parameter in model.named_parameters()}

@@ -142,15 +142,14 @@ class ModelBuffers:
 
 
 class KeptBuffers:
-    """The buffers of all models of a session.
+    """The buffers of all models of a session."""
 
-    Args:
-        ledger: records the hooks by which modules tell of new parts and buffers.
-    """
-
-    def __init__(self, ledger: PatchLedger) -> None:
+    def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, ModelBuffers] = weakref.WeakKeyDictionary()
         self._needed: weakref.WeakSet[BuffersBefore] = weakref.WeakSet()  # copies that a step may still need
+
+    def install(self, ledger: PatchLedger) -> None:
+        """Has modules tell of new parts and buffers."""
 
         def note(*_: object) -> None:
             for buffers in list(self._of.values()):

@@ -13,7 +13,6 @@ from helpers import assert_same_bits
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.ledger import PatchLedger
 from ampatch.scaling.kept_buffers import BuffersBefore, KeptBuffers
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loss of a:ampatch.errors.AmpWarning")
@@ -254,7 +253,7 @@ class TestStepsThatTheHostJudgesLate:
 
     @staticmethod
     def kept(model: nn.Module) -> tuple[KeptBuffers, Callable[[], BuffersBefore]]:
-        buffers = KeptBuffers(PatchLedger())
+        buffers = KeptBuffers()
         buffers.add(model)
         return buffers, lambda: buffers.before_step(lambda _: True, lambda _: False)
 
