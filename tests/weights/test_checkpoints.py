@@ -10,6 +10,7 @@ import copy
 import functools
 import io
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -229,7 +230,8 @@ def runs(
             assert amp.skipped_steps(run.optimizer) == len(overflows_of(options))
         finally:
             amp.deinitialize()
-    other = subprocess.run([sys.executable, __file__, str(folder)], capture_output=True, text=True, check=False)
+    command, found = [sys.executable, __file__, str(folder)], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    other = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
     assert (other.returncode, other.stderr) == (0, "")
     return folder, whole
 
