@@ -327,8 +327,7 @@ class TestTraining:
     def test_two_ranks_end_with_the_same_bits(self, tmp_path: Path) -> None:
         script = tmp_path / "ranks.py"
         script.write_text(RANKS)
-        folders = [Path(__file__).parent, Path(__file__).parents[1]]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, folders))}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = completed([sys.executable, *torchrun, str(script)], cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -335,8 +335,7 @@ class TestTraining:
         script = tmp_path / "ranks.py"
         script.write_text(RANKS)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-        here = Path(__file__).parent
-        environment = {**ENVIRONMENT, "PYTHONPATH": f"{here}{os.pathsep}{here.parent}"}
+        environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("alike") == 2
