@@ -199,7 +199,7 @@ class TestImports:
                 f"ampatch.{name}"
                 for name in ("cast_lists", "cli", "diagnostics", "errors", "function_wrapper", "grouping", "lists")
             ),
-            "ampatch.opt_levels",
+            *("ampatch.opt_levels", "ampatch.half_types", "ampatch.torch_private", "ampatch.torch_private.operators"),
             *(f"ampatch.cli.{name}" for name in ("commands", "main", "run", "script_report", "users_errors")),
             *("ampatch.diagnostics.json_files", "ampatch.version"),
             *(f"ampatch.cast_lists.{name}" for name in LISTS),
