@@ -29,6 +29,7 @@ from ampatch.patching.adopted_model import Hooks
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.wrappers import explain, without_casts
 from ampatch.replaced import Replaced
+from ampatch.scaling.optimizer_step import OptimizerLike
 from ampatch.session import Session
 from ampatch.settings import Settings
 
@@ -52,6 +53,22 @@ class Runtime:
     may_replace: bool = False
     replaced: Replaced | None = None
     before_close: list[Callable[[Session], None]] = field(default_factory=list)
+
+    def required(self, what: str) -> Session:
+        """Returns the live session; raises if there is none, naming the function that needs it."""
+        if self.live is None:
+            raise UsageError(
+                f"{what} was called before amp.initialize. Type model, optimizer = amp.initialize(model, optimizer) "
+                "first."
+            )
+        return self.live
+
+    def session_of(self, optimizer: OptimizerLike, what: str) -> Session:
+        """Returns the live session; raises if it is not the one that has the optimizer."""
+        live = self.required(what)
+        if self.replaced is not None:
+            self.replaced.check(optimizer, live)
+        return live
 
 
 runtime = Runtime()

@@ -35,6 +35,17 @@ autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
+# Groups of the arguments of amp.initialize.
+napoleon_custom_sections = [
+    (group, "params_style")
+    for group in (
+        "Values of the level",
+        "Cast lists and parts of a model",
+        "Loss scale",
+        "Skipped steps",
+        "Logs",
+    )
+]
 # Docstrings have names in single backticks, which become links where the reference has the name.
 default_role = "py:obj"
 

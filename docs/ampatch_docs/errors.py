@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[1]
 
 #: Messages that pass on the text of another one, by the place that raises them; the texts stand elsewhere on the page.
 PASSED_ON = {
-    ("amp.py", "_side"),
+    ("public/tools.py", "_side"),
     ("cast_lists/lists.py", "_read_overlay"),
     ("cast_lists/reader.py", "Reading._add_pattern"),
     ("cast_lists/reader.py", "Reading._options"),
@@ -75,7 +75,7 @@ class Section:
     """A situation, with its entries.
 
     Attributes:
-        files: modules, functions and folders whose checks of arguments stand in this section: ``amp.py:tune``.
+        files: modules, functions and folders whose checks of arguments stand in this section: ``public/tools.py:tune``.
         also: messages that are not found in the code, since it puts them together.
     """
 

@@ -62,7 +62,7 @@ def _without_bars(line: str) -> str:
 def readable_types(text: str | None) -> str | None:
     """Returns a signature or an annotation without the paths of modules that a user does not import.
 
-    Type variables lose their underscore: ``ampatch.amp._Models`` becomes ``Models``.
+    Type variables lose their underscore: ``ampatch.public.setting_up._Models`` becomes ``Models``.
     """
     return text and re.sub(r"\b(?:[a-z_]\w*\.)*_?([A-Z]\w*)", r"\1", text)
 
@@ -111,7 +111,8 @@ def import_timm_adapter() -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx: takes part in reading docstrings, before napoleon, and signatures."""
     import_timm_adapter()
-    forget_overloads("ampatch.amp")
+    for name in ("setting_up", "casts"):
+        forget_overloads(f"ampatch.public.{name}")
     app.connect("autodoc-process-docstring", _docstring, priority=400)
     app.connect("autodoc-process-signature", _signature)
     app.connect("doctree-read", _dashes)

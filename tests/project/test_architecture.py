@@ -141,7 +141,7 @@ MODULES_WITH_MANY_IMPORTS = {
     "ampatch.session": 25,
 }
 #: Which use everything, and are used by nothing.
-ABOVE_THE_CORE = ("ampatch.amp", "ampatch.set_up", "ampatch.cli", "ampatch.demo", "ampatch.diagnostics")
+ABOVE_THE_CORE = ("ampatch.amp", "ampatch.public", "ampatch.cli", "ampatch.demo", "ampatch.diagnostics")
 
 
 def methods() -> dict[str, int]:

@@ -1,0 +1,192 @@
+"""Checks arguments of the public functions against each other, and against models and optimizers.
+
+The module that owns a value checks a value alone, such as `ampatch.opt_levels`. Must change nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ampatch import distributed, opt_levels
+from ampatch.cast_lists import list_edits, rules
+from ampatch.cast_lists.lists import CastLists, Overlay, shipped
+from ampatch.errors import OptionError, UsageError
+from ampatch.half_types import HALVES, default_half
+from ampatch.interfaces.mixed_precision import mixed_precision_within
+from ampatch.opt_levels import Properties, as_flag
+from ampatch.patching import adopted_model
+from ampatch.runtime import runtime
+from ampatch.session import Session
+from ampatch.weights import conversion_plan
+from ampatch.weights.optimizer_state import parameters_of
+
+_F = TypeVar("_F")
+
+
+def checks_names(function: _F) -> _F:
+    """Decorates a function: a call with an unknown name raises `OptionError`, which says the name that was meant."""
+    known: Any = inspect.signature(function).parameters  # type: ignore[arg-type]
+
+    @functools.wraps(function)  # type: ignore[arg-type]
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        opt_levels.check_names(kwargs, known, f"amp.{checked.__name__} got")
+        return function(*args, **kwargs)  # type: ignore[operator]
+
+    return checked  # type: ignore[return-value]
+
+
+def half_dtype_of(
+    given: torch.dtype | str | None,
+    alias: torch.dtype | str | None,
+    alias_name: str,
+    opt_level: str,
+    models: Iterable[nn.Module],
+) -> torch.dtype:
+    """Returns the requested half dtype; else the live session's, the one of weights that are half, the device's."""
+    checked = None if given is None else opt_levels.check_half_dtype(given)
+    if alias is not None:
+        also = opt_levels.check_half_dtype(alias, alias_name)
+        if checked is not None and checked is not also:
+            raise OptionError(f"half_dtype={checked} and {alias_name}={also} say different things; give one of them.")
+        checked = also
+    if checked is not None:
+        level = opt_levels.LEVELS[opt_levels.check_opt_level(opt_level)]
+        if level.half_dtype not in (None, checked):
+            raise OptionError(
+                f"half_dtype={checked} contradicts opt_level={opt_level!r}, which is {level.half_dtype}. Leave "
+                f"half_dtype out, or use opt_level={'O1' if opt_level == 'O4' else 'O2'!r}."
+            )
+        return checked
+    live = runtime.live
+    if live is not None and not runtime.may_replace:
+        return live.settings.properties.half_dtype
+    halves = {parameter.dtype for model in models for parameter in model.parameters()} & HALVES
+    if len(halves) == 1:
+        return halves.pop()
+    return default_half(adopted_model.device_types_of(models))
+
+
+def lists_of(overlay: Overlay | None) -> CastLists:
+    """Returns the shipped lists with a user's changes laid over them."""
+    return shipped() if overlay is None else shipped().overlaid(overlay)
+
+
+def check_have_effect(lists: CastLists, properties: Properties) -> None:
+    """Raises if a user's lists have no effect at a level that patches no functions by the lists.
+
+    Raises:
+        OptionError: the level converts no weights; no entry is for functions that need float32; or weights are
+            converted, and an entry under ``modules`` has rules of its own.
+    """
+    level = properties.opt_level
+    converts = properties.cast_model_type in HALVES
+    if converts:
+        own = next((entry for entry in lists.modules if not entry.is_float32), None)
+        if own is not None:
+            raise OptionError(
+                f"cast_lists contradicts opt_level={level!r}: {own.source} has rules for {own.name!r}, and this level "
+                f"applies no lists. Give it {rules.FLOAT32}, which holds at this level too, leave it out, or type "
+                "opt_level='O1'."
+            )
+    if lists.modules and not list_edits.difference(shipped(), replace(lists, modules=())):
+        return  # parts in float32 are in float32 here, too
+    if not converts:
+        raise OptionError(
+            f"cast_lists contradicts opt_level={level!r}, which does not patch torch's functions. Leave cast_lists "
+            "out, or type patch_torch_functions=True as well."
+        )
+    if lists.needing_float32() == shipped().needing_float32():
+        raise OptionError(
+            f"cast_lists contradicts opt_level={level!r}, which applies only entries with needs_float32, and there are "
+            "no changes of those in these lists. Leave cast_lists out, or type patch_torch_functions=True as well."
+        )
+
+
+def kept_in_float32(argument: str, given: object, properties: Properties) -> conversion_plan.KeepFloat32:
+    """Returns names, patterns and classes of submodules that an argument keeps in float32."""
+    kept = conversion_plan.check_keep_fp32(given, argument)
+    if kept and not (properties.patch_torch_functions or properties.cast_model_type in HALVES):
+        raise OptionError(
+            f"{argument} contradicts opt_level={properties.opt_level!r}, which computes in float32 everywhere. Leave "
+            f"{argument} out, or use opt_level='O1' or 'O2'."
+        )
+    return kept
+
+
+def cast_buffers_of(given: object, properties: Properties) -> conversion_plan.CastBuffers:
+    """Returns the buffers that become half."""
+    wanted = conversion_plan.check_cast_buffers(given)
+    if wanted and properties.cast_model_type not in HALVES:
+        raise OptionError(
+            f"cast_buffers contradicts opt_level={properties.opt_level!r}, which makes no weights half. Leave "
+            "cast_buffers out, or use opt_level='O2'."
+        )
+    return wanted
+
+
+def fuses_linear(fused_linear: object, properties: Properties) -> bool:
+    """Returns whether linear layers become one node: as asked for, else where lists cast float32 weights."""
+    if fused_linear is None:
+        return properties.casts_float32_weights
+    if as_flag("fused_linear", fused_linear) and not properties.casts_float32_weights:
+        raise OptionError(
+            f"fused_linear=True contradicts opt_level={properties.opt_level!r}, at which no list casts float32 weights "
+            "of linear layers. Leave fused_linear out, or use opt_level='O1'."
+        )
+    return as_flag("fused_linear", fused_linear)
+
+
+def check_optimizers(
+    optimizers: list[Any], models: list[nn.Module], live: Session | None, outgoing: Session | None
+) -> None:
+    """Raises if an optimizer was handed in before, or updates no parameter of these models or of known ones."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for session in (live, outgoing):  # an optimizer of the outgoing session still updates its masters
+        known |= session.adopted.parameter_ids() if session is not None else set()
+    for index, optimizer in enumerate(optimizers):
+        if any(optimizer is other for other in optimizers[:index]) or (
+            live is not None and live.adopted.has(optimizer)
+        ):
+            raise UsageError(
+                f"this {type(optimizer).__name__} was handed to amp.initialize before. Hand it in once, or type "
+                f"amp.deinitialize() first."
+            )
+        parameters = list(parameters_of(optimizer))
+        if parameters and not any(id(parameter) in known for parameter in parameters):
+            raise OptionError(
+                f"the {type(optimizer).__name__} updates {len(parameters)} parameters, and none of them is the "
+                f"model's. Was it made for another model, or before the model was rebuilt? Make it after: optimizer = "
+                f"torch.optim.SGD(model.parameters(), lr=0.1)."
+            )
+
+
+def check_whole(optimizers: list[Any], models: list[nn.Module], properties: Properties) -> None:
+    """Raises if weights are sharded: they can be neither converted nor given masters."""
+    instead = "Use opt_level='O1' (or 'O4')"
+    parameters = {id(each): each for model in models for each in model.parameters()}
+    if distributed.is_sharded(itertools.chain(parameters.values(), *map(parameters_of, optimizers))):
+        raise OptionError(
+            f"the model's parameters are sharded over ranks, and opt_level={properties.opt_level!r} would convert "
+            f"them, which neither FSDP nor tensor parallelism expects. {instead}. To save memory, let FSDP gather the "
+            "weights in half (MixedPrecisionPolicy)."
+        )
+    if any(id(each) in parameters for wrapper in distributed.replicating_wrappers() for each in wrapper.parameters()):
+        raise OptionError(
+            f"the model is in a DistributedDataParallel already, which would no longer reduce the gradients of weights "
+            f"that opt_level={properties.opt_level!r} converts. Call amp.initialize first, then wrap the model."
+        )
+    for optimizer in optimizers:
+        if properties.master_weights and mixed_precision_within(optimizer) is not None:
+            raise OptionError(
+                f"the {type(optimizer).__name__} has masters of its own, by a MixedPrecision, and opt_level="
+                f"{properties.opt_level!r} would give it others. Leave MixedPrecision out, or type "
+                "master_weights=False."
+            )
