@@ -108,7 +108,7 @@ class Ranks:
         """Notes what the DDP wrappers have reduced since the last look; returns the records of all."""
         found = list(self._ddp.items())
         for wrapper, replica in found:
-            replica.look(wrapper)
+            replica.note_reductions(wrapper)
         return [replica for _, replica in found]
 
     def begin_block(self, parameters: Iterable[Tensor]) -> ReplicasInBlock:
@@ -280,7 +280,7 @@ class _Replica:
     count_at_end: int = 0
     has_unreduced: bool = False
 
-    def look(self, wrapper: DistributedDataParallel) -> None:
+    def note_reductions(self, wrapper: DistributedDataParallel) -> None:
         """Notes whether the wrapper has reduced gradients since the last look."""
         now = private.reductions_of(wrapper)
         # Other code than torch's reducer reduces in every backward pass outside of no_sync.

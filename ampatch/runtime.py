@@ -28,7 +28,7 @@ from ampatch.patching import cast_labels, casting_mode
 from ampatch.patching.adopted_model import Hooks
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.wrappers import explain, without_casts
-from ampatch.replaced import Replaced
+from ampatch.replaced_sessions import Replaced
 from ampatch.scaling.optimizer_step import OptimizerLike
 from ampatch.session import Session
 from ampatch.settings import Settings

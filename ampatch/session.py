@@ -19,6 +19,7 @@ from ampatch.errors import warn
 from ampatch.ledger import PatchLedger
 from ampatch.parts.adopted import Adopted
 from ampatch.parts.casts import Casts
+from ampatch.parts.data_parallel import Wrappers
 from ampatch.parts.gradients import Gradients
 from ampatch.parts.losses import Losses
 from ampatch.parts.masters import Masters
@@ -26,7 +27,6 @@ from ampatch.parts.optimizer_warnings import warn_of_frozen
 from ampatch.parts.part import Part, Shared
 from ampatch.parts.state_dicts import StateDicts
 from ampatch.parts.weights import Weights
-from ampatch.parts.wrappers import Wrappers
 from ampatch.patching import adopted_model, cuda_graphs
 from ampatch.patching.adopted_forward import Recorder
 from ampatch.patching.adopted_model import Hooks

@@ -2,7 +2,7 @@
 
 Owns what the methods of one Accelerator do while amp is on for it, and when that ends. Must never change another
 Accelerator. `ampatch.integrations.trainer_session` owns the set-up and the scaling of backward passes;
-`ampatch.integrations.accelerated` what Accelerate's classes know of amp.
+`ampatch.integrations.accelerate_optimizers` what Accelerate's classes know of amp.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
-from ampatch.integrations import accelerated, options
-from ampatch.integrations.accelerated import STATE_NAME, adopted_optimizers
+from ampatch.integrations import accelerate_optimizers, options
+from ampatch.integrations.accelerate_optimizers import STATE_NAME, adopted_optimizers
 from ampatch.integrations.shared_patches import put_around
 from ampatch.integrations.trainer_session import TrainerSession, Wording, uninterrupted
 from ampatch.ledger import PatchLedger
@@ -115,7 +115,7 @@ def prepare(
             )
     updated = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     named = (pair for model in models for pair in model.named_parameters())
-    accelerated.check_weights((name, parameter) for name, parameter in named if id(parameter) in updated)
+    accelerate_optimizers.check_weights((name, parameter) for name, parameter in named if id(parameter) in updated)
     placed = [None] * len(objects) if device_placement is None else device_placement
     for each, wanted in zip(objects, placed, strict=False):  # accelerate itself raises if lengths differ
         if isinstance(each, nn.Module):
@@ -245,7 +245,7 @@ class _Prepared:
 
     def _load_scale(self, _models: Any, folder: str) -> None:
         if self._session.is_training:
-            accelerated.load_scale(folder)
+            accelerate_optimizers.load_scale(folder)
 
 
 #: What methods of an Accelerator do while amp is on for it, by their names.
@@ -298,7 +298,7 @@ def _check_positions(objects: Sequence[Any]) -> None:
 
 
 def _check_settings(accelerator: Any) -> None:
-    accelerated.check_accelerator(accelerator, _OFF)
+    accelerate_optimizers.check_accelerator(accelerator, _OFF)
     if accelerator.scaler_handler is not None:
         raise OptionError(
             "the Accelerator has GradScalerKwargs, for a GradScaler that amp replaces. Leave them out, and hand "

@@ -18,8 +18,8 @@ from ampatch import opt_levels
 from ampatch.casting.nested import cast_floating
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.integrations import guards, options, versions
-from ampatch.integrations.amp_state import AmpState
-from ampatch.integrations.trainer_session import Wording, apart, casts_off, casts_on
+from ampatch.integrations.net_state import AmpState
+from ampatch.integrations.trainer_session import Wording, casts_off, casts_off_elsewhere, casts_on
 
 versions.need("ampatch.integrations.skorch", "skorch", "skorch", (1, 4))
 
@@ -152,7 +152,7 @@ class AmpNetMixin(NeuralNet if TYPE_CHECKING else object):  # type: ignore[misc]
         """
         state = self._amp_state()
         if not (state.is_live or self._amp_is_on()):
-            with apart():
+            with casts_off_elsewhere():
                 yield
             return
         self.check_is_fitted()

@@ -89,7 +89,7 @@ def casts_off() -> Iterator[None]:
             )
 
 
-def apart() -> contextlib.AbstractContextManager[None]:
+def casts_off_elsewhere() -> contextlib.AbstractContextManager[None]:
     """Turns casts off for a trainer that has amp off, while other trainers have amp on.
 
     A session that the user set up stays in force: the user has asked for its casts.

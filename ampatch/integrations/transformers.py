@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import amp, opt_levels
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import guards, options, versions
-from ampatch.integrations.amp_state import AmpState
-from ampatch.integrations.trainer_session import Wording, apart, casts_off, casts_on
+from ampatch.integrations.net_state import AmpState
+from ampatch.integrations.trainer_session import Wording, casts_off, casts_off_elsewhere, casts_on
 
 _INSTALL = "Type pip install 'transformers>=4.57' 'accelerate>=1.15'."
 versions.need("ampatch.integrations.transformers", "transformers", "transformers", (4, 57), _INSTALL)
 
-from ampatch.integrations import accelerated  # noqa: E402
+from ampatch.integrations import accelerate_optimizers  # noqa: E402
 from ampatch.integrations.pretrained import honest_configs  # noqa: E402
 
 # isort: split
@@ -50,7 +50,7 @@ def _guard_train(trainer: Any, run: Callable[[], Any]) -> Any:
     is_on = trainer._amp_is_on()
     if is_on and isinstance(trainer.model_wrapped, DistributedDataParallel):
         trainer.model_wrapped = trainer.model  # the wrapper of an earlier train() expects other types
-    with casts_off() if is_on else apart():
+    with casts_off() if is_on else casts_off_elsewhere():
         try:
             return run()
         finally:
@@ -153,13 +153,13 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         if self._amp_state.is_held_here(training=False):
             return contextlib.nullcontext()
         is_on = self._amp_state.is_live or self._amp_is_on()
-        return self._amp_held(training=False) if is_on else apart()
+        return self._amp_held(training=False) if is_on else casts_off_elsewhere()
 
     @contextlib.contextmanager
     def _amp_held(self, training: bool) -> Iterator[None]:
         with (
             self._amp_state.held(self, training),
-            accelerated.adopted_optimizers.installed(),
+            accelerate_optimizers.adopted_optimizers.installed(),
             honest_configs.installed(),
             casts_off(),
         ):
@@ -174,7 +174,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         if training:
             self._amp_training.close()  # of a batch size that did not fit into memory (auto_find_batch_size)
             if self._amp_is_on():
-                accelerated.check_weights(self.model.named_parameters())
+                accelerate_optimizers.check_weights(self.model.named_parameters())
                 self._amp_training.enter_context(self._amp_held(training=True))
         return super()._wrap_model(model, training, *args, **kwargs)
 
@@ -202,7 +202,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         return options.turn_on(self._amp_options())
 
     def _amp_trained(self, training: bool) -> tuple[list[nn.Module], list[Any]]:
-        return [self.model], [accelerated.bare(self.optimizer)] if training else []
+        return [self.model], [accelerate_optimizers.bare(self.optimizer)] if training else []
 
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the accelerator; Trainer's constructor calls it before anything else.
@@ -214,20 +214,20 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         if self._amp_is_on():
-            accelerated.check_accelerator(self.accelerator, "amp='O0'")
+            accelerate_optimizers.check_accelerator(self.accelerator, "amp='O0'")
 
     # Checkpoints
 
     def _save_scaler(self, output_dir: str) -> None:
         super()._save_scaler(output_dir)
         if self._amp_state.is_live and self.args.should_save:
-            torch.save(amp.state_dict(), Path(output_dir, accelerated.STATE_NAME))
+            torch.save(amp.state_dict(), Path(output_dir, accelerate_optimizers.STATE_NAME))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self._amp_state.is_live:
             super()._load_scaler(checkpoint)
             return
-        accelerated.load_scale(checkpoint)
+        accelerate_optimizers.load_scale(checkpoint)
 
 
 class AmpatchTrainer(AmpatchMixin, Trainer):

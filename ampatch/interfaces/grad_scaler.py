@@ -274,7 +274,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies gradients in place; returns an overflow flag for each device that holds gradients."""
         session = runtime.live
         if session is not None and session.switch.active:
-            session.gradients.let_unscale(optimizer)
+            session.gradients.before_scaler_unscales(optimizer)
         precise = None if allow_fp16 else mixed_precision_within(optimizer)
         if precise is not None:
             precise.widen_gradients()

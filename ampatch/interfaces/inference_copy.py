@@ -239,7 +239,7 @@ class _Copy:
         known = self.find(weight)
         return weight.dtype if known is None else torch.float32
 
-    def settle(self) -> None:
+    def narrow_weights(self) -> None:
         """Makes weights half that only whitelisted functions have read; runs at the end of a forward pass."""
         if self._is_settled:
             return
@@ -317,7 +317,7 @@ class _Copy:
                 self._by_id = {}  # `find` looks them up again: the tracer puts the original parameters back
         if not is_traced and not is_dynamo_compiling():
             _check_complete(result)
-            self.settle()
+            self.narrow_weights()
         return result
 
     def run_excluded(

@@ -97,7 +97,7 @@ class Casts(Part):
             self._warn_of_undone_edits()
             self._functions.install(settings.lists, self.registered, self.lists_of_parts)
             autocast_checks.patch_autocast_checks(ledger, switch)
-            autocast_checks.hear_regions(
+            autocast_checks.follow_autocast_regions(
                 ledger, settings.properties.half_dtype, self.shared.device_types, settings.casts_for_models
             )
         if settings.casts_for_models or settings.casts_in_half:

@@ -36,10 +36,10 @@ class Gradients(Part):
 
     def install(self) -> None:
         """Has torch's GradScaler ask before it unscales, and torch's clipping warn of scaled gradients."""
-        let_unscale = self.while_active(self.let_unscale)
+        before_scaler_unscales = self.while_active(self.before_scaler_unscales)
 
         def before(_: object, optimizer: OptimizerLike, *__: object, **___: object) -> None:
-            let_unscale(optimizer)
+            before_scaler_unscales(optimizer)
 
         self.ledger.before(*UNSCALE_GRADS, before)
         if not all(scaler.is_one for scaler in self._losses.scalers):
@@ -51,7 +51,7 @@ class Gradients(Part):
         for record in self.shared.adopted.records:
             record.gradients.check_not_scaled_when_clipped(grads)
 
-    def let_unscale(self, optimizer: OptimizerLike) -> None:
+    def before_scaler_unscales(self, optimizer: OptimizerLike) -> None:
         """Prepares for a `GradScaler`, torch's or ampatch's, that is about to unscale an optimizer's gradients.
 
         Raises:
@@ -70,7 +70,7 @@ class Gradients(Part):
         record.note_other_scale()
 
     @with_casts_off
-    def judge(self, scaler: LossScaler, found_inf: Tensor) -> None:
+    def replace_verdicts(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Replaces the pending verdicts of a loss by one from other code, which has unscaled or reduced the gradients.
 
         The verdicts found here no longer count, since other ranks may have found others.
@@ -106,7 +106,7 @@ class Gradients(Part):
     def master_params(self, optimizer: OptimizerLike) -> Iterator[Tensor]:
         """Returns the parameters that an optimizer updates, up to date, with their gradients."""
         gradients = self._record_of(optimizer).gradients
-        self._masters.settle_replaced()
+        self._masters.decide_replaced()
         gradients.synchronise(weights_too=True)
         return gradients.parameters()
 

@@ -52,7 +52,7 @@ class Masters(Part):
         if settings.has_masters:
             in_use = self.while_active(self._all)
             ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, lambda: in_use() or ()))
-            copies.widen(ledger, self.while_active(self._conversion.full_of))
+            copies.copy_as_float32(ledger, self.while_active(self._conversion.full_of))
             note = self.while_active(self._replaced.note)
             ledger.on_undo(register_module_parameter_registration_hook(note).remove)
             self._replaced.watch_optimizers(ledger)
@@ -81,7 +81,7 @@ class Masters(Part):
 
     def prepare(self, optimizers: Collection[OptimizerLike]) -> None:
         """Decides on the parameters that were replaced; new optimizers may have those that replaced them."""
-        self.settle_replaced(optimizers)
+        self.decide_replaced(optimizers)
 
     def finish(self, _: Collection[nn.Module], optimizers: Collection[OptimizerLike]) -> None:
         """Drops float32 values that no optimizer needs, and gives the optimizers' state the type of what they update.
@@ -101,7 +101,7 @@ class Masters(Part):
 
     def release(self) -> None:
         """Decides on the parameters that were replaced, while there are masters."""
-        self.settle_replaced()
+        self.decide_replaced()
 
     @with_casts_off
     def synchronise(self, model: nn.Module | None = None) -> None:
@@ -111,8 +111,8 @@ class Masters(Part):
             model: limits this to optimizers that update its parameters, since other optimizers may be in a step in
                 another thread; None: all optimizers.
         """
-        self.settle_replaced()
-        self._settle_written()
+        self.decide_replaced()
+        self._widen_written()
         if self.settings.has_masters:
             for masters in self._all() if model is None else self._of_model(model):
                 masters.synchronise()
@@ -139,9 +139,9 @@ class Masters(Part):
     def before_step(self, masters: MasterWeights) -> None:
         """Gives an optimizer that is about to step the masters of what the models have now."""
         masters.search_replaced(self._replaced)
-        self.settle_replaced()
-        self._settle_written()
-        self._replaced.tell()
+        self.decide_replaced()
+        self._widen_written()
+        self._replaced.warn_of_put_back()
 
     def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
         """Returns what is saved of a half tensor, and of a float32 copy that replaced one; None: the tensor itself."""
@@ -164,18 +164,18 @@ class Masters(Part):
             self._of_models[model] = tuple(map(weakref.ref, found))
         return found
 
-    def settle_replaced(self, given: Iterable[OptimizerLike] = ()) -> None:
-        """Decides on the half parameters that user code has replaced in the models; see `ReplacedParameters.settle`."""
-        if self._replaced.settle(given):
+    def decide_replaced(self, given: Iterable[OptimizerLike] = ()) -> None:
+        """Decides on the half parameters that user code has replaced in the models; see `ReplacedParameters.decide`."""
+        if self._replaced.decide(given):
             for masters in self._all():
                 masters.make_missing()
             if not given:  # otherwise their masters are still to be made
                 self._conversion.forget_unclaimed()
 
-    def _settle_written(self) -> None:
+    def _widen_written(self) -> None:
         """Makes half weights without a master float32 that were written to, and tells of them."""
         self._conversion.without_master.check_left()
-        widened = self._conversion.take_back()
+        widened = self._conversion.widen_written()
         if widened:
             others = f" and {len(widened) - 1} more" if widened[1:] else ""
             logger.info(
@@ -192,6 +192,6 @@ class Masters(Part):
             self.shared.cache.forget(tensor)
         if not self.settings.has_masters or not untracked_writes.has_memory(tensor):
             return None
-        hears = (self._conversion.without_master.hear, *(masters.hear for masters in self._all()))
-        given = [hear(tensor, data, is_read=is_read) for hear in hears]
+        accesses = (self._conversion.without_master.on_access, *(masters.on_access for masters in self._all()))
+        given = [on_access(tensor, data, is_read=is_read) for on_access in accesses]
         return next((each for each in given if each is not None), None)

@@ -36,7 +36,7 @@ def _carries_state(frame: types.FrameType, is_on: bool) -> bool:
     return home in _CARRIERS
 
 
-def hear_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str], for_models: bool) -> None:
+def follow_autocast_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str], for_models: bool) -> None:
     """Patches `torch.autocast`, so that a region of it is a region for amp, too, also where it is off.
 
     Args:

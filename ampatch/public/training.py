@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ampatch import opt_levels, policy
+from ampatch import checkpoint_policy, opt_levels
 from ampatch.distributed import Ranks
 from ampatch.errors import OptionError
 from ampatch.native.host_copy import stacked
@@ -276,7 +276,7 @@ def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
     states: dict[str, dict[str, Any]] = {
         f"loss_scaler{index}": scaler.state_dict() for index, scaler in enumerate(live.losses.all_scalers())
     }
-    return {**states, policy.KEY: policy.effective(live)} if with_policy else states
+    return {**states, checkpoint_policy.KEY: checkpoint_policy.effective(live)} if with_policy else states
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
@@ -302,7 +302,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         return
     live = runtime.required("amp.load_state_dict")
     warnings: list[str] = []
-    if isinstance(state_dict, Mapping) and policy.KEY in state_dict:
-        warnings = policy.warnings(state_dict[policy.KEY], policy.effective(live))
-        state_dict = {key: value for key, value in state_dict.items() if key != policy.KEY}
+    if isinstance(state_dict, Mapping) and checkpoint_policy.KEY in state_dict:
+        warnings = checkpoint_policy.warnings(state_dict[checkpoint_policy.KEY], checkpoint_policy.effective(live))
+        state_dict = {key: value for key, value in state_dict.items() if key != checkpoint_policy.KEY}
     load_states(live.losses.all_scalers(), state_dict, logs=live.losses.verbose, warnings=warnings)

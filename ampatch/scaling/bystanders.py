@@ -56,7 +56,7 @@ class Bystander:
     def begin(self) -> None:
         """Notes what gradients there are."""
         gradients = self.gradients
-        gradients.settle_left_scaled()  # as the backward pass will
+        gradients.note_dropped_while_scaled()  # as the backward pass will
         if gradients.pending and gradients.scaled_by is None:
             gradients.forget_cleared_verdict()
         elif gradients.scaled_by is None and gradients.masters.wanted:
@@ -91,7 +91,7 @@ class Bystander:
         earlier = gradients.scaled_by
         if not written or (earlier is not None and not earlier.is_mixed and earlier.is_same_scale(scale_use)):
             return
-        use = scale_use.apart()
+        use = scale_use.for_bystander()
         # Which ranks reach them may depend on their data, and a reduction of the verdict could wait for ever.
         is_anyones = distributed.has_other_ranks() and gradients.ranks.has_wrappers
         if has_failed or earlier is not None or is_anyones:
@@ -113,4 +113,4 @@ class Bystander:
         )
         if masters.wanted:
             masters.gradients.unscale_to_masters(use.scale.reciprocal(), found_inf)
-        Unscaling(use, [self.gradients], self.gradients.ranks).settle(found_inf)
+        Unscaling(use, [self.gradients], self.gradients.ranks).note_unscaled(found_inf)

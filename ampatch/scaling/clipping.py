@@ -166,7 +166,7 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
         if not defers:
             kernels.multiply_(gradients.tensors(), inv_scale * factor)
             gradients.masters.gradients.unscale_to_masters(inv_scale * factor)
-        unscaling.settle(found_inf)
+        unscaling.note_unscaled(found_inf)
         if defers:
             gradients.defer(scale_use, scale_use.scale / factor)
     except BaseException:

@@ -181,14 +181,14 @@ class OptimizerGradients:
         return self.scaled_by is None or self.scaled_by.is_one or not self.exist()
 
     def with_half_gradients(self) -> list[Tensor]:
-        """Returns the parameters whose gradients `widen` would make float32."""
+        """Returns the parameters whose gradients `make_float32` would make float32."""
         return [
             parameter
             for parameter in self.parameters()
             if (grad := parameter.grad) is not None and grad.dtype in HALVES and not grad.is_sparse
         ]
 
-    def widen(self, but: Collection[int]) -> None:
+    def make_float32(self, but: Collection[int]) -> None:
         """Makes half gradients float32 for as long as they are scaled, since scaled half gradients could overflow.
 
         Args:
@@ -206,7 +206,7 @@ class OptimizerGradients:
         self._left_scaled = () if self.optimizer is None else self.optimizer.param_groups
 
     def note_unscaled(self) -> None:
-        """Notes that the gradients are unscaled or gone, and makes those half again that `widen` made float32."""
+        """Notes that the gradients are unscaled or gone; those that `make_float32` changed are half again."""
         self.scaled_by = self.deferred = None
         self._left_scaled = ()
         for parameter, own, allowed, dtype in self._widened:
@@ -282,7 +282,7 @@ class OptimizerGradients:
             "are used: optimizer.zero_grad()."
         )
 
-    def settle_left_scaled(self) -> None:
+    def note_dropped_while_scaled(self) -> None:
         """Does a deferred unscaling, and notes it if the user has dropped gradients that a block had left scaled."""
         self.unscale_deferred()
         if self.scaled_by is not None and not self.exist():
@@ -435,7 +435,7 @@ class OptimizerGradients:
         """
         if not self.is_in_block:
             self.check_not_mixed()
-            self.settle_left_scaled()
+            self.note_dropped_while_scaled()
         if self.scaled_by is not None:
             return
         self.synchronise()

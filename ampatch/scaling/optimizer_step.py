@@ -200,7 +200,7 @@ class AdoptedOptimizer:
                 return original(*args, **kwargs)
             was_at_work, self.is_at_work = self.is_at_work, True
             try:
-                with switch.suspended(), self.masters.set_aside():
+                with switch.suspended(), self.masters.swapped_out():
                     result = self.step(original, args, kwargs)
             finally:
                 self.is_at_work = was_at_work
@@ -470,11 +470,11 @@ class AdoptedOptimizer:
         try:
             for table, key, _, aside in hooks:
                 table[key] = aside
-            self.masters.put_in()
+            self.masters.swap_in()
             yield
         finally:
             try:
-                self.masters.take_back()
+                self.masters.swap_out()
             finally:
                 for table, key, hook, aside in hooks:
                     if table.get(key) is aside:  # the hook has not removed itself
@@ -483,7 +483,7 @@ class AdoptedOptimizer:
     def _run_aside(self, hook: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
         if optimizer is not self.optimizer:  # one that steps at the same time
             return hook(optimizer, *args)
-        with self.masters.set_aside():
+        with self.masters.swapped_out():
             return hook(optimizer, *args)
 
     def _check_result(self, result: object) -> None:
@@ -504,7 +504,7 @@ class AdoptedOptimizer:
         gate = self._gate
         if gate is None:  # the optimizer has kept it, and the step is over
             return closure(*args, **kwargs)
-        with self.masters.set_aside():
+        with self.masters.swapped_out():
             with self._switch.resumed():
                 result = closure(*args, **kwargs)
             self._check_result(result)

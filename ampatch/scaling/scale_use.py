@@ -156,7 +156,7 @@ class ScaleUse:
         copied._original = self.original
         return copied
 
-    def apart(self) -> ScaleUse:
+    def for_bystander(self) -> ScaleUse:
         """Returns a copy for the gradients of an optimizer that the block was not handed, with a verdict of its own."""
         copied = ScaleUse(self.scaler, self.scaler_id, self.is_checked)
         copied.scale, copied._age, copied._losses, copied.main = self.scale, self._age, self._losses, self

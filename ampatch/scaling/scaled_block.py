@@ -236,7 +236,7 @@ class ScaledBlock(Generic[_L]):
         """Prepares warnings, and notes the gradients of other optimizers."""
         try:
             self._watch(losses)
-            self._blocks.leaves.look(self._loss_id, losses, self._blocks.updated)
+            self._blocks.leaves.check(self._loss_id, losses, self._blocks.updated)
             if others:
                 handed = set(map(id, self._unscaling.model_parameters()))
                 self.beside = [Bystander(each, handed) for each in others]
@@ -315,7 +315,7 @@ class ScaledBlock(Generic[_L]):
                 each.masters.make_missing()
             found = [] if self.scale_use.is_one else [each for each in unscaled if has_gradients(each.parameters())]
             for each in found:
-                each.widen(but=scaled)
+                each.make_float32(but=scaled)
             if found:
                 # By the snapshot: gradients with a graph remember the factor, and the scaler's own tensor changes.
                 kernels.multiply_(without_masters(found, but=scaled), self.scale_use.scale)

@@ -31,7 +31,7 @@ class ScaledLeaves:
         self._looked: set[int] = set()
         self._found: dict[int, TensorWeakRef] = {}
 
-    def look(self, loss_id: int, losses: Iterable[Tensor], updated: Callable[[], Collection[int]]) -> None:
+    def check(self, loss_id: int, losses: Iterable[Tensor], updated: Callable[[], Collection[int]]) -> None:
         """Looks at the leaves of a loss, for its first block only: that takes a microsecond for each node of the graph.
 
         Args:

@@ -88,7 +88,7 @@ def _check_left_scaled(outputs: Sequence[Tensor | GradientEdge], inputs: Collect
     if not left or (blocks.open and not blocks.watched):  # a block that is not watched may be the loss's own
         return
     for gradients in left:
-        gradients.settle_left_scaled()
+        gradients.note_dropped_while_scaled()
     left = [each for each in left if each.scaled_by is not None and not each.scaled_by.is_one]
     scaled = {node for each in blocks.watched for node in each.watched}
     for output in outputs if left else ():

@@ -39,12 +39,12 @@ class Unscaling:
             found_inf = self._unscale()
             if found_inf is not None:
                 self._ranks.reduce_overflow_(found_inf, self.model_parameters())
-            self.settle(found_inf)
+            self.note_unscaled(found_inf)
         except BaseException:
             self.abandon()
             raise
 
-    def settle(self, found_inf: Tensor | None) -> None:
+    def note_unscaled(self, found_inf: Tensor | None) -> None:
         """Notes that the gradients are unscaled: the verdict decides on the next steps, and the scale reacts there.
 
         Args:

@@ -398,7 +398,7 @@ class Conversion:
             if tensor.dtype in HALVES and tensor not in self._converted and not self._buffers.get(module, {}).get(name):
                 self._record_late(tensor)
 
-    def take_back(self) -> list[Tensor]:
+    def widen_written(self) -> list[Tensor]:
         """Makes half weights without a master float32 if they were written to, and copies writes to buffers' values.
 
         Returns:
@@ -408,7 +408,7 @@ class Conversion:
             buffer = reference()
             if buffer is not None and kept.was_updated and buffer.dtype is kept.dtype:
                 kept.synchronise(buffer)
-        return self.without_master.settle()
+        return self.without_master.widen_written()
 
     def full_of(self, tensor: Tensor) -> Tensor | None:
         """Returns the float32 values of a tensor that was converted from float32 to half; None for any other."""
@@ -466,7 +466,7 @@ class Conversion:
             since: number from `mark`; tensors converted before it stay as they are.
         """
         with torch.inference_mode(False), contextlib.ExitStack() as all_of_it:
-            self.take_back()
+            self.widen_written()
             for module, names in list(self._buffers.items()):
                 for name, (number, before) in list(names.items()):
                     if number >= since:

@@ -23,7 +23,7 @@ from ampatch.ledger import PatchLedger
 FullOf = Callable[[Tensor], Tensor | None]
 
 
-def widen(ledger: PatchLedger, full_of: FullOf) -> None:
+def copy_as_float32(ledger: PatchLedger, full_of: FullOf) -> None:
     """Patches deep copies of modules and `AveragedModel` to use float32 values.
 
     Args:

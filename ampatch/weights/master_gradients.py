@@ -74,7 +74,7 @@ class Pair:
     left: Tensor | None = None
     left_version: int = 0
 
-    def leave(self, gradient: _Gradient) -> None:
+    def record(self, gradient: _Gradient) -> None:
         """Records the half parameter's present gradient, and its meaning."""
         grad = self.parameter.grad
         self.gradient, self.left, self.left_version = gradient, grad, 0 if grad is None else grad._version
@@ -200,7 +200,7 @@ class MasterGradients:
         pair = self._pairs.get(id(parameter))
         return pair is not None and pair.gradient is _Gradient.SHOWN
 
-    def show(self, pairs: Iterable[Pair]) -> None:
+    def take_initial(self, pairs: Iterable[Pair]) -> None:
         """Shows the gradients that masters of new pairs have from before `initialize`."""
         shown = [pair for pair in pairs if pair.master.grad is not None]
         for pair in shown:
@@ -208,7 +208,7 @@ class MasterGradients:
         dense = [pair for pair in shown if _is_plain(pair.master.grad) and pair.parameter.numel()]
         kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
         for pair in shown:
-            pair.leave(_Gradient.SHOWN)
+            pair.record(_Gradient.SHOWN)
         if shown:
             self._is_clear, self._left = False, []
             self._shown += map(_Shown.of, by_device(dense))
@@ -286,7 +286,7 @@ class MasterGradients:
         if later:
             kernels.unscale_add(later, later_full, factor, found_inf, write_back=True)
         for pair in pairs:
-            pair.leave(_Gradient.SHOWN)
+            pair.record(_Gradient.SHOWN)
         self._note_shown()
 
     def has_sums(self) -> bool:
@@ -325,13 +325,13 @@ class MasterGradients:
         if self.are_clear():
             return []
         is_all_shown = self._copy_edits_of_shown()
-        self._tell()
+        self._warn_if_arrived()
         if is_all_shown or not takes_new:
             return []
         new = self._with_new()
         by_hand = [pair for pair in new if pair.gradient is _Gradient.NEW and pair.master.grad is not None]
         for pair in by_hand:
-            pair.leave(_Gradient.SHOWN)
+            pair.record(_Gradient.SHOWN)
         self.unscale_to_masters()
         if by_hand:
             warn(
@@ -348,7 +348,7 @@ class MasterGradients:
         for shown in self._shown:
             shown.versions = list(map(_VERSION, shown.fulls))
 
-    def _tell(self) -> None:
+    def _warn_if_arrived(self) -> None:
         if not self._to_tell or is_capturing():
             return
         arrived = [each for each in self._to_tell if each[0].has_arrived]
@@ -383,7 +383,7 @@ class MasterGradients:
                 grads, fulls = _half_gradients(pairs), _full_gradients(pairs)
                 kernels.copy_edits(grads, fulls, numbers, numbers + 1, of_gradients=True)
                 for pair in pairs:
-                    pair.leave(_Gradient.SHOWN)
+                    pair.record(_Gradient.SHOWN)
             self._note_shown()
         return is_all_shown
 
@@ -443,7 +443,7 @@ class MasterGradients:
         """Records half gradients that other code than the user's has replaced by equal ones."""
         for pair in pairs:
             if pair.parameter.grad is not None and pair.parameter.grad is not pair.left:
-                pair.leave(pair.gradient)
+                pair.record(pair.gradient)
                 self._left = []
 
     def note_moved_to_buckets(self, ids: Collection[int]) -> None:
@@ -466,7 +466,7 @@ class MasterGradients:
         for pair in self._of(_Gradient.BASE):
             if id(pair.parameter) in ids:
                 pair.master.grad = None
-                pair.leave(_Gradient.NEW if pair.parameter.grad is None else _Gradient.BASE)
+                pair.record(_Gradient.NEW if pair.parameter.grad is None else _Gradient.BASE)
 
     def note_zero_grad(self) -> None:
         """Applies what the optimizer's ``zero_grad`` has done to the half gradients."""
@@ -488,10 +488,10 @@ class MasterGradients:
                     dense.append(pair)
                 else:
                     pair.parameter.grad = pair.master.grad.to(pair.parameter.dtype)
-                    pair.leave(_Gradient.SHOWN)
+                    pair.record(_Gradient.SHOWN)
         kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
         for pair in dense:
-            pair.leave(_Gradient.SHOWN)
+            pair.record(_Gradient.SHOWN)
         self._note_shown()
 
     def _note_shown(self) -> None:
@@ -526,7 +526,7 @@ class MasterGradients:
             else:
                 optimizer_state.writable_gradient(pair.parameter).zero_()
         for pair in shown:  # in a second loop: gradients that are views of one storage share a version counter
-            pair.leave(_Gradient.BASE)
+            pair.record(_Gradient.BASE)
         self._forget_shown()
 
     def return_to_half(self, ids: Collection[int], scale: Tensor) -> None:
@@ -547,7 +547,7 @@ class MasterGradients:
                 pair.parameter.grad = scaled
             pair.master.grad = None
         for pair in returned:  # in a second loop: gradients that are views of one storage share a version counter
-            pair.leave(_Gradient.BASE)
+            pair.record(_Gradient.BASE)
         if returned:
             self._forget_shown()
 
@@ -563,7 +563,7 @@ class MasterGradients:
         new = [pair for pair in self._with_new() if pair.gradient is _Gradient.NEW]
         kernels.multiply_(optimizer_state.gradients_of(pair.parameter for pair in new), scale)
         for pair in new:
-            pair.leave(_Gradient.BASE)
+            pair.record(_Gradient.BASE)
         return [pair.parameter for pair in new]
 
     def note_zeroed(self) -> None:
@@ -590,7 +590,7 @@ class MasterGradients:
         self._is_clear = not self._pairs
         for pair in self._pairs.values():
             if pair.gradient is not _Gradient.SHOWN:
-                pair.leave(_Gradient.BASE)
+                pair.record(_Gradient.BASE)
         base = self._of(_Gradient.BASE)
         with_sums = [pair for pair in base if _is_plain(pair.left) and _is_plain(pair.master.grad)]
         self._scaled = []

@@ -124,7 +124,7 @@ class MasterWeights:
             return
         optimizer = self._optimizer()
         assert optimizer is not None
-        ledger.on_undo(self.take_out, optimizer)
+        ledger.on_undo(self.forget_masters, optimizer)
         self.make_missing()
         self._replace(ledger, optimizer, "zero_grad", self._zero_grad)
         if hasattr(optimizer, "add_param_group"):
@@ -156,7 +156,7 @@ class MasterWeights:
         marks = [*(each.half_mark for each in kept), *(each.full_mark for each in kept)]
         self._marks = Marks(marks, [*self._parameters.values(), *self._masters.values()])
         self._note_in_step()
-        self.gradients.show(new.values())
+        self.gradients.take_initial(new.values())
         self._state = None
         self._widen_state()
 
@@ -178,7 +178,7 @@ class MasterWeights:
             if each.dtype in HALVES and each.requires_grad and isinstance(each, nn.Parameter)
         ]
 
-    def take_out(self) -> None:
+    def forget_masters(self) -> None:
         """Forgets the masters; `Conversion.restore` gives their values back to the parameters."""
         optimizer = self._optimizer()
         for pair in self._pairs.values():
@@ -233,8 +233,8 @@ class MasterWeights:
 
     # Weights
 
-    def hear(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
-        """Does what `ampatch.weights.untracked_writes.Hear` does: user code may write, uncounted, to a master."""
+    def on_access(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
+        """Is an `ampatch.weights.untracked_writes.OnAccess`: user code may write, uncounted, to a master."""
         masters = [] if self.are_in_place else self._masters_at(tensor)
         if not masters:
             return None
@@ -308,7 +308,7 @@ class MasterWeights:
 
     def give_back(self) -> None:
         """Copies the user's last writes to half weights to the masters, which `Conversion.restore` gives back."""
-        self.take_back()
+        self.swap_out()
         for group in self._groups:
             group.copy_edits()
 
@@ -359,7 +359,7 @@ class MasterWeights:
 
     # The exchange
 
-    def put_in(self) -> None:
+    def swap_in(self) -> None:
         """Has the optimizer's parameters stand for their masters."""
         self._widen_state()
         parameters, masters = self._parameters.values(), self._masters.values()
@@ -388,7 +388,7 @@ class MasterWeights:
             for pair in self._pairs.values():
                 optimizer_state.retype(optimizer, pair.parameter, pair.kept.dtype, torch.float32)
 
-    def take_back(self, *, stepped: bool = True) -> None:
+    def swap_out(self, *, stepped: bool = True) -> None:
         """Has the optimizer's parameters be the model's half weights again, and rounds the masters to them.
 
         Args:
@@ -410,25 +410,25 @@ class MasterWeights:
         self.make_missing()
         self.synchronise(by_value=True)
         self.gradients.copy_edits()
-        self.put_in()
+        self.swap_in()
         try:
             yield
         finally:
-            self.take_back(stepped=False)
+            self.swap_out(stepped=False)
 
-    def set_aside(self) -> contextlib.AbstractContextManager[None]:
+    def swapped_out(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for the user's code during a step: it sees half weights, rounded, and may write to them."""
         return self._aside() if self.are_in_place else _NOTHING
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        self.take_back()
+        self.swap_out()
         try:
             yield
         finally:
             self.gradients.copy_edits()
             self.synchronise(by_value=True)
-            self.put_in()
+            self.swap_in()
 
     def _check_that_masters_are_updated(self) -> None:
         """Checks, after a step and before `write`, that the optimizer has not written to half weights.
@@ -483,7 +483,7 @@ class MasterWeights:
         ledger.set(optimizer, name, types.MethodType(method, optimizer))
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.set_aside():
+        with self.swapped_out():
             result = original(*args, **kwargs)
             self.gradients.note_zero_grad()
         return result

@@ -184,7 +184,7 @@ class ReplacedParameters:
             if key in by_id:
                 self._note(module, name, by_id[key], module._parameters.get(name))
 
-    def settle(self, given: Iterable[Any] = ()) -> bool:
+    def decide(self, given: Iterable[Any] = ()) -> bool:
         """Decides on all parameters that were replaced since the last call.
 
         As in torch, the new parameter stays, and the optimizer goes on with the old one. A float32 parameter becomes
@@ -267,7 +267,7 @@ class ReplacedParameters:
         is_copy = is_copy and torch.equal(tensor, old.float())
         return self._conversion.float32_of(module, name, old) if is_copy else None
 
-    def tell(self) -> None:
+    def warn_of_put_back(self) -> None:
         """Tells of the parameters that were put back, before a step updates them.
 
         Warns:

@@ -42,7 +42,7 @@ _ORDINARY = frozenset({Tensor, nn.Parameter})
 _COLLECTIVES = {"all_reduce": "tensor", "broadcast": "tensor", "reduce": "tensor", "recv": "tensor", "irecv": "tensor"}
 
 
-class Hear(Protocol):
+class OnAccess(Protocol):
     """A function that is told of a tensor that may be written to uncounted."""
 
     def __call__(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
@@ -122,30 +122,30 @@ def moments_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
     return (list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, tensors))) if found is None else found
 
 
-def announce(ledger: PatchLedger, hear: Hear) -> None:
-    """Patches torch to call ``hear`` with every tensor that may be written to uncounted; the ledger records that."""
+def announce(ledger: PatchLedger, on_access: OnAccess) -> None:
+    """Patches torch to call ``on_access`` with every tensor that may be written to uncounted; the ledger records it."""
 
     def get(tensor: Tensor) -> Tensor:
         data: Tensor = DATA.__get__(tensor)
-        given = None if torch.compiler.is_compiling() else hear(tensor, data, is_read=True)
+        given = None if torch.compiler.is_compiling() else on_access(tensor, data, is_read=True)
         return data if given is None else given
 
     def set_(tensor: Tensor, value: Tensor) -> None:
         DATA.__set__(tensor, value)
         if not torch.compiler.is_compiling():
-            hear(tensor, value, is_read=False)
+            on_access(tensor, value, is_read=False)
 
     ledger.set(Tensor, "data", property(get, set_))
     if dist.is_available():
         for name, argument in _COLLECTIVES.items():
             original = getattr(dist, name)
-            counted = _counting(original, argument, hear)
+            counted = _counting(original, argument, on_access)
             for owner in (dist, dist.distributed_c10d):
                 if getattr(owner, name) is original:
                     ledger.set(owner, name, counted)
 
 
-def _counting(collective: Callable[..., Any], argument: str, hear: Hear) -> Callable[..., Any]:
+def _counting(collective: Callable[..., Any], argument: str, on_access: OnAccess) -> Callable[..., Any]:
     place = list(inspect.signature(collective).parameters).index(argument)
 
     @functools.wraps(collective)
@@ -156,7 +156,7 @@ def _counting(collective: Callable[..., Any], argument: str, hear: Hear) -> Call
             # Only for parameters: to count writes to other tensors could break graphs that are valid without amp.
             if isinstance(written, nn.Parameter) and not written.is_inference():
                 increment_version(written)
-            hear(written, None, is_read=False)
+            on_access(written, None, is_read=False)
         return result
 
     return counted

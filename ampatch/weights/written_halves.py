@@ -106,8 +106,8 @@ class WrittenHalves:
         """Watches a tensor no longer: an optimizer updates it."""
         self._watched.pop(id(tensor), None)
 
-    def hear(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
-        """Does what `ampatch.weights.untracked_writes.Hear` does: user code may write to a weight by its ``data``."""
+    def on_access(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
+        """Is an `ampatch.weights.untracked_writes.OnAccess`: user code may write to a weight by its ``data``."""
         found = self._of(tensor)
         if found is None or _is_moved():
             return None
@@ -120,7 +120,7 @@ class WrittenHalves:
             found.given = GivenData(data)
         return found.given.of(tensor)
 
-    def settle(self) -> list[Tensor]:
+    def widen_written(self) -> list[Tensor]:
         """Makes the weights float32 that were written to since the last look, also through a copy that was given.
 
         Returns:
@@ -135,7 +135,7 @@ class WrittenHalves:
         widened, self._widened = self._widened, []
         return widened
 
-    def note_kept(self) -> None:
+    def accept_writes(self) -> None:
         """Notes that what was written to weights since the last look has lost nothing, so that they stay half."""
         for each in self._watched.values():
             if (weight := each.weight()) is not None:

@@ -42,7 +42,7 @@ from transformers import logging as transformers_logging
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
-from ampatch.integrations import accelerated
+from ampatch.integrations import accelerate_optimizers
 from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.integrations.transformers import AmpatchMixin, AmpatchTrainer
 from ampatch.ledger import PatchLedger
@@ -789,27 +789,27 @@ class TestBadInput:
 
 
 class TestWrappedOptimizers:
-    """Of `ampatch.integrations.accelerated`, without Trainer."""
+    """Of `ampatch.integrations.accelerate_optimizers`, without Trainer."""
 
     def test_unknown_optimizers_answer_for_themselves(self) -> None:
         optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
-        with accelerated.adopted_optimizers.installed():
+        with accelerate_optimizers.adopted_optimizers.installed():
             assert not optimizer.step_was_skipped
             optimizer._is_overflow = True
             assert optimizer.step_was_skipped
 
     def test_parameters_without_masters_are_clipped_themselves(self) -> None:
         parameter = nn.Parameter(torch.ones(2))
-        assert accelerated.updated(parameter) == [parameter]
+        assert accelerate_optimizers.updated(parameter) == [parameter]
         with torch.no_grad():
             amp.initialize(nn.Linear(2, 2), verbosity=0)
-            assert accelerated.updated([parameter])[0] is parameter
+            assert accelerate_optimizers.updated([parameter])[0] is parameter
             amp.deinitialize()
 
     def test_the_bare_optimizer_is_found(self) -> None:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
-        assert accelerated.bare(Accelerator(cpu=True).prepare(optimizer)) is optimizer
-        assert accelerated.bare(optimizer) is optimizer
+        assert accelerate_optimizers.bare(Accelerator(cpu=True).prepare(optimizer)) is optimizer
+        assert accelerate_optimizers.bare(optimizer) is optimizer
 
     def test_patches_stay_until_the_last_user_leaves(self) -> None:
         class Owner:

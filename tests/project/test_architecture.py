@@ -135,7 +135,7 @@ MODULES_WITH_MANY_IMPORTS = {
     "ampatch.interfaces.inference_copy": 25,
     "ampatch.parts.casts": 26,
     "ampatch.patching.function_patches": 18,
-    "ampatch.policy": 17,
+    "ampatch.checkpoint_policy": 17,
     "ampatch.scaling.optimizer_step": 18,
     "ampatch.scaling.scaled_block": 17,
     "ampatch.session": 25,

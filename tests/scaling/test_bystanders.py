@@ -263,7 +263,7 @@ def test_a_block_whose_end_fails_is_not_asked_again(level: str, monkeypatch: pyt
         raise MemoryError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Unscaling, "settle", fail)
+        patched.setattr(Unscaling, "note_unscaled", fail)
         with pytest.raises(MemoryError):
             run.by_head()
     assert runtime.live is not None

@@ -304,7 +304,7 @@ class TestForgottenScales:
             optimizer.zero_grad()
             scaled_backward(model, optimizer)
             live = runtime.live
-            live.gradients.judge(live.losses.scalers[0], torch.zeros(()))
+            live.gradients.replace_verdicts(live.losses.scalers[0], torch.zeros(()))
             optimizer.step()
 
     def test_are_warned_of_where_somebody_else_judges_another_loss(self):
@@ -314,7 +314,7 @@ class TestForgottenScales:
             [model, theirs], [optimizer, other], opt_level="O1", loss_scale="dynamic", num_losses=2, verbosity=0
         )
         scaled_backward(model, optimizer)
-        runtime.live.gradients.judge(runtime.live.losses.scalers[0], torch.zeros(()))
+        runtime.live.gradients.replace_verdicts(runtime.live.losses.scalers[0], torch.zeros(()))
         loss_of(theirs).backward()
         with pytest.warns(AmpWarning, match=NO_SCALE):
             other.step()

@@ -82,7 +82,7 @@ class LossScaler:
         """
         scaler, overflowed = self._there, self._overflow_buf.ne(0).any()
         if runtime.live is not None and scaler in runtime.live.losses.all_scalers():
-            runtime.live.gradients.judge(scaler, overflowed.to(scaler.snapshot()))
+            runtime.live.gradients.replace_verdicts(scaler, overflowed.to(scaler.snapshot()))
         return bool(overflowed)
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ampatch import policy
+from ampatch import checkpoint_policy
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.overflow.forwards import NotedForward, stand_in
 from ampatch.distributed import is_sharded
@@ -82,7 +82,7 @@ class SkippedStep:
             "version": VERSION,
             **self._facts,
             "settings": self._session.settings.as_plain_data(),
-            "policy": policy.effective(self._session),
+            "policy": checkpoint_policy.effective(self._session),
             "models": [_of_model(root) for root in roots],
             "forwards": [_of_forward(each, roots) for each in self._noted],
         }

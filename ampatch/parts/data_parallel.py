@@ -89,7 +89,7 @@ class Wrappers(Part):
     ) -> None:
         """Notes that DDP has wrapped a model, and broadcasts masters and scales from rank 0: DDP knows none of them."""
         conversion = self._weights.conversion
-        conversion.without_master.note_kept()  # the wrapper has sent the weights of rank 0 as they are
+        conversion.without_master.accept_writes()  # the wrapper has sent the weights of rank 0 as they are
         self.shared.ranks.add(wrapper)
         self._hear_forwards_of(wrapper)
         if not signature.bind(wrapper, *args, **kwargs).arguments.get("init_sync", True):  # nor has it sent weights
