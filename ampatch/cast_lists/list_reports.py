@@ -188,7 +188,10 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
     are = "is" if len(changed) == 1 else "are"
     count = len(after.modules)
     parts = f", and has {count} {'entry' if count == 1 else 'entries'} for parts of a model" if count else ""
-    verdict = f"{file} {sound}: it changes how {_paths(len(changed))} {are} treated{note}{parts}."
+    effect = f"it changes how {_paths(len(changed))} {are} treated{note}{parts}"
+    if not (changed or count):
+        effect = "it changes nothing, as it has no entries, or only such as the shipped lists have"
+    verdict = f"{file} {sound}: {effect}."
     lines = [*undone, *list_edits.left_out(after), *list_edits.in_modules(after, list_edits.left_out), verdict]
     return Checked(list(map(_one_line, lines)), bool(undone))
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 from ampatch import __version__
 from ampatch.cli.run import run
-from ampatch.errors import AmpError
+from ampatch.errors import AmpError, did_you_mean
 
 _FAULT = 1  # argparse exits with 2 if the command line is wrong
 # Exit statuses that a shell reports for a program ended by a signal: 128 + SIGINT, 128 + SIGPIPE.
@@ -85,10 +87,18 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 _WITH_VALUE = ("--report",)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says which choice was meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and an error, and exits with 2."""
+        refused = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        hint = did_you_mean(refused[1], re.findall(r"[\w-]+", refused[2])) if refused else ""
+        super().error(message + hint)
+
+
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ampatch", description="Mixed precision for PyTorch, with cast lists that users can edit."
-    )
+    parser = _Parser(prog="ampatch", description="Mixed precision for PyTorch, with cast lists that users can edit.")
     parser.add_argument("--version", action="version", version=f"ampatch {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_run(commands.add_parser("run", help=_RUN, description=_RUN, usage=_RUN_USAGE, allow_abbrev=False))

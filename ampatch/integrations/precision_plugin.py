@@ -84,6 +84,18 @@ class PrecisionPlugin:
         package = precision.__module__.partition(".plugins.")[0]
         return f"<{kind.__module__}.{kind.__qualname__}({', '.join(given)}) for Trainer of {package}>"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the attributes of a copy, which belongs to no run."""
+        return {**vars(self), "_saved": self.state_dict(), "_run": None}
+
+    @property
+    def device(self) -> str:
+        """The type of the Trainer's device, as Lightning's own plugin for mixed precision has it: "cuda" or "cpu"."""
+        if self._run is not None:
+            return self._run.device
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if accelerator is None else accelerator.type
+
     # The run. Lightning calls `convert_module` first, then wraps the model and makes the optimizers, then `connect`.
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -226,6 +238,7 @@ class _Run:
         self._closing.callback(self._ledger.undo)
         self._frozen: contextlib.ExitStack | None = None
         strategy = trainer.strategy
+        self.device: str = strategy.root_device.type
         # Lightning's teardown moves the weights to the CPU before it calls the plugin's.
         put_around(self._ledger, strategy, "teardown", functools.partial(_after, end))
         # DDP must wrap the weights that amp has converted, and amp needs the optimizers for that.

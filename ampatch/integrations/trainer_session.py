@@ -34,6 +34,7 @@ from ampatch.integrations.shared_patches import put_around
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import LEVELS
 from ampatch.runtime import runtime
+from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.scaling.scale_use import has_scaled
 from ampatch.torch_private.autograd import FORWARD_CLASS, current_graph_task_id
 from ampatch.torch_private.modules import COMPILED_CALL, COMPILED_ORIGINAL
@@ -174,14 +175,14 @@ class TrainerSession:
         # Levels that convert weights do not accept a model together with a part of it.
         inner = {id(part) for model in models for part in model.modules() if part is not model}
         self.models = [model for model in models if id(model) not in inner]
-        self.optimizers = list(optimizers or ())
+        self.optimizers = [check_optimizer(each) for each in optimizers or ()]
         self.is_training = optimizers is not None
         self._options = dict(options) if scaler is None else _without_scale(options)
         self._wording = wording
         self._scaler = scaler
         self._precise: list[tuple[Tensor, Tensor, torch.dtype]] = []
         self._updaters: dict[int, list[Any]] = {}  # optimizers by the ids of the parameters that they update
-        self._may_skip = self._is_one = False
+        self._may_skip = self._is_one = self._warned_of_no_optimizer = False
         self._steps = PatchLedger()
         self.is_in_step = self._is_unscaled = self._has_stepped = self.step_was_skipped = False
         self._unproven = self._has_run_backward = False
@@ -399,14 +400,21 @@ class TrainerSession:
             kwargs: keyword arguments of ``original``.
 
         Raises:
-            UsageError: the trainer has no optimizer, or the loss was scaled in a block that has ended.
+            UsageError: the loss was scaled in a block that has ended.
+
+        Warns:
+            AmpWarning: the trainer has no optimizer, so that the loss is not scaled.
         """
-        if not self.optimizers:
-            raise UsageError(
-                "found a backward pass in training, but no optimizer whose gradients to unscale. "
-                f"{self._wording.optimizer}"
-            )
         self._has_run_backward = True
+        if not self.optimizers:
+            if not (self._is_one or self._warned_of_no_optimizer):
+                self._warned_of_no_optimizer = True
+                warn(
+                    "this backward pass runs without a loss scale, as there is no optimizer whose gradients amp would "
+                    f"unscale: small gradients are lost in half precision. {self._wording.optimizer}"
+                )
+            original(tensors, *args, **kwargs)
+            return
         inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
         leaves, is_all = self._leaves(tensors, inputs)
         ours = self._ours(leaves)

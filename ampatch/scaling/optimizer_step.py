@@ -77,13 +77,19 @@ def check_optimizer(optimizer: object) -> OptimizerLike:
     """Returns ``optimizer`` if it behaves like one.
 
     Raises:
-        OptionError: it lacks ``param_groups``, ``step`` or ``zero_grad``.
+        OptionError: it lacks ``param_groups``, ``step`` or ``zero_grad``, or its groups are no list.
     """
     missing = [name for name in ("param_groups", "step", "zero_grad") if not hasattr(optimizer, name)]
     if missing:
         raise OptionError(
             f"found {type(optimizer).__name__} as an optimizer, which lacks {', '.join(missing)}; expected an "
             "object with param_groups, step() and zero_grad(), such as torch.optim.SGD(model.parameters(), lr=0.1)."
+        )
+    groups = optimizer.param_groups  # type: ignore[attr-defined]
+    if not hasattr(groups, "__iter__"):
+        raise OptionError(
+            f"found {type(optimizer).__name__} as an optimizer, whose param_groups is {type(groups).__name__!r}; "
+            "expected a list of mappings, each with its parameters under 'params', as torch's optimizers have it."
         )
     return optimizer  # type: ignore[return-value]
 

@@ -402,7 +402,7 @@ class TestLeavesNothing:
         model = nn.Linear(8, 8)
         optimizer = begun(model)
         step(model, optimizer, *batches())
-        tracer: Any = amp.runtime.live.losses.overflows.tracer  # type: ignore[attr-defined]
+        tracer: Any = runtime.live.losses.overflows.tracer  # type: ignore[union-attr]
         old = [*tracer._noted]
         model(next(batches(1)))
         assert len(tracer._noted) == 1
@@ -418,7 +418,7 @@ class TestLeavesNothing:
             optimizer.zero_grad()
             frozen(model(x)).float().mean().backward()
             optimizer.step()
-        tracer: Any = amp.runtime.live.losses.overflows.tracer  # type: ignore[attr-defined]
+        tracer: Any = runtime.live.losses.overflows.tracer  # type: ignore[union-attr]
         assert len(tracer._noted) == 2
 
 

@@ -155,6 +155,10 @@ def _notes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """Yields the versions and settings in which two reports differ."""
     for section in ("about", "settings"):
         one, other = (report[section] or {} for report in (a, b))
+        if not (one and other):  # amp was off in the whole block
+            if one or other:
+                yield f"amp was off in {'b' if one else 'a'}"
+            continue
         for name in sorted({*one, *other} - {"began", "command"}):
             if one.get(name) != other.get(name):
                 yield f"{name} is {one.get(name)!r} in a and {other.get(name)!r} in b"

@@ -21,6 +21,7 @@ from ampatch.diagnostics.overflow import causes
 from ampatch.diagnostics.overflow.trace import SUM_OF_GRADIENTS, NamedOp, OverflowTrace, TracedTensor
 from ampatch.diagnostics.recorder.records import Values, WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.errors import in_every_layer
 from ampatch.half_types import needs_scale
 from ampatch.opt_levels import Properties, dtype_name
 from ampatch.patching.adapters import is_in_place
@@ -144,7 +145,7 @@ class Examiner:
                 "this line out of place, on .float() tensors: a list could not keep it in float32, as it writes to half"
             )
         elif self._properties.patch_torch_functions:
-            overlay = overlay_for(path)
+            overlay = in_module(overlay_for(path), module)
             told = told_of(overlay)
         elif module:
             told = f"this module in float32: amp.initialize(..., keep_fp32=[{module!r}])"
@@ -171,11 +172,23 @@ def marked(remedies: Iterable[str], mark: str = NOT_TRIED) -> tuple[str, ...]:
     return tuple(each if each.startswith((_NONE, NO_SCALE, "look at")) else mark + each for each in remedies)
 
 
+def in_module(overlay: dict[str, Any], module: str | None) -> dict[str, Any]:
+    """Returns an overlay for one module, and its like in all layers; for the whole model if the module has no name."""
+    return {"modules": {in_every_layer(module): overlay}} if module else overlay
+
+
+def blacklist_of(overlay: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
+    """Returns the blacklist of an overlay, for one module or for the whole model."""
+    (lists,) = overlay.get("modules", {}).values() or [overlay]
+    return lists["blacklist"]  # type: ignore[no-any-return]
+
+
 def told_of(overlay: Mapping[str, Any]) -> str:
     """Returns the remedy that an overlay is, as text."""
-    names = [name for names in overlay["blacklist"].values() for name in names]
+    where = "".join(f" in {pattern!r}" for pattern in overlay.get("modules", ()))
+    names = [name for names in blacklist_of(overlay).values() for name in names]
     which = "these functions" if names[1:] else "this function"
-    return f"{which} in float32: amp.initialize(..., cast_lists={overlay})"
+    return f"{which} in float32{where}: amp.initialize(..., cast_lists={overlay})"
 
 
 def origins_of_gradients(watch: Watch) -> dict[int, WatchedOp | None]:

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -124,6 +124,8 @@ class NotedForward:
         replaces: Callable[[Tensor], Tensor] | None = None,
         state: State | None = None,
         compiles: bool = False,
+        parts: Iterable[str] = (),
+        block: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> SecondRun:
         """Runs the forward pass and its backward passes again, on copies of the model and of its arguments.
 
@@ -133,6 +135,8 @@ class NotedForward:
             replaces: returns the gradients for the backward passes to begin with in place of those that came.
             state: a state of autocast in place of the one that was noted.
             compiles: whether ``torch.compile`` compiles the copy of the model.
+            parts: names of submodules whose forwards run in a block.
+            block: returns the block.
 
         Raises:
             Exception: what the second run raises, or the copy of the model.
@@ -146,6 +150,8 @@ class NotedForward:
             printed = contextlib.redirect_stdout(io.StringIO())
             for each in (_drawing_again(self.random), region, torch.enable_grad(), printed):
                 stack.enter_context(each)
+            for name in parts:
+                stack.enter_context(_within(run.module.get_submodule(name), block))
             if watch is not None:
                 stack.enter_context(watch)
             is_told = watch is None or self.call is self.module  # by the hooks around it
@@ -174,6 +180,24 @@ class NotedForward:
                     hook.remove()
                 run.is_finite &= watch is not None or all(bool((each < math.inf).all()) for each in roots)
         return run
+
+
+@contextlib.contextmanager
+def _within(module: nn.Module, block: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Has the forward of a module run in a block."""
+    held, forward = vars(module).get("forward"), module.forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with block():
+            return forward(*args, **kwargs)
+
+    module.forward = run
+    try:
+        yield
+    finally:
+        del module.forward
+        if held is not None:
+            module.forward = held
 
 
 def _note(reference: weakref.ref[NotedForward], place: int, number: int, gradients: tuple[Tensor | None, ...]) -> None:

@@ -7,6 +7,7 @@ next steps as they run. Owns which forward passes are noted, and when steps are 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections import deque
@@ -29,6 +30,7 @@ from ampatch.diagnostics.overflow.examiner import (
     TRIED_FORWARD,
     Examiner,
     enters,
+    in_module,
     marked,
     origins_of_gradients,
     told_of,
@@ -40,6 +42,7 @@ from ampatch.diagnostics.overflow.trials import Blacklist, in_float32, smallest
 from ampatch.diagnostics.recorder.recorder import hidden
 from ampatch.diagnostics.recorder.records import WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
+from ampatch.errors import in_every_layer
 from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
 from ampatch.scaling.optimizer_step import OWN_HOOK
@@ -48,6 +51,7 @@ from ampatch.session import Session
 from ampatch.switch import OFF
 from ampatch.torch_private.autograd import current_graph_task_id, sequence_number
 from ampatch.tracing import is_capturing, is_recording
+from ampatch.weights.conversion_plan import matches
 
 #: Why no operator is named for gradients that other ranks, or other code, made inf or NaN.
 FINITE_HERE = (
@@ -351,13 +355,19 @@ class OverflowTracer:
         factor = 1 / loss_scale if self._session.settings.scale_policy.dynamic else 1.0
         results: list[bool | None] = []
 
-        def is_finite(blacklist: Blacklist | None) -> bool | None:
+        def is_finite(blacklist: Blacklist | None, pattern: str = "") -> bool | None:
             """Returns None if the forward pass raises; without a blacklist, everything runs in float32."""
             state, result = OFF if blacklist is None else None, None
+            block = contextlib.nullcontext if blacklist is None else functools.partial(in_float32, blacklist)
             # An error: types that do not fit together. Then it is no remedy.
-            changed = contextlib.nullcontext() if blacklist is None else in_float32(blacklist)
-            with contextlib.suppress(Exception), changed:
-                runs = (each.run_again(None, factor, replaces=stand_in(loss_scale), state=state) for each in several)
+            with contextlib.suppress(Exception), contextlib.nullcontext() if pattern else block():
+                stands_in = stand_in(loss_scale)
+                runs = (
+                    each.run_again(
+                        None, factor, replaces=stands_in, state=state, parts=self._matching(each, pattern), block=block
+                    )
+                    for each in several
+                )
                 result = all(run.is_finite for run in runs)
             results.append(result)
             return result
@@ -365,16 +375,26 @@ class OverflowTracer:
         if is_finite(None) is False:
             return replace(trace, remedies=(NOT_IN_FLOAT32,), cast_lists=None)
         results.clear()
-        blacklist = smallest(self._examiner.blacklists_around(op), is_finite)
+        pattern = in_every_layer(trace.module or "")
+        candidates = [*self._examiner.blacklists_around(op)]
+        blacklist = smallest(candidates, functools.partial(is_finite, pattern=pattern)) if pattern else None
+        if blacklist is None:
+            pattern, blacklist = "", smallest(candidates, is_finite)
         first, *others = trace.remedies
         if blacklist is None:
             mark = NOT_ENOUGH if trace.cast_lists and False in results else NOT_TRIED
             return replace(trace, remedies=(*marked([first], mark), *marked(others)))
-        overlay = {"blacklist": blacklist}
+        overlay = in_module({"blacklist": blacklist}, trace.module if pattern else None)
         kept = [first] if first.startswith(NO_SCALE) else []
         # A static scale does not come down to what the stand-ins for gradients need.
         mark = TRIED if factor != 1 or not any(each.has_lost_gradients for each in several) else TRIED_FORWARD
         return replace(trace, remedies=(*kept, *marked([told_of(overlay)], mark), *marked(others)), cast_lists=overlay)
+
+    def _matching(self, noted: NotedForward, pattern: str) -> list[str]:
+        """Returns the submodules of a noted forward pass that a pattern of the user's names matches."""
+        names = self._named_modules() if pattern else {}
+        named = noted.module.named_modules() if pattern else ()
+        return [name for name, each in named if name and matches(pattern, names.get(id(each), ""), each)]
 
     def _origins(
         self, noted: NotedForward, ids: Collection[int] | None, kept: int | None, factor: float = 1.0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampatch.diagnostics.overflow.examiner import overlay_for
+from ampatch.diagnostics.overflow.examiner import blacklist_of, overlay_for
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.preflight.float32 import Operators, underflows
 from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, STANDS, LevelVerdict, Preflight
@@ -180,7 +180,7 @@ def _functions(level: LevelVerdict, operators: Operators) -> Iterator[Part]:
     else:
         traced = [] if level.trace is None else [level.trace.cast_lists or overlay_for(level.trace.function)]
         overlays = [*traced, *(overlay_for(function) for function, _ in operators.suspects)]
-    for namespace, names in (item for overlay in overlays for item in overlay["blacklist"].items()):
+    for namespace, names in (item for overlay in overlays for item in blacklist_of(overlay).items()):
         if namespace and not namespace.startswith("torch.ops.aten"):  # an operator without a function
             yield from (("blacklist", (namespace, name)) for name in names)
 
