@@ -232,14 +232,26 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE",
         help="module to import first, such as your own or a plug-in that patches torch",
     )
+    parser.add_argument(
+        "--device-check",
+        nargs="?",
+        const="",
+        metavar="DEVICE",
+        help="compute in each half type on a device, such as cuda:1, and say which types are safe there; without a "
+        "DEVICE: on the GPU, or else the CPU",
+    )
     parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from ampatch import amp, doctor
+    from ampatch import amp, device_check, doctor
     from ampatch.runtime import runtime
 
     _import(arguments.modules)
+    if arguments.device_check is not None:
+        checked = device_check.check(arguments.device_check)
+        _print(checked.lines())
+        return 0 if checked.safe else 1
     is_set_up = runtime.live is not None  # by one of the modules
     with ExitStack() as stack:
         try:
