@@ -39,7 +39,7 @@ def loss_of(model: nn.Module, index: int = 0) -> Tensor:
 def started(
     make: Callable[..., Any] = SGD, *, model: nn.Module | None = None, steps: int = 0, **options: Any
 ) -> tuple[Any, Any]:
-    """Returns a model and its optimizer under amp, after some steps.
+    """Returns a model and its optimizer under amp, after some steps and without gradients.
 
     Args:
         make: makes the optimizer.
@@ -51,6 +51,8 @@ def started(
     optimizer = make(model.parameters())
     initialize(model, optimizer, **{"init_scale": SCALE, **options})
     train(model, optimizer, *[1.0] * steps)
+    if steps:
+        optimizer.zero_grad()
     return model, optimizer
 
 

@@ -147,7 +147,6 @@ class TestSkippedSteps:
     @pytest.mark.covering(1)
     def test_step_is_skipped_however_inf_or_nan_got_into_gradients(self, way, steps, make, loss_scale, options):
         model, optimizer = started(make, steps=steps, loss_scale=loss_scale, **options)
-        optimizer.zero_grad()
         before = everything(model, optimizer)
         way(model, optimizer)
         optimizer.step()
@@ -213,7 +212,6 @@ class TestSkippedSteps:
     @every_optimizer
     def test_step_is_skipped_if_unscaling_itself_overflows(self, make):
         model, optimizer = started(make, loss_scale=2.0**-4)
-        optimizer.zero_grad()
         before = everything(model, optimizer)
         backward(loss_of(model), optimizer, delay_unscale=True)
         for parameter in model.parameters():

@@ -128,7 +128,6 @@ class TestFunctions:
 
         model, optimizer = started(make, steps=1, on_overflow=note, **options)
         before = everything(model, optimizer)
-        optimizer.zero_grad()
         overflow(model, optimizer, 2)
         optimizer.step()
         ((event, then, was_skipped),) = seen

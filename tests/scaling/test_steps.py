@@ -206,13 +206,13 @@ class TestForgottenScales:
     @o1_and_o2
     def test_step_without_a_block_after_steps_with_one_is_warned_of(self, opt_level):
         model, optimizer = started(opt_level=opt_level, steps=3)
-        optimizer.zero_grad()
         loss_of(model).backward()
         with pytest.warns(AmpWarning, match=NO_SCALE):
             optimizer.step()
 
     def test_second_step_with_the_same_gradients_is_not_warned_of(self):
-        _, optimizer = started(steps=1)
+        model, optimizer = started()
+        train(model, optimizer, 1)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
         optimizer.step(lambda: None)
@@ -640,7 +640,6 @@ class TestUnscaleByHand:
 
     def test_unscale_divides_what_a_fused_optimizer_was_to_divide_in_its_step(self):
         model, optimizer = started(FUSED_ADAM, steps=1)
-        optimizer.zero_grad()
         backward(loss_of(model), optimizer, delay_unscale=True)
         norm = amp.clip_grad_norm_(optimizer, 1e6)
         assert not amp.grads_are_unscaled(optimizer)
