@@ -121,9 +121,7 @@ class TestTransition:
             ("..x...", 16, 0),
         ],
     )
-    def test_scale_halves_on_overflow_and_doubles_after_a_window_of_clean_steps(
-        self, overflows, loss_scale, unskipped
-    ):
+    def test_scale_halves_on_overflow_and_doubles_after_a_window_of_clean_steps(self, overflows, loss_scale, unskipped):
         state = after(overflows, self.POLICY)
         assert (state.loss_scale, state.unskipped) == (loss_scale, unskipped)
 
