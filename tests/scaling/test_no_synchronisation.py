@@ -497,28 +497,6 @@ class TestSkippedSteps:
         assert amp.get_loss_scale() == SCALE / 2
         assert caplog.messages == ["Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 128.0"]
 
-    @every_level
-    @pytest.mark.parametrize("overflowing", [0, 1])
-    def test_overflow_skips_no_optimizer_of_another_block(self, overflowing, options):
-        model = network()
-        layers = [model[0], model[2]]
-        optimizers = [ADAM(layer.parameters()) for layer in layers]
-        initialize(model, optimizers, **QUIET, **options)
-        for factor in (1, math.inf, 1):
-            for index, (layer, optimizer) in enumerate(zip(layers, optimizers, strict=True)):
-                optimizer.zero_grad()
-                loss = sum(parameter.float().square().sum() for parameter in layer.parameters())
-                backward(loss * (factor if index == overflowing else 1), optimizer)
-            for index, (layer, optimizer) in enumerate(zip(layers, optimizers, strict=True)):
-                before = everything(layer, optimizer)
-                optimizer.step()
-                skips = factor == math.inf and index == overflowing
-                assert amp.step_was_skipped(optimizer) == skips
-                if skips:
-                    assert_same_state(everything(layer, optimizer), before)
-                else:
-                    assert not torch.equal(layer.weight, before[0][0])
-
     @pytest.mark.parametrize("overflows", [False, True], ids=["last-step-runs", "last-step-is-skipped"])
     def test_late_news_of_a_step_is_not_taken_for_that_of_a_later_one(self, overflows, post, caplog):
         model, optimizer = started(verbosity=1)

@@ -620,17 +620,6 @@ class TestUnscaleByHand:
             amp.deinitialize()
         assert_same_state(*gradients)
 
-    @o1_and_o2
-    def test_unscale_by_hand_finds_an_overflow(self, opt_level):
-        model, optimizer = started(opt_level=opt_level)
-        before = weights(model)
-        backward(loss_of(model) * OVERFLOW, optimizer, delay_unscale=True)
-        amp.unscale_(optimizer)
-        optimizer.step()
-        assert amp.step_was_skipped(optimizer)
-        assert amp.get_loss_scale() == 512
-        assert_same_state(weights(model), before)
-
     def test_unscale_inside_of_the_block_raises(self):
         with (
             scaled_gradients("inside") as (_, optimizer),
