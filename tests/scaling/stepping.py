@@ -25,6 +25,13 @@ every_half = pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
 o1_and_o2 = pytest.mark.parametrize("opt_level", ["O1", "O2"])
 
 
+@pytest.fixture(params=["near", "far"])
+def distance(request):
+    """The host reads the device at once, or would have to wait for it."""
+    if request.param == "far":
+        request.getfixturevalue("far_away")
+
+
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))

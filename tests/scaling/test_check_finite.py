@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_state, dtype_name
 from optimizers import MOMENTUM, backward, initialize
-from stepping import everything, loss_of, network, train, weights
+from stepping import distance, everything, loss_of, network, train, weights  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
@@ -47,13 +47,6 @@ every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIM
 every_scaler = pytest.mark.parametrize("kind", [torch.amp.GradScaler, ampatch.GradScaler], ids=["torch", "ampatch"])
 
 LINE = "Gradient overflow. Skipping step, loss scaler {} {} {}"
-
-
-@pytest.fixture(params=["near", "far"])
-def distance(request):
-    """The host reads the device at once, or would have to wait for it."""
-    if request.param == "far":
-        request.getfixturevalue("far_away")
 
 
 def started(make: Callable[..., Any] = MOMENTUM, **options: Any) -> tuple[Any, Any]:

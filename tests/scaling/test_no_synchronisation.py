@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -212,19 +213,21 @@ READING: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def _clip_in_two_calls(parameters: list[Tensor]) -> None:
+def _clip_in_two_calls(parameters: list[Tensor], _: Any) -> None:
     norm = nn.utils.get_total_norm([each.grad for each in parameters])
     nn.utils.clip_grads_with_norm_(parameters, 0.01, norm)
 
 
-# What users do to the gradients of `model.parameters()` between the block and the step.
-CHANGES: dict[str, Callable[[list[Tensor]], object]] = {
-    "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01),
-    "norm-one-by-one": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01, foreach=False),
+# What users do to gradients between the block and the step.
+CHANGES: dict[str, Callable[[list[Tensor], Any], object]] = {
+    "none": lambda parameters, _: None,
+    "norm-by-amp": lambda _, optimizer: amp.clip_grad_norm_(optimizer, 0.01),
+    "norm": lambda parameters, _: nn.utils.clip_grad_norm_(parameters, 0.01),
+    "norm-one-by-one": lambda parameters, _: nn.utils.clip_grad_norm_(parameters, 0.01, foreach=False),
     "norm-in-two-calls": _clip_in_two_calls,
-    "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01),
-    "replaced": lambda parameters: [setattr(each, "grad", each.grad * 0.5) for each in parameters],
-    "through-data": lambda parameters: [each.grad.data.mul_(0.5) for each in parameters],
+    "value": lambda parameters, _: nn.utils.clip_grad_value_(parameters, 0.01),
+    "replaced": lambda parameters, _: [setattr(each, "grad", each.grad * 0.5) for each in parameters],
+    "through-data": lambda parameters, _: [each.grad.data.mul_(0.5) for each in parameters],
 }
 
 
@@ -262,38 +265,18 @@ class TestReads:
             assert "scale_use.py, overflowed" in found[0]
 
     @every_fused_at_every_level
+    @pytest.mark.parametrize("change", CHANGES, ids=str)
     @pytest.mark.covering(1)
-    def test_step_that_skips_by_itself_reads_nothing(self, make, options, reads, caplog):
+    def test_step_that_skips_by_itself_reads_nothing_after_any_change(self, change, make, options, reads, caplog):
         model, optimizer = started(make, verbosity=1, scale_window=2, **options)
         with reads as found:
-            train(model, optimizer, 1, math.inf, 1, 1, 1, math.inf, 1)
+            for factor in (1, math.inf, 1, 1, 1, math.inf, 1):
+                optimizer.zero_grad()
+                backward(loss_of(model) * factor, optimizer, delay_unscale=change == "norm-by-amp")
+                CHANGES[change](list(model.parameters()), optimizer)
+                optimizer.step()
         assert found == []
         assert amp.skipped_steps(optimizer) == len(caplog.messages) == 2
-
-    @every_fused_at_every_level
-    def test_step_after_clipping_by_amp_reads_nothing(self, make, options, reads, caplog):
-        model, optimizer = started(make, verbosity=1, **options)
-        with reads as found:
-            for factor in (1, math.inf, 1):
-                optimizer.zero_grad()
-                backward(loss_of(model) * factor, optimizer, delay_unscale=True)
-                amp.clip_grad_norm_(optimizer, 0.1)
-                optimizer.step()
-        assert found == []
-        assert amp.skipped_steps(optimizer) == len(caplog.messages) == 1
-
-    @every_level
-    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-    def test_step_after_changes_to_gradients_of_the_model_reads_nothing(self, change, options, reads):
-        model, optimizer = started(**options)
-        with reads as found:
-            for factor in (1, math.inf, 1):
-                optimizer.zero_grad()
-                backward(loss_of(model) * factor, optimizer)
-                change(list(model.parameters()))
-                optimizer.step()
-        assert found == []
-        assert amp.skipped_steps(optimizer) == 1
 
     @every_fused_at_every_level
     def test_first_step_reads_once_if_it_makes_state(self, make, options, reads):
@@ -611,8 +594,11 @@ class TestFloor:
         optimizer.step()
 
     @every_fused_at_every_level
-    def test_error_names_the_gradients_that_overflow_at_the_floor(self, make, options, caplog):
-        model, optimizer = self.started(make, **options)
+    @pytest.mark.parametrize("exact_hooks", [False, True])
+    def test_error_names_the_gradients_that_overflow_at_the_floor_and_training_can_go_on(
+        self, exact_hooks, make, options, caplog
+    ):
+        model, optimizer = self.started(make, exact_hooks=exact_hooks, **options)
         for _ in range(2):
             self.overflow(model, optimizer)
             train(model, optimizer, 1)
@@ -622,9 +608,11 @@ class TestFloor:
         with pytest.raises(LossScaleError) as caught:
             self.overflow(model, optimizer)
 
-        assert "loss scaler 0 is at its floor of 1" in str(caught.value)
-        assert "0.weight, shape (6, 4), " in str(caught.value)
-        assert str(caught.value).endswith("0 inf, 1 nan")
+        message = str(caught.value)
+        assert "loss scaler 0 is at its floor of 1" in message
+        assert re.search(r"0\.weight, shape \(6, 4\), \w+: 2 inf, 0 nan\n", message)
+        assert re.search(r"2\.bias, shape \(3,\), \w+: 0 inf, 1 nan", message)
+        assert "2.weight" not in message
         assert_same_state(everything(model, optimizer), before)
         assert amp.skipped_steps(optimizer) == 3
         assert len(caplog.messages) == 2
@@ -719,7 +707,7 @@ def test_step_after_changes_to_gradients_of_the_model_on_a_gpu_waits_for_nothing
     for _ in range(2):
         optimizer.zero_grad()
         backward(loss_of(model), optimizer)
-        change(list(model.parameters()))
+        change(list(model.parameters()), optimizer)
         with waits_are_errors():
             optimizer.step()
     assert amp.skipped_steps(optimizer) == 0

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from optimizers import MOMENTUM, OPTIMIZERS, OTHERS, OVERFLOW, SGD, Larc, backward, initialize
-from stepping import every_half, everything, loss_of, train, weights
+from stepping import distance, every_half, everything, loss_of, train, weights  # noqa: F401
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -188,13 +188,7 @@ class TestSkippedSteps:
         assert amp.state_dict()["loss_scaler0"] == {"loss_scale": SCALE / 2, "unskipped": 0}
 
 
-@pytest.fixture(params=["near", "far"])
-def distance(request):
-    """The host reads the device at once, or would have to wait for it."""
-    if request.param == "far":
-        request.getfixturevalue("far_away")
-
-
+@pytest.mark.usefixtures("distance")
 class TestSeveralOptimizers:
     """Two layers with an optimizer each, which has its state, and two losses."""
 
@@ -203,7 +197,7 @@ class TestSeveralOptimizers:
         return nn.Sequential(linear(), linear())
 
     @pytest.fixture
-    def optimizers(self, layers, distance) -> list[torch.optim.Optimizer]:
+    def optimizers(self, layers) -> list[torch.optim.Optimizer]:
         optimizers = [OPTIMIZERS["Adam-fused"](layer.parameters()) for layer in layers]
         initialize(layers, optimizers, num_losses=2, verbosity=1, on_overflow="log")
         backward(loss_of(layers), optimizers)
@@ -680,33 +674,6 @@ class TestBlockThatRaises:
 
 
 class TestFloor:
-    def test_overflow_at_the_floor_names_the_gradients_and_training_can_go_on(self):
-        model = nn.Sequential(linear(), linear(), nn.Linear(4, 4))
-        model, optimizer = started(model=model, init_scale=2.0, min_loss_scale=1.0)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-                scaled_loss.backward()
-                model[0].weight.grad[0, :2] = math.inf
-                model[2].bias.grad[3] = math.nan
-            optimizer.step()
-
-        before = copy.deepcopy(model.state_dict())
-        step()
-        assert amp.get_loss_scale() == 1
-        with pytest.raises(LossScaleError) as caught:
-            step()
-        message = str(caught.value)
-        assert "loss scaler 0 is at its floor of 1" in message
-        assert "0.weight, shape (4, 4), float32: 2 inf, 0 nan\n" in message
-        assert "2.bias, shape (4,), float32: 0 inf, 1 nan" in message
-        assert "1.weight" not in message
-        assert_same_state(model.state_dict(), before)
-        assert amp.skipped_steps(optimizer) == 2
-        train(model, optimizer, 1)
-        assert not amp.step_was_skipped(optimizer)
-
     def test_floor_that_float32_rounds_is_still_the_floor(self):
         model, optimizer = started(init_scale=0.1, min_loss_scale=0.1)
         with pytest.raises(LossScaleError, match=r"floor of 0\.1 "):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_state, dtype_name
 from optimizers import MOMENTUM, SGD, backward, initialize
-from stepping import LEVELS, SCALE, everything, loss_of, network, o1_and_o2, started, train
+from stepping import LEVELS, SCALE, distance, everything, loss_of, network, o1_and_o2, started, train  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,13 +39,6 @@ every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 LINE = "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 128.0"
-
-
-@pytest.fixture(params=["near", "far"])
-def distance(request):
-    """The host reads the device at once, or would have to wait for it."""
-    if request.param == "far":
-        request.getfixturevalue("far_away")
 
 
 @pytest.fixture
