@@ -75,9 +75,6 @@ def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, how: str
     target.zero_grad(set_to_none=how.endswith("none"))
 
 
-ways_to_clear = pytest.mark.parametrize("clear", ["none", "zero", "model-none", "model-zero"])
-
-
 def assert_block_is_refused(message: str, *args: Any, **options: Any) -> None:
     with pytest.raises(UsageError, match=message), amp.scale_loss(*args, **options):
         pytest.fail("the block was entered")
@@ -424,7 +421,7 @@ class TestGradients:
     @UPDATES_HALF
     @every_half
     @pytest.mark.parametrize("delay_unscale", [False, True], ids=["inside", "between"])
-    @ways_to_clear
+    @pytest.mark.parametrize("clear", ["none", "zero", "model-none", "model-zero"])
     def test_half_gradients_may_be_cleared_inside_and_between_blocks(self, half_dtype, delay_unscale, clear):
         weight, optimizer = started_half(half_dtype, loss_scale=2.0**4)
         model = nn.ParameterList([weight])
@@ -446,27 +443,6 @@ class TestGradients:
         backward((weight * 4).sum(), optimizer)
         assert weight.grad_dtype is None
         assert_same_bits(weight.grad, torch.full((3,), 5.0, dtype=torch.bfloat16))
-
-    @ways_to_clear
-    @pytest.mark.parametrize("where", ["before", "inside", "after-step"])
-    def test_gradients_may_be_cleared_before_inside_and_after_a_block(self, where, clear):
-        model, optimizer = started(MOMENTUM)
-        reference = linear()
-        plain = MOMENTUM(reference.parameters())
-        for index in range(3):
-            if where == "before":
-                clear_gradients(model, optimizer, clear)
-            with amp.scale_loss(loss_of(model, index), optimizer) as scaled_loss:
-                if where == "inside":
-                    clear_gradients(model, optimizer, clear)
-                scaled_loss.backward()
-            optimizer.step()
-            if where == "after-step":
-                clear_gradients(model, optimizer, clear)
-            plain.zero_grad()
-            loss_of(reference, index).backward()
-            plain.step()
-        assert_same_bits(model.weight, reference.weight)
 
     @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
     @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
