@@ -385,6 +385,7 @@ class TestReadsOfAGradScaler:
 
     @pytest.mark.parametrize("make", [*FUSED.values(), None], ids=[*FUSED, "MixedPrecision"])
     @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+    @pytest.mark.covering(2)
     def test_optimizer_that_skips_by_itself_reads_nothing_once_it_has_its_state(self, make, clips, reads):
         model = network()
         if make is None:
