@@ -228,9 +228,7 @@ class TestGradientsOfMasters:
 
     @every_level
     @pytest.mark.covering(1)
-    def test_masters_gradients_set_by_hand_count_and_are_warned_of_beside_those_of_the_model(
-        self, opt_level, half_dtype
-    ):
+    def test_gradients_set_on_masters_by_hand_count_and_are_warned_of_beside_others(self, opt_level, half_dtype):
         def script(run: Run) -> None:
             masters = run.masters
             run.model(1.0).backward()
@@ -314,7 +312,7 @@ class TestClearedOverflows:
 
 
 @every_level
-def test_step_inside_the_block_of_another_optimizer_lets_the_outer_one_unscale_by_its_own_scale(opt_level, half_dtype):
+def test_outer_block_unscales_by_its_own_scale_after_a_step_of_an_inner_one(opt_level, half_dtype):
     run = Run(opt_level, half_dtype, optimizer=one_each(torch.optim.SGD), scale_window=1)
     first, second = run.optimizer
     with amp.scale_loss(run.model.first.float().sum(), first) as outer:
@@ -329,7 +327,7 @@ def test_step_inside_the_block_of_another_optimizer_lets_the_outer_one_unscale_b
     assert master.grad.flatten().tolist() == [1] * 4
 
 
-def test_loss_scaled_by_hand_keeps_its_scale_if_the_scaler_is_updated_before_backward():
+def test_loss_scaled_by_hand_keeps_its_scale_after_an_update_before_backward():
     weight = nn.Parameter(torch.ones(2))
     scaler = amp.LossScaler(init_scale=8.0, scale_window=1)
     scaled = scaler.scale(weight.sum())

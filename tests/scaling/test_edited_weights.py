@@ -109,7 +109,7 @@ class TestMasters:
         assert_as_in_torch("O2", half_dtype, script)
 
     @pytest.mark.parametrize("name", UNSEEN)
-    def test_edit_of_masters_that_torch_does_not_count_is_saved_and_counts_in_the_next_step(self, name, half_dtype):
+    def test_edit_of_masters_that_torch_does_not_count_is_saved_and_trained_on(self, name, half_dtype):
         def script(run: Run) -> list[float]:
             UNSEEN[name](run.masters)
             saved = run.weights

@@ -214,7 +214,7 @@ def test_buffers_of_parts_added_later_are_restored():
 
 
 @pytest.mark.parametrize("overflows", ["loss", "input"])
-def test_statistics_of_a_part_that_is_called_alone_are_those_of_the_last_step_if_they_overflow(overflows):
+def test_statistics_of_a_part_called_alone_that_overflow_are_those_of_the_last_step(overflows):
     model, optimizer = started(nn.BatchNorm1d(4))
     for factor in (1.0, 1.0, math.inf):
         before = buffers_of(model)

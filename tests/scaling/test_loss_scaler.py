@@ -338,7 +338,7 @@ class TestScaler:
         with pytest.raises(OptionError, match="the loss is float; expected a floating tensor"):
             LossScaler().scale(1.0)
 
-    def test_loop_that_scales_by_hand_leaves_the_weights_of_torch_without_the_step_that_overflows(self):
+    def test_loop_that_scales_by_hand_trains_as_torch_without_the_skipped_step(self):
         model, reference = stepping.network(), stepping.network()
         optimizer, plain = SGD(model.parameters()), SGD(reference.parameters())
         scaler = LossScaler()
@@ -432,7 +432,7 @@ class TestOverflowsWithoutASkippedStep:
         assert amp.stats()["clean_steps"] == 0
         amp.load_state_dict(amp.state_dict())
 
-    def test_scale_that_was_loaded_is_not_moved_by_an_earlier_overflow_whose_gradients_were_cleared(self):
+    def test_loaded_scale_is_not_moved_by_an_earlier_overflow_that_was_cleared(self):
         model, optimizer = started()
         overflow(model, optimizer)
         optimizer.zero_grad()

@@ -622,7 +622,7 @@ class TestFloor:
 
     @every_level
     @pytest.mark.parametrize("exact_hooks", [False, True])
-    def test_error_comes_with_the_second_overflow_at_the_floor_or_at_once_with_exact_hooks(self, exact_hooks, options):
+    def test_error_comes_with_the_second_overflow_at_the_floor_or_the_first_if_exact(self, exact_hooks, options):
         model, optimizer = self.started(init_scale=1.0, exact_hooks=exact_hooks, **options)
         if not exact_hooks:
             self.overflow(model, optimizer)

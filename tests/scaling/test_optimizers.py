@@ -819,7 +819,7 @@ class TestOptimizersOfAnyClass:
         with pytest.raises(OptionError, match=rf"which lacks {lacks}; expected an object with param_groups"):
             amp.master_params(thing)
 
-    def test_wrapper_that_hands_its_attributes_on_is_refused_and_leaves_the_inner_one_alone(self):
+    def test_wrapper_that_hands_its_attributes_on_is_refused_and_changes_nothing(self):
         class Around:
             def __init__(self, inside: object) -> None:
                 object.__setattr__(self, "inside", inside)

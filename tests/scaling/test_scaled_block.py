@@ -257,7 +257,7 @@ def test_block_inside_another_is_refused_before_its_shortcut(opt_level, began):
     assert began == [True, False]
 
 
-def test_block_for_a_parameter_that_another_optimizer_left_scaled_is_refused_before_its_shortcut(began):
+def test_block_for_a_parameter_left_scaled_is_refused_before_its_shortcut(began):
     training = Training("O1")
     other = SGD(training.model[0].parameters())
     initialize(training.model, other)
@@ -279,7 +279,8 @@ class TestLossesThatAreScaledTwice:
     @pytest.mark.parametrize("added", [False, True], ids=["itself", "in-a-sum"])
     def test_scaled_loss_in_a_nested_block_raises_and_leaves_no_gradients(self, training, loss_id, added):
         first, second = training.optimizers
-        with pytest.raises(UsageError, match=r"scaled before, .* amp.scale_loss\(loss, \[optimizer, other\]\)"):  # noqa: SIM117, PT012
+        message = r"scaled before, .* amp.scale_loss\(loss, \[optimizer, other\]\)"
+        with pytest.raises(UsageError, match=message):  # noqa: SIM117, PT012
             with amp.scale_loss(training.loss(), first) as scaled:
                 loss = scaled + training.loss() if added else scaled
                 with amp.scale_loss(loss, second, loss_id=loss_id) as again:

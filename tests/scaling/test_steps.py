@@ -103,7 +103,7 @@ class TestClosures:
         assert optimizer.rest.keys() == rest.keys()
         assert all(optimizer.rest[name] is value for name, value in rest.items())
 
-    def test_step_undone_after_a_closure_leaves_uncopyable_options_and_tensors_the_objects_they_are(self):
+    def test_undone_step_leaves_tensors_and_uncopyable_options_the_objects_they_are(self):
         model, optimizer = started(lambda parameters: torch.optim.LBFGS(parameters, max_iter=4))
         options = {"lr": torch.tensor(0.1), "lock": threading.Lock(), "nested": {"locks": [threading.Lock()]}}
         optimizer.param_groups[0].update(options)
@@ -235,7 +235,7 @@ class TestForgottenScales:
                 by_hand.unscale_(parameter.grad for parameter in model.parameters())
                 optimizer.step()
 
-    def test_gradients_judged_from_outside_are_not_warned_of_but_those_of_another_optimizer_are(self):
+    def test_gradients_judged_from_outside_are_not_warned_of_but_others_are(self):
         """As in scripts for Apex that reduce gradients over processes themselves, and then call `update_scale`."""
         model, theirs = network(), network()
         optimizer, other = SGD(model.parameters()), SGD(theirs.parameters())
@@ -399,7 +399,7 @@ class TestClippingByTorch:
         ):
             torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
 
-    def test_clipping_masters_without_gradients_by_value_is_warned_of_before_torch_raises(self):
+    def test_clipping_masters_without_gradients_by_value_warns_before_torch_raises(self):
         with (
             scaled_gradients("inside", opt_level="O2") as (_, optimizer),
             pytest.warns(AmpWarning, match="masters have none yet"),
@@ -523,7 +523,7 @@ class TestLossesBesideTheScaledOne:
         assert warned_once(step, ANOTHER_LOSS).filename == __file__
 
     @o1_and_o2
-    def test_backward_passes_through_scaled_losses_or_to_other_parameters_are_not_warned_of(self, opt_level):
+    def test_backward_passes_of_scaled_losses_or_to_other_parameters_do_not_warn(self, opt_level):
         model, optimizer = started(opt_level=opt_level)
         theirs = nn.Linear(2, 2)
         with amp.scale_loss((loss_of(model), loss_of(model)), optimizer) as (first, second):
