@@ -42,7 +42,7 @@ every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIM
 LINE = "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 128.0"
 
 # With casts, whose operators are watched to explain an overflow.
-started = functools.partial(stepping.started, opt_level="O1", half_dtype="float16")
+started = functools.partial(stepping.started, opt_level="O1", half_dtype="float16", steps=1)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ class TestFunctions:
         def note(overflow: Overflow) -> None:
             seen.append((overflow, everything(model, optimizer), amp.step_was_skipped(optimizer)))
 
-        model, optimizer = started(make, steps=1, on_overflow=note, **options)
+        model, optimizer = started(make, on_overflow=note, **options)
         before = everything(model, optimizer)
         overflow(model, optimizer, 2)
         optimizer.step()
@@ -140,7 +140,7 @@ class TestFunctions:
 
     @every_optimizer
     def test_event_counts_inf_and_nan_apart(self, make, seen):
-        model, optimizer = started(make, steps=1, on_overflow=seen.append)
+        model, optimizer = started(make, on_overflow=seen.append)
         with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
             scaled_loss.backward()
             model[0].weight.grad[0] = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
@@ -233,7 +233,7 @@ class TestFunctions:
 
     def test_event_of_an_undone_closure_names_the_gradients(self, seen):
         lbfgs = functools.partial(torch.optim.LBFGS, max_iter=4)
-        model, optimizer = started(lbfgs, on_overflow=seen.append)
+        model, optimizer = started(lbfgs, steps=0, on_overflow=seen.append)
         evaluations = iter(range(9))
 
         def closure() -> Tensor:
@@ -262,7 +262,7 @@ class TestFunctions:
         model.table = nn.Embedding(4, 2, sparse=True)
         model.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
         model.imaginary = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-        _, optimizer = started(model=model, on_overflow=seen.append)
+        _, optimizer = started(model=model, steps=0, on_overflow=seen.append)
         loss = model.table(torch.tensor([1, 1])).sum() * math.inf + (model.wide * math.nan).sum().float()
         backward(loss + (model.imaginary * math.nan).sum().real, optimizer)
         optimizer.step()
@@ -284,7 +284,7 @@ class TestErrors:
         ids=["raise", "function"],
     )
     def test_step_raises_after_a_clean_skip_and_training_can_go_on(self, on_overflow, error, make, options):
-        model, optimizer = started(make, steps=1, on_overflow=on_overflow, **options)
+        model, optimizer = started(make, on_overflow=on_overflow, **options)
         for number in range(1, 4):
             before = everything(model, optimizer)
             optimizer.zero_grad()
@@ -519,7 +519,7 @@ def fsdp() -> list[dict[str, Any]]:
     seen: list[Overflow] = []
     model = network()
     fully_shard(model)
-    _, optimizer = started(model=model, on_overflow=seen.append)
+    _, optimizer = started(model=model, steps=0, on_overflow=seen.append)
     with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
         scaled_loss.backward()
         if dist.get_rank() == 0:
