@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import optimizers
 import pytest
 import torch
+from optimizers import OVERFLOW, SGD, initialize
+from stepping import o1_and_o2
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -26,41 +29,38 @@ class Two:
 
     def __init__(self, level: str | None) -> None:
         torch.manual_seed(0)
-        self.level = level
+        self.with_amp = level is not None
         self.encoder, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
-        self.of_encoder, self.of_head = (torch.optim.SGD(each.parameters(), 0.1) for each in (self.encoder, self.head))
-        if level is not None:
-            amp.initialize(
-                [self.encoder, self.head],
-                [self.of_encoder, self.of_head],
-                opt_level=level,
-                half_dtype="float16",
-                init_scale=1024.0,
-                verbosity=0,
-            )
+        self.of_encoder, self.of_head = SGD(self.encoder.parameters()), SGD(self.head.parameters())
+        if self.with_amp:
+            options = {"opt_level": level, "half_dtype": "float16", "init_scale": 1024.0}
+            initialize([self.encoder, self.head], [self.of_encoder, self.of_head], **options)
 
-    def by_head(self, *others: torch.optim.Optimizer, factor: float = 1.0) -> None:
-        loss = (self.head(self.encoder(X)) - Y).float().square().mean()
-        self.backward(loss * factor, self.of_head, *others)
+    def loss(self) -> Tensor:
+        return (self.head(self.encoder(X)) - Y).float().square().mean()
+
+    def by_head(self, factor: float = 1.0) -> None:
+        optimizers.backward(self.loss() * factor, self.of_head, with_amp=self.with_amp)
 
     def by_encoder(self) -> None:
-        self.backward(self.encoder(X).float().square().mean(), self.of_encoder)
+        optimizers.backward(self.encoder(X).float().square().mean(), self.of_encoder, with_amp=self.with_amp)
 
-    def backward(self, loss: Tensor, *optimizers: torch.optim.Optimizer) -> None:
-        if self.level is None:
-            loss.backward()
-        else:
-            with amp.scale_loss(loss, list(optimizers)) as scaled_loss:
-                scaled_loss.backward()
+    def step(self) -> None:
+        self.of_head.step()
+        self.of_encoder.step()
+
+    def clear(self, set_to_none: bool = True) -> None:
+        self.of_head.zero_grad(set_to_none)
+        self.of_encoder.zero_grad(set_to_none)
 
     def weights(self) -> Tensor:
         parameters = (*self.encoder.parameters(), *self.head.parameters())
         return torch.cat([each.detach().float().flatten() for each in parameters])
 
 
-def shared(run: Two) -> None:
+def one_after_the_other(run: Two) -> None:
     run.by_head()
-    assert run.level is None or amp.grads_are_unscaled(run.of_encoder)
+    assert not run.with_amp or amp.grads_are_unscaled(run.of_encoder)
     run.of_head.step()
     run.of_head.zero_grad()
     run.by_encoder()
@@ -69,15 +69,12 @@ def shared(run: Two) -> None:
 
 def both_from_one(run: Two) -> None:
     run.by_head()
-    run.of_head.step()
-    run.of_encoder.step()
+    run.step()
 
 
 def after_its_own(run: Two) -> None:
     run.by_encoder()
-    run.by_head()
-    run.of_head.step()
-    run.of_encoder.step()
+    both_from_one(run)
 
 
 def critic(run: Two, set_to_none: bool = True) -> None:
@@ -94,70 +91,86 @@ def critic_with_zeros(run: Two) -> None:
     critic(run, set_to_none=False)
 
 
+def zeros_each_time(run: Two) -> None:
+    for _ in range(3):
+        run.clear(set_to_none=False)
+        both_from_one(run)
+
+
 def clipped(run: Two) -> None:
     run.by_head()
-    if run.level is None:
-        nn.utils.clip_grad_norm_(run.encoder.parameters(), 0.1)
-    else:
-        amp.clip_grad_norm_(run.of_encoder, 0.1)
+    amp.clip_grad_norm_(run.of_encoder, 0.1)
     run.of_encoder.step()
 
 
 def clipped_by_torch(run: Two) -> None:
     run.by_head()
-    parameters = run.encoder.parameters() if run.level is None else amp.master_params(run.of_encoder)
-    nn.utils.clip_grad_norm_(parameters, 0.1)
+    nn.utils.clip_grad_norm_(amp.master_params(run.of_encoder), 0.1)
     run.of_encoder.step()
 
 
 def within_a_block(run: Two) -> None:
     """The inner block is for the encoder; the outer one reaches only the head."""
     loss = (run.head(run.encoder(X).detach()) - Y).float().square().mean()
-    if run.level is None:
-        run.by_encoder()
-        loss.backward()
-    else:
+    if run.with_amp:
         with amp.scale_loss(loss, run.of_head) as scaled_loss:
             run.by_encoder()
             scaled_loss.backward()
-    run.of_head.step()
-    run.of_encoder.step()
+    else:
+        run.by_encoder()
+        loss.backward()
+    run.step()
 
 
-EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
+def in_both_blocks(run: Two) -> None:
+    """The inner block is for the encoder, of which the outer one has reached gradients."""
+    if run.with_amp:
+        with amp.scale_loss(run.loss(), run.of_head) as scaled_loss:
+            scaled_loss.backward()
+            run.by_encoder()
+    else:
+        run.by_head()
+        run.by_encoder()
+    run.step()
 
 
-@EACH_LEVEL
-@pytest.mark.parametrize(
-    "script",
-    [
-        *(shared, both_from_one, after_its_own, critic, critic_with_zeros, clipped, clipped_by_torch),
-        within_a_block,
-    ],
-)
-def test_steps_are_those_without_amp(script: Callable[[Two], None], level: str) -> None:
-    plain, run = Two(None), Two(level)
+SCRIPTS = [
+    *(one_after_the_other, both_from_one, after_its_own, critic, critic_with_zeros, zeros_each_time, clipped),
+    *(clipped_by_torch, within_a_block, in_both_blocks),
+]
+
+
+def assert_as_without_amp(script: Callable[[Two], None], run: Two, level: str) -> None:
+    plain = Two(None)
     script(plain)
     script(run)
     assert (run.weights() - plain.weights()).abs().max() < (1e-4 if level == "O1" else 5e-4)
 
 
-@pytest.mark.parametrize("use", ["step", "clip", "unscale", "block"])
-def test_gradients_of_a_step_before_that_were_not_cleared_are_used_by_nobody(use: str) -> None:
+@o1_and_o2
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_steps_are_those_without_amp(script, opt_level):
+    assert_as_without_amp(script, Two(opt_level), opt_level)
+
+
+USES: dict[str, Callable[[Two], object]] = {
+    "step": lambda run: run.of_encoder.step(),
+    "clip": lambda run: amp.clip_grad_norm_(run.of_encoder, 1.0),
+    "unscale": lambda run: amp.unscale_(run.of_encoder),
+    "block": lambda run: run.by_encoder(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_sums_of_uncleared_gradients_of_the_last_step_and_scaled_ones_are_refused(use):
     run = Two("O1")
     run.by_encoder()
     run.of_encoder.step()
     run.by_head()
     assert not amp.grads_are_unscaled(run.of_encoder)
-    uses: dict[str, Callable[[], object]] = {
-        "step": run.of_encoder.step,
-        "clip": lambda: amp.clip_grad_norm_(run.of_encoder, 1.0),
-        "unscale": lambda: amp.unscale_(run.of_encoder),
-        "block": run.by_encoder,
-    }
     before = run.weights()
     with pytest.raises(UsageError, match=r"sums of unscaled ones and scaled ones.*amp\.scale_loss\(loss, \[optimizer"):
-        uses[use]()
+        use(run)
     assert torch.equal(run.weights(), before)
     run.of_encoder.zero_grad()
     run.by_encoder()
@@ -165,10 +178,21 @@ def test_gradients_of_a_step_before_that_were_not_cleared_are_used_by_nobody(use
     assert not torch.equal(run.weights(), before)
 
 
-@EACH_LEVEL
-def test_an_overflow_there_skips_its_own_step_and_counts_only_if_it_steps(level: str) -> None:
-    run = Two(level)
-    run.by_head(factor=1e38)
+@o1_and_o2
+def test_gradients_left_by_a_block_that_raised_are_refused(opt_level):
+    run = Two(opt_level)
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012, SIM117
+        with amp.scale_loss(run.loss(), run.of_head) as scaled_loss:
+            scaled_loss.backward()
+            raise KeyboardInterrupt
+    with pytest.raises(UsageError, match="sums of"):
+        run.of_encoder.step()
+
+
+@o1_and_o2
+def test_overflow_in_gradients_of_another_optimizer_counts_only_if_that_one_steps(opt_level):
+    run = Two(opt_level)
+    run.by_head(OVERFLOW)
     run.of_encoder.zero_grad()
     run.of_head.step()
     assert amp.get_loss_scale() == 512
@@ -177,105 +201,50 @@ def test_an_overflow_there_skips_its_own_step_and_counts_only_if_it_steps(level:
     assert amp.get_loss_scale() == 512
     assert not amp.step_was_skipped(run.of_encoder)
     run.of_encoder.zero_grad()
-    run.by_head(factor=1e38)
+    run.by_head(OVERFLOW)
     run.of_encoder.step()
     assert amp.step_was_skipped(run.of_encoder)
 
 
-@EACH_LEVEL
-def test_after_a_block_that_failed_they_are_used_by_nobody(level: str) -> None:
-    run = Two(level)
-    loss = (run.head(run.encoder(X)) - Y).float().square().mean()
-
-    def failing() -> None:
-        with amp.scale_loss(loss, run.of_head) as scaled_loss:
-            scaled_loss.backward()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        failing()
-    with pytest.raises(UsageError, match="sums of"):
-        run.of_encoder.step()
-
-
-def in_both_blocks(run: Two) -> None:
-    """An inner block for the encoder, of which the outer one has reached gradients."""
-    if run.level is None:
-        run.by_head()
-        run.by_encoder()
-    else:
-        loss = (run.head(run.encoder(X)) - Y).float().square().mean()
-        with amp.scale_loss(loss, run.of_head) as scaled_loss:
-            scaled_loss.backward()
-            run.by_encoder()
-    run.of_head.step()
-    run.of_encoder.step()
-
-
-def zeros_each_time(run: Two) -> None:
-    for _ in range(3):
-        run.of_encoder.zero_grad(set_to_none=False)
-        run.of_head.zero_grad(set_to_none=False)
-        run.by_head()
-        run.of_head.step()
-        run.of_encoder.step()
-
-
-@EACH_LEVEL
-@pytest.mark.parametrize("script", [in_both_blocks, zeros_each_time])
-def test_steps_are_those_without_amp_also_here(script: Callable[[Two], None], level: str) -> None:
-    test_steps_are_those_without_amp(script, level)
-
-
-@EACH_LEVEL
-def test_one_block_is_one_clean_step_whichever_optimizers_step(level: str) -> None:
-    run = Two(level)
-    for _ in range(3):
-        run.by_head()
-        run.of_head.step()
-        run.of_encoder.step()
-        run.of_head.zero_grad()
-        run.of_encoder.zero_grad()
-    assert amp.stats()["clean_steps"] == 3
-
-
-@EACH_LEVEL
+@o1_and_o2
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_an_overflow_is_forgotten_with_its_gradients(level: str, set_to_none: bool) -> None:
-    run = Two(level)
-    run.by_head(factor=1e38)
+def test_overflow_is_forgotten_with_its_gradients(opt_level, set_to_none):
+    run = Two(opt_level)
+    run.by_head(OVERFLOW)
     run.of_head.step()
-    run.of_head.zero_grad(set_to_none)
-    run.of_encoder.zero_grad(set_to_none)
+    run.clear(set_to_none)
     run.by_head()
     assert amp.gradients_are_finite(run.of_encoder)
-    run.of_head.step()
-    run.of_encoder.step()
+    run.step()
     assert not amp.step_was_skipped(run.of_encoder)
     assert amp.get_loss_scale() == 512
 
 
-@EACH_LEVEL
-def test_a_block_whose_end_fails_is_not_asked_again(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, plain = Two(level), Two(None)
+@o1_and_o2
+def test_block_from_which_two_optimizers_step_is_one_clean_step(opt_level):
+    run = Two(opt_level)
+    for _ in range(3):
+        both_from_one(run)
+        run.clear()
+    assert amp.stats()["clean_steps"] == 3
 
+
+@o1_and_o2
+def test_block_whose_end_fails_is_closed_and_the_next_is_right(opt_level, monkeypatch):
     def fail(*_: object) -> None:
         raise MemoryError
 
+    run = Two(opt_level)
     with monkeypatch.context() as patched:
         patched.setattr(Unscaling, "note_unscaled", fail)
         with pytest.raises(MemoryError):
             run.by_head()
-    assert runtime.live is not None
     assert runtime.live.losses.blocks.open == []
-    for each in (run, plain):
-        each.of_encoder.zero_grad()
-        each.of_head.zero_grad()
-        shared(each)
-    assert (run.weights() - plain.weights()).abs().max() < 5e-4
+    run.clear()
+    assert_as_without_amp(one_after_the_other, run, opt_level)
 
 
-def test_a_block_whose_warning_is_an_error_is_not_open() -> None:
+def test_block_whose_warning_is_an_error_is_closed():
     run = Two("O1")
     run.head.weight.register_hook(lambda grad: grad)
     with pytest.raises(AmpWarning, match="a hook of a leaf"):

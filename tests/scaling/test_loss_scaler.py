@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import pickle
 from typing import Any
 
 import pytest
+import stepping
 import torch
-from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from optimizers import OVERFLOW, SGD, backward
+from torch import nn
 
 from ampatch import amp
 from ampatch.errors import OptionError
@@ -21,6 +24,12 @@ from ampatch.scaling import loss_scaler
 from ampatch.scaling.loss_scaler import LossScaler, ScalePolicy, ScaleState, first_state, make_policy, next_state
 
 MODEL = nn.Linear(2, 3)
+
+started = functools.partial(stepping.started, opt_level="O1", half_dtype="float16", init_scale=1024.0)
+
+
+def overflow(model: nn.Module, optimizer: Any) -> None:
+    backward(stepping.loss_of(model) * math.inf, optimizer)
 
 
 def after(overflows: str, policy: ScalePolicy) -> ScaleState:
@@ -38,7 +47,7 @@ def passes(scaler: LossScaler, overflows: str) -> None:
 
 
 class TestPolicy:
-    def test_defaults_are_those_of_the_paper_and_of_apex(self):
+    def test_default_policy_is_that_of_the_paper_and_of_apex(self):
         assert make_policy("dynamic") == ScalePolicy(
             dynamic=True,
             init_scale=2.0**16,
@@ -58,7 +67,7 @@ class TestPolicy:
     @pytest.mark.parametrize(
         ("init_scale", "expected"), [(2.0**20, 2.0**10), (2.0**-20, 2.0**-2), (8.0, 8.0)], ids=["above", "below", "in"]
     )
-    def test_dynamic_scale_starts_between_floor_and_ceiling(self, init_scale, expected):
+    def test_first_dynamic_scale_is_between_floor_and_ceiling(self, init_scale, expected):
         policy = make_policy("dynamic", init_scale=init_scale, min_loss_scale=2.0**-2, max_loss_scale=2.0**10)
         assert policy.init_scale == expected
 
@@ -90,7 +99,7 @@ class TestPolicy:
         ],
         ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
     )
-    def test_value_out_of_range_is_named(self, arguments, message):
+    def test_option_out_of_range_is_named(self, arguments, message):
         with pytest.raises(OptionError, match=message):
             LossScaler(**{"loss_scale": "dynamic", **arguments})
 
@@ -112,7 +121,7 @@ class TestTransition:
             ("..x...", 16, 0),
         ],
     )
-    def test_halves_on_overflow_and_doubles_after_a_window_of_clean_passes(self, overflows, loss_scale, unskipped):
+    def test_scale_halves_on_overflow_and_doubles_after_a_window_of_clean_steps(self, overflows, loss_scale, unskipped):
         state = after(overflows, self.POLICY)
         assert (state.loss_scale, state.unskipped) == (loss_scale, unskipped)
 
@@ -124,7 +133,7 @@ class TestTransition:
         policy = ScalePolicy(dynamic=True, init_scale=16.0, scale_window=3, hysteresis=3)
         assert after(overflows, policy).loss_scale == loss_scale
 
-    def test_stops_at_floor_and_ceiling(self):
+    def test_scale_stops_at_floor_and_ceiling(self):
         policy = ScalePolicy(dynamic=True, init_scale=16.0, scale_window=1, min_loss_scale=5.0, max_loss_scale=50.0)
         assert after("xxxx", policy).loss_scale == 5
         assert after("....", policy).loss_scale == 50
@@ -134,7 +143,7 @@ class TestTransition:
         assert after("x.x.", policy).loss_scale == 16
 
     @given(overflows=st.text("x.", max_size=200), window=st.integers(1, 5), hysteresis=st.integers(1, 4))
-    def test_never_leaves_its_bounds(self, overflows, window, hysteresis):
+    def test_scale_never_leaves_its_bounds(self, overflows, window, hysteresis):
         policy = ScalePolicy(True, 1.0, 2.0, 0.5, window, hysteresis, min_loss_scale=2.0**-3, max_loss_scale=2.0**3)
         state = first_state(policy)
         for overflow in overflows:
@@ -175,7 +184,7 @@ class TestPresets:
         "overflows", ["", "x", "." * 30, "x" * 120, "." * 150, "..x...x..", "x" * 100 + "." * 20], ids=len
     )
     @pytest.mark.parametrize("window", [1, 3])
-    def test_follow_their_models(self, scaler: str, overflows: str, window: int) -> None:
+    def test_preset_takes_the_scales_of_the_scaler_it_is_named_after(self, scaler, overflows, window):
         policy = make_policy("dynamic", scaler=scaler, scale_window=window)
         used = LossScaler.from_policy(policy)
         passes(used, overflows)
@@ -183,7 +192,7 @@ class TestPresets:
         assert (used.state.loss_scale, used.state.unskipped) == wanted
         assert used.state == after(overflows, policy)
 
-    def test_have_the_same_first_scale_factors_and_window(self) -> None:
+    def test_presets_differ_in_their_bounds_only(self):
         bounds = {"min_loss_scale": 1.0, "max_loss_scale": 2.0**30}
         assert make_policy("dynamic", scaler="apex", **bounds) == make_policy("dynamic", **bounds)
         assert make_policy("dynamic", scaler="torch", **bounds) == make_policy("dynamic", **bounds)
@@ -191,9 +200,9 @@ class TestPresets:
     @pytest.mark.parametrize(
         ("value", "told"), [("Apex", "Did you mean 'apex'"), ("deepspeed", "'apex' or 'torch'"), (2, "scaler is 2")]
     )
-    def test_of_another_name(self, value: object, told: str) -> None:
+    def test_preset_of_another_name_is_refused(self, value, told):
         with pytest.raises(OptionError, match=told):
-            make_policy("dynamic", scaler=value)  # type: ignore[arg-type] # it is wrong on purpose
+            make_policy("dynamic", scaler=value)
 
 
 class TestScaler:
@@ -203,13 +212,13 @@ class TestScaler:
         hysteresis=st.integers(1, 3),
         loss_scale=st.sampled_from(["dynamic", 4.0]),
     )
-    def test_follows_the_pure_function(self, overflows, window, hysteresis, loss_scale):
+    def test_scaler_takes_the_states_of_the_pure_function(self, overflows, window, hysteresis, loss_scale):
         scaler = LossScaler(loss_scale, init_scale=4.0, scale_window=window, hysteresis=hysteresis)
         passes(scaler, overflows)
         assert scaler.state == after(overflows, scaler.policy)
 
     @pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32, torch.float64], ids=dtype_name)
-    def test_scales_in_float32(self, dtype):
+    def test_loss_is_scaled_in_float32(self, dtype):
         loss = torch.tensor([[3.0, 0.5]], dtype=dtype)
         scaled = LossScaler().scale(loss)
         assert_same_bits(scaled, torch.tensor([[3 * 2.0**16, 2.0**15]]))
@@ -219,36 +228,25 @@ class TestScaler:
         assert LossScaler(1.0).scale(loss) is loss
         assert LossScaler(2.0).scale(loss).item() == 6
 
-    def test_gradient_too_small_for_float16_survives_in_its_scaled_form(self):
-        weight = torch.tensor([2.0], dtype=torch.float16, requires_grad=True)
-        loss = (weight.float() * 2.0**-26).sum()
-        LossScaler(init_scale=2.0**10).scale(loss).backward()
-        assert weight.grad.item() == 2.0**-16
-
     @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0, 1.0])
     @pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32], ids=dtype_name)
-    def test_brings_gradients_back_from_the_scale(self, dtype, loss_scale):
+    def test_gradients_are_unscaled_exactly(self, dtype, loss_scale):
         scaler = LossScaler(loss_scale, init_scale=8.0)
         factor = 1 if loss_scale == 1 else 8
         grad = torch.tensor([0.5 * factor, 3 * factor], dtype=dtype)
         scaler.unscale_([grad])
         assert_same_bits(grad, torch.tensor([0.5, 3.0], dtype=dtype))
 
-    def test_unscales_in_place_and_passes_over_none(self):
+    def test_gradients_of_any_kind_are_unscaled_in_place(self):
         scaler = LossScaler(init_scale=8.0)
-        grads = [torch.tensor([8.0, 4.0]), None, torch.tensor(16.0, dtype=torch.float64)]
+        embedding = nn.Embedding(4, 1, sparse=True)
+        scaler.scale(embedding(torch.tensor([1, 1, 3])).sum()).backward()
+        grads = [torch.tensor([8.0, 4.0]), None, torch.tensor(16.0, dtype=torch.float64), embedding.weight.grad]
         overflow = scaler.unscale_(iter(grads))
         assert (grads[0].tolist(), grads[2].item(), overflow.item()) == ([1.0, 0.5], 2.0, 0.0)
-
-    def test_unscales_a_sparse_gradient(self):
-        embedding = torch.nn.Embedding(4, 1, sparse=True)
-        scaler = LossScaler(init_scale=8.0)
-        scaler.scale(embedding(torch.tensor([1, 1, 3])).sum()).backward()
-        overflow = scaler.unscale_([embedding.weight.grad])
         assert embedding.weight.grad.to_dense().flatten().tolist() == [0, 2, 0, 1]
-        assert overflow.item() == 0
 
-    def test_answers_for_the_gradients_of_the_call_and_updates_for_all_since_the_last_update(self):
+    def test_unscale_tells_of_its_own_gradients_and_update_heeds_all_since_the_last(self):
         scaler = LossScaler(init_scale=8.0)
         first = scaler.unscale_([torch.tensor([math.nan])])
         second = scaler.unscale_([torch.tensor([1.0])])
@@ -259,7 +257,7 @@ class TestScaler:
         assert scaler.state == ScaleState(4.0, 1, 0)
 
     @given(verdicts=st.lists(st.tuples(st.sampled_from(["note", "update_by"]), st.booleans()), max_size=20))
-    def test_updates_by_a_verdict_as_if_it_were_noted_first(self, verdicts):
+    def test_update_by_a_verdict_is_a_note_of_it_and_an_update(self, verdicts):
         at_once, one_by_one = (LossScaler(init_scale=4.0, scale_window=2) for _ in range(2))
         for call, overflow in verdicts:
             found_inf = torch.tensor(float(overflow))
@@ -270,7 +268,7 @@ class TestScaler:
             assert found_inf == overflow
         assert at_once.state == one_by_one.state
 
-    def test_heeds_what_a_cuda_graph_notes_at_every_replay(self, monkeypatch):
+    def test_verdict_that_a_cuda_graph_notes_counts_at_every_replay(self, monkeypatch):
         scaler = LossScaler(init_scale=8.0)
         monkeypatch.setattr(loss_scaler, "is_capturing", lambda: True)
         scaler.note(torch.tensor(0.0))  # recorded
@@ -281,14 +279,14 @@ class TestScaler:
             assert scaler.state.loss_scale == scale
 
     @pytest.mark.parametrize("loss_scale", ["dynamic", 2.0**16], ids=["dynamic", "static"])
-    def test_snapshot_stays_what_the_scale_was(self, loss_scale):
+    def test_snapshot_keeps_its_value_when_the_scale_changes(self, loss_scale):
         scaler = LossScaler(loss_scale)
         before = scaler.snapshot()
         scaler.load_state_dict({"loss_scale": 4.0, "unskipped": 0})
         assert (before, scaler.snapshot()) == (2.0**16, 4.0)
 
     @pytest.mark.parametrize("loss_scale", ["dynamic", 4.0], ids=["dynamic", "static"])
-    def test_snapshot_serves_backward_though_one_was_asked_for_in_inference_mode(self, loss_scale):
+    def test_snapshot_takes_part_in_backward_after_one_in_inference_mode(self, loss_scale):
         scaler = LossScaler(loss_scale, init_scale=4.0)
         with torch.inference_mode():
             scaler.snapshot()
@@ -296,7 +294,7 @@ class TestScaler:
         (weight * scaler.snapshot()).sum().backward()
         assert weight.grad.tolist() == [4.0, 4.0]
 
-    def test_static_scale_counts_on_from_what_was_loaded(self):
+    def test_clean_steps_of_a_static_scale_go_on_from_those_loaded(self):
         scaler = LossScaler(4.0)
         passes(scaler, "..")
         scaler.load_state_dict({"loss_scale": 4.0, "unskipped": 10})
@@ -313,23 +311,7 @@ class TestScaler:
         assert grad.tolist() == [math.inf, 4 / loss_scale]
         assert scaler.state == ScaleState(loss_scale, 1, 1)
 
-    def test_gradient_penalty(self):
-        def gradients(scaler: LossScaler | None) -> Tensor:
-            weight = torch.tensor([2.0, 3.0], requires_grad=True)
-            loss = (weight**3).sum()
-            scaled = loss if scaler is None else scaler.scale(loss)
-            (grad,) = torch.autograd.grad(scaled, weight, create_graph=True)
-            if scaler is not None:
-                grad = grad / scaler.snapshot()
-            loss = loss + grad.norm()
-            (loss if scaler is None else scaler.scale(loss)).backward()
-            if scaler is not None:
-                scaler.unscale_([weight.grad])
-            return weight.grad
-
-        torch.testing.assert_close(gradients(LossScaler()), gradients(None))
-
-    def test_gradient_penalty_on_gradients_unscaled_in_place(self):
+    def test_gradients_unscaled_in_place_can_be_differentiated_again(self):
         weight = torch.tensor([2.0], requires_grad=True)
         scaler = LossScaler()
         (grad,) = torch.autograd.grad(scaler.scale(weight**3), weight, create_graph=True)
@@ -348,38 +330,32 @@ class TestScaler:
         ],
         ids=["model", "tensor", "parameters", "integers", "numbers"],
     )
-    def test_what_is_no_gradient_is_refused(self, grads, found):
+    def test_objects_that_are_no_gradients_are_refused(self, grads, found):
         with pytest.raises(OptionError, match=f"{found}.*expected gradients, such as"):
             LossScaler().unscale_(grads)
 
-    def test_what_is_no_loss_is_refused(self):
+    def test_object_that_is_no_loss_is_refused(self):
         with pytest.raises(OptionError, match="the loss is float; expected a floating tensor"):
             LossScaler().scale(1.0)
 
-    def test_training_loop_without_the_context_manager(self):
-        def train(scaler: LossScaler | None) -> Tensor:
-            torch.manual_seed(0)
-            model, inputs = torch.nn.Linear(3, 1), torch.randn(8, 3)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(6):
-                optimizer.zero_grad()
-                loss = model(inputs * (1e38 if step == 2 else 1)).square().mean()
-                if scaler is None:
-                    if step != 2:
-                        loss.backward()
-                        optimizer.step()
-                    continue
-                scaler.scale(loss).backward()
-                if not scaler.unscale_(parameter.grad for parameter in model.parameters()):
-                    optimizer.step()
-                scaler.update()
-            return model.weight
-
+    def test_loop_that_scales_by_hand_trains_as_torch_without_the_skipped_step(self):
+        model, reference = stepping.network(), stepping.network()
+        optimizer, plain = SGD(model.parameters()), SGD(reference.parameters())
         scaler = LossScaler()
-        assert_same_bits(train(scaler), train(None))
+        for index in range(6):
+            optimizer.zero_grad()
+            scaler.scale(stepping.loss_of(model, index) * (OVERFLOW if index == 2 else 1)).backward()
+            if not scaler.unscale_(parameter.grad for parameter in model.parameters()):
+                optimizer.step()
+            scaler.update()
+            if index != 2:
+                plain.zero_grad()
+                stepping.loss_of(reference, index).backward()
+                plain.step()
+        assert_same_state(model.state_dict(), reference.state_dict())
         assert scaler.state == ScaleState(2.0**15, 3, 0)
 
-    def test_copies_and_pickles(self):
+    def test_copies_and_pickles_go_on_by_themselves(self):
         scaler = LossScaler(init_scale=8.0, hysteresis=2)
         passes(scaler, ".x")
         for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
@@ -390,21 +366,21 @@ class TestScaler:
 
 
 class TestStateDict:
-    def test_has_the_keys_of_apex_and_plain_numbers(self):
+    def test_state_dict_has_the_keys_of_apex_and_plain_numbers(self):
         scaler = LossScaler(init_scale=8.0)
         passes(scaler, "x..")
         saved = scaler.state_dict()
         assert saved == {"loss_scale": 4.0, "unskipped": 2}
         assert [type(value) for value in saved.values()] == [float, int]
 
-    def test_is_read_by_torch_load_with_weights_only(self):
+    def test_state_dict_is_read_by_torch_load_with_weights_only(self):
         file = io.BytesIO()
         torch.save(LossScaler(hysteresis=2).state_dict(), file)
         file.seek(0)
         assert torch.load(file, weights_only=True) == {"loss_scale": 2.0**16, "unskipped": 0, "hysteresis_left": 2}
 
     @given(overflows=st.text("x.", max_size=20), further=st.text("x.", max_size=20), hysteresis=st.integers(1, 3))
-    def test_goes_on_as_if_there_had_been_no_interruption(self, overflows, further, hysteresis):
+    def test_scaler_that_loads_a_state_goes_on_like_the_one_that_saved_it(self, overflows, further, hysteresis):
         scaler, resumed = [LossScaler(init_scale=8.0, scale_window=3, hysteresis=hysteresis) for _ in range(2)]
         passes(scaler, overflows)
         resumed.load_state_dict(scaler.state_dict())
@@ -413,7 +389,7 @@ class TestStateDict:
         assert resumed.state_dict() == scaler.state_dict()
         assert resumed.state.loss_scale == scaler.state.loss_scale
 
-    def test_static_scale_takes_over_what_was_saved(self):
+    def test_static_scale_is_replaced_by_a_loaded_one(self):
         scaler = LossScaler(1.0)
         scaler.load_state_dict({"loss_scale": 128.0, "unskipped": 5})
         assert scaler.scale(torch.tensor(1.0)).item() == 128
@@ -437,7 +413,7 @@ class TestStateDict:
         ],
         ids=str,
     )
-    def test_unsound_state_is_refused_and_nothing_changes(self, saved, message):
+    def test_unsound_state_is_refused_and_changes_nothing(self, saved, message):
         scaler = LossScaler(init_scale=4.0)
         passes(scaler, ".")
         with pytest.raises(OptionError, match=message):
@@ -445,56 +421,31 @@ class TestStateDict:
         assert scaler.state == ScaleState(4.0, 1, 1)
 
 
-class TestReactionsToDroppedGradients:
-    """Of an overflow in gradients that were cleared before a step."""
-
-    @staticmethod
-    def started(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        chosen = {"half_dtype": "float16", "init_scale": 1024.0, "verbosity": 0, **options}
-        amp.initialize(model, optimizer, opt_level="O1", **chosen)
-        return model, optimizer
-
-    @staticmethod
-    def backward(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float) -> None:
-        with amp.scale_loss(model(torch.ones(4, 2)).float().mean() * factor, optimizer) as scaled_loss:
-            scaled_loss.backward()
-
+class TestOverflowsWithoutASkippedStep:
     @pytest.mark.filterwarnings("ignore:the loss of a skipped step is inf")
-    def test_with_a_window_of_one_step(self):
-        model, optimizer = self.started(scale_window=1)
-        for _ in range(2):
-            self.backward(model, optimizer, math.inf)
-            optimizer.zero_grad(set_to_none=_ == 0)
-        self.backward(model, optimizer, math.inf)
-        optimizer.step()
+    def test_state_with_a_window_of_one_step_can_be_loaded_again(self):
+        model, optimizer = started(scale_window=1)
+        for set_to_none in (True, False):
+            overflow(model, optimizer)
+            optimizer.zero_grad(set_to_none)
+        stepping.train(model, optimizer, math.inf)
         assert amp.stats()["clean_steps"] == 0
         amp.load_state_dict(amp.state_dict())
 
-    def test_do_not_move_a_scale_that_was_loaded_since(self):
-        model, optimizer = self.started()
-        self.backward(model, optimizer, math.inf)
+    def test_loaded_scale_is_not_moved_by_an_earlier_overflow_that_was_cleared(self):
+        model, optimizer = started()
+        overflow(model, optimizer)
         optimizer.zero_grad()
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 7}})
-        self.backward(model, optimizer, 1.0)
-        optimizer.step()
+        stepping.train(model, optimizer, 1.0)
         assert amp.get_loss_scale() == 4096.0
         assert amp.stats()["clean_steps"] == 8
 
-    def test_make_it_the_scale_of_a_run_that_the_next_does_not_inherit(self):
-        model, optimizer = self.started()
-        for _ in range(3):
-            self.backward(model, optimizer, math.inf)
+    def test_scale_that_fell_without_steps_is_not_inherited_by_the_next_run(self):
+        model, optimizer = started()
+        for _ in range(4):
             optimizer.zero_grad()
-        self.backward(model, optimizer, math.inf)
+            overflow(model, optimizer)
         assert amp.get_loss_scale() == 128.0
-        self.started()
+        started()
         assert amp.get_loss_scale() == 1024.0
-
-    def test_a_finite_loss_that_the_scale_makes_inf_is_not_told_of(self, recwarn):
-        model, optimizer = self.started(init_scale=65536.0)
-        self.backward(model, optimizer, 1e35)
-        optimizer.step()
-        assert amp.step_was_skipped(optimizer)
-        assert not [each for each in recwarn if "the loss of" in str(each.message)]

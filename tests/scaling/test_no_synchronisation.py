@@ -1,23 +1,26 @@
 """Of optimizers that skip in their own kernel: a step reads nothing back, and what holds of skipped steps holds there.
 
-What is read back is counted by `Reads`, whatever the device. Of a step that skips by itself amp learns what became of
-it from a copy that nobody waits for; on the CPU such a copy has arrived at once, and `Post` has it arrive later.
+`Reads` counts what is read back, whatever the device. If a step skips by itself, amp learns so from a copy that the
+host does not wait for. On the CPU such a copy has arrived at once; `Post` lets it arrive later.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
-import logging
 import math
+import re
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import stepping
 import torch
-from helpers import HALF_DTYPES, assert_same_state, dtype_name
+from helpers import assert_same_state
+from optimizers import backward, initialize
+from stepping import SCALE, everything, loss_of, network, train, weights
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.overrides import TorchFunctionMode
@@ -32,8 +35,6 @@ from ampatch.scaling.scale_use import ScaleUse
 pytestmark = pytest.mark.usefixtures("far_away")
 
 PACKAGE = Path(ampatch.__file__).parent
-SCALE = 2.0**8
-OVERFLOW = math.inf
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, fused=True)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01, fused=True)
@@ -50,16 +51,13 @@ FUSED: dict[str, Callable[..., torch.optim.Optimizer]] = {
 # An earlier torch, such as 2.11, has a fused Adagrad that cannot skip.
 if not hasattr(FUSED["Adagrad"]([torch.zeros(1)]), "_step_supports_amp_scaling"):
     del FUSED["Adagrad"]
-# Of the others the first step makes state, and so amp decides about it: a kernel that skips would leave that unmade.
+# The others make their state in the first step. amp decides about that one, as a kernel that skips makes no state.
 SKIP_FIRST_STEP_THEMSELVES = [make for name, make in FUSED.items() if name in ("SGD", "Adagrad")]
 
+# At O1 functions do not cast here.
 LEVELS: dict[str, dict[str, Any]] = {
-    "O1": {"opt_level": "O1", "patch_torch_functions": False},
-    **{
-        f"{level}-{dtype_name(half)}": {"opt_level": level, "half_dtype": half}
-        for level in ("O2", "O3")
-        for half in HALF_DTYPES
-    },
+    "O1": {},
+    **{name: options for name, options in stepping.LEVELS.items() if options["opt_level"] != "O1"},
 }
 
 # torch 2.13's fused SGD does not update half tensors on the CPU, but for the last elements that fill no vector.
@@ -74,58 +72,12 @@ every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
 every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 every_fused_at_every_level = pytest.mark.parametrize(("make", "options"), PAIRS.values(), ids=PAIRS)
 
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+# With "explain", the steps after one whose loss is inf read its verdict.
+QUIET = {"on_overflow": "log", "init_scale": SCALE}
 
 
-def loss_of(model: nn.Module, index: int) -> Tensor:
-    batch = torch.randn(5, 4, generator=torch.Generator().manual_seed(index))
-    return model(batch.to(next(model.parameters()).device)).float().square().mean()
-
-
-def initialize(model: Any, optimizer: Any, **options: Any) -> None:
-    # "explain" reads the verdicts of the steps after one whose loss is inf.
-    given = {"loss_scale": "dynamic", "init_scale": SCALE, "verbosity": 0, "on_overflow": "log", **options}
-    amp.initialize(model, optimizer, **given)
-
-
-def backward(loss: Tensor, optimizers: Any, *, overflows: bool = False, **options: Any) -> None:
-    with amp.scale_loss(loss * (OVERFLOW if overflows else 1), optimizers, **options) as scaled_loss:
-        scaled_loss.backward()
-
-
-def train(model: nn.Module, optimizer: Any, *overflows: bool) -> None:
-    """One step for each value."""
-    for index, each in enumerate(overflows):
-        optimizer.zero_grad()
-        backward(loss_of(model, index), optimizer, overflows=each)
-        optimizer.step()
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Weights, masters and what the optimizer keeps."""
-    masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return copy.deepcopy([list(model.parameters()), masters, optimizer.state_dict()])
-
-
-def hooked(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What its step hooks note: a step that skips by itself fires them, and one that amp skips does not."""
-    fired: list[str] = []
-    optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
-    optimizer.register_step_post_hook(lambda *_: fired.append("after"))
-    return fired
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged so far."""
-    caplog.set_level(logging.WARNING, logger="ampatch")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "ampatch"]
-
-
-# Reading back
+def started(make: Callable[..., Any] = ADAM, *, steps: int = 1, **options: Any) -> tuple[Any, Any]:
+    return stepping.started(make, steps=steps, **{**QUIET, **options})
 
 
 class _Operators(TorchDispatchMode):
@@ -261,25 +213,27 @@ READING: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-def _clip_in_two_calls(parameters: list[Tensor]) -> None:
+def _clip_in_two_calls(parameters: list[Tensor], _: Any) -> None:
     norm = nn.utils.get_total_norm([each.grad for each in parameters])
     nn.utils.clip_grads_with_norm_(parameters, 0.01, norm)
 
 
-# What users do to the gradients of `model.parameters()` between the block and the step.
-CHANGES: dict[str, Callable[[list[Tensor]], object]] = {
-    "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01),
-    "norm-one-by-one": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01, foreach=False),
+# What users do to gradients between the block and the step.
+CHANGES: dict[str, Callable[[list[Tensor], Any], object]] = {
+    "none": lambda parameters, _: None,
+    "norm-by-amp": lambda _, optimizer: amp.clip_grad_norm_(optimizer, 0.01),
+    "norm": lambda parameters, _: nn.utils.clip_grad_norm_(parameters, 0.01),
+    "norm-one-by-one": lambda parameters, _: nn.utils.clip_grad_norm_(parameters, 0.01, foreach=False),
     "norm-in-two-calls": _clip_in_two_calls,
-    "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 0.01),
-    "replaced": lambda parameters: [setattr(each, "grad", each.grad * 0.5) for each in parameters],
-    "through-data": lambda parameters: [each.grad.data.mul_(0.5) for each in parameters],
+    "value": lambda parameters, _: nn.utils.clip_grad_value_(parameters, 0.01),
+    "replaced": lambda parameters, _: [setattr(each, "grad", each.grad * 0.5) for each in parameters],
+    "through-data": lambda parameters, _: [each.grad.data.mul_(0.5) for each in parameters],
 }
 
 
 class TestReads:
     @pytest.mark.parametrize("read", READING.values(), ids=READING)
-    def test_are_seen_however_a_value_is_read(self, read, reads):
+    def test_reads_are_seen_however_a_value_is_read(self, read, reads):
         tensor = torch.ones(2)
         with reads as found:
             tensor.mul_(2).sum().clone()
@@ -287,7 +241,7 @@ class TestReads:
             read(tensor)
         assert len(found) == 1
 
-    def test_are_not_those_of_a_copy_on_the_host(self, reads):
+    def test_reads_of_a_copy_on_the_host_do_not_count(self, reads):
         copied, other = host_copy.HostCopy(torch.ones(2)), torch.ones(2)
         with reads as found:
             assert copied.values == (1, 1)
@@ -301,80 +255,46 @@ class TestReads:
         [(functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9), False), (ADAM, True)],
         ids=["cannot-skip-by-itself", "exact-hooks"],
     )
-    def test_are_one_in_every_step_that_does_not_skip_by_itself(self, make, exact_hooks, options, reads):
-        model = network()
-        optimizer = make(model.parameters())
-        initialize(model, optimizer, exact_hooks=exact_hooks, **options)
-        train(model, optimizer, False)
-        for overflows in (False, True, False):
+    def test_step_that_does_not_skip_by_itself_reads_once(self, make, exact_hooks, options, reads):
+        model, optimizer = started(make, exact_hooks=exact_hooks, **options)
+        for factor in (1, math.inf, 1):
             with reads as found:
-                train(model, optimizer, overflows)
-            # And where that says so, whether what overflowed was cleared since.
-            assert len(found) == 1 + overflows
+                train(model, optimizer, factor)
+            # After an overflow once more: whether the gradients were cleared since.
+            assert len(found) == 1 + (factor == math.inf)
             assert "scale_use.py, overflowed" in found[0]
 
     @every_fused_at_every_level
+    @pytest.mark.parametrize("change", CHANGES, ids=str)
     @pytest.mark.covering(1)
-    def test_are_none_in_a_step_that_skips_by_itself(self, make, options, reads, log):
-        model = network()
-        optimizer = make(model.parameters())
-        initialize(model, optimizer, verbosity=1, scale_window=2, **options)
-        train(model, optimizer, False)
+    def test_step_that_skips_by_itself_reads_nothing_after_any_change(self, change, make, options, reads, caplog):
+        model, optimizer = started(make, verbosity=1, scale_window=2, **options)
         with reads as found:
-            train(model, optimizer, False, True, False, False, False, True, False)
-        assert found == []
-        assert amp.skipped_steps(optimizer) == len(log()) == 2
-
-    @every_fused_at_every_level
-    def test_are_none_in_a_step_whose_gradients_are_clipped(self, make, options, reads, log):
-        model = network()
-        optimizer = make(model.parameters())
-        initialize(model, optimizer, verbosity=1, **options)
-        train(model, optimizer, False)
-        with reads as found:
-            for overflows in (False, True, False):
+            for factor in (1, math.inf, 1, 1, 1, math.inf, 1):
                 optimizer.zero_grad()
-                backward(loss_of(model, 0), optimizer, overflows=overflows, delay_unscale=True)
-                amp.clip_grad_norm_(optimizer, 0.1)
+                backward(loss_of(model) * factor, optimizer, delay_unscale=change == "norm-by-amp")
+                CHANGES[change](list(model.parameters()), optimizer)
                 optimizer.step()
         assert found == []
-        assert amp.skipped_steps(optimizer) == len(log()) == 1
-
-    @every_level
-    @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-    def test_are_none_where_the_models_own_gradients_are_clipped(self, change, options, reads):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, **options)
-        train(model, optimizer, False)
-        with reads as found:
-            for overflows in (False, True, False):
-                optimizer.zero_grad()
-                backward(loss_of(model, 0), optimizer, overflows=overflows)
-                change(list(model.parameters()))
-                optimizer.step()
-        assert found == []
-        assert amp.skipped_steps(optimizer) == 1
+        assert amp.skipped_steps(optimizer) == len(caplog.messages) == 2
 
     @every_fused_at_every_level
-    def test_is_one_in_the_first_step_where_that_makes_state(self, make, options, reads):
-        model = network()
-        optimizer = make(model.parameters())
-        initialize(model, optimizer, **options)
+    def test_first_step_reads_once_if_it_makes_state(self, make, options, reads):
+        model, optimizer = started(make, steps=0, **options)
         with reads as found:
-            train(model, optimizer, False)
+            train(model, optimizer, 1)
         assert len(found) == (0 if make in SKIP_FIRST_STEP_THEMSELVES else 1)
 
     @every_level
-    def test_are_none_with_several_passes_losses_and_optimizers(self, options, reads):
+    def test_steps_of_several_blocks_losses_and_optimizers_read_nothing(self, options, reads):
         model = network()
         optimizers = [FUSED["AdamW"](model[0].parameters()), ADAM(model[2].parameters())]
         schedulers = [lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
-        initialize(model, optimizers, num_losses=2, **options)
+        initialize(model, optimizers, num_losses=2, **QUIET, **options)
 
-        def iterate(index: int, overflows: bool = False) -> None:
+        def iterate(index: int, factor: float = 1) -> None:
             backward(loss_of(model, index), optimizers)
-            backward(loss_of(model, index + 1), optimizers, loss_id=1, overflows=overflows)
+            backward(loss_of(model, index + 1) * factor, optimizers, loss_id=1)
             backward(loss_of(model, index + 2), optimizers, loss_id=1, delay_unscale=True)
             backward(loss_of(model, index + 3), optimizers, loss_id=1, delay_overflow_check=True)
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
@@ -386,7 +306,7 @@ class TestReads:
         iterate(0)
         with reads as found:
             iterate(1)
-            iterate(2, overflows=True)
+            iterate(2, math.inf)
             iterate(3)
         assert found == []
         assert [amp.skipped_steps(optimizer) for optimizer in optimizers] == [1, 1]
@@ -394,38 +314,33 @@ class TestReads:
     @every_fused_at_every_level
     @pytest.mark.parametrize("loss_scale", [1.0, 8.0])
     @pytest.mark.covering(1)
-    def test_are_none_where_steps_check_a_static_scale(self, loss_scale, make, options, reads, log):
-        model = network()
-        optimizer = make(model.parameters())
-        initialize(model, optimizer, verbosity=1, check_finite=True, **{**options, "loss_scale": loss_scale})
-        train(model, optimizer, False)
+    def test_step_that_checks_under_a_static_scale_reads_nothing(self, loss_scale, make, options, reads, caplog):
+        model, optimizer = started(make, verbosity=1, check_finite=True, **{**options, "loss_scale": loss_scale})
         with reads as found:
-            train(model, optimizer, False, True, False)
+            train(model, optimizer, 1, math.inf, 1)
             optimizer.zero_grad()
-            (loss_of(model, 0) * math.nan).backward()
+            (loss_of(model) * math.nan).backward()
             optimizer.step()
         assert found == []
         assert amp.skipped_steps(optimizer) == 2
-        assert log() == [f"Gradient overflow. Skipping step, loss scaler 0 keeping loss scale at {loss_scale}"] * 2
+        line = f"Gradient overflow. Skipping step, loss scaler 0 keeping loss scale at {loss_scale}"
+        assert caplog.messages == [line] * 2
 
     @pytest.mark.parametrize("check_finite", [False, True])
-    def test_are_none_under_a_static_scale_unless_steps_check_it(self, check_finite, reads):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        initialize(model, optimizer, loss_scale=8.0, check_finite=check_finite, opt_level="O1")
-        train(model, optimizer, False)
+    def test_step_of_any_optimizer_under_a_static_scale_reads_only_if_it_checks(self, check_finite, reads):
+        model, optimizer = started(torch.optim.SGD, loss_scale=8.0, check_finite=check_finite)
         with reads as found:
-            train(model, optimizer, False, False)
+            train(model, optimizer, 1, 1)
         assert len(found) == 2 * check_finite
 
     @pytest.mark.parametrize("count", [1, 3])
-    def test_are_one_for_all_numbers_of_stats(self, count, reads):
+    def test_stats_read_all_their_numbers_at_once(self, count, reads):
         model = network()
         optimizers = [ADAM(model[0].parameters()), ADAM(model[2].parameters())]
-        initialize(model, optimizers, num_losses=count, opt_level="O1")
-        for overflows in (False, True):
+        initialize(model, optimizers, num_losses=count, **QUIET)
+        for factor in (1, math.inf):
             for index in range(count):
-                backward(loss_of(model, index), optimizers, loss_id=index, overflows=overflows)
+                backward(loss_of(model, index) * factor, optimizers, loss_id=index)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -434,36 +349,23 @@ class TestReads:
         assert len(found) == 1
         assert numbers["skipped_steps"] == 2
 
-    def test_are_none_while_what_was_sent_has_not_arrived(self, reads, post):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, **LEVELS["O2-float16"])
-        train(model, optimizer, False)
+    def test_nothing_is_read_while_a_copy_has_not_arrived(self, reads, post):
+        model, optimizer = started(**LEVELS["O2-float16"])
         post.delivers = False
         with reads as found:
-            train(model, optimizer, False, True, False)
+            train(model, optimizer, 1, math.inf, 1)
             assert found == []
             assert amp.skipped_steps(optimizer) == 1
         assert found == []
 
-    def test_are_made_by_whoever_asks_for_the_scale(self, reads):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, **LEVELS["O1"])
-        with reads as found:
-            amp.get_loss_scale()
-        assert found != []
-
-    def test_end_again_when_the_scale_has_grown_off_its_floor(self, reads):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, init_scale=2.0, min_loss_scale=1.0, scale_window=2, **LEVELS["O1"])
-        train(model, optimizer, False, True)
+    def test_steps_read_nothing_again_once_the_scale_has_grown_off_its_floor(self, reads):
+        model, optimizer = started(init_scale=2.0, min_loss_scale=1.0, scale_window=2)
+        train(model, optimizer, math.inf)
         assert amp.get_loss_scale() == 1
-        train(model, optimizer, *[False] * 8)
+        train(model, optimizer, *[1] * 8)
         assert amp.get_loss_scale() == 16
         with reads as found:
-            train(model, optimizer, False, False)
+            train(model, optimizer, 1, 1)
         assert found == []
 
 
@@ -471,7 +373,7 @@ class TestReadsOfAGradScaler:
     """Of `ampatch.GradScaler`, for which no session is needed."""
 
     @staticmethod
-    def run(scaler: ampatch.GradScaler, optimizer: Any, model: nn.Module, count: int, *, clips: bool = False) -> None:
+    def train(scaler: ampatch.GradScaler, optimizer: Any, model: nn.Module, count: int, clips: bool = False) -> None:
         for index in range(count):
             optimizer.zero_grad()
             scaler.scale(loss_of(model, index)).backward()
@@ -481,27 +383,22 @@ class TestReadsOfAGradScaler:
             scaler.step(optimizer)
             scaler.update()
 
-    @every_fused
+    @pytest.mark.parametrize("make", [*FUSED.values(), None], ids=[*FUSED, "MixedPrecision"])
     @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
-    def test_are_none_with_an_optimizer_that_skips_by_itself_and_has_its_state(self, make, clips, reads):
+    @pytest.mark.covering(2)
+    def test_optimizer_that_skips_by_itself_reads_nothing_once_it_has_its_state(self, make, clips, reads):
         model = network()
-        optimizer, scaler = make(model.parameters()), ampatch.GradScaler("cpu")
-        self.run(scaler, optimizer, model, 1)
-        with reads as found:
-            self.run(scaler, optimizer, model, 3, clips=clips)
-        assert found == []
-
-    @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
-    def test_are_none_with_masters_inside_of_it_either(self, clips, reads):
-        model = network()
-        model[0].half()
-        model[0].register_forward_pre_hook(lambda _, inputs: inputs[0].half())
-        model[1].register_forward_pre_hook(lambda _, inputs: inputs[0].float())
-        optimizer = ampatch.MixedPrecision(torch.optim.AdamW(model.parameters(), lr=0.01, fused=True))
+        if make is None:
+            model[0].half()
+            model[0].register_forward_pre_hook(lambda _, inputs: inputs[0].half())
+            model[1].register_forward_pre_hook(lambda _, inputs: inputs[0].float())
+            optimizer = ampatch.MixedPrecision(FUSED["AdamW"](model.parameters()))
+        else:
+            optimizer = make(model.parameters())
         scaler = ampatch.GradScaler("cpu", init_scale=SCALE)
-        self.run(scaler, optimizer, model, 1)
+        self.train(scaler, optimizer, model, 1)
         with reads as found:
-            self.run(scaler, optimizer, model, 3, clips=clips)
+            self.train(scaler, optimizer, model, 3, clips)
         assert found == []
 
     @pytest.mark.parametrize(
@@ -509,337 +406,231 @@ class TestReadsOfAGradScaler:
         [(functools.partial(torch.optim.SGD, lr=0.1), {}), (SGD, {"min_loss_scale": 1.0})],
         ids=["not-fused", "with-a-floor"],
     )
-    def test_are_one_in_every_other_step(self, make, options, reads):
+    def test_other_optimizers_read_once_a_step(self, make, options, reads):
         model = network()
         optimizer, scaler = make(model.parameters()), ampatch.GradScaler("cpu", **options)
         with reads as found:
-            self.run(scaler, optimizer, model, 3)
+            self.train(scaler, optimizer, model, 3)
         assert len(found) == 3
 
 
-class TestSkippedStep:
-    @pytest.mark.parametrize("at", [0, 2], ids=["first-step", "third-step"])
+class TestSkippedSteps:
+    @pytest.mark.parametrize("exact_hooks", [False, True])
     @every_fused_at_every_level
     @pytest.mark.covering(1)
-    def test_leaves_everything_bit_for_bit_and_the_next_step_is_as_if_it_had_not_been(self, make, options, at):
-        def run(skipping: bool) -> Any:
-            model = network()
-            optimizer = make(model.parameters())
-            initialize(model, optimizer, **options)
-            fired = hooked(optimizer)
-            for index in range(4):
-                if index == at and skipping:
-                    optimizer.zero_grad()
-                    backward(loss_of(model, index), optimizer, overflows=True)
-                    before = everything(model, optimizer)
-                    fired.clear()
-                    optimizer.step()
+    def test_skipped_step_changes_nothing_then_or_later_and_runs_hooks_unless_exact(self, make, options, exact_hooks):
+        def trained(*batches: tuple[int, float]) -> Any:
+            model, optimizer = started(make, steps=0, exact_hooks=exact_hooks, **options)
+            fired: list[str] = []
+            optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
+            optimizer.register_step_post_hook(lambda *_: fired.append("after"))
+            skipped = 0
+            for index, factor in batches:
+                overflows = factor == math.inf
+                optimizer.zero_grad()
+                backward(loss_of(model, index) * factor, optimizer)
+                before = everything(model, optimizer)
+                fired.clear()
+                optimizer.step()
+                assert amp.step_was_skipped(optimizer) == overflows
+                skipped += overflows
+                if overflows:
                     assert_same_state(everything(model, optimizer), before)
-                    by_itself = at > 0 or make in SKIP_FIRST_STEP_THEMSELVES
-                    assert fired == (["before", "after"] if by_itself else [])
-                    assert amp.step_was_skipped(optimizer)
                     assert amp.get_loss_scale() == SCALE / 2
                     amp.load_state_dict({"loss_scaler0": {"loss_scale": SCALE, "unskipped": 0}})
-                optimizer.zero_grad()
-                backward(loss_of(model, index), optimizer)
-                optimizer.step()
-                assert not amp.step_was_skipped(optimizer)
+                skips_by_itself = not exact_hooks and (index > 0 or make in SKIP_FIRST_STEP_THEMSELVES)
+                assert fired == (["before", "after"] if skips_by_itself or not overflows else [])
+                assert amp.skipped_steps(optimizer) == skipped
             result = everything(model, optimizer)
             amp.deinitialize()
             return result
 
-        assert_same_state(run(skipping=True), run(skipping=False))
-
-    @every_fused_at_every_level
-    def test_is_what_it_is_with_exact_hooks(self, make, options):
-        def run(exact_hooks: bool) -> Any:
-            model = network()
-            optimizer = make(model.parameters())
-            initialize(model, optimizer, exact_hooks=exact_hooks, **options)
-            told = []
-            for index, overflows in enumerate([True, False, True, True, False, True, False]):
-                optimizer.zero_grad()
-                backward(loss_of(model, index), optimizer, overflows=overflows)
-                optimizer.step()
-                told.append((amp.step_was_skipped(optimizer), amp.skipped_steps(optimizer), amp.get_loss_scale()))
-            assert [skipped for skipped, _, _ in told] == [True, False, True, True, False, True, False]
-            result = [everything(model, optimizer), told]
-            amp.deinitialize()
-            return result
-
-        assert_same_state(run(exact_hooks=False), run(exact_hooks=True))
+        expected = trained((0, 1), (1, 1), (2, 1))
+        assert_same_state(trained((0, math.inf), (0, 1), (1, 1), (2, math.inf), (2, math.inf), (2, 1)), expected)
 
     @every_level
-    @pytest.mark.parametrize("exact_hooks", [False, True])
-    def test_fires_step_hooks_unless_these_are_to_be_exact(self, exact_hooks, options):
-        model = network()
-        optimizer = SKIP_FIRST_STEP_THEMSELVES[-1](model.parameters())
-        initialize(model, optimizer, exact_hooks=exact_hooks, **options)
-        fired = hooked(optimizer)
-        train(model, optimizer, True)
-        assert fired == ([] if exact_hooks else ["before", "after"])
-        assert amp.step_was_skipped(optimizer)
-        fired.clear()
-        train(model, optimizer, False)
-        assert fired == ["before", "after"]
-
-    @every_level
-    def test_is_one_whichever_of_several_passes_overflowed(self, options):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, num_losses=2, **options)
-        train(model, optimizer, False)
+    def test_overflow_of_any_of_several_blocks_skips_the_step(self, options):
+        model, optimizer = started(num_losses=2, **options)
         for at in range(3):
             optimizer.zero_grad()
             for index in range(3):
-                backward(loss_of(model, index), optimizer, loss_id=index % 2, overflows=index == at)
+                factor = math.inf if index == at else 1
+                backward(loss_of(model, index) * factor, optimizer, loss_id=index % 2)
             before = everything(model, optimizer)
-            fired = hooked(optimizer)
             optimizer.step()
             assert_same_state(everything(model, optimizer), before)
-            assert fired == ["before", "after"]
             assert amp.step_was_skipped(optimizer)
             assert amp.skipped_steps(optimizer) == at + 1
         assert [amp.get_loss_scale(0), amp.get_loss_scale(1)] == [SCALE / 4, SCALE / 2]
 
     @every_level
     @pytest.mark.parametrize("other_fused", [True, False], ids=["both-by-themselves", "one-by-itself"])
-    def test_is_made_by_both_of_two_optimizers_that_share_a_pass(self, other_fused, options, log):
+    def test_overflow_skips_both_optimizers_of_a_block_and_is_logged_once(self, other_fused, options, caplog):
         model = network()
         optimizers = [ADAM(model[0].parameters()), torch.optim.Adam(model[2].parameters(), fused=other_fused)]
-        initialize(model, optimizers, verbosity=1, **options)
-
-        def iterate(overflows: bool) -> list[bool]:
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            backward(loss_of(model, 0), optimizers, overflows=overflows)
+        initialize(model, optimizers, verbosity=1, **QUIET, **options)
+        for factor in (1, math.inf, 1):
+            model.zero_grad()
+            before = [everything(model, optimizer) for optimizer in optimizers]
+            backward(loss_of(model) * factor, optimizers)
             for optimizer in optimizers:
                 optimizer.step()
-            return [amp.step_was_skipped(optimizer) for optimizer in optimizers]
-
-        assert iterate(overflows=False) == [False, False]
-        before = [everything(model, optimizer) for optimizer in optimizers]
-        assert iterate(overflows=True) == [True, True]
-        assert_same_state([everything(model, optimizer) for optimizer in optimizers], before)
+            assert [amp.step_was_skipped(optimizer) for optimizer in optimizers] == [factor == math.inf] * 2
+            if factor == math.inf:
+                assert_same_state([everything(model, optimizer) for optimizer in optimizers], before)
         assert amp.get_loss_scale() == SCALE / 2
-        assert log() == ["Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 128.0"]
-        assert iterate(overflows=False) == [False, False]
-
-    @every_level
-    @pytest.mark.parametrize("overflowing", [0, 1])
-    def test_is_not_made_by_an_optimizer_that_the_pass_was_not_for(self, overflowing, options):
-        model = network()
-        parts = [model[0], model[2]]
-        optimizers = [ADAM(part.parameters()) for part in parts]
-        initialize(model, optimizers, **options)
-        for overflow_now in (False, True, False):
-            for index, (part, optimizer) in enumerate(zip(parts, optimizers, strict=True)):
-                optimizer.zero_grad()
-                loss = sum(parameter.float().square().sum() for parameter in part.parameters())
-                backward(loss, optimizer, overflows=overflow_now and index == overflowing)
-            before = [everything(part, optimizer) for part, optimizer in zip(parts, optimizers, strict=True)]
-            for optimizer in optimizers:
-                optimizer.step()
-            skipped = [amp.step_was_skipped(optimizer) for optimizer in optimizers]
-            assert skipped == [overflow_now and index == overflowing for index in range(2)]
-            for index in range(2):
-                if skipped[index]:
-                    assert_same_state(everything(parts[index], optimizers[index]), before[index])
-                else:
-                    assert not torch.equal(parts[index].weight, before[index][0][0])
+        assert caplog.messages == ["Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 128.0"]
 
     @pytest.mark.parametrize("overflows", [False, True], ids=["last-step-runs", "last-step-is-skipped"])
-    def test_is_not_taken_for_the_last_if_the_news_of_it_comes_after_a_step_that_amp_decided_about(
-        self, overflows, post, log
-    ):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, verbosity=1, **LEVELS["O1"])
-        train(model, optimizer, False)
+    def test_late_news_of_a_step_is_not_taken_for_that_of_a_later_one(self, overflows, post, caplog):
+        model, optimizer = started(verbosity=1)
         post.delivers = False
-        train(model, optimizer, not overflows)
+        train(model, optimizer, 1 if overflows else math.inf)
 
-        def closure() -> None:
+        def closure() -> None:  # with a closure amp decides itself
             optimizer.zero_grad()
-            backward(loss_of(model, 1), optimizer, overflows=overflows)
+            backward(loss_of(model, 1) * (math.inf if overflows else 1), optimizer)
 
         optimizer.step(closure)
         assert amp.step_was_skipped(optimizer) is overflows
         assert amp.skipped_steps(optimizer) == 1
-        assert len(log()) == 1
+        assert len(caplog.messages) == 1
 
     @pytest.mark.parametrize("how", ["group", "checkpoint"])
-    def test_is_made_where_groups_of_a_fused_optimizer_are_not_fused(self, how):
+    def test_groups_of_a_fused_optimizer_that_are_not_fused_skip(self, how):
         model = network()
         if how == "group":
             groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "fused": False}]
             optimizer = ADAM(groups)
         else:
             plain = torch.optim.Adam(model.parameters())
-            loss_of(model, 0).backward()
+            loss_of(model).backward()
             plain.step()
             optimizer = ADAM(model.parameters())
             optimizer.load_state_dict(plain.state_dict())
-        initialize(model, optimizer, **LEVELS["O1"])
-        train(model, optimizer, False)
+        initialize(model, optimizer, **QUIET)
+        train(model, optimizer, 1)
         before = everything(model, optimizer)
-        train(model, optimizer, True)
+        train(model, optimizer, math.inf)
         assert_same_state(everything(model, optimizer), before)
         assert amp.step_was_skipped(optimizer)
 
     @every_fused
     @pytest.mark.parametrize("made", ["before", "after"])
-    def test_does_not_make_a_scheduler_warn_wherever_it_comes(self, made, make):
+    @pytest.mark.parametrize("overflows", [[1, 0, 0], [0, 1, 0], [1, 1, 1]], ids=["first", "second", "all"])
+    def test_scheduler_does_not_warn_of_a_skipped_step(self, made, make, overflows):
         # Warnings are errors here.
-        for overflows in ([True, False, False], [False, True, False], [True, True, True]):
-            model = network()
-            optimizer = make(model.parameters())
-            scheduler = lr_scheduler.StepLR(optimizer, 1) if made == "before" else None
-            initialize(model, optimizer, **LEVELS["O2-float16"])
-            scheduler = scheduler or lr_scheduler.StepLR(optimizer, 1)
-            for each in overflows:
-                train(model, optimizer, each)
-                scheduler.step()
-            assert amp.skipped_steps(optimizer) == sum(overflows)
-            amp.deinitialize()
+        model = network()
+        optimizer = make(model.parameters())
+        scheduler = lr_scheduler.StepLR(optimizer, 1) if made == "before" else None
+        initialize(model, optimizer, **QUIET, **LEVELS["O2-float16"])
+        scheduler = scheduler or lr_scheduler.StepLR(optimizer, 1)
+        for each in overflows:
+            train(model, optimizer, math.inf if each else 1)
+            scheduler.step()
+        assert amp.skipped_steps(optimizer) == sum(overflows)
 
 
-class TestMessage:
-    def message(self, scale: float, scaler: int = 0) -> str:
-        return f"Gradient overflow. Skipping step, loss scaler {scaler} reducing loss scale to {scale}"
+def line(scale: float, scaler: int = 0) -> str:
+    return f"Gradient overflow. Skipping step, loss scaler {scaler} reducing loss scale to {scale}"
 
+
+class TestLogLines:
     @every_level
-    def test_comes_once_for_each_overflow(self, options, log):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, verbosity=1, **options)
-        train(model, optimizer, False, True, False, True, True, False, False)
-        assert log() == [self.message(SCALE / 2), self.message(SCALE / 4), self.message(SCALE / 8)]
+    @pytest.mark.parametrize("verbosity", [0, 1])
+    def test_each_overflow_is_logged_once_unless_verbosity_is_0(self, verbosity, options, caplog):
+        model, optimizer = started(verbosity=verbosity, **options)
+        train(model, optimizer, math.inf, 1, math.inf, math.inf, 1, 1)
+        assert caplog.messages == [line(SCALE / 2), line(SCALE / 4), line(SCALE / 8)] * verbosity
         assert amp.skipped_steps(optimizer) == 3
-        assert len(log()) == 3
+        assert len(caplog.messages) == 3 * verbosity
 
-    def test_comes_when_what_was_sent_arrives_and_tells_the_scale_of_then(self, log, post):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, verbosity=1, scale_window=1, **LEVELS["O2-float16"])
-        train(model, optimizer, False)
+    def test_late_news_is_logged_when_it_arrives_with_the_scale_of_its_step(self, caplog, post):
+        model, optimizer = started(verbosity=1, scale_window=1, **LEVELS["O2-float16"])
         post.delivers = False
-        train(model, optimizer, True, False, False, True, False)
-        assert log() == []
+        train(model, optimizer, math.inf, 1, 1, math.inf, 1)
+        assert caplog.messages == []
         post.delivers = True
-        train(model, optimizer, False)
+        train(model, optimizer, 1)
         # The scale has doubled after every clean step.
-        assert log() == [self.message(SCALE), self.message(SCALE * 2)]
-        train(model, optimizer, False, False)
-        assert len(log()) == 2
+        assert caplog.messages == [line(SCALE), line(SCALE * 2)]
+        train(model, optimizer, 1, 1)
+        assert len(caplog.messages) == 2
         assert not amp.step_was_skipped(optimizer)
         assert amp.skipped_steps(optimizer) == 2
 
-    def test_comes_before_its_time_if_somebody_asks(self, log, post):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, verbosity=1, **LEVELS["O1"])
+    @pytest.mark.parametrize("ask", [amp.step_was_skipped, lambda _: amp.deinitialize()], ids=["asked", "deinitialize"])
+    def test_late_news_is_logged_before_it_arrives_if_the_user_asks_or_amp_ends(self, ask, caplog, post):
+        model, optimizer = started(verbosity=1)
         post.delivers = False
-        train(model, optimizer, False, True)
-        assert log() == []
-        assert amp.step_was_skipped(optimizer)
-        assert log() == [self.message(SCALE / 2)]
+        train(model, optimizer, math.inf)
+        assert caplog.messages == []
+        assert ask(optimizer) in (True, None)
+        assert caplog.messages == [line(SCALE / 2)]
         post.delivers = True
-        train(model, optimizer, False)
-        assert len(log()) == 1
+        optimizer.zero_grad()
+        optimizer.step()
+        assert len(caplog.messages) == 1
 
-    def test_is_for_each_scale_that_backed_off(self, log):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, verbosity=1, num_losses=3, **LEVELS["O1"])
-        train(model, optimizer, False)
-        for loss_id, overflows in enumerate([True, False, True]):
-            backward(loss_of(model, loss_id), optimizer, loss_id=loss_id, overflows=overflows)
+    def test_each_scale_that_backs_off_is_logged(self, caplog):
+        model, optimizer = started(verbosity=1, num_losses=3)
+        for loss_id, factor in enumerate([math.inf, 1, math.inf]):
+            backward(loss_of(model, loss_id) * factor, optimizer, loss_id=loss_id)
         optimizer.step()
         assert amp.skipped_steps(optimizer) == 1
-        assert log() == [self.message(SCALE / 2, 0), self.message(SCALE / 2, 2)]
-
-    def test_says_so_where_hysteresis_keeps_the_scale(self, log):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, verbosity=1, hysteresis=2, **LEVELS["O1"])
-        train(model, optimizer, False, True, True, False)
-        assert log() == [
-            f"Gradient overflow. Skipping step, loss scaler 0 keeping loss scale at {SCALE}",
-            self.message(SCALE / 2),
-        ]
-
-    def test_is_not_logged_at_verbosity_0(self, log):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, **LEVELS["O1"])
-        train(model, optimizer, False, True, False)
-        assert amp.skipped_steps(optimizer) == 1
-        assert log() == []
-
-    def test_of_the_last_step_comes_when_amp_is_taken_down(self, log, post):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        initialize(model, optimizer, verbosity=1, **LEVELS["O1"])
-        train(model, optimizer, False, True)
-        assert log() == []
-        amp.deinitialize()
-        assert log() == ["Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 128.0"]
+        assert caplog.messages == [line(SCALE / 2, 0), line(SCALE / 2, 2)]
 
 
 class TestFloor:
-    def initialize(self, model: nn.Module, optimizer: Any, **options: Any) -> None:
-        initialize(model, optimizer, **{"init_scale": 4.0, "min_loss_scale": 1.0, "verbosity": 1, **options})
+    def started(self, make: Callable[..., Any] = ADAM, **options: Any) -> tuple[Any, Any]:
+        return started(make, **{"init_scale": 4.0, "min_loss_scale": 1.0, "verbosity": 1, **options})
 
     def overflow(self, model: nn.Sequential, optimizer: Any) -> None:
-        """Of two parameters only."""
+        """Takes a step with inf or NaN in two gradients."""
         optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
             scaled_loss.backward()
             model[0].weight.grad[0, :2] = math.inf
             model[2].bias.grad[2] = math.nan
         optimizer.step()
 
     @every_fused_at_every_level
-    def test_error_that_names_the_parameters_comes_with_the_overflow_after_it_was_reached(self, make, options, log):
-        model = network()
-        optimizer = make(model.parameters())
-        self.initialize(model, optimizer, **options)
-        train(model, optimizer, False)
-        self.overflow(model, optimizer)
-        train(model, optimizer, False)
-        self.overflow(model, optimizer)
+    @pytest.mark.parametrize("exact_hooks", [False, True])
+    def test_error_names_the_gradients_that_overflow_at_the_floor_and_training_can_go_on(
+        self, exact_hooks, make, options, caplog
+    ):
+        model, optimizer = self.started(make, exact_hooks=exact_hooks, **options)
+        for _ in range(2):
+            self.overflow(model, optimizer)
+            train(model, optimizer, 1)
         assert amp.get_loss_scale() == 1
-        train(model, optimizer, False)
         before = everything(model, optimizer)
 
         with pytest.raises(LossScaleError) as caught:
             self.overflow(model, optimizer)
 
-        assert "loss scaler 0 is at its floor of 1" in str(caught.value)
-        assert "0.weight, shape (6, 4), " in str(caught.value)
-        assert str(caught.value).endswith("0 inf, 1 nan")
+        message = str(caught.value)
+        assert "loss scaler 0 is at its floor of 1" in message
+        assert re.search(r"0\.weight, shape \(6, 4\), \w+: 2 inf, 0 nan\n", message)
+        assert re.search(r"2\.bias, shape \(3,\), \w+: 0 inf, 1 nan", message)
+        assert "2.weight" not in message
         assert_same_state(everything(model, optimizer), before)
         assert amp.skipped_steps(optimizer) == 3
-        assert len(log()) == 2
-        train(model, optimizer, False)
+        assert len(caplog.messages) == 2
+        train(model, optimizer, 1)
         assert not amp.step_was_skipped(optimizer)
 
     @every_level
-    def test_error_comes_with_the_second_overflow_of_a_scale_that_begins_there(self, options):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        self.initialize(model, optimizer, init_scale=1.0, **options)
-        train(model, optimizer, False)
-        self.overflow(model, optimizer)
+    @pytest.mark.parametrize("exact_hooks", [False, True])
+    def test_error_comes_with_the_second_overflow_at_the_floor_or_the_first_if_exact(self, exact_hooks, options):
+        model, optimizer = self.started(init_scale=1.0, exact_hooks=exact_hooks, **options)
+        if not exact_hooks:
+            self.overflow(model, optimizer)
         with pytest.raises(LossScaleError, match=r"0\.weight"):
             self.overflow(model, optimizer)
 
-    def test_error_comes_with_the_first_overflow_after_the_news_of_it(self, post):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        self.initialize(model, optimizer, **LEVELS["O2-float16"])
-        train(model, optimizer, False)
+    def test_error_comes_with_the_first_overflow_after_late_news_of_the_floor(self, post):
+        model, optimizer = self.started(**LEVELS["O2-float16"])
         post.delivers = False
         for _ in range(4):
             self.overflow(model, optimizer)
@@ -848,102 +639,76 @@ class TestFloor:
             self.overflow(model, optimizer)
         assert amp.skipped_steps(optimizer) == 5
 
-    def test_that_is_known_only_after_the_clipping_leaves_no_gradient_scaled(self):
+    def test_floor_that_is_known_only_after_clipping_leaves_no_gradient_scaled(self):
         """Then amp decides about the step, whose gradients `clip_grad_norm_` had left to the optimizer's kernel."""
         stepped = []
         for is_known_before in (True, False):
-            model = network()
-            optimizer = ADAM(model.parameters())
-            self.initialize(model, optimizer, init_scale=2.0, **LEVELS["O1"])
-            train(model, optimizer, False)
+            model, optimizer = self.started(init_scale=2.0)
             self.overflow(model, optimizer)
             if is_known_before:
                 assert amp.step_was_skipped(optimizer)
             optimizer.zero_grad()
-            backward(loss_of(model, 0), optimizer, delay_unscale=True)
+            backward(loss_of(model), optimizer, delay_unscale=True)
             amp.clip_grad_norm_(optimizer, 0.1)
             optimizer.step()
             stepped.append(everything(model, optimizer))
             amp.deinitialize()
         assert_same_state(*stepped)
 
-    @every_level
-    def test_error_comes_at_once_with_exact_hooks(self, options):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        self.initialize(model, optimizer, init_scale=1.0, exact_hooks=True, **options)
-        train(model, optimizer, False)
-        with pytest.raises(LossScaleError, match=r"0\.weight"):
-            self.overflow(model, optimizer)
-
-    def test_of_one_of_two_scales_leaves_the_other_to_back_off(self):
-        model = network()
-        optimizer = ADAM(model.parameters())
-        self.initialize(model, optimizer, num_losses=2, **LEVELS["O1"])
-        train(model, optimizer, False)
-        for _ in range(2):
+    def test_floor_of_one_of_two_scales_lets_the_other_back_off(self):
+        model, optimizer = self.started(num_losses=2)
+        for loss_id, scale in [(0, 2), (0, 1), (1, 2), (1, 1)]:
             optimizer.zero_grad()
-            backward(loss_of(model, 0), optimizer, loss_id=0, overflows=True)
+            backward(loss_of(model) * math.inf, optimizer, loss_id=loss_id)
             optimizer.step()
-        for scale in (2, 1):
-            optimizer.zero_grad()
-            backward(loss_of(model, 0), optimizer, loss_id=1, overflows=True)
-            optimizer.step()
-            assert amp.get_loss_scale(1) == scale
+            assert amp.get_loss_scale(loss_id) == scale
         optimizer.zero_grad()
-        backward(loss_of(model, 0), optimizer, loss_id=1, overflows=True)
+        backward(loss_of(model) * math.inf, optimizer, loss_id=1)
         with pytest.raises(LossScaleError, match="loss scaler 1 is at its floor"):
             optimizer.step()
+
+
+@contextlib.contextmanager
+def waits_are_errors() -> Iterator[None]:
+    """Lets torch raise where the host waits for the GPU."""
+    torch.cuda.synchronize()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.gpu
 @every_level
 @pytest.mark.parametrize("name", ["SGD-momentum", "Adam", "AdamW"])
 def test_three_steps_on_a_gpu_wait_for_nothing(name, options):
-    model = network().cuda()
     batches = [torch.randn(5, 4, device="cuda") for _ in range(3)]
-    optimizer = FUSED[name](model.parameters())
-    initialize(model, optimizer, verbosity=1, **options)
-    train(model, optimizer, False, True, False)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    torch.cuda.synchronize()
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for batch, overflows in zip(batches, (False, True, False), strict=True):
+    model, optimizer = started(FUSED[name], model=network().cuda(), verbosity=1, **options)
+    train(model, optimizer, math.inf, 1)
+    before = weights(model)
+    with waits_are_errors():
+        for batch, factor in zip(batches, (1, math.inf, 1), strict=True):
             optimizer.zero_grad()
-            backward(model(batch).float().square().mean(), optimizer, overflows=overflows)
+            backward(model(batch).float().square().mean() * factor, optimizer)
             optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
     assert amp.skipped_steps(optimizer) == 2
     assert amp.get_loss_scale() == SCALE / 4
-    for parameter, earlier in zip(model.parameters(), before, strict=True):
-        assert parameter.isfinite().all()
-        assert not torch.equal(parameter, earlier)
+    for now, earlier in zip(weights(model), before, strict=True):
+        assert now.isfinite().all()
+        assert not torch.equal(now, earlier)
 
 
 @pytest.mark.gpu
 @every_level
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_clipping_the_models_own_gradients_on_a_gpu_waits_for_nothing(change, options):
-    model = network().cuda()
-    optimizer = ADAM(model.parameters())
-    initialize(model, optimizer, **options)
-
-    def step() -> None:
+def test_step_after_changes_to_gradients_of_the_model_on_a_gpu_waits_for_nothing(change, options):
+    model, optimizer = started(model=network().cuda(), **options)
+    for _ in range(2):
         optimizer.zero_grad()
-        backward(loss_of(model, 0), optimizer)
-        change(list(model.parameters()))
-        torch.cuda.set_sync_debug_mode("error")
-        optimizer.step()
-
-    mode = torch.cuda.get_sync_debug_mode()
-    try:
-        train(model, optimizer, False)
-        for _ in range(2):
-            step()
-            torch.cuda.set_sync_debug_mode(mode)
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
+        backward(loss_of(model), optimizer)
+        change(list(model.parameters()), optimizer)
+        with waits_are_errors():
+            optimizer.step()
     assert amp.skipped_steps(optimizer) == 0

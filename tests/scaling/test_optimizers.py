@@ -1,7 +1,6 @@
 """Of adopted optimizers: gradients through `scale_loss` blocks, and steps that run, are skipped or are refused.
 
-Where bits are compared, the level is O0 with a dynamic scale: no casts, and scales that are powers of two, so that
-every number is that of plain float32 training.
+Functions do not cast here, and scales are powers of two: every number is that of plain float32 training, bit for bit.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import logging
 import math
 import pickle
 import weakref
@@ -17,10 +15,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import stepping
 import torch
 import torch.nn.functional as F
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from optimizers import MOMENTUM, OPTIMIZERS, OTHERS, OVERFLOW, SGD, Larc, backward, initialize
+from stepping import distance, every_half, everything, loss_of, train, weights  # noqa: F401
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
@@ -31,30 +31,11 @@ from ampatch.runtime import runtime
 from ampatch.scaling import optimizer_gradients
 
 SCALE = 2.0**16
+LINE = "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to "
 
 UPDATES_HALF = pytest.mark.filterwarnings("ignore:the SGD updates half weights")
 
-
-class Spy:
-    """An optimizer that notes what type a matrix product has inside its step, and inside its closure."""
-
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        self.param_groups = [{"params": list(parameters)}]
-        self.dtypes: list[torch.dtype] = []
-
-    def zero_grad(self) -> None:
-        pass
-
-    def step(self, closure: Callable[[], object] | None = None) -> object:
-        result = closure() if closure is not None else None
-        self.dtypes.append(product().dtype)
-        return result
-
-
-def product() -> Tensor:
-    """A whitelisted function on a weight, as in a loss."""
-    with torch.enable_grad():
-        return torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True))
+delays = pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled-each-time", "unscaled-at-the-end"])
 
 
 def linear(size: int = 4) -> nn.Linear:
@@ -62,89 +43,79 @@ def linear(size: int = 4) -> nn.Linear:
     return nn.Linear(size, size, bias=False)
 
 
-def batch(index: int, size: int = 4) -> Tensor:
-    return torch.randn(3, size, generator=torch.Generator().manual_seed(index))
+def started(make: Callable[..., Any] = SGD, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
+    model = linear() if model is None else model
+    return stepping.started(make, model=model, **{"init_scale": SCALE, **options})
 
 
-def loss_of(model: nn.Module, index: int) -> Tensor:
-    return model(batch(index)).square().mean()
+def started_half(half_dtype: torch.dtype, **options: Any) -> tuple[nn.Parameter, Any]:
+    """Returns a half weight without a master, and its optimizer."""
+    weight = nn.Parameter(torch.ones(3, dtype=half_dtype))
+    return weight, started(model=nn.ParameterList([weight]), **options)[1]
 
 
 def overflow(model: nn.Module, optimizers: Any, **options: Any) -> None:
-    backward(loss_of(model, 0) * OVERFLOW, optimizers, **options)
+    backward(loss_of(model) * OVERFLOW, optimizers, **options)
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+def gradients_of_torch(*indices: int, model: Callable[[], nn.Module] = linear) -> list[Tensor]:
+    """Returns the gradients that plain torch adds up over batches."""
+    layer = model()
+    for index in indices:
+        loss_of(layer, index).backward()
+    return [parameter.grad for parameter in layer.parameters()]
 
 
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What was logged so far."""
-    caplog.set_level(logging.WARNING, logger="ampatch")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "ampatch"]
+def assert_gradients(model: nn.Module, expected: list[Tensor]) -> None:
+    assert_same_state([parameter.grad for parameter in model.parameters()], expected)
 
 
-class TestSkippedStep:
-    def test_every_optimizer_of_torch_is_here(self):
+def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
+    target = model if how.startswith("model") else optimizer
+    target.zero_grad(set_to_none=how.endswith("none"))
+
+
+def assert_block_is_refused(message: str, *args: Any, **options: Any) -> None:
+    with pytest.raises(UsageError, match=message), amp.scale_loss(*args, **options):
+        pytest.fail("the block was entered")
+
+
+class TestSkippedSteps:
+    def test_table_has_every_optimizer_of_torch(self):
         names = {name for name, value in vars(torch.optim).items() if isinstance(value, type)}
         assert {name.partition("-")[0] for name in OPTIMIZERS} | OTHERS == names
 
     @pytest.mark.parametrize("at", [0, 2], ids=["first-step", "third-step"])
     @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
     @pytest.mark.covering(1)
-    def test_leaves_everything_bit_for_bit_and_the_next_step_is_as_if_it_had_not_been(self, make, at):
-        def train(skipping: bool) -> Any:
-            model = linear()
-            optimizer = make(model.parameters())
-            if skipping:
-                initialize(model, optimizer)
-            for index in range(4):
-                if index == at and skipping:
-                    optimizer.zero_grad()
-                    overflow(model, optimizer)
-                    before = snapshot(model, optimizer)
-                    optimizer.step()
-                    assert_same_state(snapshot(model, optimizer), before)
-                    assert amp.step_was_skipped(optimizer)
+    def test_skipped_step_changes_nothing_then_or_later(self, make, at):
+        model, optimizer = started(make)
+        for index in range(4):
+            if index == at:
                 optimizer.zero_grad()
-                backward(loss_of(model, index), optimizer, with_amp=skipping)
+                overflow(model, optimizer)
+                before = everything(model, optimizer)
                 optimizer.step()
-            return snapshot(model, optimizer)
-
-        assert_same_state(train(skipping=True), train(skipping=False))
-
-    def test_sparse_gradients(self):
-        def train(skipping: bool) -> Any:
-            torch.manual_seed(0)
-            model = nn.Embedding(5, 3, sparse=True)
-            optimizer = torch.optim.SparseAdam(model.parameters())
-            if skipping:
-                initialize(model, optimizer)
-            for index in range(3):
-                loss = model(torch.tensor([index, index, 4])).square().sum()
-                if index == 1 and skipping:
-                    optimizer.zero_grad()
-                    backward(loss * OVERFLOW, optimizer)
-                    optimizer.step()
-                    assert amp.step_was_skipped(optimizer)
-                optimizer.zero_grad()
-                loss = model(torch.tensor([index, index, 4])).square().sum()
-                backward(loss, optimizer, with_amp=skipping)
-                optimizer.step()
-            return snapshot(model, optimizer)
-
-        assert_same_state(train(skipping=True), train(skipping=False))
-
-    def test_is_counted_and_told(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        told = []
-        for overflows in [True, True, False, True, False]:
+                assert_same_state(everything(model, optimizer), before)
+                assert amp.step_was_skipped(optimizer)
             optimizer.zero_grad()
-            backward(loss_of(model, 0) * (OVERFLOW if overflows else 1), optimizer)
+            backward(loss_of(model, index), optimizer)
             optimizer.step()
+
+        reference = linear()
+        plain = make(reference.parameters())
+        for index in range(4):
+            plain.zero_grad()
+            loss_of(reference, index).backward()
+            plain.step()
+        assert_same_state(everything(model, optimizer), everything(reference, plain))
+
+    @pytest.mark.parametrize("verbosity", [0, False, 1])
+    def test_skipped_steps_are_counted_and_logged_unless_verbosity_is_0(self, verbosity, caplog):
+        model, optimizer = started(verbosity=verbosity)
+        told = []
+        for factor in [OVERFLOW, OVERFLOW, 1, OVERFLOW, 1]:
+            train(model, optimizer, factor)
             told.append((amp.step_was_skipped(optimizer), amp.skipped_steps(optimizer), amp.get_loss_scale()))
         assert told == [
             (True, 1, SCALE / 2),
@@ -153,89 +124,70 @@ class TestSkippedStep:
             (True, 3, SCALE / 8),
             (False, 3, SCALE / 8),
         ]
+        assert caplog.messages == [f"{LINE}{scale}" for scale in (SCALE / 2, SCALE / 4, SCALE / 8)] * bool(verbosity)
 
-    def test_is_said_once_in_apex_words(self, log):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, verbosity=1)
+    def test_two_blocks_that_overflow_are_one_skipped_step_which_logs(self, caplog):
+        model, optimizer = started(verbosity=1)
         overflow(model, optimizer)
-        assert log() == []
+        overflow(model, optimizer)
+        assert caplog.messages == []
         optimizer.step()
+        assert amp.skipped_steps(optimizer) == 1
         optimizer.zero_grad()
         optimizer.step()
-        assert log() == ["Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0"]
+        assert caplog.messages == [f"{LINE}32768.0"]
 
-    @pytest.mark.parametrize("verbosity", [0, False])
-    def test_is_silent_at_verbosity_0(self, verbosity, log):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, verbosity=verbosity)
-        overflow(model, optimizer)
-        optimizer.step()
-        assert amp.step_was_skipped(optimizer)
-        assert log() == []
-
-    def test_says_so_where_hysteresis_keeps_the_scale(self, log):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, verbosity=1, hysteresis=2)
-        for _ in range(2):
-            optimizer.zero_grad()
-            overflow(model, optimizer)
-            optimizer.step()
-        assert log() == [
+    def test_overflow_that_hysteresis_forgives_is_logged_with_the_scale_that_stays(self, caplog):
+        model, optimizer = started(verbosity=1, hysteresis=2)
+        train(model, optimizer, OVERFLOW, OVERFLOW)
+        assert caplog.messages == [
             "Gradient overflow. Skipping step, loss scaler 0 keeping loss scale at 65536.0",
-            "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0",
+            f"{LINE}32768.0",
         ]
 
-    def test_fires_no_step_hooks_and_a_step_that_runs_does(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
+    def test_step_hooks_run_unless_the_step_is_skipped(self):
+        model, optimizer = started()
         fired = []
         optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
         optimizer.register_step_post_hook(lambda *_: fired.append("after"))
         overflow(model, optimizer)
         assert optimizer.step() is None
         assert fired == []
-        optimizer.zero_grad()
-        backward(loss_of(model, 0), optimizer)
-        optimizer.step()
+        train(model, optimizer, 1)
         assert fired == ["before", "after"]
 
     @pytest.mark.parametrize("loss_scale", [1.0, 128.0])
-    def test_never_happens_under_a_static_scale(self, loss_scale, log):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, loss_scale=loss_scale, verbosity=1)
-        backward(loss_of(model, 0) * math.inf, optimizer)
-        optimizer.step()
+    def test_step_is_never_skipped_under_a_static_scale(self, loss_scale, caplog):
+        model, optimizer = started(loss_scale=loss_scale, verbosity=1)
+        train(model, optimizer, math.inf)
         assert not amp.step_was_skipped(optimizer)
         assert amp.get_loss_scale() == loss_scale
         assert not model.weight.isfinite().any()
-        assert log() == []
+        assert caplog.messages == []
 
-    def test_not_a_number_is_an_overflow_too(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        backward(loss_of(model, 0) * math.nan, optimizer)
-        optimizer.step()
-        assert amp.step_was_skipped(optimizer)
-
-    def test_one_element_of_one_parameter_suffices(self):
-        model = nn.Sequential(linear(), linear(), nn.Linear(4, 4))
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+    @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+    def test_one_element_of_one_gradient_skips_the_step(self, value):
+        model, optimizer = started(model=nn.Sequential(linear(), linear(), nn.Linear(4, 4)))
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
             scaled_loss.backward()
-            model[2].bias.grad[3] = -math.inf
+            model[2].bias.grad[3] = value
         optimizer.step()
         assert amp.step_was_skipped(optimizer)
 
+    @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+    def test_block_after_an_overflow_is_judged_by_itself(self, sparse):
+        torch.manual_seed(0)
+        model, optimizer = started(model=nn.Embedding(5, 1, sparse=sparse))
+        for factor in (1, OVERFLOW, 1, 1):
+            backward(model(torch.tensor([1, 1, 3])).square().sum() * factor, optimizer)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": SCALE / 2, "unskipped": 0}
 
+
+@pytest.mark.usefixtures("distance")
 class TestSeveralOptimizers:
-    """One model, with an optimizer for each of two layers; two losses."""
+    """Two layers with an optimizer each, which has its state, and two losses."""
 
     @pytest.fixture
     def layers(self) -> nn.Sequential:
@@ -243,8 +195,12 @@ class TestSeveralOptimizers:
 
     @pytest.fixture
     def optimizers(self, layers) -> list[torch.optim.Optimizer]:
-        optimizers = [SGD(layer.parameters()) for layer in layers]
-        initialize(layers, optimizers, num_losses=2, verbosity=1)
+        optimizers = [OPTIMIZERS["Adam-fused"](layer.parameters()) for layer in layers]
+        initialize(layers, optimizers, num_losses=2, verbosity=1, on_overflow="log")
+        backward(loss_of(layers), optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return optimizers
 
     def skipped(self, optimizers: list[torch.optim.Optimizer]) -> list[bool]:
@@ -252,69 +208,46 @@ class TestSeveralOptimizers:
             optimizer.step()
         return [amp.step_was_skipped(optimizer) for optimizer in optimizers]
 
-    def test_all_that_the_pass_was_for_skip_and_its_scale_backs_off_once(self, layers, optimizers, log):
+    def test_overflow_skips_all_optimizers_of_the_block_and_its_scale_backs_off_once(self, layers, optimizers, caplog):
+        before = weights(layers)
         overflow(layers, optimizers, loss_id=1)
         assert self.skipped(optimizers) == [True, True]
+        assert_same_state(weights(layers), before)
         assert [amp.get_loss_scale(0), amp.get_loss_scale(1)] == [SCALE, SCALE / 2]
-        assert log() == ["Gradient overflow. Skipping step, loss scaler 1 reducing loss scale to 32768.0"]
+        assert caplog.messages == ["Gradient overflow. Skipping step, loss scaler 1 reducing loss scale to 32768.0"]
 
     @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["overflow-first", "overflow-last"])
     @pytest.mark.parametrize("loss_ids", [(0, 0), (0, 1)], ids=["one-scale", "two-scales"])
-    def test_no_other_skips(self, layers, optimizers, order, loss_ids):
-        blocks = [
-            lambda: overflow(layers[0], optimizers[0], loss_id=loss_ids[0]),
-            lambda: backward(loss_of(layers[1], 0), optimizers[1], loss_id=loss_ids[1]),
-        ]
-        for index in order:
-            blocks[index]()
+    @pytest.mark.parametrize("delayed", [False, True], ids=["", "first-check-delayed"])
+    def test_overflow_skips_no_optimizer_of_another_block(self, layers, optimizers, order, loss_ids, delayed):
+        before = weights(layers)
+        for place, index in enumerate(order):
+            loss = loss_of(layers[index]) * (1 if index else OVERFLOW)
+            delay = delayed and place == 0
+            backward(loss, optimizers[index], loss_id=loss_ids[index], delay_overflow_check=delay)
         assert self.skipped(optimizers) == [True, False]
+        assert amp.get_loss_scale(0) == SCALE / 2
+        assert [torch.equal(*pair) for pair in zip(weights(layers), before, strict=True)] == [True, False]
 
-    @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=["overflow-first", "overflow-last"])
-    def test_no_other_skips_where_the_check_is_delayed(self, layers, optimizers, order):
-        blocks = [
-            lambda **options: overflow(layers[0], optimizers[0], **options),
-            lambda **options: backward(loss_of(layers[1], 0), optimizers[1], **options),
-        ]
-        blocks[order[0]](delay_overflow_check=True)
-        blocks[order[1]]()
-        assert self.skipped(optimizers) == [True, False]
-        assert amp.get_loss_scale() == SCALE / 2
-
-    def test_two_losses_add_up_each_at_its_own_scale(self, layers, optimizers):
+    def test_gradients_of_two_losses_add_up_each_unscaled_by_its_own_scale(self, layers, optimizers):
         overflow(layers, optimizers, loss_id=1)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
         assert amp.get_loss_scale(0) != amp.get_loss_scale(1)
-
+        expected = gradients_of_torch(0, 1, model=lambda: copy.deepcopy(layers))
         backward(loss_of(layers, 0), optimizers, loss_id=0)
         backward(loss_of(layers, 1), optimizers, loss_id=1)
-
-        reference = copy.deepcopy(layers)
-        reference.zero_grad()
-        loss_of(reference, 0).backward()
-        loss_of(reference, 1).backward()
-        for parameter, wanted in zip(layers.parameters(), reference.parameters(), strict=True):
-            assert_same_bits(parameter.grad, wanted.grad)
+        assert_gradients(layers, expected)
         assert self.skipped(optimizers) == [False, False]
 
-    def test_one_given_twice_counts_once(self, layers, optimizers):
-        backward(loss_of(layers, 0), [optimizers[0], optimizers[0], optimizers[1]])
-        reference = copy.deepcopy(layers)
-        reference.zero_grad()
-        loss_of(reference, 0).backward()
-        for parameter, wanted in zip(layers.parameters(), reference.parameters(), strict=True):
-            assert_same_bits(parameter.grad, wanted.grad)
-
-    def test_parameter_of_both_is_handled_once(self):
+    def test_gradient_that_a_block_is_given_twice_is_unscaled_once(self):
         model = linear()
         optimizers = [SGD(model.parameters()), MOMENTUM(model.parameters())]
         initialize(model, optimizers)
         for _ in range(2):
-            backward(loss_of(model, 0), optimizers)
-        reference = linear()
-        loss_of(reference, 0).backward()
-        assert_same_bits(model.weight.grad, 2 * reference.weight.grad)
+            backward(loss_of(model), [optimizers[0], *optimizers])
+        assert_gradients(model, gradients_of_torch(0, 0))
 
 
 class TestSharedParameter:
@@ -328,47 +261,31 @@ class TestSharedParameter:
     def optimizers(self, model) -> list[torch.optim.Optimizer]:
         optimizers = [SGD(model.parameters()), SGD(model.parameters())]
         initialize(model, optimizers, num_losses=2)
-        backward(loss_of(model, 0), optimizers[0], delay_unscale=True)
+        backward(loss_of(model), optimizers[0], delay_unscale=True)
         return optimizers
 
-    def test_block_for_the_other_one_while_gradients_are_scaled_raises_and_changes_nothing(self, model, optimizers):
-        before = model.weight.grad.clone()
-        with (
-            pytest.raises(
-                UsageError, match=r"add to the gradient of weight, .* Hand both optimizers to amp\.scale_loss"
-            ),
-            amp.scale_loss(loss_of(model, 1), optimizers[1]),
-        ):
-            pytest.fail("the block was entered")
-        assert_same_bits(model.weight.grad, before)
-        model.weight.grad = None
-
-    def test_step_of_the_other_one_raises(self, model, optimizers):
-        before = model.weight.detach().clone()
+    def test_block_and_step_of_the_other_optimizer_are_refused_while_it_is_scaled(self, model, optimizers):
+        before = copy.deepcopy([model.weight, model.weight.grad])
+        message = r"add to the gradient of weight, .* Hand both optimizers to amp\.scale_loss"
+        assert_block_is_refused(message, loss_of(model, 1), optimizers[1])
         with pytest.raises(UsageError, match=r"optimizer\.step\(\) would use the gradient of weight"):
             optimizers[1].step()
-        assert_same_bits(model.weight.detach(), before)
-        model.weight.grad = None
-
-    def test_block_for_both_unscales_once(self, model, optimizers):
-        backward(loss_of(model, 1), optimizers)
-        reference = linear()
-        for index in range(2):
-            loss_of(reference, index).backward()
-        assert_same_bits(model.weight.grad, reference.weight.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-
-    def test_cleared_gradients_are_of_no_scale(self, model, optimizers):
+        assert_same_state([model.weight, model.weight.grad], before)
         model.zero_grad()
         backward(loss_of(model, 1), optimizers[1])
         optimizers[1].step()
 
-    def test_optimizer_that_dies_with_gradients_scaled_takes_them_along(self, model, optimizers, log):
+    def test_block_of_both_optimizers_unscales_it_once(self, model, optimizers):
+        backward(loss_of(model, 1), optimizers)
+        assert_gradients(model, gradients_of_torch(0, 1))
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def test_scaled_gradients_of_a_deleted_optimizer_become_none(self, model, optimizers, caplog):
         optimizers.pop(0)
         gc.collect()
         assert model.weight.grad is None
-        assert log() == ["An optimizer was deleted whose gradients were still scaled: they are None now."]
+        assert caplog.messages == ["An optimizer was deleted whose gradients were still scaled: they are None now."]
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
@@ -395,10 +312,10 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-class TestLearningRateScheduler:
+class TestLearningRateSchedulers:
     """Warnings are errors here, so that a scheduler which finds fault with `step` fails these tests."""
 
-    def test_every_class_of_torch_is_here(self):
+    def test_table_has_every_scheduler_of_torch(self):
         names = {
             name
             for name, value in vars(lr_scheduler).items()
@@ -413,7 +330,7 @@ class TestLearningRateScheduler:
     @pytest.mark.parametrize("made", ["before", "after"])
     @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
     @pytest.mark.covering(1)
-    def test_made_before_or_after_initialize_goes_its_way(self, make, made, skipped_first, level):
+    def test_scheduler_sets_the_learning_rates_of_plain_torch(self, make, made, skipped_first, level):
         def rates(model: nn.Module, with_amp: bool) -> list[float]:
             optimizer = MOMENTUM(model.parameters())
             scheduler = make(optimizer) if made == "before" or not with_amp else None
@@ -438,83 +355,48 @@ class TestLearningRateScheduler:
 
         assert rates(linear(), with_amp=True) == rates(linear(), with_amp=False)
 
-    def test_one_before_and_one_after(self):
+    def test_schedulers_made_at_any_time_let_steps_skip_after_initializing_again(self):
         model = linear()
         optimizer = MOMENTUM(model.parameters())
-        first = lr_scheduler.StepLR(optimizer, 1)
-        initialize(model, optimizer)
-        second = lr_scheduler.StepLR(optimizer, 1)
-        overflow(model, optimizer)
-        optimizer.step()
-        first.step()
-        second.step()
-        assert amp.step_was_skipped(optimizer)
-
-    @pytest.mark.parametrize("made", ["before", "after"])
-    def test_setting_up_again_under_a_scheduler_skips_again(self, made):
-        model = linear()
-        optimizer = MOMENTUM(model.parameters())
-        if made == "before":
-            lr_scheduler.StepLR(optimizer, 1)
-        initialize(model, optimizer)
-        if made == "after":
-            lr_scheduler.StepLR(optimizer, 1)
-        amp.deinitialize()
-        initialize(model, optimizer)
-        overflow(model, optimizer)
-        optimizer.step()
-        assert amp.step_was_skipped(optimizer)
-        assert model.weight.isfinite().all()
+        schedulers = [lr_scheduler.StepLR(optimizer, 1)]
+        for _ in range(2):
+            initialize(model, optimizer)
+            schedulers.append(lr_scheduler.StepLR(optimizer, 1))
+            overflow(model, optimizer)
+            optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+            assert amp.step_was_skipped(optimizer)
+            assert model.weight.isfinite().all()
+            amp.deinitialize()
+            optimizer.zero_grad()
 
 
 class TestGradients:
-    def test_are_scaled_inside_the_block_and_unscaled_float32_after_it(self):
-        model, reference = linear(), linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        loss = loss_of(model, 0)
+    def test_gradients_are_scaled_inside_the_block_and_unscaled_float32_after_it(self):
+        model, optimizer = started()
+        (expected,) = gradients_of_torch(0)
+        loss = loss_of(model)
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             assert_same_bits(scaled_loss, loss * SCALE)
             scaled_loss.backward()
-            inside = model.weight.grad.clone()
-        loss_of(reference, 0).backward()
-        assert_same_bits(inside, reference.weight.grad * SCALE)
-        assert_same_bits(model.weight.grad, reference.weight.grad)
+            assert_same_bits(model.weight.grad, expected * SCALE)
+        assert_same_bits(model.weight.grad, expected)
 
     @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0, 1.0])
-    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled-each-time", "unscaled-at-the-end"])
-    def test_add_up_over_micro_batches(self, delay_unscale, loss_scale):
-        model, reference = linear(), linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, loss_scale=loss_scale)
+    @pytest.mark.parametrize("first_in_block", [True, False], ids=["", "first-by-plain-backward"])
+    @delays
+    def test_gradients_add_up_over_micro_batches(self, delay_unscale, first_in_block, loss_scale):
+        model, optimizer = started(loss_scale=loss_scale)
         for index in range(4):
-            backward(loss_of(model, index), optimizer, delay_unscale=delay_unscale and index < 3)
-            loss_of(reference, index).backward()
-        assert_same_bits(model.weight.grad, reference.weight.grad)
-        assert model.weight.grad.data_ptr() != reference.weight.grad.data_ptr()
-        optimizer.step()
-        SGD(reference.parameters()).step()
-        assert_same_bits(model.weight, reference.weight)
+            with_amp = first_in_block or index > 0
+            backward(loss_of(model, index), optimizer, with_amp=with_amp, delay_unscale=delay_unscale and index < 3)
+        assert_gradients(model, gradients_of_torch(0, 1, 2, 3))
 
-    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled-each-time", "unscaled-at-the-end"])
-    def test_add_up_onto_what_plain_backward_left(self, delay_unscale):
-        model, reference = linear(), linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        loss_of(model, 0).backward()
-        backward(loss_of(model, 1), optimizer, delay_unscale=delay_unscale)
-        if delay_unscale:
-            backward(loss_of(model, 2), optimizer)
-        for index in range(3 if delay_unscale else 2):
-            loss_of(reference, index).backward()
-        assert_same_bits(model.weight.grad, reference.weight.grad)
-
-    def test_stay_where_they_are_while_they_are_brought_to_the_scale(self):
+    def test_gradients_keep_their_memory_in_the_next_block(self):
         # DDP's buckets alias them.
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        backward(loss_of(model, 0), optimizer)
+        model, optimizer = started()
+        backward(loss_of(model), optimizer)
         grad, memory = model.weight.grad, model.weight.grad.data_ptr()
         with amp.scale_loss(loss_of(model, 1), optimizer) as scaled_loss:
             assert model.weight.grad is grad
@@ -522,67 +404,11 @@ class TestGradients:
         assert model.weight.grad is grad
         assert grad.data_ptr() == memory
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_half_weights_without_masters_are_warned_of(self, level):
-        model = nn.Sequential(linear(), linear().half(), linear().half().requires_grad_(False))
-        optimizer = SGD(model.parameters())
-        if level == "O1":
-            with pytest.warns(
-                AmpWarning, match=r"SGD updates half weights, such as 1\.weight .*opt_level='O1' makes no"
-            ):
-                initialize(model, optimizer, opt_level=level)
-        else:
-            initialize(model, optimizer, opt_level=level)
-
-    @pytest.mark.parametrize(
-        ("half_dtype", "options", "is_lost"),
-        [
-            (torch.float16, {}, True),
-            (torch.float16, {"eps": 1e-4}, False),
-            (torch.bfloat16, {}, False),
-        ],
-        ids=["float16", "larger-eps", "bfloat16"],
-    )
-    def test_an_eps_that_is_zero_in_half_is_warned_of_and_makes_weights_nan(self, half_dtype, options, is_lost):
-        model = nn.Linear(2, 2).to(half_dtype)
-        optimizer = torch.optim.AdamW(model.parameters(), **options)
-        with pytest.warns(AmpWarning) as told:
-            initialize(model, optimizer, opt_level="O1", half_dtype=half_dtype, loss_scale=1.0)
-        assert ("its eps of 1e-08 is zero" in str(told[0].message)) == is_lost
-        with amp.scale_loss(model(torch.zeros(1, 2)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        assert bool(model.weight.isnan().any()) == is_lost
-
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_one_that_has_frozen_parameters_only_is_warned_of(self, level):
-        model = nn.Sequential(linear(), linear())
-        optimizer = torch.optim.AdamW(model.parameters())
-        model.requires_grad_(False)
-        model.append(linear())
-        with pytest.warns(AmpWarning, match=r"AdamW updates 2 parameters, all of which are frozen.* such as 2\.weight"):
-            initialize(model, optimizer, opt_level=level)
-
-    @pytest.mark.parametrize("case", ["all-frozen", "another-has-them"])
-    def test_one_that_has_frozen_parameters_only_may_be_right(self, case):
-        model = nn.Sequential(linear(), linear())
-        optimizers = [SGD(each.parameters()) for each in model]
-        model[0].requires_grad_(False)
-        if case == "all-frozen":
-            model[1].requires_grad_(False)
-        initialize(model, optimizers, opt_level="O2")
-
-    def test_frozen_half_weights_are_not_warned_of(self):
-        model = nn.Sequential(linear(), linear().half().requires_grad_(False))
-        initialize(model, SGD(model.parameters()), opt_level="O1")
-
     @UPDATES_HALF
-    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
-    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["unscaled-each-time", "unscaled-at-the-end"])
-    def test_half_ones_add_up_without_overflow_of_the_scaled_copy(self, half_dtype, delay_unscale):
-        weight = nn.Parameter(torch.ones(3, dtype=half_dtype))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        initialize(nn.ParameterList([weight]), optimizer, loss_scale=2.0**10)
+    @every_half
+    @delays
+    def test_half_gradients_add_up_although_their_scaled_copies_would_overflow(self, half_dtype, delay_unscale):
+        weight, optimizer = started_half(half_dtype, loss_scale=2.0**10)
         weight.grad = torch.full_like(weight, 1000)  # times 2**10 it is beyond float16
         backward((weight * 4).sum(), optimizer, delay_unscale=delay_unscale)
         if delay_unscale:
@@ -593,78 +419,37 @@ class TestGradients:
         assert weight.grad.dtype is half_dtype
 
     @UPDATES_HALF
-    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
-    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["block", "delayed"])
+    @every_half
+    @pytest.mark.parametrize("delay_unscale", [False, True], ids=["inside", "between"])
     @pytest.mark.parametrize("clear", ["none", "zero", "model-none", "model-zero"])
-    def test_half_ones_are_gone_if_they_are_cleared_inside_or_between_blocks(self, half_dtype, delay_unscale, clear):
-        weight = nn.Parameter(torch.ones(3, dtype=half_dtype))
+    def test_half_gradients_may_be_cleared_inside_and_between_blocks(self, half_dtype, delay_unscale, clear):
+        weight, optimizer = started_half(half_dtype, loss_scale=2.0**4)
         model = nn.ParameterList([weight])
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        initialize(model, optimizer, loss_scale=2.0**4)
         weight.grad = torch.full_like(weight, 1000)
         with amp.scale_loss((weight * 4).sum(), optimizer, delay_unscale=delay_unscale) as scaled_loss:
-            if delay_unscale:
-                scaled_loss.backward()
-            else:
+            if not delay_unscale:
                 clear_gradients(model, optimizer, clear)
-                scaled_loss.backward()
+            scaled_loss.backward()
         if delay_unscale:
             clear_gradients(model, optimizer, clear)
             backward((weight * 4).sum(), optimizer)
         assert_same_bits(weight.grad, torch.full_like(weight, 4))
 
     @UPDATES_HALF
-    def test_of_a_type_that_the_user_chose_keep_it(self):
-        weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    def test_gradients_of_a_type_that_the_user_chose_keep_it(self):
+        weight, optimizer = started_half(torch.float16, loss_scale=2.0**4)
         weight.grad_dtype = None
         weight.grad = torch.ones(3, dtype=torch.bfloat16)
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        initialize(nn.ParameterList([weight]), optimizer, loss_scale=2.0**4)
         backward((weight * 4).sum(), optimizer)
         assert weight.grad_dtype is None
         assert_same_bits(weight.grad, torch.full((3,), 5.0, dtype=torch.bfloat16))
 
-    @pytest.mark.parametrize("clear", ["none", "zero", "model-none", "model-zero"])
-    @pytest.mark.parametrize("where", ["before", "inside", "after-step"])
-    def test_clearing_them(self, where, clear):
-        model, reference = linear(), linear()
-        optimizer, plain = MOMENTUM(model.parameters()), MOMENTUM(reference.parameters())
-        initialize(model, optimizer)
-        for index in range(3):
-            if where == "before":
-                clear_gradients(model, optimizer, clear)
-            with amp.scale_loss(loss_of(model, index), optimizer) as scaled_loss:
-                if where == "inside":
-                    clear_gradients(model, optimizer, clear)
-                scaled_loss.backward()
-            optimizer.step()
-            if where == "after-step":
-                clear_gradients(model, optimizer, clear)
-            plain.zero_grad()
-            loss_of(reference, index).backward()
-            plain.step()
-        assert_same_bits(model.weight, reference.weight)
-
-    def test_of_several_backward_passes_in_one_block(self):
-        model, reference = linear(), linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        loss = loss_of(model, 0)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward(retain_graph=True)
-            scaled_loss.backward()
-        loss = loss_of(reference, 0)
-        loss.backward(retain_graph=True)
-        loss.backward()
-        assert_same_bits(model.weight.grad, reference.weight.grad)
-
     @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
     @pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
     @pytest.mark.parametrize("blocks", [1, 2])
-    def test_with_a_graph_can_be_differentiated_again(self, blocks, loss_scale):
-        model, reference = linear(), linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, loss_scale=loss_scale)
+    def test_gradients_with_a_graph_can_be_differentiated_again(self, blocks, loss_scale):
+        model, optimizer = started(loss_scale=loss_scale)
+        reference = linear()
         for index in range(blocks):
             with amp.scale_loss(loss_of(model, index), optimizer) as scaled_loss:
                 scaled_loss.backward(create_graph=True)
@@ -676,22 +461,11 @@ class TestGradients:
         torch.testing.assert_close(second, wanted)
         model.weight.grad = reference.weight.grad = None
 
-    def test_that_are_none_stay_none(self):
-        model = nn.Sequential(linear(), linear())
-        model[1].requires_grad_(False)
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        for _ in range(2):
-            backward(loss_of(model, 0), optimizer)
-            optimizer.step()
-        assert model[1].weight.grad is None
-        assert model[0].weight.grad is not None
-
     @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=dtype_name)
-    def test_of_parameters_that_are_not_float32(self, dtype):
-        def gradient(with_amp: bool) -> Tensor:
+    def test_gradients_of_double_and_complex_parameters_are_those_of_torch(self, dtype):
+        def trained(with_amp: bool) -> Tensor:
             weight = nn.Parameter(torch.tensor([1.0, 2.0], dtype=dtype))
-            optimizer = torch.optim.SGD([weight], lr=0.1)
+            optimizer = SGD([weight])
             if with_amp:
                 initialize(nn.ParameterList([weight]), optimizer)
             for _ in range(2):
@@ -700,65 +474,59 @@ class TestGradients:
             optimizer.step()
             return weight.detach()
 
-        assert_same_bits(gradient(with_amp=True), gradient(with_amp=False))
+        assert_same_bits(trained(with_amp=True), trained(with_amp=False))
 
-    def test_sparse_ones_add_up(self):
-        embedding = nn.Embedding(5, 1, sparse=True)
-        optimizer = SGD(embedding.parameters())
-        initialize(embedding, optimizer)
+    def test_sparse_gradients_add_up(self):
+        embedding, optimizer = started(model=nn.Embedding(5, 1, sparse=True))
         for _ in range(2):
             backward(embedding(torch.tensor([1, 1, 3])).sum(), optimizer)
         assert embedding.weight.grad.to_dense().flatten().tolist() == [0, 4, 0, 2, 0]
 
-    @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-    def test_pass_after_an_overflow_is_judged_by_itself(self, sparse):
-        torch.manual_seed(0)
-        model = nn.Embedding(5, 1, sparse=sparse)
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        for index in range(4):
-            loss = model(torch.tensor([1, 1, 3])).square().sum()
-            backward(loss * (OVERFLOW if index == 1 else 1), optimizer)
+
+class TestWarningsOfInitialize:
+    @pytest.mark.parametrize(
+        ("level", "frozen", "warns"),
+        [("O1", False, True), ("O1", True, False), ("O2", False, False)],
+        ids=["half", "frozen", "masters"],
+    )
+    def test_half_weights_that_are_updated_without_masters_are_warned_of(self, level, frozen, warns):
+        model = nn.Sequential(linear(), linear().half().requires_grad_(not frozen), linear().half())
+        model[2].requires_grad_(False)
+        message = r"SGD updates half weights, such as 1\.weight .*opt_level='O1' makes no"
+        with pytest.warns(AmpWarning, match=message) if warns else contextlib.nullcontext():
+            initialize(model, SGD(model.parameters()), opt_level=level)
+
+    @pytest.mark.parametrize(
+        ("half_dtype", "options", "is_lost"),
+        [(torch.float16, {}, True), (torch.float16, {"eps": 1e-4}, False), (torch.bfloat16, {}, False)],
+        ids=["float16", "larger-eps", "bfloat16"],
+    )
+    def test_eps_that_is_zero_in_half_is_warned_of_and_makes_weights_nan(self, half_dtype, options, is_lost):
+        model = nn.Linear(2, 2).to(half_dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), **options)
+        with pytest.warns(AmpWarning) as told:
+            initialize(model, optimizer, opt_level="O1", half_dtype=half_dtype, loss_scale=1.0)
+        assert ("its eps of 1e-08 is zero" in str(told[0].message)) == is_lost
+        backward(model(torch.zeros(1, 2)).sum(), optimizer)
         optimizer.step()
-        assert amp.step_was_skipped(optimizer)
-        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": SCALE / 2, "unskipped": 0}
+        assert bool(model.weight.isnan().any()) == is_lost
 
-    def test_two_passes_that_overflow_are_one_skipped_step(self, log):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, verbosity=1)
-        overflow(model, optimizer)
-        overflow(model, optimizer)
-        optimizer.step()
-        assert amp.skipped_steps(optimizer) == 1
-        assert log() == ["Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0"]
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_optimizer_of_frozen_parameters_is_warned_of_if_others_are_trained_by_none(self, level):
+        model = nn.Sequential(linear(), linear())
+        optimizer = torch.optim.AdamW(model.parameters())
+        model.requires_grad_(False)
+        model.append(linear())
+        with pytest.warns(AmpWarning, match=r"AdamW updates 2 parameters, all of which are frozen.* such as 2\.weight"):
+            initialize(model, optimizer, opt_level=level)
 
-    def test_are_clipped_between_block_and_step(self):
-        model, reference = linear(), linear()
-        optimizer, plain = SGD(model.parameters()), SGD(reference.parameters())
-        initialize(model, optimizer)
-        backward(loss_of(model, 0), optimizer)
-        norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
-        optimizer.step()
-        loss_of(reference, 0).backward()
-        assert_same_bits(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
-        plain.step()
-        assert_same_bits(model.weight, reference.weight)
-
-    def test_are_scaled_once_the_delay_is_over(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        backward(loss_of(model, 0), optimizer, delay_unscale=True)
-        scaled = model.weight.grad.clone()
-        with amp.scale_loss(loss_of(model, 1), optimizer):
-            assert_same_bits(model.weight.grad, scaled)
-        assert_same_bits(model.weight.grad, scaled / SCALE)
-
-
-def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> None:
-    target = model if how.startswith("model") else optimizer
-    target.zero_grad(set_to_none=how.endswith("none"))
+    @pytest.mark.parametrize("all_frozen", [True, False])
+    def test_optimizer_of_frozen_parameters_is_not_warned_of_otherwise(self, all_frozen):
+        model = nn.Sequential(linear(), linear())
+        optimizers = [SGD(each.parameters()) for each in model]
+        model[0].requires_grad_(False)
+        model[1].requires_grad_(not all_frozen)
+        initialize(model, optimizers, opt_level="O2")
 
 
 class TestCallsOutOfOrder:
@@ -768,338 +536,188 @@ class TestCallsOutOfOrder:
 
     @pytest.fixture
     def optimizer(self, model) -> torch.optim.Optimizer:
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, num_losses=2)
-        return optimizer
+        return started(model=model, num_losses=2)[1]
 
     def test_step_on_gradients_that_are_still_scaled_raises(self, model, optimizer):
         before = model.weight.detach().clone()
-        backward(loss_of(model, 0), optimizer, delay_unscale=True)
+        backward(loss_of(model), optimizer, delay_unscale=True)
         with pytest.raises(UsageError, match=r"still scaled: .* delay_unscale=True"):
             optimizer.step()
         assert_same_bits(model.weight, before)
-
         backward(loss_of(model, 1), optimizer)
         optimizer.step()
         assert not torch.equal(model.weight, before)
 
-    def test_step_inside_the_block_raises(self, model, optimizer):
+    @pytest.mark.parametrize("steps_before", [False, True], ids=["", "after-a-step-before-backward"])
+    def test_step_inside_the_block_raises(self, model, optimizer, steps_before):
         before = model.weight.detach().clone()
-
-        def step_too_early() -> None:
-            with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+        with pytest.raises(UsageError, match=r"inside the amp\.scale_loss block"):  # noqa: SIM117, PT012
+            with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+                if steps_before:
+                    optimizer.step()
                 scaled_loss.backward()
                 optimizer.step()
-
-        with pytest.raises(UsageError, match=r"inside the amp\.scale_loss block"):
-            step_too_early()
         assert_same_bits(model.weight, before)
 
-    def test_block_inside_a_block_for_the_same_optimizer_raises(self, model, optimizer):
-        with (
-            pytest.raises(UsageError, match="inside another one"),
-            amp.scale_loss(loss_of(model, 0), optimizer),
-            amp.scale_loss(loss_of(model, 1), optimizer),
-        ):
-            pytest.fail("the inner block was entered")
-        assert model.weight.grad is None
-
-    def test_blocks_of_two_optimizers_may_be_nested(self):
-        model, reference = nn.Sequential(linear(), linear()), nn.Sequential(linear(), linear())
-        optimizers = [SGD(layer.parameters()) for layer in model]
-        initialize(model, optimizers)
-        with (
-            amp.scale_loss(loss_of(model[0], 0), optimizers[0]) as first,
-            amp.scale_loss(loss_of(model[1], 1), optimizers[1]) as second,
-        ):
-            first.backward()
-            second.backward()
-        for index in range(2):
-            loss_of(reference[index], index).backward()
-            assert_same_bits(model[index].weight.grad, reference[index].weight.grad)
-
-    def test_block_inside_another_that_overflows_leaves_the_other_its_scale(self):
-        models = [linear(), linear()]
-        optimizers = [SGD(model.parameters()) for model in models]
-        initialize(models, optimizers)
-        with amp.scale_loss(loss_of(models[0], 0), optimizers[0]) as scaled_loss:
-            scaled_loss.backward()
-            overflow(models[1], optimizers[1])
-        reference = linear()
-        loss_of(reference, 0).backward()
-        assert_same_bits(models[0].weight.grad, reference.weight.grad)
-
     def test_closure_whose_gradients_stay_scaled_does_not_step(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, loss_scale=128.0)
+        model, optimizer = started(loss_scale=128.0)
         before = model.weight.detach().clone()
 
-        def closure() -> Tensor:
-            loss = loss_of(model, 0)
-            backward(loss, optimizer, delay_unscale=True)
-            return loss
+        def closure() -> None:
+            backward(loss_of(model), optimizer, delay_unscale=True)
 
         with pytest.raises(UsageError, match=r"the closure of optimizer\.step\(closure\) left .* still scaled"):
             optimizer.step(closure)
         assert_same_bits(model.weight, before)
         optimizer.zero_grad()
 
-    def test_step_before_backward_in_a_block_does_not_let_one_after_it_pass(self, model, optimizer):
-        with pytest.raises(UsageError, match=r"inside the amp\.scale_loss block"):  # noqa: SIM117, PT012
-            with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
-                optimizer.step()
-                scaled_loss.backward()
-                optimizer.step()
-
-    def test_scale_that_is_loaded_inside_a_block_is_for_the_next_one(self):
-        model, reference = linear(), linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0, "unskipped": 0}})
-        loss_of(reference, 0).backward()
-        assert_same_bits(model.weight.grad, reference.weight.grad)
-
-    def test_adding_up_gradients_of_two_scales_raises_and_changes_nothing(self, model, optimizer):
-        overflow(model, optimizer, loss_id=1)
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(loss_of(model, 0), optimizer, loss_id=0, delay_unscale=True)
+    @pytest.mark.parametrize("scale", [65536, 32768], ids=["equal", "lower"])
+    def test_adding_up_gradients_of_two_loss_scalers_raises_and_changes_nothing(self, model, optimizer, scale):
+        if scale < SCALE:
+            overflow(model, optimizer, loss_id=1)
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(loss_of(model), optimizer, loss_id=0, delay_unscale=True)
         before = model.weight.grad.clone()
-        with (
-            pytest.raises(UsageError, match=r"scaled by loss scaler 0 at 65536, .* loss scaler 1 at 32768"),
-            amp.scale_loss(loss_of(model, 1), optimizer, loss_id=1),
-        ):
-            pytest.fail("the block was entered")
+        message = f"scaled by loss scaler 0 at 65536, .* loss scaler 1 at {scale}"
+        assert_block_is_refused(message, loss_of(model, 1), optimizer, loss_id=1)
         assert_same_bits(model.weight.grad, before)
         optimizer.zero_grad()
 
-    def test_losses_of_two_scales_may_not_be_delayed_together_even_where_the_scales_are_equal_as_yet(
-        self, model, optimizer
-    ):
-        backward(loss_of(model, 0), optimizer, loss_id=0, delay_unscale=True)
-        with (
-            pytest.raises(UsageError, match=r"loss scaler 0 at 65536, .* loss scaler 1 at 65536"),
-            amp.scale_loss(loss_of(model, 1), optimizer, loss_id=1),
-        ):
-            pytest.fail("the block was entered")
-        optimizer.zero_grad()
-
-    @pytest.mark.parametrize("step", [False, True], ids=["next-block", "step-and-next-block"])
+    @pytest.mark.parametrize("steps", [False, True], ids=["next-block", "step-and-next-block"])
     @pytest.mark.parametrize("clear", ["none", "model-none"])
-    def test_gradients_that_were_cleared_are_of_no_scale(self, model, optimizer, clear, step):
-        backward(loss_of(model, 0), optimizer, loss_id=0, delay_unscale=True)
+    def test_cleared_gradients_do_not_bind_the_next_block_to_their_scale(self, model, optimizer, clear, steps):
+        backward(loss_of(model), optimizer, loss_id=0, delay_unscale=True)
         clear_gradients(model, optimizer, clear)
-        if step:
+        if steps:
             optimizer.step()
         backward(loss_of(model, 1), optimizer, loss_id=1)
-        reference = linear()
-        loss_of(reference, 1).backward()
-        assert_same_bits(model.weight.grad, reference.weight.grad)
+        assert_gradients(model, gradients_of_torch(1))
 
 
 class TestBlockThatRaises:
     @UPDATES_HALF
     @pytest.mark.parametrize("before", [False, True], ids=["no-gradients", "gradients-there"])
     @pytest.mark.parametrize("half_dtype", [torch.float32, *HALF_DTYPES], ids=dtype_name)
-    def test_leaves_no_gradients_and_the_next_iteration_is_clean(self, before, half_dtype):
-        model, reference = linear().to(half_dtype), linear().to(half_dtype)
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, loss_scale=2.0**4)
+    def test_block_that_raises_leaves_no_gradients_and_the_next_is_right(self, before, half_dtype):
+        weight, optimizer = started_half(half_dtype, loss_scale=2.0**4)
         if before:
-            model.weight.grad = torch.ones_like(model.weight)
-
-        def fail_after_backward() -> None:
-            with amp.scale_loss(model.weight.sum(), optimizer) as scaled_loss:
+            weight.grad = torch.ones_like(weight)
+        with pytest.raises(ZeroDivisionError):  # noqa: PT012, SIM117
+            with amp.scale_loss(weight.sum(), optimizer) as scaled_loss:
                 scaled_loss.backward()
                 raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            fail_after_backward()
-
-        assert model.weight.grad is None
-        backward((model.weight * 2).sum(), optimizer)
-        (reference.weight * 2).sum().backward()
-        assert_same_bits(model.weight.grad, reference.weight.grad)
+        assert weight.grad is None
+        backward((weight * 2).sum(), optimizer)
+        assert_same_bits(weight.grad, torch.full_like(weight, 2))
         optimizer.step()
-        SGD(reference.parameters()).step()
-        assert_same_bits(model.weight, reference.weight)
 
-    def test_an_overflow_that_is_gone_with_its_gradients_skips_nothing(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
+    def test_overflow_whose_gradients_a_raising_block_dropped_skips_nothing(self):
+        model, optimizer = started()
         overflow(model, optimizer)
-        with pytest.raises(KeyboardInterrupt), amp.scale_loss(loss_of(model, 0), optimizer):
+        with pytest.raises(KeyboardInterrupt), amp.scale_loss(loss_of(model), optimizer):
             raise KeyboardInterrupt
-        backward(loss_of(model, 0), optimizer)
+        backward(loss_of(model), optimizer)
         optimizer.step()
         assert not amp.step_was_skipped(optimizer)
         assert amp.get_loss_scale() == SCALE / 2
 
     @pytest.mark.parametrize("where", ["begin", "end"])
-    def test_where_a_gradient_cannot_be_written_to(self, where):
-        model, reference = nn.Sequential(linear(), linear()), nn.Sequential(linear(), linear())
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, loss_scale=128.0)
+    def test_gradient_that_cannot_be_written_to_raises_and_all_are_dropped(self, where):
+        model, optimizer = started(model=nn.Sequential(linear(), linear()), loss_scale=128.0)
+        expected = gradients_of_torch(0, model=lambda: copy.deepcopy(model))
         with torch.inference_mode():
             refused = torch.ones(4, 4)
         if where == "begin":
-            backward(loss_of(model, 0), optimizer)
+            backward(loss_of(model), optimizer)
             model[1].weight.grad = refused
-
-        def fail() -> None:
-            with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
+        with pytest.raises(RuntimeError, match=r"[Ii]nference"):  # noqa: PT012, SIM117
+            with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
                 scaled_loss.backward()
                 model[1].weight.grad = refused
-
-        with pytest.raises(RuntimeError, match=r"[Ii]nference"):
-            fail()
         assert [layer.weight.grad for layer in model] == [None, None]
-        backward(loss_of(model, 0), optimizer)
-        loss_of(reference, 0).backward()
-        for layer, wanted in zip(model, reference, strict=True):
-            assert_same_bits(layer.weight.grad, wanted.weight.grad)
+        backward(loss_of(model), optimizer)
+        assert_gradients(model, expected)
 
-    def test_after_a_delayed_one(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, num_losses=2)
-        backward(loss_of(model, 0), optimizer, delay_unscale=True)
-        with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model, 0), optimizer):
+    def test_block_that_raises_drops_gradients_of_a_delayed_one_too(self):
+        model, optimizer = started(num_losses=2)
+        backward(loss_of(model), optimizer, delay_unscale=True)
+        with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model), optimizer):
             raise ZeroDivisionError
         optimizer.step()
-        backward(loss_of(model, 0), optimizer, loss_id=1)
+        backward(loss_of(model), optimizer, loss_id=1)
         optimizer.step()
 
 
 class TestFloor:
-    def initialize(self, model: nn.Module, optimizer: object, **options: Any) -> None:
-        initialize(model, optimizer, **{"init_scale": 2.0, "min_loss_scale": 1.0, **options})
-
-    def test_stops_and_names_the_parameters_that_are_not_finite(self):
-        model = nn.Sequential(linear(), linear(), nn.Linear(4, 4))
-        optimizer = SGD(model.parameters())
-        self.initialize(model, optimizer)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            with amp.scale_loss(loss_of(model, 0), optimizer) as scaled_loss:
-                scaled_loss.backward()
-                model[0].weight.grad[0, :2] = math.inf
-                model[2].bias.grad[3] = math.nan
-            optimizer.step()
-
-        before = copy.deepcopy(model.state_dict())
-        step()
-        assert amp.get_loss_scale() == 1
-        with pytest.raises(LossScaleError) as caught:
-            step()
-        message = str(caught.value)
-        assert "loss scaler 0 is at its floor of 1" in message
-        assert "0.weight, shape (4, 4), float32: 2 inf, 0 nan\n" in message
-        assert "2.bias, shape (4,), float32: 0 inf, 1 nan" in message
-        assert "1.weight" not in message
-        assert_same_state(model.state_dict(), before)
-        assert amp.skipped_steps(optimizer) == 2
-
-    def test_a_floor_that_float32_rounds_is_still_the_floor(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        self.initialize(model, optimizer, init_scale=0.1, min_loss_scale=0.1)
-        backward(loss_of(model, 0) * math.inf, optimizer)
+    def test_floor_that_float32_rounds_is_still_the_floor(self):
+        model, optimizer = started(init_scale=0.1, min_loss_scale=0.1)
         with pytest.raises(LossScaleError, match=r"floor of 0\.1 "):
-            optimizer.step()
+            train(model, optimizer, math.inf)
 
-    def test_many_parameters_are_not_all_listed(self):
-        model = nn.ModuleList([linear(1) for _ in range(13)])
-        optimizer = SGD(model.parameters())
-        self.initialize(model, optimizer, init_scale=1.0)
+    def test_error_at_the_floor_lists_eight_gradients(self):
+        model, optimizer = started(model=nn.ModuleList([linear(1) for _ in range(13)]), min_loss_scale=SCALE)
         backward(sum(layer.weight.sum() for layer in model) * math.inf, optimizer)
         with pytest.raises(LossScaleError, match=r"13 gradients (?s:.*)7\.weight, .*\n    and 5 more"):
             optimizer.step()
 
-    def test_gradients_cleared_before_the_step_are_no_reason_to_stop(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        self.initialize(model, optimizer, init_scale=1.0)
-        backward(loss_of(model, 0) * math.inf, optimizer)
-        optimizer.zero_grad()
+    @pytest.mark.parametrize("set_to_none", [True, False])
+    def test_gradients_cleared_before_the_step_raise_no_error_at_the_floor(self, set_to_none):
+        model, optimizer = started(min_loss_scale=SCALE)
+        backward(loss_of(model) * math.inf, optimizer)
+        optimizer.zero_grad(set_to_none)
         optimizer.step()
         assert not amp.step_was_skipped(optimizer)
 
-    def test_sparse_gradients_and_parameters_of_no_model(self):
+    def test_error_at_the_floor_counts_sparse_gradients_and_those_of_no_model(self):
         model, other = linear(), nn.Embedding(3, 1, sparse=True)
         optimizer = SGD([*model.parameters(), *other.parameters()])
-        self.initialize(model, optimizer, init_scale=1.0)
+        initialize(model, optimizer, init_scale=1.0, min_loss_scale=1.0)
         backward(other(torch.tensor([1, 1])).sum() * math.inf, optimizer)
         with pytest.raises(LossScaleError, match=r"a parameter of shape \(3, 1\), .*: 1 inf, 0 nan"):
             optimizer.step()
 
-    def test_training_can_go_on_after_it(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        self.initialize(model, optimizer, init_scale=1.0)
-        backward(loss_of(model, 0) * math.inf, optimizer)
-        with pytest.raises(LossScaleError):
-            optimizer.step()
-        optimizer.zero_grad()
-        backward(loss_of(model, 0), optimizer)
-        optimizer.step()
-        assert not amp.step_was_skipped(optimizer)
+
+def product() -> Tensor:
+    """Calls a whitelisted function with a weight, as a loss does."""
+    with torch.enable_grad():
+        return torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True))
 
 
-class TestStep:
-    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
-    def test_runs_with_casts_off_and_its_closure_with_casts_on(self, half_dtype):
-        model = linear()
-        spy = Spy(model.parameters())
-        initialize(model, spy, opt_level="O1", half_dtype=half_dtype, loss_scale=1.0)
-        assert product().dtype is half_dtype
-        spy.step()
+class Spy:
+    """An optimizer that notes the type of a matrix product inside its step."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+        self.dtypes: list[torch.dtype] = []
+
+    def zero_grad(self) -> None: ...
+
+    def step(self, closure: Callable[[], object] | None = None) -> None:
+        if closure is not None:
+            closure()
+        self.dtypes.append(product().dtype)
+
+
+class TestSteps:
+    @every_half
+    def test_step_runs_with_casts_off_and_its_closure_with_the_casts_of_the_caller(self, half_dtype):
+        _, spy = started(Spy, opt_level="O1", half_dtype=half_dtype, loss_scale=1.0)
         inside = []
+        spy.step()
         spy.step(lambda: inside.append(product().dtype))
         spy.step(closure=lambda: inside.append(product().dtype))
-        assert spy.dtypes == [torch.float32] * 3
-        assert inside == [half_dtype] * 2
-        assert product().dtype is half_dtype
-
-    def test_closure_under_disable_casts_stays_without_casts(self):
-        model = linear()
-        spy = Spy(model.parameters())
-        initialize(model, spy, opt_level="O1", half_dtype=torch.bfloat16, loss_scale=1.0)
-        inside = []
         with amp.disable_casts():
             spy.step(lambda: inside.append(product().dtype))
-        assert inside == [torch.float32]
-
-    def test_casts_are_back_on_after_a_closure_that_raises(self):
-        model = linear()
-        spy = Spy(model.parameters())
-        initialize(model, spy, opt_level="O1", half_dtype=torch.bfloat16, loss_scale=1.0)
+        assert spy.dtypes == [torch.float32] * 4
+        assert inside == [half_dtype, half_dtype, torch.float32]
         with pytest.raises(ZeroDivisionError):
             spy.step(lambda: 1 / 0)
-        assert product().dtype is torch.bfloat16
-
-    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
-    def test_matrix_products_of_muon_stay_as_they_are(self, half_dtype):
-        def step(with_amp: bool) -> Tensor:
-            model = linear(8)
-            optimizer = torch.optim.Muon(model.parameters(), ns_steps=2)
-            if with_amp:
-                initialize(model, optimizer, opt_level="O1", half_dtype=half_dtype, loss_scale=1)
-            model.weight.grad = batch(0, 64)[:1].reshape(8, 8)
-            optimizer.step()
-            return model.weight
-
-        plain = step(with_amp=False)
-        assert_same_bits(step(with_amp=True), plain)
+        assert product().dtype is half_dtype
 
     @pytest.mark.parametrize("loss_scale", [1.0, 2.0**7])
-    def test_lbfgs_trains_under_a_static_scale(self, loss_scale):
-        def train(with_amp: bool) -> Tensor:
+    def test_lbfgs_trains_under_a_static_scale_as_without_amp(self, loss_scale):
+        def trained(with_amp: bool) -> Tensor:
             model = linear()
             optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
             if with_amp:
@@ -1107,7 +725,7 @@ class TestStep:
 
             def closure() -> Tensor:
                 optimizer.zero_grad()
-                loss = loss_of(model, 0)
+                loss = loss_of(model)
                 backward(loss, optimizer, with_amp=with_amp)
                 return loss
 
@@ -1115,49 +733,26 @@ class TestStep:
                 assert isinstance(optimizer.step(closure), Tensor)
             return model.weight
 
-        assert_same_bits(train(with_amp=True), train(with_amp=False))
+        assert_same_bits(trained(with_amp=True), trained(with_amp=False))
 
-    def test_without_any_block_is_a_plain_step_and_warns_once(self):
-        model, reference = linear(), linear()
-        optimizer, plain = MOMENTUM(model.parameters()), MOMENTUM(reference.parameters())
-        initialize(model, optimizer)
+    @pytest.mark.parametrize("loss_scale", ["dynamic", 8.0])
+    def test_step_without_a_block_is_plain_and_warns_once_if_the_scale_is_dynamic(self, loss_scale):
+        model, optimizer = started(MOMENTUM, loss_scale=loss_scale)
+        reference = linear()
+        plain = MOMENTUM(reference.parameters())
         optimizer.step()  # on no gradients
         for index in range(2):
             for module in (model, reference):
                 loss_of(module, index).backward()
+            warns = loss_scale == "dynamic" and index == 0
             with (
-                contextlib.nullcontext() if index else pytest.warns(AmpWarning, match="SGD steps .* Type: with amp.sc")
+                pytest.warns(AmpWarning, match="SGD steps .* Type: with amp.sc") if warns else contextlib.nullcontext()
             ):
                 optimizer.step()
             plain.step()
             assert_same_bits(model.weight, reference.weight)
 
-    def test_without_any_block_does_not_warn_where_the_scale_is_static(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, loss_scale=8)
-        loss_of(model, 0).backward()
-        optimizer.step()
-
-    def test_without_any_block_does_not_warn_where_a_scaler_is_used_by_hand(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        scaler = amp.LossScaler()
-        scaler.scale(loss_of(model, 0)).backward()
-        scaler.unscale_([model.weight.grad])
-        optimizer.step()
-
-    def test_of_an_optimizer_that_the_block_was_not_told_of_has_unscaled_gradients(self):
-        models = [linear(), linear()]
-        optimizers = [SGD(model.parameters()) for model in models]
-        initialize(models, optimizers)
-        backward(loss_of(models[0], 0) + loss_of(models[1], 0), optimizers[0])
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same_bits(models[0].weight, models[1].weight)
-
-    def test_is_the_users_again_after_deinitialize(self):
+    def test_step_is_torchs_own_again_after_deinitialize(self):
         model = linear()
         optimizer = SGD(model.parameters())
         before = set(vars(optimizer))
@@ -1175,72 +770,40 @@ class TestStep:
 
 
 class TestOptimizersOfAnyClass:
-    def test_wrapper_that_is_no_optimizer_of_torch(self):
-        model, reference = linear(), linear()
-        wrapper, plain = Larc(MOMENTUM(model.parameters())), Larc(MOMENTUM(reference.parameters()))
-        initialize(model, wrapper)
+    def test_wrapper_that_is_no_optimizer_of_torch_skips_and_steps(self):
+        model, wrapper = started(lambda parameters: Larc(MOMENTUM(parameters)))
+        reference = linear()
+        plain = Larc(MOMENTUM(reference.parameters()))
         overflow(model, wrapper)
         assert wrapper.step() is None
         assert (amp.step_was_skipped(wrapper), wrapper.steps) == (True, 0)
         wrapper.zero_grad()
-        backward(loss_of(model, 0), wrapper)
+        backward(loss_of(model), wrapper)
         assert wrapper.step() == "stepped"
-        loss_of(reference, 0).backward()
+        loss_of(reference).backward()
         plain.step()
         assert_same_bits(model.weight, reference.weight)
 
-    def test_wrapper_made_after_initialize(self):
-        model = linear()
-        optimizer = MOMENTUM(model.parameters())
-        initialize(model, optimizer)
-        wrapper = Larc(optimizer)
-        before = model.weight.detach().clone()
-        overflow(model, optimizer)
-        wrapper.step()
-        assert amp.step_was_skipped(optimizer)
-        assert_same_bits(model.weight, before)
-
     @pytest.mark.parametrize("skipped_first", [False, True], ids=["steps", "first-step-skipped"])
-    def test_group_added_after_initialize(self, skipped_first):
-        model = nn.Sequential(linear(), linear())
-        optimizer = MOMENTUM(model[0].parameters())
-        initialize(model, optimizer)
-        if skipped_first:
-            overflow(model, optimizer)
-            optimizer.step()
-            model.zero_grad()
-        optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.5})
-        backward(loss_of(model, 0), optimizer)
-        reference = copy.deepcopy(model)
-        reference.zero_grad()
-        loss_of(reference, 0).backward()
-        for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-            assert_same_bits(parameter.grad, wanted.grad)
-        before = model[1].weight.detach().clone()
-        optimizer.step()
-        torch.testing.assert_close(model[1].weight, before - 0.5 * reference[1].weight.grad)
-        assert [*amp.master_params(optimizer)] == [*model.parameters()]
+    def test_group_added_after_initialize_is_updated_with_its_own_options(self, skipped_first):
+        def trained(with_amp: bool) -> Any:
+            model = nn.Sequential(linear(), linear())
+            optimizer = MOMENTUM([{"params": model[0].parameters(), "weight_decay": 0.1}])
+            if with_amp:
+                initialize(model, optimizer)
+            if with_amp and skipped_first:
+                overflow(model, optimizer)
+                optimizer.step()
+                model.zero_grad()
+            optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.5})
+            assert not with_amp or [*amp.master_params(optimizer)] == [*model.parameters()]
+            for index in range(2):
+                optimizer.zero_grad()
+                backward(loss_of(model, index), optimizer, with_amp=with_amp)
+                optimizer.step()
+            return everything(model, optimizer)
 
-    def test_groups_keep_their_options(self):
-        model, reference = nn.Sequential(linear(), linear()), nn.Sequential(linear(), linear())
-
-        def make(layers: nn.Sequential) -> torch.optim.Optimizer:
-            groups = [
-                {"params": layers[0].parameters(), "weight_decay": 0.1},
-                {"params": layers[1].parameters(), "lr": 0.5},
-            ]
-            return torch.optim.AdamW(groups, lr=0.01)
-
-        optimizer, plain = make(model), make(reference)
-        initialize(model, optimizer)
-        for index in range(2):
-            optimizer.zero_grad()
-            plain.zero_grad()
-            backward(loss_of(model, index), optimizer)
-            loss_of(reference, index).backward()
-            optimizer.step()
-            plain.step()
-        assert_same_state(model.state_dict(), reference.state_dict())
+        assert_same_state(trained(with_amp=True), trained(with_amp=False))
 
     @pytest.mark.parametrize(
         ("thing", "lacks"),
@@ -1252,25 +815,42 @@ class TestOptimizersOfAnyClass:
         ],
         ids=["None", "model", "class", "list"],
     )
-    def test_what_lacks_their_methods_is_none(self, thing, lacks):
+    def test_object_that_is_no_optimizer_is_refused(self, thing, lacks):
         with pytest.raises(OptionError, match=rf"which lacks {lacks}; expected an object with param_groups"):
             amp.master_params(thing)
 
+    def test_wrapper_that_hands_its_attributes_on_is_refused_and_changes_nothing(self):
+        class Around:
+            def __init__(self, inside: object) -> None:
+                object.__setattr__(self, "inside", inside)
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(self.inside, name)
+
+            def __setattr__(self, name: str, value: object) -> None:
+                setattr(self.inside, name, value)
+
+        model = linear()
+        optimizer = SGD(model.parameters())
+        step = optimizer.step
+        with pytest.raises(OptionError, match=r"step of this Around cannot be replaced .* Hand in the"):
+            initialize(model, Around(optimizer))
+        assert optimizer.step == step
+        assert "step" not in vars(optimizer)
+        initialize(model, optimizer)
+
 
 class TestCopies:
-    """Of an adopted optimizer: they are what they would be without amp, and amp knows nothing of them."""
+    """A copy of an adopted optimizer is what it would be without amp, and amp knows nothing of it."""
 
-    def optimizers(self, model: nn.Module) -> list[Any]:
-        return [MOMENTUM(model.parameters()), Larc(MOMENTUM(model.parameters()))]
-
-    @pytest.mark.parametrize("kind", [0, 1], ids=["torch", "any-class"])
+    @pytest.mark.parametrize(
+        "make", [MOMENTUM, lambda parameters: Larc(MOMENTUM(parameters))], ids=["torch", "any-class"]
+    )
     @pytest.mark.parametrize(
         "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
     )
-    def test_steps_its_own_parameters_and_not_those_of_the_original(self, kind, duplicate):
-        model = linear()
-        optimizer = self.optimizers(model)[kind]
-        initialize(model, optimizer)
+    def test_copy_steps_its_own_parameters_and_may_be_initialized_itself(self, make, duplicate):
+        model, optimizer = started(make)
         overflow(model, optimizer)
         twin_model, twin = duplicate((model, optimizer))
         before = model.weight.detach().clone()
@@ -1279,48 +859,36 @@ class TestCopies:
         twin.step()
 
         assert_same_bits(model.weight, before)
-        torch.testing.assert_close(twin_model.weight, before - (0.05 if kind else 0.1))
+        torch.testing.assert_close(twin_model.weight, before - (0.05 if isinstance(twin, Larc) else 0.1))
         with pytest.raises(UsageError, match="was never handed to"):
             amp.step_was_skipped(twin)
         optimizer.step()
         assert amp.step_was_skipped(optimizer)
 
-    @pytest.mark.parametrize("kind", [0, 1], ids=["torch", "any-class"])
-    def test_copy_may_be_adopted_itself(self, kind):
-        model = linear()
-        optimizer = self.optimizers(model)[kind]
-        initialize(model, optimizer)
-        twin_model, twin = copy.deepcopy((model, optimizer))
         initialize(twin_model, twin)
-        overflow(twin_model, twin)
-        twin.step()
-        backward(loss_of(model, 0), optimizer)
-        optimizer.step()
+        train(twin_model, twin, OVERFLOW)
+        train(model, optimizer, 1)
         assert [amp.step_was_skipped(twin), amp.step_was_skipped(optimizer)] == [True, False]
 
-    def test_state_dict_is_that_of_the_optimizer_alone(self):
-        model, reference = linear(), linear()
-        optimizer, plain = MOMENTUM(model.parameters()), MOMENTUM(reference.parameters())
-        initialize(model, optimizer)
-        backward(loss_of(model, 0), optimizer)
-        loss_of(reference, 0).backward()
-        for stepping in (optimizer, plain):
-            stepping.step()
+    def test_state_dict_is_that_of_torch_and_loading_it_lets_steps_skip(self):
+        model, optimizer = started(MOMENTUM)
+        reference = linear()
+        plain = MOMENTUM(reference.parameters())
+        train(model, optimizer, 1)
+        loss_of(reference).backward()
+        plain.step()
         assert_same_state(optimizer.state_dict(), plain.state_dict())
         optimizer.load_state_dict(plain.state_dict())
-        overflow(model, optimizer)
-        optimizer.step()
+        train(model, optimizer, OVERFLOW)
         assert amp.step_was_skipped(optimizer)
 
 
 class TestLifetime:
     @UPDATES_HALF
-    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
+    @every_half
     @pytest.mark.parametrize("inside", [False, True])
-    def test_gradients_that_were_not_unscaled_yet_are_unscaled_or_taken_away_with_a_word(self, half_dtype, inside):
-        weight = nn.Parameter(torch.ones(3, dtype=half_dtype))
-        optimizer = SGD([weight])
-        initialize(nn.ParameterList([weight]), optimizer, init_scale=2.0**10)
+    def test_scaled_gradients_are_dropped_by_deinitialize_unless_their_block_is_open(self, half_dtype, inside):
+        weight, optimizer = started_half(half_dtype, init_scale=2.0**10)
         backward(weight.sum(), optimizer)
         with amp.scale_loss(weight.sum(), optimizer, delay_unscale=True) as scaled_loss:
             scaled_loss.backward()
@@ -1338,52 +906,27 @@ class TestLifetime:
         weight.sum().backward()
         assert_same_bits(weight.grad, torch.ones_like(weight))
 
-    def test_gradients_that_are_unscaled_or_of_scale_one_stay(self):
+    def test_gradients_that_are_unscaled_or_of_scale_1_survive_deinitialize(self):
         models = [linear(), linear()]
         optimizers = [SGD(model.parameters()) for model in models]
         initialize(models, optimizers)
-        backward(loss_of(models[0], 0) + loss_of(models[1], 0), optimizers, delay_unscale=True)
+        backward(loss_of(models[0]) + loss_of(models[1]), optimizers, delay_unscale=True)
         backward(loss_of(models[0], 1), optimizers[0])
         models[1].zero_grad()
-        before = models[0].weight.grad.clone()
         amp.deinitialize()
-        assert_same_bits(models[0].weight.grad, before)
+        assert_gradients(models[0], gradients_of_torch(0, 1))
         initialize(models, optimizers, loss_scale=1.0)
         optimizers[0].zero_grad()
-        backward(loss_of(models[0], 0), optimizers[0], delay_unscale=True)
-        before = models[0].weight.grad.clone()
+        backward(loss_of(models[0]), optimizers[0], delay_unscale=True)
         amp.deinitialize()
-        assert_same_bits(models[0].weight.grad, before)
-
-    def test_optimizer_that_hands_its_attributes_on_is_refused_and_the_one_inside_stays_as_it_was(self):
-        class Around:
-            def __init__(self, inside: object) -> None:
-                object.__setattr__(self, "inside", inside)
-
-            def __getattr__(self, name: str) -> object:
-                return getattr(self.inside, name)
-
-            def __setattr__(self, name: str, value: object) -> None:
-                setattr(self.inside, name, value)
-
-        model = linear()
-        optimizer = SGD(model.parameters())
-        around, step = Around(optimizer), optimizer.step
-        with pytest.raises(OptionError, match=r"step of this Around cannot be replaced .* Hand in the"):
-            initialize(model, around)
-        assert optimizer.step == step
-        assert "step" not in vars(optimizer)
-        initialize(model, optimizer)
+        assert_gradients(models[0], gradients_of_torch(0))
 
     @pytest.mark.parametrize("level", ["O0", "O1"])
     @pytest.mark.parametrize("scheduled", [False, True], ids=["plain", "with-scheduler"])
     @pytest.mark.covering(1)
     def test_optimizer_and_model_that_are_dropped_are_collected(self, scheduled, level):
-        keeper = linear()
-        initialize(keeper, SGD(keeper.parameters()), opt_level=level)
-        model = linear()
-        optimizer = MOMENTUM(model.parameters())
-        initialize(model, optimizer, opt_level=level)
+        keeper = started(opt_level=level)
+        model, optimizer = started(MOMENTUM, opt_level=level)
         scheduler = lr_scheduler.StepLR(optimizer, 1) if scheduled else None
         overflow(model, optimizer)
         optimizer.step()
@@ -1394,12 +937,11 @@ class TestLifetime:
         gc.collect()
 
         assert [reference() for reference in gone] == [None, None, None]
+        assert keeper[0].weight is not None
 
     @UPDATES_HALF
     def test_parameter_that_its_optimizer_drops_is_collected(self):
-        weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        initialize(nn.ParameterList([weight]), optimizer, loss_scale=2.0)
+        weight, optimizer = started_half(torch.float16, loss_scale=2.0)
         weight.grad = torch.ones_like(weight)
         backward(weight.sum(), optimizer)
         gone = weakref.ref(weight)
@@ -1408,32 +950,21 @@ class TestLifetime:
         gc.collect()
         assert gone() is None
 
-    def test_passes_do_not_pile_up_where_nobody_steps(self, monkeypatch):
+    def test_records_of_blocks_do_not_pile_up_without_steps_and_go_with_a_step(self, monkeypatch):
         monkeypatch.setattr(optimizer_gradients, "_MANY_PENDING", 8)
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, num_losses=2)
+        model, optimizer = started(num_losses=2)
         for index in range(50):
-            backward(loss_of(model, 0) * (OVERFLOW if index == 9 else 1), optimizer, loss_id=index % 2)
+            backward(loss_of(model) * (OVERFLOW if index == 9 else 1), optimizer, loss_id=index % 2)
             assert len(runtime.live.adopted.record_of(optimizer).gradients.pending) <= 8
         optimizer.step()
         assert amp.step_was_skipped(optimizer)
         assert amp.get_loss_scale(1) == SCALE / 2
-
-    def test_step_lets_go_of_its_passes(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer)
-        backward(loss_of(model, 0), optimizer)
-        optimizer.step()
         assert runtime.live.adopted.record_of(optimizer).gradients.pending == []
 
-    def test_cast_weights_are_forgotten_by_a_step_that_is_skipped_too(self):
-        model = linear()
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, opt_level="O1", half_dtype=torch.bfloat16)
+    def test_skipped_step_empties_the_cache_of_cast_weights(self):
+        model, optimizer = started(opt_level="O1", half_dtype=torch.bfloat16)
         overflow(model, optimizer)
-        F.linear(batch(0), model.weight)
+        F.linear(torch.ones(1, 4), model.weight)
         assert len(runtime.live.cache) == 1
         optimizer.step()
         assert len(runtime.live.cache) == 0

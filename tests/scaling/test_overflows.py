@@ -2,100 +2,73 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
-import logging
 import math
 import pickle
 import re
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import stepping
 import torch
 import torch.distributed as dist
-from helpers import HALF_DTYPES, assert_same_state, dtype_name
+from helpers import assert_same_state, dtype_name
+from optimizers import MOMENTUM, SGD, backward, initialize
+from stepping import LEVELS, SCALE, distance, everything, loss_of, network, o1_and_o2, train  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import lr_scheduler
 
 import ampatch
 from ampatch import amp
 from ampatch.diagnostics.overflow import tracer
-from ampatch.errors import AmpWarning
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows
 from ampatch.scaling.overflows import NonFiniteGradient, Overflow, ScaleChange
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-FUSED = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
-OPTIMIZERS: dict[str, Callable[..., Any]] = {"SGD": SGD, "AdamW-fused": FUSED}
-SCALE = 2.0**8
+# Losses here are inf or NaN on purpose.
+pytestmark = pytest.mark.filterwarnings("ignore:the loss of a skipped step:ampatch.errors.AmpWarning")
 
-LEVELS: dict[str, dict[str, Any]] = {
-    f"{level}-{dtype_name(half)}": {"opt_level": level, "half_dtype": half}
-    for level in ("O1", "O2", "O3")
-    for half in HALF_DTYPES
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "SGD": MOMENTUM,
+    "AdamW-fused": functools.partial(torch.optim.AdamW, lr=0.01, fused=True),
 }
+CHECKED = {"opt_level": "O4", "half_dtype": None, "loss_scale": 1.0, "check_finite": True}
 
 every_level = pytest.mark.parametrize("options", LEVELS.values(), ids=LEVELS)
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 LINE = "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 128.0"
 
-
-def network() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def begun(on_overflow: Any, make: Callable[..., Any] = SGD, *, steps: int = 1, **options: Any) -> tuple[Any, Any]:
-    """A model and an optimizer that have made a step or more."""
-    model = network()
-    optimizer = make(model.parameters())
-    settings = {"half_dtype": "float16", "loss_scale": "dynamic", "init_scale": SCALE, "verbosity": 0, **options}
-    amp.initialize(model, optimizer, on_overflow=on_overflow, **settings)
-    for _ in range(steps):
-        backward(model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-def loss_of(model: nn.Module) -> Tensor:
-    return model(torch.ones(3, 4)).float().square().mean()
-
-
-def backward(model: nn.Module, optimizer: Any, *, bad: nn.Module | None = None, factor: float = 1.0, **options: Any):
-    """A backward pass in a block; the gradient of the weight of the linear layer ``bad`` gets an inf."""
-    with amp.scale_loss(loss_of(model) * factor, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
-        if bad is not None:
-            bad.weight.grad[0, 0] = math.inf  # type: ignore[index, union-attr]
-
-
-def everything(model: nn.Module, optimizer: Any) -> Any:
-    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return copy.deepcopy([list(model.parameters()), updated, optimizer.state_dict()])
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Losses here are inf or NaN on purpose."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the loss of a skipped step", AmpWarning)
-        yield
+# With casts, whose operators are watched to explain an overflow.
+started = functools.partial(stepping.started, opt_level="O1", half_dtype="float16", steps=1)
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, logger="ampatch")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "ampatch"]
+def seen() -> list[Overflow]:
+    """The events that a function was called with."""
+    return []
 
 
-class TestTheValue:
+def overflow(model: nn.Module, optimizers: Any, layer: int = 0, **options: Any) -> None:
+    """Makes a backward pass in a block, after which the gradient of a layer's weight has an inf."""
+    with amp.scale_loss(loss_of(model), optimizers, **options) as scaled_loss:
+        scaled_loss.backward()
+        model[layer].weight.grad[0, 0] = math.inf
+
+
+class Trace:
+    """What a tracer finds."""
+
+    def __str__(self) -> str:
+        return "trace: in exp"
+
+    def to_dict(self) -> dict[str, str]:
+        return {"what": "in exp"}
+
+
+class TestOverflow:
     OVERFLOW = Overflow(
         "SGD",
         (ScaleChange(0, 256.0, 128.0), ScaleChange(2, 4.0, 4.0)),
@@ -103,9 +76,8 @@ class TestTheValue:
         math.nan,
     )
 
-    def test_is_text_that_begins_with_the_log_line(self):
-        lines = str(self.OVERFLOW).splitlines()
-        assert lines == [
+    def test_text_begins_with_the_log_lines(self):
+        assert str(self.OVERFLOW).splitlines() == [
             LINE,
             "Gradient overflow. Skipping step, loss scaler 2 keeping loss scale at 4.0",
             "  the loss itself is nan: no loss scale could help",
@@ -114,236 +86,162 @@ class TestTheValue:
             "    and 2 more",
         ]
 
-    def test_ends_with_the_trace(self):
-        overflow = Overflow("SGD", (ScaleChange(0, 2.0, 1.0),), (), remark="cleared", trace=Trace("in exp"))
+    def test_text_ends_with_the_trace(self):
+        overflow = Overflow("SGD", (ScaleChange(0, 2.0, 1.0),), (), remark="cleared", trace=Trace())
         assert str(overflow).splitlines()[1:] == ["  SGD: cleared", "trace: in exp"]
         assert overflow.to_dict()["trace"] == {"what": "in exp"}
 
-    def test_is_plain_data_for_json(self):
+    def test_event_is_plain_data_for_json(self):
         data = json.loads(json.dumps(self.OVERFLOW.to_dict(), allow_nan=False))
         assert data.keys() == {"optimizer", "scales", "gradients", "non_finite_loss", "remark", "trace"}
         assert data["scales"][0] == {"loss_id": 0, "before": 256.0, "after": 128.0}
-        assert data["gradients"][1] == {
-            "name": "layers.1.weight",
-            "shape": [2, 3],
-            "dtype": "float16",
-            "infs": 1,
-            "nans": 1,
-        }
+        gradient = {"name": "layers.1.weight", "shape": [2, 3], "dtype": "float16", "infs": 1, "nans": 1}
+        assert data["gradients"][1] == gradient
         assert data["non_finite_loss"] == "nan"
 
-    def test_has_short_names_for_what_is_usual(self):
+    def test_event_is_immutable_and_has_short_names(self):
         overflow = self.OVERFLOW
         assert (overflow.loss_ids, overflow.loss_scale_before, overflow.loss_scale_after) == ((0, 2), 256.0, 128.0)
         assert not overflow.loss_is_finite
-
-    def test_cannot_be_changed(self):
         with pytest.raises(AttributeError):
-            self.OVERFLOW.optimizer = "Adam"  # type: ignore[misc]
+            overflow.optimizer = "Adam"
 
     @pytest.mark.parametrize("kind", [amp.GradientOverflowError, amp.LossScaleError])
-    def test_travels_with_its_error(self, kind):
+    def test_error_is_pickled_with_its_event(self, kind):
         overflow = Overflow("SGD", (ScaleChange(0, 2.0, 1.0),), ())
         error = pickle.loads(pickle.dumps(kind("text", overflow)))
         assert (str(error), error.overflow) == ("text", overflow)
 
 
-class Trace:
-    """What a tracer finds."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __str__(self) -> str:
-        return f"trace: {self.what}"
-
-    def to_dict(self) -> dict[str, str]:
-        return {"what": self.what}
-
-
-class TestAFunction:
+class TestFunctions:
     @every_level
     @every_optimizer
-    @pytest.mark.parametrize("far", [False, True], ids=["", "far-away"])
-    def test_gets_the_event_after_a_clean_skip(self, far, make, options, request):
-        if far:
-            request.getfixturevalue("far_away")
+    @pytest.mark.usefixtures("distance")
+    def test_function_gets_the_event_after_a_clean_skip(self, make, options):
         seen: list[tuple[Overflow, Any, bool]] = []
 
         def note(overflow: Overflow) -> None:
             seen.append((overflow, everything(model, optimizer), amp.step_was_skipped(optimizer)))
 
-        model, optimizer = begun(note, make, **options)
+        model, optimizer = started(make, on_overflow=note, **options)
         before = everything(model, optimizer)
-        backward(model, optimizer, bad=model[2])
+        overflow(model, optimizer, 2)
         optimizer.step()
-        ((overflow, then, was_skipped),) = seen
+        ((event, then, was_skipped),) = seen
         assert_same_state(then, before)
         assert_same_state(everything(model, optimizer), before)
         assert was_skipped
-        full = "float32" if options["opt_level"] in ("O1", "O2") else dtype_name(options["half_dtype"])
-        assert overflow == Overflow(
+        full = dtype_name(options["half_dtype"]) if options["opt_level"] == "O3" else "float32"
+        assert event == Overflow(
             type(optimizer).__name__,
             (ScaleChange(0, SCALE, SCALE / 2),),
-            (NonFiniteGradient("2.weight", (2, 4), full, 1, 0),),
+            (NonFiniteGradient("2.weight", (3, 6), full, 1, 0),),
         )
 
-    @every_level
     @every_optimizer
-    def test_counts_inf_and_nan_apart(self, make, options):
-        seen: list[Overflow] = []
-        model, optimizer = begun(seen.append, make, **options)
+    def test_event_counts_inf_and_nan_apart(self, make, seen):
+        model, optimizer = started(make, on_overflow=seen.append)
         with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
             scaled_loss.backward()
             model[0].weight.grad[0] = torch.tensor([math.inf, -math.inf, math.nan, 1.0])
             model[2].bias.grad[:] = math.nan
         optimizer.step()
         found = {each.name: (each.shape, each.infs, each.nans) for each in seen[0].gradients}
-        assert found == {"0.weight": ((4, 4), 2, 1), "2.bias": ((2,), 0, 2)}
+        assert found == {"0.weight": ((6, 4), 2, 1), "2.bias": ((3,), 0, 3)}
 
-    def test_is_told_of_a_loss_that_is_not_finite(self):
-        seen: list[Overflow] = []
-        model, optimizer = begun(seen.append)
-        for factor in (math.inf, math.nan):
-            backward(model, optimizer, factor=factor)
-            optimizer.step()
+    def test_event_has_a_loss_that_is_not_finite(self, seen):
+        model, optimizer = started(on_overflow=seen.append)
+        train(model, optimizer, math.inf, math.nan)
         assert seen[0].non_finite_loss == math.inf
         assert math.isnan(seen[1].non_finite_loss or 0)
         assert "  the loss itself is nan" in str(seen[1])
 
-    def test_is_called_after_the_log_line(self, log):
-        lines: list[list[str]] = []
-        model, optimizer = begun(lambda _: lines.append(log()), verbosity=1)
-        backward(model, optimizer, bad=model[0])
-        optimizer.step()
-        assert lines == [[LINE]]
-
-    def test_sees_casts_on_as_the_loop_does(self):
-        seen: list[torch.dtype] = []
+    def test_function_is_called_after_the_log_line_with_casts_on(self, caplog):
         weight = torch.ones(2, 2, requires_grad=True)
-        model, optimizer = begun(lambda _: seen.append(torch.mm(torch.ones(2, 2), weight).dtype))
-        backward(model, optimizer, bad=model[0])
+
+        def note(_: Overflow) -> None:
+            seen.append((*caplog.messages, torch.mm(torch.ones(2, 2), weight).dtype))
+
+        seen: list[Any] = []
+        model, optimizer = started(on_overflow=note, verbosity=1)
+        overflow(model, optimizer)
         optimizer.step()
-        assert seen == [torch.float16]
+        assert seen == [(LINE, torch.float16)]
 
-    @every_level
-    @every_optimizer
-    def test_may_raise_out_of_the_step_and_training_goes_on(self, make, options):
-        def stop(_: Overflow) -> None:
-            raise KeyError("mine")
-
-        model, optimizer = begun(stop, make, **options)
-        before = everything(model, optimizer)
-        backward(model, optimizer, bad=model[0])
-        with pytest.raises(KeyError, match="mine"):
-            optimizer.step()
-        assert_same_state(everything(model, optimizer), before)
-        optimizer.zero_grad()
-        backward(model, optimizer)
-        optimizer.step()
-        assert not amp.step_was_skipped(optimizer)
-        assert not torch.equal(model[0].weight, before[0][0])
-
-    def test_is_not_called_where_nothing_is_skipped(self):
-        seen: list[Overflow] = []
-        model, optimizer = begun(seen.append, steps=3)
-        backward(model, optimizer, bad=model[0])
+    def test_function_is_not_called_unless_a_step_is_skipped(self, seen):
+        model, optimizer = started(steps=3, on_overflow=seen.append)
+        overflow(model, optimizer)
         optimizer.zero_grad()
         optimizer.step()
         assert seen == []
 
-    def test_is_called_for_each_optimizer_of_a_block(self, log):
-        seen: list[Overflow] = []
+    @o1_and_o2
+    @pytest.mark.parametrize("order", [[0, 2], [2, 0]], ids=["overflow-last", "overflow-first"])
+    def test_function_is_called_for_each_optimizer_of_a_block(self, order, opt_level, seen, caplog):
         model = network()
-        optimizers = [SGD(model[0].parameters()), torch.optim.AdamW(model[2].parameters())]
-        amp.initialize(model, optimizers, half_dtype="float16", init_scale=SCALE, on_overflow=seen.append)
-        backward(model, optimizers, bad=model[2])
-        for optimizer in optimizers:
-            optimizer.step()
-        assert [(each.optimizer, [g.name for g in each.gradients]) for each in seen] == [
-            ("SGD", []),
-            ("AdamW", ["2.weight"]),
-        ]
-        assert [each.remark for each in seen] == [overflows.OF_ANOTHER_OPTIMIZER, ""]
-        assert log() == [LINE]
-
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_knows_of_another_optimizer_that_has_stepped_already(self, level):
-        seen: list[Overflow] = []
-        model = network()
-        optimizers = [SGD(model[2].parameters()), SGD(model[0].parameters())]
-        amp.initialize(model, optimizers, opt_level=level, half_dtype="float16", on_overflow=seen.append, verbosity=0)
-        backward(model, optimizers, bad=model[2])
+        optimizers = [SGD(model[layer].parameters()) for layer in order]
+        options = {"half_dtype": "float16", "init_scale": SCALE, "verbosity": 1}
+        initialize(model, optimizers, opt_level=opt_level, on_overflow=seen.append, **options)
+        overflow(model, optimizers, 2)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        assert [each.remark for each in seen] == ["", overflows.OF_ANOTHER_OPTIMIZER]
+        first, last = seen if order == [0, 2] else reversed(seen)
+        assert (first.gradients, first.remark) == ((), overflows.OF_ANOTHER_OPTIMIZER)
+        assert ([each.name for each in last.gradients], last.remark) == (["2.weight"], "")
+        assert caplog.messages == [LINE]
 
-    @every_level
-    def test_has_what_an_earlier_block_overflowed_in(self, options):
-        seen: list[Overflow] = []
-        model, optimizer = begun(seen.append, **options)
-        backward(model, optimizer, bad=model[2])
-        backward(model, optimizer)
-        optimizer.step()
-        assert [each.name for each in seen[0].gradients] == ["2.weight"]
-        assert seen[0].gradients[0].infs == 1
-
-    def test_names_each_loss_that_overflowed(self):
-        seen: list[Overflow] = []
-        model, optimizer = begun(seen.append, num_losses=3)
-        backward(model, optimizer, bad=model[0], loss_id=0)
-        backward(model, optimizer, loss_id=1)
-        backward(model, optimizer, bad=model[2], loss_id=2)
+    def test_event_names_each_loss_that_overflowed(self, seen):
+        model, optimizer = started(on_overflow=seen.append, num_losses=3)
+        overflow(model, optimizer, loss_id=0)
+        backward(loss_of(model), optimizer, loss_id=1)
+        overflow(model, optimizer, 2, loss_id=2)
         optimizer.step()
         assert seen[0].scales == (ScaleChange(0, SCALE, SCALE / 2), ScaleChange(2, SCALE, SCALE / 2))
         assert {each.name for each in seen[0].gradients} == {"0.weight", "2.weight"}
 
-    @pytest.mark.parametrize("how", ["delayed", "clipped", "delayed-check"])
-    def test_of_other_ways_through_a_block(self, how):
-        seen: list[Overflow] = []
-        model, optimizer = begun(seen.append)
-        if how == "delayed-check":
-            backward(model, optimizer, bad=model[0], delay_overflow_check=True)
-            backward(model, optimizer)
-        else:
-            backward(model, optimizer, bad=model[0], delay_unscale=True)
-            if how == "clipped":
-                amp.clip_grad_norm_(optimizer, 1.0)
-            else:
-                backward(model, optimizer)
+    @every_level
+    @pytest.mark.parametrize(
+        "delay", [{}, {"delay_unscale": True}, {"delay_overflow_check": True}], ids=["", "delayed", "check-delayed"]
+    )
+    def test_event_names_the_gradients_that_an_earlier_block_overflowed_in(self, delay, options, seen):
+        model, optimizer = started(on_overflow=seen.append, **options)
+        overflow(model, optimizer, **delay)
+        backward(loss_of(model), optimizer)
         optimizer.step()
-        assert [each.name for each in seen[0].gradients] == ["0.weight"]
+        assert [(each.name, each.infs) for each in seen[0].gradients] == [("0.weight", 1)]
         assert amp.get_loss_scale() == SCALE / 2
 
-    def test_under_check_finite(self):
-        seen: list[Overflow] = []
-        model, optimizer = begun(seen.append, opt_level="O4", half_dtype=None, loss_scale=1.0, check_finite=True)
-        backward(model, optimizer, factor=math.nan)
+    def test_event_names_the_gradients_that_overflowed_before_they_were_clipped(self, seen):
+        model, optimizer = started(on_overflow=seen.append)
+        overflow(model, optimizer, delay_unscale=True)
+        amp.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
+        assert [each.name for each in seen[0].gradients] == ["0.weight"]
+
+    def test_event_of_a_step_that_checks_has_a_scale_that_stays(self, seen):
+        model, optimizer = started(on_overflow=seen.append, **CHECKED)
+        train(model, optimizer, math.nan)
         optimizer.zero_grad()
         model[0].bias.grad = torch.full_like(model[0].bias, math.inf)
         optimizer.step()
         assert [each.scales for each in seen] == [(ScaleChange(0, 1.0, 1.0),)] * 2
         assert math.isnan(seen[0].non_finite_loss or 0)
         assert len(seen[0].gradients) == 4
-        assert seen[1].gradients == (NonFiniteGradient("0.bias", (4,), "float32", 4, 0),)
+        assert seen[1].gradients == (NonFiniteGradient("0.bias", (6,), "float32", 6, 0),)
         assert seen[1].loss_is_finite
 
-    def test_with_a_closure_that_overflows_later(self):
-        seen: list[Overflow] = []
-        model, optimizer = begun(
-            seen.append, lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=4), steps=0
-        )
-        calls = iter(range(10))
+    def test_event_of_an_undone_closure_names_the_gradients(self, seen):
+        lbfgs = functools.partial(torch.optim.LBFGS, max_iter=4)
+        model, optimizer = started(lbfgs, steps=0, on_overflow=seen.append)
+        evaluations = iter(range(9))
 
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = loss_of(model)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-                if next(calls) == 2:
-                    model[0].weight.grad[0, 0] = math.inf
+            backward(loss, optimizer)
+            if next(evaluations) == 2:
+                overflow(model, optimizer)
             return loss.detach()
 
         before = everything(model, optimizer)
@@ -351,76 +249,58 @@ class TestAFunction:
         assert_same_state(everything(model, optimizer), before)
         assert [each.name for each in seen[0].gradients] == ["0.weight"]
 
-    @pytest.mark.parametrize("wrapped", [False, True], ids=["before", "after"])
-    def test_beside_a_scheduler(self, wrapped):
-        seen: list[Overflow] = []
-        model = network()
-        optimizer = SGD(model.parameters())
-        schedulers = [lr_scheduler.StepLR(optimizer, 1)] if wrapped else []
-        amp.initialize(model, optimizer, half_dtype="float16", on_overflow=seen.append, verbosity=0)
-        schedulers += [lr_scheduler.StepLR(optimizer, 1)] if not wrapped else []
-        backward(model, optimizer, bad=model[0])
-        optimizer.step()
-        schedulers[0].step()
-        assert len(seen) == 1
-        copied = copy.deepcopy(optimizer)
-        copied.step()
-        assert len(seen) == 1
-
-    def test_in_the_session_of_init(self):
-        seen: list[Overflow] = []
+    def test_function_is_called_in_a_session_of_init(self, seen):
         model = network()
         optimizer = SGD(model.parameters())
         with amp.init(half_dtype="float16", on_overflow=seen.append):
-            backward(model, optimizer, bad=model[0])
+            overflow(model, optimizer)
             optimizer.step()
-        assert [each.gradients[0].shape for each in seen] == [(4, 4)]
+        assert [each.gradients[0].shape for each in seen] == [(6, 4)]
 
-    def test_of_sparse_double_and_complex_gradients(self):
-        seen: list[Overflow] = []
+    def test_event_names_sparse_double_and_complex_gradients(self, seen):
         model = nn.Module()
         model.table = nn.Embedding(4, 2, sparse=True)
         model.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
         model.imaginary = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        amp.initialize(model, optimizer, half_dtype="float16", on_overflow=seen.append, verbosity=0)
+        _, optimizer = started(model=model, steps=0, on_overflow=seen.append)
         loss = model.table(torch.tensor([1, 1])).sum() * math.inf + (model.wide * math.nan).sum().float()
-        loss = loss + (model.imaginary * math.nan).sum().real
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss + (model.imaginary * math.nan).sum().real, optimizer)
         optimizer.step()
-        assert {(each.name, each.dtype) for each in seen[0].gradients} == {
-            ("table.weight", "float32"),
-            ("wide", "float64"),
-            ("imaginary", "complex64"),
-        }
+        found = {(each.name, each.dtype) for each in seen[0].gradients}
+        assert found == {("table.weight", "float32"), ("wide", "float64"), ("imaginary", "complex64")}
 
 
-class TestRaise:
+def raise_key_error(_: Overflow) -> None:
+    raise KeyError
+
+
+class TestErrors:
     @every_level
     @every_optimizer
-    @pytest.mark.parametrize("far", [False, True], ids=["", "far-away"])
-    def test_is_an_error_after_a_clean_skip_that_a_loop_may_catch(self, far, make, options, request):
-        if far:
-            request.getfixturevalue("far_away")
-        model, optimizer = begun("raise", make, **options)
+    @pytest.mark.usefixtures("distance")
+    @pytest.mark.parametrize(
+        ("on_overflow", "error"),
+        [("raise", amp.GradientOverflowError), (raise_key_error, KeyError)],
+        ids=["raise", "function"],
+    )
+    def test_step_raises_after_a_clean_skip_and_training_can_go_on(self, on_overflow, error, make, options):
+        model, optimizer = started(make, on_overflow=on_overflow, **options)
         for number in range(1, 4):
             before = everything(model, optimizer)
-            backward(model, optimizer, bad=model[2])
-            with pytest.raises(amp.GradientOverflowError) as caught:
+            optimizer.zero_grad()
+            overflow(model, optimizer, 2)
+            with pytest.raises(error) as caught:
                 optimizer.step()
-            assert caught.value.overflow.gradients[0].name == "2.weight"
+            assert on_overflow != "raise" or caught.value.overflow.gradients[0].name == "2.weight"
             assert_same_state(everything(model, optimizer), before)
             assert amp.get_loss_scale() == SCALE / 2**number
             assert amp.skipped_steps(optimizer) == number
-            optimizer.zero_grad()
-        backward(model, optimizer)
-        optimizer.step()
+        train(model, optimizer, 1)
         assert not torch.equal(model[0].weight, before[0][0])
 
-    def test_says_what_happened_and_what_to_type(self):
-        model, optimizer = begun("raise")
-        backward(model, optimizer, bad=model[0])
+    def test_error_says_what_happened_and_what_to_type(self):
+        model, optimizer = started(on_overflow="raise")
+        overflow(model, optimizer)
         with pytest.raises(ArithmeticError) as caught:
             optimizer.step()
         error: Any = caught.value
@@ -428,150 +308,125 @@ class TestRaise:
         assert str(error).startswith(f"{error.overflow}\n")
         assert "catch amp.GradientOverflowError around optimizer.step()" in str(error)
 
-    def test_under_check_finite(self):
-        model, optimizer = begun("raise", opt_level="O4", half_dtype=None, loss_scale=1.0, check_finite=True)
-        (model(torch.ones(1, 4)).sum() * math.nan).backward()
-        with pytest.raises(amp.GradientOverflowError, match=r"keeping loss scale at 1\.0"):
-            optimizer.step()
-
-    def test_in_a_closure_leaves_no_trace_of_amps_own_exception(self):
-        model, optimizer = begun("raise")
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            backward(model, optimizer, bad=model[0])
-            return torch.zeros(())
-
+    def test_error_of_a_closure_has_no_internal_exception_as_its_context(self):
+        model, optimizer = started(on_overflow="raise")
         with pytest.raises(amp.GradientOverflowError) as caught:
-            optimizer.step(closure)
+            optimizer.step(lambda: overflow(model, optimizer))
         assert caught.value.__context__ is None
 
+    @pytest.mark.parametrize("on_overflow", ["log", "raise", "trace", raise_key_error])
+    def test_error_at_the_floor_has_the_event_whatever_the_choice(self, on_overflow):
+        model, optimizer = started(on_overflow=on_overflow, init_scale=1.0, min_loss_scale=1.0)
+        overflow(model, optimizer)
+        with pytest.raises(amp.LossScaleError, match=r"0\.weight, shape \(6, 4\), float32: 1 inf, 0 nan") as caught:
+            optimizer.step()
+        assert caught.value.overflow.gradients == (NonFiniteGradient("0.weight", (6, 4), "float32", 1, 0),)
+        assert caught.value.overflow.scales == (ScaleChange(0, 1.0, 1.0),)
 
-class TestTrace:
-    def test_logs_all_of_it_instead_of_the_line(self, log):
-        model, optimizer = begun("trace")
-        backward(model, optimizer, bad=model[2])
+
+class FakeTracer:
+    """Notes what a session asks its tracer."""
+
+    skipped, notes_steps = None, False
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.ended: list[list[Tensor]] = []
+        runtime.live.losses.overflows.tracer = self
+
+    def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> Trace:
+        self.asked.append((list(parameters), loss_scale))
+        return Trace()
+
+    def end_step(self, parameters: Iterable[Tensor]) -> None:
+        self.ended.append(list(parameters))
+
+
+class TestTraces:
+    def test_trace_is_logged_instead_of_the_line(self, caplog):
+        model, optimizer = started(on_overflow="trace")
+        overflow(model, optimizer, 2)
         optimizer.step()
-        (text,) = log()
+        (text,) = caplog.messages
         assert text.splitlines() == [
             LINE,
             "  1 gradient of this SGD with inf or NaN:",
-            "    2.weight, shape (2, 4), float32: 1 inf, 0 nan",
+            "    2.weight, shape (3, 6), float32: 1 inf, 0 nan",
             "No watched operator produced the inf or NaN of these gradients.",
             f"  note      {tracer.FINITE_AGAIN}",
             f"  note      {tracer.IS_ARMED}",
         ]
 
     @pytest.mark.parametrize("on_overflow", ["trace", "raise", "function"])
-    def test_asks_the_sessions_tracer_about_the_block_that_overflowed(self, on_overflow, log):
-        seen: list[Overflow] = []
-        asked: list[Any] = []
-
-        class Tracer:
-            skipped, notes_steps = None, False
-
-            def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
-                asked.append((list(parameters), loss_scale))
-                return Trace("in exp")
-
-            def end_step(self, parameters: Iterable[Tensor]) -> None:
-                asked.append(list(parameters))
-
-        model, optimizer = begun(seen.append if on_overflow == "function" else on_overflow)
-        assert runtime.live is not None
-        runtime.live.losses.overflows.tracer = Tracer()
-        block: Any = amp.scale_loss(loss_of(model), optimizer)
-        with block as scaled_loss:
-            scaled_loss.backward()
-            model[0].weight.grad[0, 0] = math.inf
-        backward(model, optimizer)
+    def test_tracer_is_asked_about_the_block_that_overflowed(self, on_overflow, seen, caplog):
+        model, optimizer = started(on_overflow=seen.append if on_overflow == "function" else on_overflow)
+        fake = FakeTracer()
+        overflow(model, optimizer)
+        backward(loss_of(model), optimizer)
         try:
             optimizer.step()
         except amp.GradientOverflowError as error:
             seen.append(error.overflow)
         owned = list(model.parameters())
-        assert asked == [(owned, float(block.scale_use.scale)), owned]
-        text = str(seen[0]) if seen else log()[0]
+        assert fake.asked == [(owned, SCALE)]
+        assert fake.ended == [owned]
+        text = str(seen[0]) if seen else caplog.messages[0]
         assert text.endswith("trace: in exp")
 
-    def test_under_check_finite_asks_with_the_static_scale(self):
-        asked: list[Any] = []
-
-        class Tracer:
-            skipped, notes_steps = None, False
-
-            def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> object | None:
-                asked.append(loss_scale)
-
-            def end_step(self, parameters: Iterable[Tensor]) -> None:
-                pass
-
-        model, optimizer = begun("trace", loss_scale=8.0, num_losses=2, check_finite=True)
-        assert runtime.live is not None
-        runtime.live.losses.overflows.tracer = Tracer()
-        backward(model, optimizer, loss_id=1)
-        backward(model, optimizer, bad=model[0])
+    def test_tracer_of_a_step_that_checks_is_asked_with_the_static_scale(self):
+        model, optimizer = started(on_overflow="trace", loss_scale=8.0, num_losses=2, check_finite=True)
+        fake = FakeTracer()
+        backward(loss_of(model), optimizer, loss_id=1)
+        overflow(model, optimizer)
         optimizer.step()
-        assert asked == [8.0]
+        assert [loss_scale for _, loss_scale in fake.asked] == [8.0]
 
 
-class TestLog:
-    """The default: one line, and nothing else."""
-
-    def test_is_one_line(self, log):
-        model, optimizer = begun("log", verbosity=1)
-        backward(model, optimizer, bad=model[0])
-        optimizer.step()
-        assert log() == [LINE]
-
+class TestChoices:
     @pytest.mark.parametrize("wrong", ["Raise", "loud", None, 3])
-    def test_other_choices_are_refused(self, wrong):
+    def test_choice_of_another_name_is_refused(self, wrong):
         with pytest.raises(amp.OptionError, match=r"on_overflow is .*; expected 'explain', 'log', 'raise', 'trace'"):
             amp.initialize(network(), on_overflow=wrong)
         with pytest.raises(amp.OptionError, match="on_overflow"):
             amp.init(on_overflow=wrong)
         assert not amp.is_on()
 
-    WRONG = (lambda: None, lambda overflow, step: None, ("trace", lambda *, overflow: None))
-
-    @pytest.mark.parametrize("function", WRONG, ids=["none", "two", "by keyword"])
-    def test_a_function_of_another_number_of_arguments_is_refused(self, function):
+    @pytest.mark.parametrize(
+        "function",
+        [lambda: None, lambda overflow, step: None, ("trace", lambda *, overflow: None)],
+        ids=["none", "two", "by keyword"],
+    )
+    def test_function_that_does_not_take_one_argument_is_refused(self, function):
         with pytest.raises(amp.OptionError, match=r"cannot be called with one argument \("):
             amp.init(half_dtype="float16", on_overflow=function)
 
-    RIGHT = (print, lambda overflow, step=1: None, lambda *args: None, [].append)
-
-    @pytest.mark.parametrize("function", RIGHT, ids=["print", "default", "any", "method"])
-    def test_a_function_that_takes_one_is_taken(self, function):
+    @pytest.mark.parametrize(
+        "function",
+        [print, lambda overflow, step=1: None, lambda *args: None, [].append],
+        ids=["print", "default", "any", "method"],
+    )
+    def test_function_that_takes_one_argument_is_accepted(self, function):
         amp.init(half_dtype="float16", on_overflow=function)
-        amp.deinitialize()
 
+    def test_choices_have_names_for_settings(self):
+        class Logger:
+            def __call__(self, overflow: Overflow) -> None: ...
 
-class TestTheFloor:
-    @pytest.mark.parametrize("on_overflow", ["log", "raise", "trace", "function"])
-    def test_stays_an_error_of_its_own_that_has_the_event(self, on_overflow):
-        seen: list[Overflow] = []
-        choice = seen.append if on_overflow == "function" else on_overflow
-        model, optimizer = begun(choice, init_scale=1.0, min_loss_scale=1.0)
-        backward(model, optimizer, bad=model[0])
-        with pytest.raises(amp.LossScaleError, match=r"0\.weight, shape \(4, 4\), float32: 1 inf, 0 nan") as caught:
-            optimizer.step()
-        assert caught.value.overflow.gradients == (NonFiniteGradient("0.weight", (4, 4), "float32", 1, 0),)
-        assert caught.value.overflow.scales == (ScaleChange(0, 1.0, 1.0),)
-        assert seen == []
+        assert overflows.name_of_choice("raise") == "raise"
+        assert overflows.name_of_choice(raise_key_error) == f"{__name__}.raise_key_error"
+        assert overflows.name_of_choice(functools.partial(print)) == "functools.partial"
+        assert re.fullmatch(r"test_overflows\..*test_choices.*Logger", overflows.name_of_choice(Logger()))
 
 
 class TestGradScaler:
-    def run(self, on_overflow: Any, make: Callable[..., Any] = SGD, **options: Any) -> tuple[Any, Any, Any]:
+    def started(self, on_overflow: Any, make: Callable[..., Any] = MOMENTUM, **options: Any) -> tuple[Any, Any, Any]:
         model = network()
-        optimizer, scaler = (
-            make(model.parameters()),
-            ampatch.GradScaler("cpu", init_scale=SCALE, on_overflow=on_overflow, **options),
-        )
-        self.iterate(model, optimizer, scaler)
+        optimizer = make(model.parameters())
+        scaler = ampatch.GradScaler("cpu", init_scale=SCALE, on_overflow=on_overflow, **options)
+        self.step(model, optimizer, scaler)
         return model, optimizer, scaler
 
-    def iterate(self, model: nn.Module, optimizer: Any, scaler: Any, factor: float = 1.0) -> None:
+    def step(self, model: nn.Module, optimizer: Any, scaler: Any, factor: float = 1.0) -> None:
         optimizer.zero_grad()
         scaler.scale(loss_of(model) * factor).backward()
         try:
@@ -580,74 +435,59 @@ class TestGradScaler:
             scaler.update()
 
     @every_optimizer
-    @pytest.mark.parametrize("far", [False, True], ids=["", "far-away"])
-    def test_calls_a_function_after_a_clean_skip(self, far, make, request):
-        if far:
-            request.getfixturevalue("far_away")
+    @pytest.mark.usefixtures("distance")
+    def test_function_gets_the_event_after_a_clean_skip(self, make):
         seen: list[tuple[Overflow, Any]] = []
-        model, optimizer, scaler = self.run(
-            lambda overflow: seen.append((overflow, everything(model, optimizer))), make
-        )
+        model, optimizer, scaler = self.started(lambda event: seen.append((event, everything(model, optimizer))), make)
         before = everything(model, optimizer)
-        self.iterate(model, optimizer, scaler, math.nan)
-        ((overflow, then),) = seen
+        self.step(model, optimizer, scaler, math.nan)
+        ((event, then),) = seen
         assert_same_state(then, before)
-        assert overflow.scales == (ScaleChange(0, SCALE, SCALE / 2),)
+        assert event.scales == (ScaleChange(0, SCALE, SCALE / 2),)
         assert scaler.get_scale() == SCALE / 2
-        assert overflow.gradients[0] == NonFiniteGradient("param_groups[0]['params'][0]", (4, 4), "float32", 0, 16)
-        self.iterate(model, optimizer, scaler)
+        assert event.gradients[0] == NonFiniteGradient("param_groups[0]['params'][0]", (6, 4), "float32", 0, 24)
+        self.step(model, optimizer, scaler)
         assert len(seen) == 1
         assert not torch.equal(model[0].weight, before[0][0])
 
     @every_optimizer
-    def test_raises_and_goes_on(self, make):
-        model, optimizer, scaler = self.run("raise", make)
+    def test_step_raises_after_a_clean_skip_and_training_can_go_on(self, make):
+        model, optimizer, scaler = self.started("raise", make)
         before = everything(model, optimizer)
         for _ in range(2):
             with pytest.raises(amp.GradientOverflowError, match="Skipping step"):
-                self.iterate(model, optimizer, scaler, math.inf)
+                self.step(model, optimizer, scaler, math.inf)
         assert_same_state(everything(model, optimizer), before)
         assert scaler.get_scale() == SCALE / 4
-        self.iterate(model, optimizer, scaler)
+        self.step(model, optimizer, scaler)
 
     @pytest.mark.parametrize(("on_overflow", "lines"), [("log", 1), ("trace", 6)])
-    def test_logs(self, on_overflow, lines, log):
-        model, optimizer, scaler = self.run(on_overflow)
-        self.iterate(model, optimizer, scaler, math.nan)
-        (text,) = log()
+    def test_skipped_step_is_logged(self, on_overflow, lines, caplog):
+        self.step(*self.started(on_overflow), math.nan)
+        (text,) = caplog.messages
         assert text.splitlines()[0] == LINE
         assert len(text.splitlines()) == lines
 
-    def test_with_a_closure(self):
-        seen: list[Overflow] = []
-        model, optimizer, scaler = self.run(seen.append)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model) * math.nan
-            scaler.scale(loss).backward()
-            return loss
-
+    def test_function_gets_the_event_of_a_closure(self, seen):
+        model, optimizer, scaler = self.started(seen.append)
         before = everything(model, optimizer)
-        scaler.step(optimizer, closure)
+        scaler.step(optimizer, lambda: scaler.scale(loss_of(model) * math.nan).backward())
         scaler.update()
         assert_same_state(everything(model, optimizer), before)
         assert len(seen[0].gradients) == 4
 
-    def test_at_its_floor_the_error_has_the_event(self):
-        model, optimizer, scaler = self.run("raise", min_loss_scale=SCALE)
+    def test_error_at_the_floor_has_the_event(self):
         with pytest.raises(amp.LossScaleError) as caught:
-            self.iterate(model, optimizer, scaler, math.nan)
+            self.step(*self.started("raise", min_loss_scale=SCALE), math.nan)
         assert len(caught.value.overflow.gradients) == 4
 
-    def test_refuses_other_choices_unless_it_is_disabled(self):
+    def test_choice_of_another_name_is_refused_unless_the_scaler_is_disabled(self):
         with pytest.raises(amp.OptionError, match="on_overflow is 'loud'"):
             ampatch.GradScaler("cpu", on_overflow="loud")
         ampatch.GradScaler("cpu", on_overflow="loud", enabled=False)
 
-    def test_that_was_pickled_without_a_choice_logs(self):
-        scaler = ampatch.GradScaler("cpu")
-        state = scaler.__getstate__()
+    def test_scaler_that_was_pickled_without_a_choice_logs(self):
+        state = ampatch.GradScaler("cpu").__getstate__()
         del state["_overflows"]
         loaded = ampatch.GradScaler.__new__(ampatch.GradScaler)
         loaded.__setstate__(state)
@@ -656,9 +496,7 @@ class TestGradScaler:
 
 def ddp(factors: list[float], beside: bool) -> list[dict[str, Any]]:
     seen: list[Overflow] = []
-    model = network()
-    optimizer = SGD(model.parameters())
-    amp.initialize(model, optimizer, half_dtype="float16", init_scale=SCALE, on_overflow=seen.append, verbosity=0)
+    model, optimizer = started(on_overflow=seen.append)
     if beside:  # reduced by nobody: amp tells the other ranks
         replica: Any = nn.Sequential(DistributedDataParallel(nn.Sequential(*model[:2])), model[2])
     else:
@@ -666,10 +504,10 @@ def ddp(factors: list[float], beside: bool) -> list[dict[str, Any]]:
     with amp.scale_loss(loss_of(replica), optimizer) as scaled_loss:
         scaled_loss.backward()
         if beside and factors[dist.get_rank()] != 1:
-            model[2].weight.grad[0, 0] = math.inf  # type: ignore[index, union-attr]
+            model[2].weight.grad[0, 0] = math.inf
         elif not beside:
             for parameter in model.parameters():
-                parameter.grad.mul_(factors[dist.get_rank()])  # type: ignore[union-attr]
+                parameter.grad.mul_(factors[dist.get_rank()])
                 dist.all_reduce(parameter.grad)
     optimizer.step()
     return [each.to_dict() for each in seen]
@@ -681,42 +519,30 @@ def fsdp() -> list[dict[str, Any]]:
     seen: list[Overflow] = []
     model = network()
     fully_shard(model)
-    optimizer = SGD(model.parameters())
-    amp.initialize(model, optimizer, half_dtype="float16", init_scale=SCALE, on_overflow=seen.append, verbosity=0)
+    _, optimizer = started(model=model, steps=0, on_overflow=seen.append)
     with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
         scaled_loss.backward()
         if dist.get_rank() == 0:
-            grad: Any = model[0].weight.grad
-            grad.to_local()[0, 0] = math.inf
+            model[0].weight.grad.to_local()[0, 0] = math.inf
     optimizer.step()
     return [each.to_dict() for each in seen]
 
 
 class TestSeveralRanks:
     @pytest.mark.slow
-    def test_of_ddp_all_have_the_same_event(self, two):
+    def test_ranks_of_ddp_have_the_same_event(self, two):
         first, second = two.run(ddp, [1.0, math.inf], False)
         assert first == second
         assert len(first[0]["gradients"]) == 4
 
     @pytest.mark.slow
-    def test_of_ddp_with_parameters_beside_it_the_other_says_so(self, two):
+    def test_rank_of_ddp_says_that_gradients_beside_it_overflowed_on_another_rank(self, two):
         (first,), (second,) = two.run(ddp, [1.0, math.inf], True)
         assert (first["gradients"], first["remark"]) == ([], overflows.OF_ANOTHER_RANK)
         assert [each["name"] for each in second["gradients"]] == ["2.weight"]
 
     @pytest.mark.slow
-    def test_of_fsdp2_the_rank_with_the_piece_names_it(self, two):
+    def test_rank_of_fsdp2_with_the_shard_names_its_gradient(self, two):
         (first,), (second,) = two.run(fsdp)
-        assert [(each["name"], each["shape"], each["infs"]) for each in first["gradients"]] == [("0.weight", [4, 4], 1)]
+        assert [(each["name"], each["shape"], each["infs"]) for each in first["gradients"]] == [("0.weight", [6, 4], 1)]
         assert (second["gradients"], second["remark"]) == ([], overflows.OF_ANOTHER_RANK)
-
-
-def test_choices_have_names_for_settings() -> None:
-    class Logger:
-        def __call__(self, overflow: Overflow) -> None: ...
-
-    assert overflows.name_of_choice("raise") == "raise"
-    assert overflows.name_of_choice(network) == f"{__name__}.network"
-    assert overflows.name_of_choice(functools.partial(print)) == "functools.partial"
-    assert re.fullmatch(r"test_overflows\.test_choices.*Logger", overflows.name_of_choice(Logger()))

@@ -15,10 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from edits import CLEARINGS, GRADIENT_EDITS, REBUILDS, UNSEEN, WEIGHT_EDITS, Run
 from helpers import HALF_DTYPES, dtype_name, is_thorough
-from test_edited_gradients import CLEARINGS, MEANS, Run
-from test_edited_weights import MEANS as WEIGHT_MEANS
-from test_edited_weights import REBUILDS, UNSEEN
 
 from ampatch import amp
 
@@ -26,17 +24,8 @@ LEVELS = [(level, dtype) for level in ("O1", "O2") for dtype in HALF_DTYPES] + [
 EVENTS = 25
 LARGE = 60.0  # what grows above this is cut off
 
-GRADIENT_EDITS = [
-    "data.clamp_",
-    "data.neg_",
-    "data.copy_ of a permutation",
-    "rows",
-    "another",
-    "none",
-    "numpy",
-    "dlpack",
-]
-WEIGHT_EDITS = ["data.sub_", "data.clamp_", "data.copy_ of a permutation", "data =", "in place", "init", "data[...] ="]
+OF_GRADIENTS = "data.clamp_", "data.neg_", "data.copy_ of a permutation", "rows", "another", "none", "numpy", "dlpack"
+OF_WEIGHTS = "data.sub_", "data.clamp_", "data.copy_ of a permutation", "data =", "in place", "init", "data[...] ="
 CLEARING = ["optimizer", "model", "none"]
 ZEROING = ["optimizer-zeros", "model-zeros", "data.zero_"]
 
@@ -74,9 +63,9 @@ class World(Run):
         if self.doomed is not None or (self.has_edited_masters and not of_masters):
             return
         self.has_edited_masters = of_masters
-        parameters = self.masters if of_masters else list(self.model.parameters())
+        parameters = self.masters if of_masters else self.parameters
         if all(parameter.grad is not None for parameter in parameters):
-            MEANS[name](parameters)
+            GRADIENT_EDITS[name](parameters)
 
     def edit_weights(self, name: str, of_masters: bool) -> None:
         # To write to masters and then to the model is an error.
@@ -84,20 +73,15 @@ class World(Run):
         if name in UNSEEN and self.has_edited_weights:
             return
         self.has_edited_weights = of_masters
-        parameters = self.masters if of_masters else list(self.model.parameters())
-        {**WEIGHT_MEANS, **UNSEEN}[name](parameters)
+        parameters = self.masters if of_masters else self.parameters
+        {**WEIGHT_EDITS, **UNSEEN}[name](parameters)
 
     def clear(self, name: str) -> None:
         if name in ZEROING and self.doomed is not None and self.doomed > 0:
             name = "optimizer"  # zeros that amp itself has put there cannot be told from others
         if name == "data.zero_" and self.has_edited_masters:  # what half parameters show may be zeros already
             name = "optimizer"
-        if name == "data.zero_":
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.data.zero_()
-        else:
-            CLEARINGS[name](self)
+        CLEARINGS[name](self)
         self.doomed, self.has_edited_masters = None, False
 
     def step(self) -> None:
@@ -150,9 +134,9 @@ def script(seed: int, may_overflow: bool) -> list[tuple[str, Event]]:
             overflows = chance.random() < 0.15 and may_overflow
             event("pass_", chance.choice([1.0, 2.0, -1.0]), overflows=overflows, delayed=chance.random() < 0.2)
         elif kind == "gradients":
-            event("edit_gradients", chance.choice(GRADIENT_EDITS), of_masters=chance.random() < 0.4)
+            event("edit_gradients", chance.choice(OF_GRADIENTS), of_masters=chance.random() < 0.4)
         elif kind == "weights":
-            event("edit_weights", chance.choice([*WEIGHT_EDITS, *UNSEEN]), of_masters=chance.random() < 0.4)
+            event("edit_weights", chance.choice([*OF_WEIGHTS, *UNSEEN]), of_masters=chance.random() < 0.4)
         elif kind == "clear":
             event("clear", chance.choice([*CLEARING, *ZEROING]))
         elif kind == "others":
@@ -195,16 +179,20 @@ def play(seed: int, opt_level: str, half_dtype: torch.dtype) -> None:
         amp.deinitialize()
 
 
-@pytest.mark.parametrize(
+every_level = pytest.mark.parametrize(
     ("opt_level", "half_dtype"), LEVELS, ids=[f"{level}-{dtype_name(dtype)}" for level, dtype in LEVELS]
 )
-class TestScripts:
-    @pytest.mark.slow
-    def test_a_few(self, opt_level, half_dtype):
-        for seed in range(30 if is_thorough() else 12):
-            play(seed, opt_level, half_dtype)
 
-    @pytest.mark.slow
-    def test_many(self, opt_level, half_dtype):
-        for seed in range(30, 160):
-            play(seed, opt_level, half_dtype)
+
+@pytest.mark.slow
+@every_level
+def test_few_random_scripts_leave_the_weights_of_plain_torch(opt_level, half_dtype):
+    for seed in range(30 if is_thorough() else 12):
+        play(seed, opt_level, half_dtype)
+
+
+@pytest.mark.slow
+@every_level
+def test_many_random_scripts_leave_the_weights_of_plain_torch(opt_level, half_dtype):
+    for seed in range(30, 160):
+        play(seed, opt_level, half_dtype)

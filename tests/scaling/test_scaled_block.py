@@ -1,6 +1,6 @@
-"""Of a pass that begins at rest, with nothing to bring to its scale: that it ends as one which has looked for itself.
+"""Of blocks that begin without gradients to scale: they take a shortcut, and end as without it.
 
-And of when it is. What blocks do otherwise: test_optimizers.py, and test_master_weights.py at O2.
+Other tests of blocks stand in test_optimizers.py, and for O2 in test_master_weights.py.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import pytest
 import torch
 from helpers import assert_same_state
 from optimizers import MOMENTUM, OVERFLOW, SGD, backward, initialize
+from stepping import o1_and_o2
 from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import UsageError
 from ampatch.scaling.scaled_block import ScaledBlock
 
-# Without casts, which are no part of a pass, and with a dynamic scale.
+# Functions do not cast, and the scale is dynamic.
 LEVELS = {"O1": {"patch_torch_functions": False}, "O2": {"half_dtype": torch.bfloat16}}
 
 
 class Training:
-    """Two layers, and an optimizer for each or one for both; what they come to is noted on the way."""
+    """Two layers, an optimizer for each or one for both, and a record of everything that blocks and steps change."""
 
     def __init__(self, level: str, *, several: bool = False, frozen: bool = False, **options: Any) -> None:
         torch.manual_seed(0)
@@ -56,56 +57,47 @@ class Training:
     def note(self) -> None:
         masters = [master for optimizer in self.optimizers for master in amp.master_params(optimizer)]
         tensors = [*self.model.parameters(), *masters]
+        found = [None if each is None else each.detach().clone() for each in [*tensors, *(t.grad for t in tensors)]]
         skipped = [amp.step_was_skipped(optimizer) for optimizer in self.optimizers]
-        found = [(tensor, None if tensor.grad is None else tensor.grad) for tensor in tensors]
-        # Copied, as the next step writes to them.
-        self.noted.append([[_copy(tensor), _copy(grad)] for tensor, grad in found] + [skipped, amp.get_loss_scale()])
+        self.noted.append([found, skipped, amp.get_loss_scale()])
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
-
-
-def cleared(training: Training) -> None:
-    for _ in range(3):
-        training.clear()
-        training.block()
+def cleared(training: Training, set_to_none: bool = True, factors: tuple[float, ...] = (1.0, 1.0, 1.0)) -> None:
+    for factor in factors:
+        training.clear(set_to_none)
+        training.block(factor=factor)
         training.step()
 
 
 def zeroed(training: Training) -> None:
-    for _ in range(3):
-        training.clear(set_to_none=False)
-        training.block()
-        training.step()
+    cleared(training, set_to_none=False)
+
+
+def overflowed(training: Training) -> None:
+    cleared(training, factors=(1.0, OVERFLOW, 1.0))
 
 
 def added_up(training: Training) -> None:
     for _ in range(3):
         training.block()
-    training.step()
 
 
 def backward_without_a_block(training: Training) -> None:
     training.loss().backward()
     training.block()
-    training.step()
 
 
 def gradients_of_masters_by_hand(training: Training) -> None:
     for parameter in amp.master_params(training.optimizer):
         parameter.grad = torch.ones_like(parameter)
     training.block()
-    training.step()
 
 
 def a_gradient_of_the_model_by_hand(training: Training) -> None:
-    training.block()
-    training.step()
+    cleared(training, factors=(1.0,))
     training.clear()
     training.model[0].bias.grad = torch.ones_like(training.model[0].bias)
     training.block()
-    training.step()
 
 
 def cleared_by_hand(training: Training) -> None:
@@ -113,47 +105,34 @@ def cleared_by_hand(training: Training) -> None:
     for parameter in training.model.parameters():
         parameter.grad = None
     training.block()
-    training.step()
 
 
 def one_cleared_by_hand(training: Training) -> None:
     training.block()
     training.model[1].weight.grad = None
     training.block()
-    training.step()
-
-
-def overflowed(training: Training) -> None:
-    for factor in (1.0, OVERFLOW, 1.0):
-        training.clear()
-        training.block(factor=factor)
-        training.step()
 
 
 def overflowed_and_went_on(training: Training) -> None:
     training.block(factor=OVERFLOW)
     training.block()
-    training.step()
 
 
 def overflow_left_to_the_next_block(training: Training) -> None:
     training.block(factor=OVERFLOW, delay_overflow_check=True)
     training.clear()
     training.block()
-    training.step()
 
 
 def left_scaled(training: Training) -> None:
     training.block(delay_unscale=True)
     training.block()
-    training.step()
 
 
 def left_scaled_and_cleared(training: Training) -> None:
     training.block(delay_unscale=True)
     training.clear()
     training.block()
-    training.step()
 
 
 def raised(training: Training) -> None:
@@ -162,42 +141,34 @@ def raised(training: Training) -> None:
         raise ZeroDivisionError
     training.note()
     training.block()
-    training.step()
 
 
 def unfrozen(training: Training) -> None:
-    training.block()
-    training.step()
+    cleared(training, factors=(1.0,))
     training.clear()
     training.model[1].weight.requires_grad_(True)
     training.block()
-    training.step()
 
 
 def grew(training: Training) -> None:
-    training.block()
-    training.step()
+    cleared(training, factors=(1.0,))
     training.clear()
-    layer = nn.Linear(4, 4).bfloat16() if training.model[0].weight.dtype is torch.bfloat16 else nn.Linear(4, 4)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.fill_(0.25)
+    layer = nn.Linear(4, 4).to(training.model[0].weight.dtype)
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, 0.25)
     training.model.append(layer)
     training.optimizer.param_groups[0]["params"].extend(layer.parameters())
     training.block()
-    training.step()
 
 
 def one_left_scaled_and_cleared(training: Training) -> None:
     first, second = training.optimizers
     training.block(first, delay_unscale=True)
-    first.zero_grad()
-    second.zero_grad()
+    training.clear()
     training.block(second)
     second.step()
     training.clear()
     training.block()
-    training.step()
 
 
 def one_after_the_other(training: Training) -> None:
@@ -208,7 +179,7 @@ def one_after_the_other(training: Training) -> None:
         training.note()
 
 
-# What is done, what is special about the training, and which of the blocks begin at rest at O1 and at O2.
+# What happens before the last step, options of the training, and which blocks begin without gradients at O1 and at O2.
 SCENARIOS: list[tuple[Callable[[Training], None], dict[str, Any], list[bool], list[bool]]] = [
     (cleared, {}, [True] * 3, [True] * 3),
     (cleared, {"several": True}, [True] * 3, [True] * 3),
@@ -251,88 +222,80 @@ def began(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return found
 
 
-def ended(scenario: Callable[[Training], None], level: str, **options: Any) -> list[Any]:
-    """What was noted on the way through."""
-    training = Training(level, **options)
-    try:
-        scenario(training)
-        return training.noted
-    finally:
-        amp.deinitialize()
-
-
 @pytest.mark.filterwarnings("ignore::ampatch.errors.AmpWarning")
-@pytest.mark.parametrize("level", LEVELS)
+@o1_and_o2
 @pytest.mark.parametrize(
     ("scenario", "options", "at_o1", "at_o2"),
     [pytest.param(*each, id="-".join([each[0].__name__, *map(str, each[1].values())])) for each in SCENARIOS],
 )
 @pytest.mark.covering(1)
-def test_a_pass_begin_if_clear_where_that_makes_no_difference(
-    scenario, options, at_o1, at_o2, level, began, monkeypatch
+def test_block_without_gradients_to_scale_ends_as_without_its_shortcut(
+    scenario, options, at_o1, at_o2, opt_level, began, monkeypatch
 ):
-    found = ended(scenario, level, **options)
-    assert began == (at_o1 if level == "O1" else at_o2)
+    def ended() -> list[Any]:
+        training = Training(opt_level, **options)
+        scenario(training)
+        training.step()
+        amp.deinitialize()
+        return training.noted
+
+    found = ended()
+    assert began == (at_o1 if opt_level == "O1" else at_o2)
     monkeypatch.setattr(ScaledBlock, "begin_if_clear", lambda _: False)
-    assert_same_state(found, ended(scenario, level, **options))
+    assert_same_state(found, ended())
 
 
-class TestErrors:
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_a_block_inside_another_is_refused(self, level, began):
-        training = Training(level)
-        with (
-            amp.scale_loss(training.loss(), training.optimizers),
-            pytest.raises(UsageError, match="stands inside another one"),
-            amp.scale_loss(training.loss(), training.optimizers),
-        ):
-            pass
-        assert began == [True, False]
-
-    def test_so_is_one_for_a_parameter_that_another_optimizer_has_left_scaled(self, began):
-        training = Training("O1")
-        other = SGD(training.model[0].parameters())
-        initialize(training.model, other, opt_level="O1", **LEVELS["O1"])
-        training.block(training.optimizer, delay_unscale=True)
-        with pytest.raises(UsageError, match="scaled"), amp.scale_loss(training.loss(), other):
-            pass
-        training.clear()
-        assert began == [True, False]
+@o1_and_o2
+def test_block_inside_another_is_refused_before_its_shortcut(opt_level, began):
+    training = Training(opt_level)
+    with (
+        amp.scale_loss(training.loss(), training.optimizers),
+        pytest.raises(UsageError, match="stands inside another one"),
+        amp.scale_loss(training.loss(), training.optimizers),
+    ):
+        pass
+    assert began == [True, False]
 
 
-class TestScaledTwice:
-    """Of a loss that another block has scaled, whose gradients would be divided by one of the two scales."""
+def test_block_for_a_parameter_left_scaled_is_refused_before_its_shortcut(began):
+    training = Training("O1")
+    other = SGD(training.model[0].parameters())
+    initialize(training.model, other)
+    training.block(training.optimizer, delay_unscale=True)
+    with pytest.raises(UsageError, match="scaled"), amp.scale_loss(training.loss(), other):
+        pass
+    training.clear()
+    assert began == [True, False]
+
+
+class TestLossesThatAreScaledTwice:
+    """Their gradients would be divided by one of the two scales."""
 
     @pytest.fixture
     def training(self) -> Training:
         return Training("O1", several=True, num_losses=2)
 
     @pytest.mark.parametrize("loss_id", [0, 1])
-    @pytest.mark.parametrize("added", [0.0, 1.0], ids=["itself", "in a sum"])
-    def test_in_a_nested_block_raises_and_leaves_no_gradients(
-        self, training: Training, loss_id: int, added: float
-    ) -> None:
+    @pytest.mark.parametrize("added", [False, True], ids=["itself", "in-a-sum"])
+    def test_scaled_loss_in_a_nested_block_raises_and_leaves_no_gradients(self, training, loss_id, added):
         first, second = training.optimizers
-
-        def nested() -> None:
+        message = r"scaled before, .* amp.scale_loss\(loss, \[optimizer, other\]\)"
+        with pytest.raises(UsageError, match=message):  # noqa: SIM117, PT012
             with amp.scale_loss(training.loss(), first) as scaled:
                 loss = scaled + training.loss() if added else scaled
                 with amp.scale_loss(loss, second, loss_id=loss_id) as again:
                     again.backward()
-
-        with pytest.raises(UsageError, match=r"scaled before, .* amp.scale_loss\(loss, \[optimizer, other\]\)"):
-            nested()
         assert all(parameter.grad is None for parameter in training.model.parameters())
         training.block()
         training.step()
 
-    def test_after_its_block_raises(self, training: Training) -> None:
+    def test_scaled_loss_in_a_later_block_raises(self, training):
         with amp.scale_loss(training.loss(), training.optimizers) as scaled:
             scaled.backward(retain_graph=True)
         with pytest.raises(UsageError, match="scaled before"), amp.scale_loss([scaled], training.optimizers):
             pass
 
-    def test_of_two_losses_each_may_be_scaled_in_nested_blocks(self, training: Training) -> None:
+    def test_each_of_two_losses_may_be_scaled_in_nested_blocks(self, training):
         batch = torch.ones(3, 4)
         losses = [layer(batch).square().sum() for layer in training.model]
         expected = [
@@ -342,17 +305,14 @@ class TestScaledTwice:
         first, second = training.optimizers
         with amp.scale_loss(losses[0], first) as one, amp.scale_loss(losses[1], second, loss_id=1) as other:
             (one + other).backward()
-        for layer, gradient in zip(training.model, expected, strict=True):
-            torch.testing.assert_close(layer.weight.grad, gradient)
+        torch.testing.assert_close([layer.weight.grad for layer in training.model], expected)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_backward_pass_behind_its_block_raises(level):
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, opt_level=level, half_dtype="float16", init_scale=1024.0)
-    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled_loss:
+@o1_and_o2
+def test_backward_pass_behind_its_block_raises(opt_level):
+    training = Training(opt_level)
+    with amp.scale_loss(training.loss(), training.optimizers) as scaled_loss:
         pass
     with pytest.raises(UsageError, match=r"the block has ended.*Type it inside of the block"):
         scaled_loss.backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(parameter.grad is None for parameter in training.model.parameters())

@@ -1,30 +1,17 @@
-"""Hooks of leaves that run in a block, and other optimizers' steps on what it leaves scaled, are told of once."""
+"""Hooks of leaves that run in a block, and other optimizers' steps on what it leaves scaled, are warned of once."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from optimizers import SGD, backward
+from stepping import started
 from torch import Tensor, nn
 
-from ampatch import amp
 from ampatch.errors import AmpWarning
-
-
-def started(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp.initialize(model, optimizer, **{"half_dtype": "float16", "init_scale": 16.0, "verbosity": 0, **options})
-    return model, optimizer
-
-
-def run(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
-    with amp.scale_loss(model(x).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-
 
 HOOKS: dict[str, Callable[[nn.Module, Tensor], object]] = {
     "of a parameter": lambda model, _: model.weight.register_hook(lambda grad: grad.clamp(-0.1, 0.1)),
@@ -33,40 +20,41 @@ HOOKS: dict[str, Callable[[nn.Module, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_in_a_block_is_told_of_once(hook: str) -> None:
-    model, optimizer = started()
+def layer(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return started(model=nn.Linear(4, 1), opt_level="O1", half_dtype="float16", init_scale=16.0, **options)
+
+
+@pytest.mark.parametrize("add_hook", HOOKS.values(), ids=HOOKS)
+def test_hook_of_a_leaf_in_a_block_is_warned_of_once(add_hook):
+    model, optimizer = layer()
     x = torch.ones(2, 4, requires_grad=True)
-    HOOKS[hook](model, x)
+    add_hook(model, x)
     with pytest.warns(AmpWarning, match=r"a hook of a leaf of shape .* multiplied by the loss scale"):
-        run(model, optimizer, x)
-    run(model, optimizer, x)  # a second warning would be an error
+        backward(model(x).float().sum(), optimizer)
+    backward(model(x).float().sum(), optimizer)  # a second warning would be an error
 
 
-def test_a_plain_optimizer_on_a_latent_is_told_of_once() -> None:
-    model, optimizer = started()
+def test_step_of_a_plain_optimizer_on_a_latent_of_the_block_is_warned_of_once():
+    model, optimizer = layer()
     latent = torch.ones(2, 4, requires_grad=True)
-    plain = torch.optim.SGD([latent], lr=0.1)
-    for index in range(2):
-        run(model, optimizer, latent)
-        optimizer.step()
-        if index == 0:
-            with pytest.warns(AmpWarning, match=r"steps on a tensor of shape \(2, 4\) whose gradient .* multiplied"):
-                plain.step()
-        else:
-            plain.step()
+    plain = SGD([latent])
+    backward(model(latent).float().sum(), optimizer)
+    optimizer.step()
+    with pytest.warns(AmpWarning, match=r"steps on a tensor of shape \(2, 4\) whose gradient .* multiplied"):
+        plain.step()
+    backward(model(latent).float().sum(), optimizer)
+    optimizer.step()
+    plain.step()
 
 
-@pytest.mark.parametrize("options", [{"loss_scale": 1.0}, {}], ids=["not scaled", "nothing of the kind"])
-def test_where_nothing_sees_scaled_gradients_nothing_is_told(options: dict[str, Any]) -> None:
-    model, optimizer = started(**options)
-    x, latent = torch.ones(2, 4), torch.ones(2, requires_grad=True)
+@pytest.mark.parametrize("options", [{"loss_scale": 1.0}, {}], ids=["hook-at-scale-1", "no-hook"])
+def test_hooks_and_plain_optimizers_that_see_no_scaled_gradients_are_not_warned_of(options):
+    model, optimizer = layer(**options)
     if options:
         model.weight.register_hook(lambda grad: grad)
-    plain = torch.optim.SGD([latent], lr=0.1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(model, optimizer, x)
-        optimizer.step()
-        latent.sum().backward()
-        plain.step()
+    backward(model(torch.ones(2, 4)).float().sum(), optimizer)
+    optimizer.step()
+    latent = torch.ones(2, requires_grad=True)
+    plain = SGD([latent])
+    latent.sum().backward()
+    plain.step()
