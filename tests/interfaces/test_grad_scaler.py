@@ -259,10 +259,8 @@ class TestScale:
         found = OURS(device, init_scale=4.0).scale(outputs)
         four = torch.full_like(one, 4)
         assert repr(found) == repr([four, (four, {"a": four}), Losses(four, OrderedDict(b=four)), []])
-
-    def test_scale_of_a_generator_is_an_iterator(self, device):
-        found = OURS(device, init_scale=4.0).scale(torch.ones((), device=device) for _ in range(2))
-        assert [float(each) for each in found] == [4.0, 4.0]
+        generated = OURS(device, init_scale=4.0).scale(one for _ in range(2))
+        assert_same_state(list(generated), [four, four])
 
     @pytest.mark.parametrize(
         ("dtype", "wanted"),
@@ -668,15 +666,6 @@ class TestUpdate:
         assert isinstance(caught.value, AssertionError)
         assert used.get_scale() == 65536.0
 
-    def test_hysteresis_forgives_a_first_overflow(self):
-        parameter, optimizer = with_gradients(math.inf)
-        used, scales = begun(hysteresis=2), []
-        for _ in range(3):
-            step(used, optimizer)
-            scales.append(used.get_scale())
-        assert scales == [2.0**16, 2.0**15, 2.0**14]
-        assert parameter.item() == 1.0
-
     @pytest.mark.parametrize(
         ("options", "expected"),
         [({"growth_factor": 100.0, "max_loss_scale": 2.0**20}, 2.0**20), ({"growth_factor": 2.0**100}, 2.0**116)],
@@ -826,8 +815,9 @@ class TestSaving:
         loaded.load_state_dict(used.state_dict())
         for each in (loaded, pickle.loads(pickle.dumps(used))):
             each.scale(torch.ones(1))
-            step(each, optimizer)
-            assert each.get_scale() == 2.0**15
+            for scale in (2.0**15, 2.0**14):
+                step(each, optimizer)
+                assert each.get_scale() == scale
 
     @pytest.mark.parametrize(
         ("saved", "message"),

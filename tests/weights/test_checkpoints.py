@@ -337,42 +337,20 @@ class TestOtherLevels:
 
 
 @pytest.mark.parametrize("level", WITH_MASTERS)
-class TestPlainTorch:
-    """A model that amp has nothing to do with."""
-
-    def plain(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(1)
-        model = Network()
-        return model, MOMENTUM(model.parameters())
-
-    def test_plain_torch_loads_the_masters(self, level):
-        run = trained(level)
-        masters = [updated.detach().float() for updated in amp.master_params(run.optimizer)]
-        saved = through_a_file(run.checkpoint())
-        amp.deinitialize()
-        model, optimizer = self.plain()
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        assert_same_state(list(model.parameters()), masters)
-        assert_same_state(optimizer.state_dict(), run.optimizer.state_dict())
-        loss_of(model, 3).backward()
-        optimizer.step()
-        assert all(parameter.isfinite().all() for parameter in model.parameters())
-
-    @pytest.mark.parametrize("when", ["before", "after"])
-    def test_a_checkpoint_of_plain_torch_is_loaded_with_every_bit(self, level, when):
-        model, optimizer = self.plain()
-        for index in range(3):
-            optimizer.zero_grad()
-            loss_of(model, index).backward()
-            optimizer.step()
-        saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        run = Run(level, saved={**saved, "amp": scalers((1.0, 0)), "rng": torch.get_rng_state()}, when=when)
-        found = run.model.state_dict()
-        for name, value in model.state_dict().items():
-            assert_same_bits(found[name], rounded(name, value, run, level))
-        run.assert_copies_agree()
-        assert_same_state(run.optimizer.state_dict(), optimizer.state_dict())
+def test_plain_torch_loads_the_masters(level):
+    run = trained(level)
+    masters = [updated.detach().float() for updated in amp.master_params(run.optimizer)]
+    saved = through_a_file(run.checkpoint())
+    amp.deinitialize()
+    model = Network()
+    optimizer = MOMENTUM(model.parameters())
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    assert_same_state(list(model.parameters()), masters)
+    assert_same_state(optimizer.state_dict(), run.optimizer.state_dict())
+    loss_of(model, 3).backward()
+    optimizer.step()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -448,13 +426,7 @@ def step_with(scaler: torch.amp.GradScaler, model: nn.Module, optimizer: Any, fa
 
 
 CLEAN, SPOILT = 1.0, OVERFLOW
-GRAD_SCALER = {
-    "scale": 8.0,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 2000,
-    "_growth_tracker": 7,
-}
+GRAD_SCALER = {**torch.amp.GradScaler("cpu", init_scale=8.0).state_dict(), "_growth_tracker": 7}
 
 
 def scalers(*states: tuple[float, int]) -> dict[str, dict[str, float]]:
@@ -574,10 +546,7 @@ class TestForeignScales:
                 r"unexpected keys \['scale', .*; expected loss_scaler0, .*GradScaler",
             ),
             ({**GRAD_SCALER, "loss_scale": 8.0, "unskipped": 0}, r"unexpected keys \['scale', .*'unskipped'\]"),
-            (
-                {"loss_scale": 8.0, "unskipped": 0},
-                r"unexpected keys \['loss_scale', 'unskipped'\]; expected loss_scaler0",
-            ),
+            ({"loss_scale": 8.0, "unskipped": 0}, r"keys \['loss_scale', 'unskipped'\]; expected loss_scaler0"),
             ({"model": {}, "amp": scalers((8.0, 0))}, r"\['model', 'amp'\].*give the part that amp.state_dict\(\) ret"),
             (
                 {"loss_scaler0": {**GRAD_SCALER, "unskipped": 0}},

@@ -116,16 +116,16 @@ class TestOneObject:
 
     def test_momentum_can_be_reset_by_parameter(self, way, half):
         """As ReLoRA and pruning do: the next step is that of an optimizer that has just begun."""
-        trainings = [Training(way, half, torch.optim.SGD, lr=0.1, momentum=0.9) for _ in range(2)]
-        for training in trainings:
+        found = []
+        for reset in (lambda state: state["momentum_buffer"].zero_(), lambda state: state.pop("momentum_buffer")):
+            training = Training(way, half, torch.optim.SGD, lr=0.1, momentum=0.9)
             training.step(seed=1)
-        for parameter in trainings[0].model.parameters():
-            trainings[0].optimizer.state[parameter]["momentum_buffer"].zero_()
-        for parameter in trainings[1].model.parameters():
-            trainings[1].optimizer.state[parameter].pop("momentum_buffer")
-        for training in trainings:
+            for parameter in training.model.parameters():
+                reset(training.optimizer.state[parameter])
             training.step(seed=2)
-        assert_same_state(trainings[0].masters, trainings[1].masters)
+            found.append(training.values())
+            amp.deinitialize()
+        assert_same_state(*found)
 
     def test_hooks_and_memory_of_a_parameter_stay(self, way, half):
         training = Training(way, half, torch.optim.SGD, lr=0.1)
@@ -148,14 +148,6 @@ class TestOneObject:
             training.step()
         assert training.dtypes() == {half}
         assert {each.dtype for each in training.masters} == {torch.float32}
-
-    def test_loaded_state_has_every_float32_bit(self, way, half):
-        trainings = [Training(way, half, torch.optim.AdamW) for _ in range(2)]
-        trainings[0].step()
-        trainings[1].step(seed=3)
-        trainings[1].optimizer.load_state_dict(copy.deepcopy(trainings[0].optimizer.state_dict()))
-        first, second = ([each.inner.state[p]["exp_avg"] for p in each.model.parameters()] for each in trainings)
-        assert_same_state(first, second)
 
 
 def test_torchs_distributed_checkpoint_saves_and_loads_float32(half):
@@ -241,25 +233,6 @@ class TestMethodsOfTheOptimizer:
         training.step()
         halved = [torch.equal(each, was * 0.5) for each, was in zip(training.masters, before, strict=True)]
         assert halved == [False, True, True, True]
-
-    @pytest.mark.parametrize("place", ["step_pre", "step_post"])
-    def test_hooks_around_a_step_see_half_weights(self, place, half):
-        training = initialized(half)
-        seen = []
-
-        def hook(optimizer: Any, *_: Any) -> None:
-            seen.append(optimizer.param_groups[0]["params"][0].dtype)
-            with torch.no_grad():
-                training.model[0].weight.fill_(2)
-
-        handle = getattr(training.optimizer, f"register_{place}_hook")(hook)
-        training.step()
-        handle.remove()
-        training.step()
-        assert seen == [half]
-        assert training.dtypes() == {half}
-        if place == "step_post":
-            assert not torch.equal(training.masters[0], torch.full((8, 4), 2.0))
 
     def test_a_subclass_changes_masters_after_the_step_of_its_base(self, half):
         """The hooks of torch end with the inner step; what the outer one does then counts as well."""
