@@ -59,7 +59,7 @@ def softmax_type(dtype: torch.dtype = torch.float32) -> torch.dtype:
     return F.softmax(torch.ones(2, 2, dtype=dtype, requires_grad=True), -1).dtype
 
 
-class TestThePackage:
+class TestPackage:
     def test_apex_amp_is_a_package_with_all_names_of_amp(self) -> None:
         assert apex_amp.__path__
         assert set(amp.__all__) <= set(apex_amp.__dict__)

@@ -170,7 +170,7 @@ def under_amp() -> list[float]:
     return losses
 
 
-class TestAloneOrInEvaluation:
+class TestOneProcess:
     def test_sync_batch_norm_compiles_into_one_graph(self) -> None:
         norm = SyncBatchNorm(3).eval()
         compiled = torch.compile(norm, fullgraph=True, backend="eager")

@@ -215,7 +215,7 @@ def assert_close(found: list[Any], expected: list[Tensor], **tolerances: float) 
 
 
 @EACH
-class TestTheAlgorithm:
+class TestAlgorithms:
     def test_steps_are_the_published_ones_over_all_options(self, optimizer_class):
         @given(OPTIONS[optimizer_class])
         def check(options: dict[str, Any]) -> None:
@@ -336,7 +336,7 @@ def check_resumed(optimizer: torch.optim.Optimizer, parameters: list[Any], saved
 
 
 @EACH
-class TestAnOptimizerOfTorch:
+class TestOptimizerInterface:
     @pytest.fixture
     def parameters(self) -> list[nn.Parameter]:
         """Of every dtype."""

@@ -272,7 +272,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-class TestWhatIsRefused:
+class TestBadInput:
     @pytest.mark.parametrize(
         ("second_in", "second_out", "message"),
         [

@@ -188,7 +188,7 @@ class TestReplacing:
         assert runtime.live is live
 
 
-class TestWhatWasReplaced:
+class TestReplacedModels:
     @pytest.mark.parametrize("first", LEVELS)
     def test_a_forward_of_a_replaced_model_in_training_warns_once(self, first: str) -> None:
         model, optimizer = fold(first)

@@ -208,7 +208,7 @@ RUNS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
-class TestGuards:
+class TestAutocastBlocks:
     @OF_STRICT_EXPORT
     @ONE_HALF
     @pytest.mark.parametrize("way", RUNS)
@@ -506,7 +506,7 @@ class TestExcluded:
             amp.convert_model(mixed(), excluded=excluded)
 
 
-class TestNothingElse:
+class TestSideEffects:
     def test_converting_changes_neither_torch_nor_the_model(self):
         before = {name: vars(owner).copy() for name, owner in [("torch", torch), ("F", F), ("Tensor", Tensor)]}
         model = mixed()
@@ -584,7 +584,7 @@ class TestNothingElse:
         assert seen == [torch.float16]
 
 
-class TestCalledOtherwise:
+class TestOtherCalls:
     def test_a_copy_made_in_inference_mode_can_be_called_outside_of_it(self):
         with torch.inference_mode():
             made = amp.convert_model(nn.Linear(4, 4), "bfloat16", excluded=None)

@@ -296,7 +296,7 @@ class TestScale:
         assert weight.grad.item() == 12.0
 
 
-class TestPiecesThatOthersUse:
+class TestPrivateAttributes:
     """Private ones, which subclasses and loops read and set."""
 
     @EACH

@@ -246,7 +246,7 @@ class TestClosures:
             optimizer.step(optimizer.step)
 
 
-class TestWhatIsTheOthers:
+class TestWrappedOptimizer:
     def test_options_and_attributes_are_those_of_the_wrapped_optimizer(self):
         inside = SGD(network().parameters())
         optimizer = MixedPrecision(inside)
@@ -307,7 +307,7 @@ class TestWhatIsTheOthers:
         assert optimizer.master_of(late).item() == pytest.approx(0.9, abs=1e-7)
 
 
-class TestWhatIsWrittenInBetween:
+class TestWritingWeights:
     def test_writing_to_a_half_element_changes_no_other_of_the_master(self):
         parameter, optimizer = single(2, lr=1e-3)
         optimizer.step()
@@ -387,7 +387,7 @@ class KeepsItsParameters(torch.optim.Optimizer):
                 each.sub_(each.grad)
 
 
-class TestWhatWouldBeLostInSilence:
+class TestUnusualOptimizers:
     @pytest.mark.parametrize("closure", [None, lambda: None], ids=["", "closure"])
     def test_updates_of_an_optimizer_that_keeps_its_parameters_reach_the_masters(self, closure):
         parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

@@ -357,7 +357,7 @@ def test_plain_torch_loads_the_masters(level):
     "duplicate", [functools.partial(through_a_file, weights_only=False), copy.deepcopy], ids=["torch.save", "deepcopy"]
 )
 @pytest.mark.parametrize("level", LEVELS)
-class TestWhole:
+class TestCopies:
     """A model and its optimizer in one piece, rather than their state dicts."""
 
     @pytest.mark.covering(1)
@@ -433,7 +433,7 @@ def scalers(*states: tuple[float, int]) -> dict[str, dict[str, float]]:
     return {f"loss_scaler{index}": {"loss_scale": s, "unskipped": n} for index, (s, n) in enumerate(states)}
 
 
-class TestForeignScales:
+class TestLoadingScales:
     def initialize(self, **options: Any) -> None:
         amp.initialize(*linear(), **{"opt_level": "O0", "loss_scale": "dynamic", "verbosity": 0, **options})
 
@@ -587,7 +587,7 @@ def checkpointed(level: str) -> bytes:
 
 @pytest.mark.usefixtures("checkpointed")
 @pytest.mark.parametrize("level", ["O1-bfloat16", "O2-float16", "O3-bfloat16"])
-class TestDamage:
+class TestCheckpointsThatDoNotFit:
     def test_a_checkpoint_of_another_model_or_optimizer_changes_nothing(self, level):
         other, run = nn.Sequential(nn.Linear(2, 2)), trained(level)
         before = run.everything()

@@ -152,7 +152,7 @@ class TestDigits:
         assert not any(torch.equal(before[name], each) for name, each in model.named_parameters())
 
 
-class TestWhich:
+class TestChosenParts:
     @pytest.mark.parametrize("given", ["head", ["head"], "h*", nn.Bilinear, "Bilinear"], ids=str)
     def test_float32_outputs_take_names_patterns_and_classes(self, given):
         class WithBilinear(Net):

@@ -503,7 +503,8 @@ UNCOUNTED_CLEARINGS = {
 ALL_CLEARINGS = CLEARINGS | UNCOUNTED_CLEARINGS
 
 
-class TestGradientsOnTopOfEarlierOnes:
+@pytest.mark.covering(2)  # with masters, amp notices each change in another way
+class TestAccumulation:
     """A weight that every backward pass gives a gradient of 1, so that sums can be counted."""
 
     @pytest.fixture
@@ -627,7 +628,7 @@ class TestGradientsOnTopOfEarlierOnes:
             assert_same_bits(weight.grad, torch.full((3,), float(wanted)))
 
 
-class TestGradientsOfTheModel:
+class TestGradients:
     def test_gradients_are_those_of_the_masters_in_half(self, half_dtype):
         model, optimizer = trainable(half_dtype=half_dtype)
         for index in range(2):
@@ -811,7 +812,7 @@ class TestWritingWeights:
         assert model.mean.any()
 
 
-class TestForwardOfOneModelAmongMany:
+class TestSeveralModels:
     """What is written into masters is followed before a forward, in this model's half weights and in no others."""
 
     def weights_after_forward(self, model: nn.Module, of: nn.Module | None = None) -> set[float]:
@@ -1188,7 +1189,7 @@ class TestSetUp:
         initialize(model, SGD(model.parameters()), half_dtype=torch.bfloat16)
         assert kept is not None
 
-    def test_a_wrapper_around_an_optimizer_under_amp_and_an_optimizer_of_masters_are_refused(self):
+    def test_a_wrapper_of_an_adopted_optimizer_and_one_of_masters_are_refused(self):
         _, optimizer = trainable()
         with pytest.raises(UsageError, match=r"is in two optimizers.*hand in the outer one"):
             initialize([], Larc(optimizer))

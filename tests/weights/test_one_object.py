@@ -86,7 +86,7 @@ class Scaled(torch.optim.SGD):
 
 
 @WAYS
-class TestOneObject:
+class TestParameters:
     def test_groups_and_state_have_the_models_parameters(self, way, half):
         training = Training(way, half, torch.optim.AdamW)
         for _ in range(2):
@@ -254,7 +254,7 @@ class TestMethodsOfTheOptimizer:
         assert_same_state(list(training.model.parameters()), [each * (1 - 2**-14) for each in plain.values()])
 
 
-class TestWhatEndsAStep:
+class TestInterruptedSteps:
     def test_an_interrupt_in_the_exchange_leaves_half_weights(self, half, monkeypatch):
         training = initialized(half)
         training.step()
