@@ -728,6 +728,7 @@ class TestSkippingInTheKernel:
 
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     @pytest.mark.parametrize("wd_after_momentum", [False, True])
+    @pytest.mark.covering(2)
     def test_sgd_has_amp_wait_only_if_the_kernel_does_not_decay(self, momentum, wd_after_momentum):
         model, optimizer = initialized(FusedSGD, "O1", wd_after_momentum=wd_after_momentum, momentum=momentum)
         assert bool(optimizer._step_supports_amp_scaling) is not wd_after_momentum

@@ -403,6 +403,15 @@ class TestMasters:
         assert [reference() for reference in gone] == [None] * 3
         assert kept
 
+    def test_an_optimizer_steps_after_its_model_was_dropped(self):
+        weight = nn.Parameter(torch.ones(3))
+        optimizer = SGD([weight])
+        initialize(nn.ParameterList([weight]), optimizer)
+        for _ in range(2):
+            backward(weight.float().sum(), optimizer)
+            optimizer.step()
+        torch.testing.assert_close(masters(optimizer)[0].detach(), torch.full((3,), 0.8))
+
     @pytest.mark.gpu
     def test_masters_follow_a_model_that_is_moved(self):
         model, optimizer = trainable()
@@ -743,6 +752,18 @@ class TestWritingWeights:
         model(batch(0))
         assert_same_bits(masters(optimizer)[0].half(), before)
         assert_same_bits(weight, before)
+
+    @pytest.mark.parametrize("part", [lambda data: data, lambda data: data[1:], lambda data: data.view(-1)])
+    def test_kept_data_of_a_master_counts_whenever_it_is_written_to(self, part):
+        model, optimizer = trainable()
+        master = masters(optimizer)[0]
+        kept = [part(master.data), part(master.detach().data), part(master.data)]
+        for index, data in enumerate(kept * 2):
+            step(model, optimizer, index)
+            data.fill_(index + 1)
+            loss_of(model, index)
+            assert bool((model[0].weight[1:] == index + 1).all())
+            assert bool((master[1:] == index + 1).all())
 
     def test_masters_moved_into_one_flat_tensor_count_when_it_is_written_to(self):
         model, optimizer = trainable()
