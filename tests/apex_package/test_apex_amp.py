@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from optimizers import backward
 from torch import nn
 
 from ampatch import amp
@@ -46,23 +47,27 @@ def setup(opt_level: str, **options: object) -> tuple[nn.Module, torch.optim.Opt
     return model, optimizer
 
 
-def run_pass(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> None:
-    with apex_amp.scale_loss(model(torch.ones(3, 4)).sum() * factor, optimizer) as scaled_loss:
-        scaled_loss.backward()
+def run_pass(model: nn.Module, optimizer: torch.optim.Optimizer, factor: float = 1.0, **options: object) -> None:
+    backward(model(torch.ones(3, 4)).sum() * factor, optimizer, **options)
 
 
-class TestThePackage:
-    def test_it_has_all_that_ampatch_has(self) -> None:
+def product_type() -> torch.dtype:
+    return torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype
+
+
+def softmax_type(dtype: torch.dtype = torch.float32) -> torch.dtype:
+    return F.softmax(torch.ones(2, 2, dtype=dtype, requires_grad=True), -1).dtype
+
+
+class TestPackage:
+    def test_apex_amp_is_a_package_with_all_names_of_amp(self) -> None:
+        assert apex_amp.__path__
         assert set(amp.__all__) <= set(apex_amp.__dict__)
         assert apex_amp.scale_loss is amp.scale_loss
-
-    def test_it_is_a_package(self) -> None:
-        assert apex_amp.__path__
-        assert "state_dict" in apex_amp.__dict__
         assert frontend.state_dict is amp.state_dict
 
     @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
-    def test_half_is_float16_on_the_cpu_too(self, opt_level: str) -> None:
+    def test_the_half_type_is_float16_on_the_cpu_too(self, opt_level: str) -> None:
         model, _ = setup(opt_level)
         assert _amp_state.opt_properties.half_dtype is torch.float16
         assert model[0].weight.dtype is (torch.float16 if opt_level in ("O2", "O3") else torch.float32)
@@ -80,7 +85,7 @@ class TestThePackage:
         ],
         ids=str,
     )
-    def test_a_type_that_is_named_counts(self, options: dict[str, object]) -> None:
+    def test_a_half_type_that_is_named_counts(self, options: dict[str, object]) -> None:
         setup(**{"opt_level": "O1", **options})
         assert _amp_state.opt_properties.half_dtype is torch.bfloat16
 
@@ -90,74 +95,68 @@ class TestThePackage:
         assert given == (model, [])
         assert model.weight.dtype is torch.float16
 
-    @pytest.mark.parametrize("opt_level", [["O1"], None, 1])
-    def test_a_level_of_another_kind_is_an_error_too(self, opt_level: object) -> None:
-        with pytest.raises(OptionError, match="opt_level is"):
+    @pytest.mark.parametrize(
+        ("opt_level", "message"),
+        [(["O1"], "opt_level is"), (None, "opt_level is"), (1, "opt_level is"), ("o1", "capital letter O")],
+    )
+    def test_what_is_no_level_is_an_error(self, opt_level: object, message: str) -> None:
+        with pytest.raises(OptionError, match=message):
             setup(opt_level)
 
-    def test_a_bad_level_is_an_error_in_plain_words(self) -> None:
-        with pytest.raises(OptionError, match="capital letter O"):
-            setup("o1")
-
-    def test_init_patches_alone_and_its_handle_undoes_it(self) -> None:
+    def test_init_patches_functions_until_its_block_ends(self) -> None:
         with apex_amp.init() as handle:
             assert handle.is_active()
-            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float16
+            assert product_type() is torch.float16
         assert not handle.is_active()
         assert not apex_amp.init(enabled=False).is_active()
 
-    def test_its_handle_undoes_it_under_the_name_that_apex_gave_that(self) -> None:
+    def test_the_handle_of_init_has_apexs_private_methods(self) -> None:
         handle = apex_amp.init()
         with handle._disable_casts():
-            assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+            assert product_type() is torch.float32
         handle._deactivate()
         handle._deactivate()
         assert not handle.is_active()
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+        assert product_type() is torch.float32
         apex_amp.init(enabled=False)._deactivate()
 
-    def test_so_does_the_handle_of_an_initialize(self) -> None:
+    def test_the_handle_of_initialize_can_be_deactivated(self) -> None:
         model, _ = setup("O2")
         _amp_state.handle._deactivate()
         assert model[0].weight.dtype is torch.float32
         setup("O1")
 
     @pytest.mark.parametrize("opt_level", ["O0", "O1", "O4"])
-    def test_false_leaves_the_type_of_the_model_to_the_level(self, opt_level: str) -> None:
-        model, _ = setup(opt_level, cast_model_type=False)
-        assert model[0].weight.dtype is torch.float32
+    def test_cast_model_type_false_leaves_weights_float32(self, opt_level: str) -> None:
+        model = nn.Linear(2, 2)
+        assert apex_amp.initialize(model, None, True, opt_level, False) is model
+        assert model.weight.dtype is torch.float32
         assert _amp_state.opt_properties.opt_level == opt_level
 
-    def test_false_may_be_given_by_position(self) -> None:
-        model = nn.Linear(2, 2)
-        assert apex_amp.initialize(model, None, True, "O1", False) is model
-
     @pytest.mark.parametrize("opt_level", ["O2", "O3", "O5"])
-    def test_where_the_level_makes_weights_half_false_is_told_of(self, opt_level: str) -> None:
+    def test_cast_model_type_false_warns_if_the_level_makes_weights_half(self, opt_level: str) -> None:
         with pytest.warns(AmpWarning, match=rf"cast_model_type=False .*'{opt_level}' makes .*type opt_level='O1'"):
             model, _ = setup(opt_level, cast_model_type=False)
         assert model[0].weight.dtype.itemsize == 2
 
-    def test_in_ampatchs_own_name_false_is_no_type(self) -> None:
+    def test_cast_model_type_false_is_an_error_under_ampatchs_name(self) -> None:
         with pytest.raises(OptionError, match="cast_model_type is False"):
             amp.initialize(nn.Linear(2, 2), cast_model_type=False)
 
 
 class TestFormsOf2018:
-    def test_the_handle_says_what_to_write(self) -> None:
+    def test_methods_and_classes_of_2018_raise_and_say_what_to_write(self) -> None:
         handle = apex_amp.init()
         with pytest.raises(UsageError, match=r"handle\.scale_loss .* with amp\.scale_loss\(loss, optimizer\)"):
             handle.scale_loss(torch.ones(()), None)
         with pytest.raises(UsageError, match=r"wrap_optimizer .*amp\.initialize\(model, optimizer"):
             handle.wrap_optimizer(None, num_loss=2)
-
-    def test_the_wrapper_says_what_to_write(self) -> None:
         with pytest.raises(UsageError, match=r"OptimWrapper .*amp\.initialize\(model, optimizer"):
             apex_amp.OptimWrapper(None, None, 1)
 
 
 class TestState:
-    def test_properties_are_there_once_amp_is_set_up(self) -> None:
+    def test_state_has_properties_once_amp_is_set_up(self) -> None:
         assert not hasattr(_amp_state, "opt_properties")
         assert not hasattr(_amp_state, "handle")
         assert _amp_state.loss_scalers == []
@@ -168,20 +167,20 @@ class TestState:
         assert properties.keep_batchnorm_fp32 is True
         assert _amp_state.handle.is_active()
 
-    def test_what_is_disabled_says_so(self) -> None:
+    def test_state_of_a_disabled_amp_says_so(self) -> None:
         setup("O1", enabled=False)
         properties = _amp_state.opt_properties
         assert (properties.enabled, properties.opt_level, properties.master_weights) == (False, None, None)
         assert (properties.cast_model_type, properties.patch_torch_functions) == (None, False)
         assert not _amp_state.handle.is_active()
 
-    def test_the_module_has_the_object_and_the_functions(self) -> None:
+    def test_the_state_module_has_the_object_and_the_functions(self) -> None:
         from ampatch.apex.amp._amp_state import _amp_state as from_the_module
 
         assert from_the_module is apex_amp._amp_state
         assert _amp_state.master_params is amp.master_params
 
-    def test_what_has_no_effect_may_be_written(self) -> None:
+    def test_attributes_of_the_state_without_effect_can_be_set(self) -> None:
         _amp_state.allow_incoming_model_not_fp32 = True
         _amp_state.hard_override = True
         warn_or_err("only logged")
@@ -189,7 +188,7 @@ class TestState:
         with pytest.raises(RuntimeError, match="raised"):
             warn_or_err("raised")
 
-    def test_printing_heeds_verbosity(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_maybe_print_heeds_verbosity(self, capsys: pytest.CaptureFixture[str]) -> None:
         setup("O1", verbosity=0)
         maybe_print("not this")
         amp.deinitialize()
@@ -199,14 +198,10 @@ class TestState:
 
 
 class TestLossScalers:
-    def test_there_is_one_for_each_loss(self) -> None:
-        setup("O1", num_losses=3)
-        assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [65536.0] * 3
-        assert _amp_state.loss_scalers[1] is _amp_state.loss_scalers[1]
-
-    def test_scale_and_count_are_read_and_written(self) -> None:
-        model, optimizer = setup("O1", num_losses=2)
+    def test_scale_and_count_of_a_loss_scaler_are_read_and_written(self) -> None:
+        model, optimizer = setup("O1", num_losses=3)
         scaler = _amp_state.loss_scalers[0]
+        assert _amp_state.loss_scalers[0] is scaler
         scaler._loss_scale = 1024
         run_pass(model, optimizer)
         optimizer.step()
@@ -215,31 +210,26 @@ class TestLossScalers:
         run_pass(model, optimizer)
         optimizer.step()
         assert (scaler._loss_scale, scaler._unskipped) == (2048.0, 0)
-        assert _amp_state.loss_scalers[1].loss_scale() == 65536.0
+        assert [other.loss_scale() for other in _amp_state.loss_scalers[1:]] == [65536.0] * 2
 
-    def test_bounds_and_window_are_read(self) -> None:
+    def test_bounds_and_window_of_a_loss_scaler_are_read(self) -> None:
         setup("O1", min_loss_scale=8.0, max_loss_scale=2.0**20, scale_window=5)
         scaler = _amp_state.loss_scalers[0]
         assert (scaler._min_loss_scale, scaler._max_loss_scale, scaler._scale_seq_len) == (8.0, 2.0**20, 5)
         assert (_amp_state.min_loss_scale, _amp_state.max_loss_scale) == (8.0, 2.0**20)
 
-    def test_one_is_a_sessions(self) -> None:
+    def test_making_a_loss_scaler_is_an_error(self) -> None:
         with pytest.raises(OptionError, match=r"type ampatch\.amp\.LossScaler"):
             LossScaler("dynamic")
 
     @pytest.mark.parametrize("opt_level", ["O1", "O2"])
     @pytest.mark.parametrize("passes", [(1.0, 1.0), (float("inf"), 1.0), (1.0, float("inf"))], ids=str)
-    def test_the_scripts_verdict_counts_and_not_what_was_found_here(
-        self, opt_level: str, passes: tuple[float, ...]
-    ) -> None:
+    def test_an_overflow_verdict_that_the_script_sets_counts(self, opt_level: str, passes: tuple[float, ...]) -> None:
         # As where gradients are reduced by hand: another process may have found what this one did not.
         model, optimizer = setup(opt_level, init_scale=1024.0)
         scaler, overflows = _amp_state.loss_scalers[0], float("inf") in passes
         for factor in passes:
-            with apex_amp.scale_loss(
-                model(torch.ones(3, 4)).sum() * factor, optimizer, delay_overflow_check=True
-            ) as scaled_loss:
-                scaled_loss.backward()
+            run_pass(model, optimizer, factor, delay_overflow_check=True)
         finite = [bool(each.grad.isfinite().all()) for each in amp.master_params(optimizer) if each.grad is not None]
         assert all(finite) is not overflows
         scaler._overflow_buf = torch.tensor([int(overflows)], dtype=torch.int32)
@@ -252,7 +242,7 @@ class TestLossScalers:
         assert not amp.step_was_skipped(optimizer)
         assert any(not torch.equal(*pair) for pair in zip(before, amp.master_params(optimizer), strict=True))
 
-    def test_a_script_that_unscales_by_itself_ends_the_pass(self) -> None:
+    def test_update_scale_follows_a_script_that_unscales_by_itself(self) -> None:
         setup("O1")
         scaler = _amp_state.loss_scalers[0]
         scaler._overflow_buf = torch.zeros(1, dtype=torch.int32)
@@ -262,7 +252,7 @@ class TestLossScalers:
         assert scaler.update_scale() is True
         assert (scaler.loss_scale(), scaler._unskipped) == (32768.0, 0)
 
-    def test_one_that_is_gone_says_why(self) -> None:
+    def test_a_loss_scaler_of_an_ended_session_is_an_error(self) -> None:
         setup("O1")
         scaler = _amp_state.loss_scalers[0]
         amp.deinitialize()
@@ -272,7 +262,7 @@ class TestLossScalers:
 
 
 class TestStash:
-    def test_masters_stand_beside_their_half_parameters(self) -> None:
+    def test_stash_has_masters_beside_their_half_parameters(self) -> None:
         model, optimizer = setup("O2")
         stash = optimizer._amp_stash
         halves = [parameter for parameter in model.parameters() if parameter.dtype is torch.float16]
@@ -281,13 +271,13 @@ class TestStash:
         assert {id(each) for each in stash.all_fp32_from_fp16_params} <= set(map(id, amp.master_params(optimizer)))
         assert {id(each) for each in stash.all_fp32_from_fp32_params} == set(map(id, model[1].parameters()))
 
-    def test_without_masters_all_are_what_they_are(self) -> None:
+    def test_stash_without_masters_has_the_parameters_themselves(self) -> None:
         model, optimizer = setup("O1")
         assert optimizer._amp_stash.all_fp16_params == []
         assert optimizer._amp_stash.all_fp32_from_fp16_params == []
         assert len(optimizer._amp_stash.all_fp32_params) == len(list(model.parameters()))
 
-    def test_frozen_parameters_are_left_out(self) -> None:
+    def test_stash_leaves_out_frozen_parameters(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[0].requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -297,7 +287,7 @@ class TestStash:
         for half, master in zip(stash.all_fp16_params, stash.all_fp32_from_fp16_params, strict=True):
             assert torch.equal(half, master.half())
 
-    def test_groups_are_the_optimizers(self) -> None:
+    def test_stash_has_the_optimizers_groups(self) -> None:
         _, optimizer = setup("O2")
         optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
         stash = optimizer._amp_stash
@@ -306,7 +296,7 @@ class TestStash:
         amp.deinitialize()
         assert stash.all_fp16_params == []
 
-    def test_masters_gradients_may_be_dropped_through_it(self) -> None:
+    def test_gradients_of_masters_can_be_dropped_through_the_stash(self) -> None:
         model, optimizer = setup("O2")
         run_pass(model, optimizer)
         for master in optimizer._amp_stash.all_fp32_from_fp16_params:
@@ -314,7 +304,7 @@ class TestStash:
             master.grad = None
         optimizer.zero_grad()
 
-    def test_nothing_is_lazy_and_who_says_so_may(self) -> None:
+    def test_lazy_initialisation_of_the_stash_can_be_asked_for(self) -> None:
         _, optimizer = setup("O2")
         assert optimizer._amp_stash.lazy_init_called
         optimizer._amp_stash.lazy_init_called = False
@@ -322,7 +312,7 @@ class TestStash:
         optimizer._lazy_init_maybe_master_weights()
 
     @pytest.mark.parametrize("opt_level", ["O1", "O2"])
-    def test_the_optimizer_is_copied_pickled_and_given_back_as_without_it(self, opt_level: str) -> None:
+    def test_an_optimizer_is_copied_pickled_and_given_back_without_its_stash(self, opt_level: str) -> None:
         model, optimizer = setup(opt_level)
         run_pass(model, optimizer)
         optimizer.step()
@@ -331,7 +321,7 @@ class TestStash:
         amp.deinitialize()
         assert not {"_amp_stash", "_amp_lazy_init", "_lazy_init_maybe_master_weights"} & set(vars(optimizer))
 
-    def test_every_optimizer_of_several_has_one(self) -> None:
+    def test_each_of_several_optimizers_has_a_stash(self) -> None:
         models = [nn.Linear(2, 2), nn.Linear(2, 2)]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
         apex_amp.initialize(models, optimizers, opt_level="O2")
@@ -340,12 +330,8 @@ class TestStash:
 
 @pytest.mark.usefixtures("edited_lists")
 class TestLists:
-    def test_untouched_they_change_nothing(self) -> None:
+    def test_lists_hold_what_the_yaml_lists(self) -> None:
         assert lists.changes() == {}
-        setup("O1")
-        assert F.softmax(torch.ones(2, 2, dtype=torch.float16), -1).dtype is torch.float32
-
-    def test_they_hold_what_the_yaml_lists(self) -> None:
         assert functional_overrides.MODULE is F
         assert "linear" in functional_overrides.FP16_FUNCS
         assert "softmax" in functional_overrides.FP32_FUNCS
@@ -356,77 +342,73 @@ class TestLists:
         assert tensor_overrides.MODULE is torch.Tensor
         assert "__matmul__" in tensor_overrides.FP16_FUNCS
 
-    def test_taken_out_of_the_blacklist_a_function_runs_as_it_is(self) -> None:
+    def test_a_function_taken_out_of_the_blacklist_keeps_its_type(self) -> None:
         functional_overrides.FP32_FUNCS.remove("softmax")
         setup("O1")
-        assert F.softmax(torch.ones(2, 2, dtype=torch.float16), -1).dtype is torch.float16
-        assert F.softmax(torch.ones(2, 2), -1).dtype is torch.float32
+        assert softmax_type(torch.float16) is torch.float16
+        assert softmax_type() is torch.float32
 
-    def test_moved_to_the_whitelist_it_runs_in_half(self) -> None:
-        functional_overrides.FP32_FUNCS.remove("softmax")
+    @pytest.mark.parametrize("is_taken_out", [True, False])
+    def test_a_function_put_into_the_whitelist_runs_in_half(self, is_taken_out: bool) -> None:
+        if is_taken_out:
+            functional_overrides.FP32_FUNCS.remove("softmax")
         functional_overrides.FP16_FUNCS.append("softmax")
         setup("O1")
-        assert F.softmax(torch.ones(2, 2, requires_grad=True), -1).dtype is torch.float16
-
-    def test_put_into_another_list_it_moves_though_it_was_not_taken_out(self) -> None:
-        functional_overrides.FP16_FUNCS.append("softmax")
-        setup("O1")
-        assert F.softmax(torch.ones(2, 2, requires_grad=True), -1).dtype is torch.float16
+        assert softmax_type() is torch.float16
 
     def test_a_list_may_be_replaced(self) -> None:
-        weight = torch.ones(2, 2, requires_grad=True)
         torch_overrides.FP16_FUNCS = [name for name in torch_overrides.FP16_FUNCS if name != "mm"]
         setup("O1")
-        assert torch.mm(torch.ones(2, 2), weight).dtype is torch.float32
-        assert torch.bmm(torch.ones(1, 2, 2), weight[None]).dtype is torch.float16
+        assert product_type() is torch.float32
+        assert torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2, requires_grad=True)).dtype is torch.float16
 
-    def test_methods_are_a_list_of_their_own(self) -> None:
+    def test_methods_have_a_list_of_their_own(self) -> None:
         weight = torch.ones(2, 2, requires_grad=True)
         tensor_overrides.FP16_FUNCS.remove("__matmul__")
         setup("O1")
         assert (torch.ones(2, 2) @ weight).dtype is torch.float32
         assert torch.matmul(torch.ones(2, 2), weight).dtype is torch.float16
 
-    def test_a_banned_function_is_banned_no_more(self) -> None:
+    def test_a_function_taken_out_of_the_banned_ones_may_be_called(self) -> None:
         functional_overrides.BANNED_FUNCS.clear()
         setup("O1")
         half = torch.full((2,), 0.5, dtype=torch.float16)
         F.binary_cross_entropy(half, half)
 
-    def test_what_apex_listed_and_torch_does_by_itself_may_be_taken_out(self) -> None:
+    def test_functions_that_torch_promotes_itself_can_be_taken_out(self) -> None:
         torch_overrides.SEQUENCE_CASTS.remove("cat")
         torch_overrides.CASTS.remove("add")
         setup("O1")
         assert torch.cat([torch.ones(1), torch.ones(1, dtype=torch.float16)]).dtype is torch.float32
 
-    def test_the_users_own_overlay_counts_more(self) -> None:
+    def test_the_users_cast_lists_count_more_than_edited_lists(self) -> None:
         functional_overrides.FP32_FUNCS.remove("softmax")
         setup("O1", cast_lists={"blacklist": {"torch.nn.functional": ["softmax"]}})
-        assert F.softmax(torch.ones(2, 2, dtype=torch.float16), -1).dtype is torch.float32
+        assert softmax_type(torch.float16) is torch.float32
 
-    def test_init_heeds_them_too(self) -> None:
+    def test_init_heeds_edited_lists(self) -> None:
         functional_overrides.FP16_FUNCS.append("softmax")
         with apex_amp.init():
-            assert F.softmax(torch.ones(2, 2), -1).dtype is torch.float16
+            assert softmax_type() is torch.float16
 
-    def test_where_no_functions_are_patched_they_mean_nothing(self) -> None:
+    def test_edited_lists_mean_nothing_at_o2(self) -> None:
         functional_overrides.FP32_FUNCS.remove("softmax")
         setup("O2")
 
-    def test_a_name_that_torch_lacks_is_passed_over_with_a_warning(self) -> None:
+    def test_a_listed_name_that_torch_lacks_warns(self) -> None:
         functional_overrides.FP16_FUNCS.append("sofmax")
         with pytest.warns(AmpWarning, match=r"FP16_FUNCS holds 'sofmax', .* Did you mean 'softmax'"):
             setup("O1")
-        assert torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype is torch.float16
+        assert product_type() is torch.float16
 
-    def test_two_new_places_are_an_error(self) -> None:
+    def test_a_function_put_into_two_lists_is_an_error(self) -> None:
         torch_overrides.FP16_FUNCS.append("relu")
         torch_overrides.CASTS.append("relu")
         with pytest.raises(OptionError, match=r"torch_overrides\.FP16_FUNCS and into CASTS"):
             setup("O1")
 
     @pytest.mark.parametrize("item", [torch.relu, ["relu"], ()], ids=["function", "list", "tuple"])
-    def test_what_is_no_name_is_an_error(self, item: object) -> None:
+    def test_an_entry_that_is_no_name_is_an_error(self, item: object) -> None:
         torch_overrides.FP16_FUNCS.append(item)
         with pytest.raises(OptionError, match="expected the name of a function"):
             setup("O1")

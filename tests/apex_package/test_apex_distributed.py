@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fresh import Fresh
 from helpers import assert_same_bits, assert_same_state
+from optimizers import backward
 from round_numbers import SCALE, data, round_weights
 from torch import Tensor, nn
 
@@ -85,40 +86,47 @@ class TestDistributedDataParallel:
         ],
         ids=str,
     )
-    def test_reduces_as_it_is_told(self, two, options, factor):
+    def test_gradients_are_reduced_by_the_options(self, two, options, factor):
         for grads, total in two.run(together, options):
             assert_same_state(grads, scaled(total, factor))
 
-    def test_is_copied_with_how_it_reduces(self, two):
+    def test_a_copy_reduces_by_the_same_options(self, two):
         for grads, total in two.run(together, {"gradient_average": False}, True):
             assert_same_state(grads, total)
 
-    def test_reduces_half_gradients_in_float32_when_asked(self, two):
+    def test_allreduce_always_fp32_reduces_half_gradients_in_float32(self, two):
         for by_default, in_float32 in two.run(of_half):
             assert not bool(by_default.isfinite().all())
             assert bool((in_float32 == 40000.0).all())
 
-    def test_starts_from_the_weights_of_the_first_and_keeps_its_own_statistics(self, two):
+    def test_ranks_start_from_the_weights_of_the_first_with_own_statistics(self, two):
         first, second = two.run(of_different_starts)
         assert_same_bits(second, first)
 
-    def test_says_once_what_has_no_meaning_any_more(self, two):
+    def test_arguments_without_effect_warn_once(self, two):
         for messages in two.run(with_ignored_arguments):
             (message,) = messages
             assert message.startswith("num_allreduce_streams, prof: without effect")
 
-    def test_takes_apexs_arguments_by_position(self, two):
+    def test_arguments_may_be_given_by_position(self, two):
         two.run(by_position)
 
-    def test_refuses_what_it_cannot_do(self):
-        with pytest.raises(OptionError, match="shared_param is no option"):
-            DistributedDataParallel(Net(), shared_param=True)
-        with pytest.raises(OptionError, match=r"read the gradients from p\.grad"):
-            DistributedDataParallel(Net(), retain_allreduce_buffers=True)
-        with pytest.raises(OptionError, match="together with delay_allreduce=True"):
-            DistributedDataParallel(Net(), delay_allreduce=True, allreduce_trigger_params=[torch.zeros(1)])
-        with pytest.raises(OptionError, match="gradient_predivide_factor is 0; expected a number above 0"):
-            DistributedDataParallel(Net(), gradient_predivide_factor=0)
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"shared_param": True}, "shared_param is no option"),
+            ({"retain_allreduce_buffers": True}, r"read the gradients from p\.grad"),
+            (
+                {"delay_allreduce": True, "allreduce_trigger_params": [torch.zeros(1)]},
+                "together with delay_allreduce=T",
+            ),
+            ({"gradient_predivide_factor": 0}, "gradient_predivide_factor is 0; expected a number above 0"),
+        ],
+        ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    )
+    def test_options_that_cannot_be_had_are_refused(self, options, message):
+        with pytest.raises(OptionError, match=message):
+            DistributedDataParallel(Net(), **options)
 
 
 def of_half() -> tuple[Tensor, Tensor]:
@@ -192,8 +200,7 @@ def trained(level: str, passes: int = 1) -> Any:
         for number, batch in enumerate(data("cpu", dist.get_rank())[:passes]):
             with replica.no_sync() if number < passes - 1 else contextlib.nullcontext():
                 loss = replica(batch).float().sum() * (float("inf") if step == 1 == dist.get_rank() else 1)
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                backward(loss, optimizer)
         optimizer.step()
         skipped.append(amp.step_was_skipped(optimizer))
     return skipped, amp.get_loss_scale(), [p.detach() for p in amp.master_params(optimizer)]
@@ -204,7 +211,7 @@ class TestWithAmp:
     @LEVELS
     @pytest.mark.parametrize("passes", [1, 2])
     @pytest.mark.covering(1)
-    def test_all_processes_skip_the_same_steps(self, two, level, passes):
+    def test_all_ranks_skip_the_same_steps(self, two, level, passes):
         first, second = two.run(trained, level, passes)
         assert first[:2] == ([False, True, False], 2.0**9)
         assert_same_state(second, first)
@@ -252,13 +259,13 @@ def reduced_in_a_block(level: str) -> Any:
 
 
 class TestReducer:
-    def test_averages_gradients_and_starts_from_the_weights_of_the_first(self, two):
+    def test_reducer_averages_gradients_and_starts_from_the_firsts_weights(self, two):
         first, second = two.run(reduced_by_hand)
         assert_same_bits(second, first)
 
     @pytest.mark.slow
     @LEVELS
-    def test_has_all_processes_skip_together_inside_a_block(self, two, level):
+    def test_reducer_inside_a_block_has_all_ranks_skip_together(self, two, level):
         first, second = two.run(reduced_in_a_block, level)
         assert first[0] == [False, True, False]
         assert_same_state(second, first)
@@ -281,20 +288,19 @@ def sent_as_data(level: str) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     amp.initialize(model, optimizer, opt_level=level, half_dtype=torch.float16, **SCALE)
     flat_dist_call([parameter.data for parameter in model.parameters()], dist.broadcast, (0,))
-    with amp.scale_loss(model(data("cpu", 0)[0]).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(data("cpu", 0)[0]).float().sum(), optimizer)
     optimizer.step()
     return [p.detach() for p in model.parameters()]
 
 
 class TestFlatCollectives:
-    def test_average_or_send_tensors_of_several_types(self, two):
+    def test_flat_collectives_average_or_send_tensors_of_several_types(self, two):
         for averaged, sent in two.run(called):
             assert_same_state(averaged, [torch.full((2, 3), 1.5), torch.full((3,), 2.5).half(), torch.full((1,), 3.5)])
             assert_same_state(sent, [torch.full((2, 3), 2.5), torch.full((3,), 2.5).half(), torch.full((1,), 3.5)])
 
     @LEVELS
-    def test_have_all_processes_go_on_from_the_same_weights(self, two, level):
+    def test_flat_collectives_send_weights_by_their_data(self, two, level):
         first, second = two.run(sent_as_data, level)
         # The first one's masters keep digits that half weights do not have.
         torch.testing.assert_close(second, first, atol=0, rtol=2e-3 if level == "O2" else 0)
@@ -303,19 +309,15 @@ class TestFlatCollectives:
         half, single, double, another = torch.ones(1).half(), torch.ones(2), torch.ones(3).double(), torch.ones(4)
         tensors = [single, half, another, double]
         assert list(split_by_type(tensors).values()) == [[single, another], [half], [double]]
-        assert [[id(each) for each in bucket] for bucket in split_half_float_double(tensors)] == [
-            [id(half)],
-            [id(single), id(another)],
-            [id(double)],
-        ]
+        assert split_half_float_double(tensors) == [[half], [single, another], [double]]
 
-    def test_tensors_are_found_in_what_holds_them(self):
+    def test_tensors_are_found_in_nested_lists(self):
         found: list[Tensor] = []
         one, other = torch.ones(1), torch.ones(2)
         extract_tensors([one, ("text", 3, [other])], found)
         assert [id(each) for each in found] == [id(one), id(other)]
 
-    def test_flattened_tensors_come_back(self):
+    def test_flattened_tensors_of_a_bucket_come_back(self):
         tensors = [torch.arange(6.0).view(2, 3), torch.arange(2.0)]
         assert_same_state(list(unflatten(flatten(tensors), tensors)), tensors)
 

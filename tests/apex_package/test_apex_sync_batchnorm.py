@@ -87,11 +87,11 @@ class TestStatisticsOverProcesses:
         ],
         ids=str,
     )
-    def test_are_those_of_the_whole_batch(self, two, options, dims):
+    def test_statistics_of_ranks_are_those_of_the_whole_batch(self, two, options, dims):
         parts = two.run(synchronised, options, dims, torch.float32)
         self.check(parts, of_all_at_once(2, options, dims, torch.float32), rtol=2e-5)
 
-    def test_are_so_for_half_input_with_float32_parameters(self, two):
+    def test_statistics_of_half_input_are_those_of_the_whole_batch(self, two):
         parts = two.run(synchronised, {}, 2, torch.float16)
         assert [part["out"].dtype for part in parts] == [torch.float16] * 2
         self.check(parts, of_all_at_once(2, {}, 2, torch.float16), rtol=4e-3)
@@ -110,19 +110,19 @@ class TestStatisticsOverProcesses:
                 # Of half input, too: it is exact, and so are its statistics.
                 torch.testing.assert_close(buffer.double(), whole["buffers"][name].double(), rtol=2e-5, atol=2e-5)
 
-    def test_are_exact_to_the_last_digits_in_float64(self, two):
+    def test_gradients_are_exact_in_float64(self, two):
         two.run(checked_by_differences)
 
-    def test_need_more_than_one_value(self, two):
+    def test_one_value_a_channel_is_an_error(self, two):
         two.run(of_one_value)
 
     @pytest.mark.slow
-    def test_hold_within_their_group_only(self, four):
+    def test_statistics_are_of_the_process_group(self, four):
         for (mine, whole), expected in zip(four.run(within_groups), [0, 0, 1, 1], strict=True):
             assert mine == pytest.approx(expected)
             assert whole == pytest.approx(0.5)
 
-    def test_train_with_amp(self, two):
+    def test_a_converted_model_trains_with_amp(self, two):
         first, second = two.run(under_amp)
         assert first == second
 
@@ -170,24 +170,24 @@ def under_amp() -> list[float]:
     return losses
 
 
-class TestAloneOrInEvaluation:
-    def test_is_compiled_into_one_graph(self) -> None:
+class TestOneProcess:
+    def test_sync_batch_norm_compiles_into_one_graph(self) -> None:
         norm = SyncBatchNorm(3).eval()
         compiled = torch.compile(norm, fullgraph=True, backend="eager")
         assert torch.equal(compiled(torch.ones(2, 3)), norm(torch.ones(2, 3)))
 
     @pytest.mark.parametrize("training", [True, False])
-    def test_it_is_torchs_batch_norm_in_one_process(self, training):
+    def test_sync_batch_norm_in_one_process_is_torchs_batch_norm(self, training):
         batch = batches(2)[1]
         norm, torchs = SyncBatchNorm(CHANNELS).train(training), nn.BatchNorm2d(CHANNELS).train(training)
         assert_same_state([norm(batch), norm.running_mean], [torchs(batch), torchs.running_mean])
 
-    def test_adds_before_the_relu(self):
+    def test_a_second_input_is_added_before_the_relu(self):
         batch, z = batches(2)[1], torch.full((5, CHANNELS, 4, 4), -0.5)
         expected = (nn.BatchNorm2d(CHANNELS)(batch) + z).relu()
         assert_same_state(SyncBatchNorm(CHANNELS, fuse_relu=True)(batch, z), expected)
 
-    def test_evaluation_speaks_to_no_other_process(self, two):
+    def test_evaluation_runs_in_one_rank_alone(self, two):
         two.run(evaluated_in_one)
 
 
@@ -213,7 +213,7 @@ class Activated(nn.BatchNorm2d):
 
 
 class TestConversion:
-    def test_replaces_every_batch_norm_and_keeps_what_it_has(self):
+    def test_conversion_replaces_every_batch_norm_with_its_state(self):
         model = Residual().half()
         model.shared.eval()
         before, state = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
@@ -232,15 +232,13 @@ class TestConversion:
         assert after.keys() == before.keys()
         assert all(after[name] is before[name] for name in before)
 
-    def test_replaces_a_batch_norm_itself_and_only_once(self):
-        norm = convert_syncbn_model(nn.BatchNorm1d(CHANNELS))
+    @pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.SyncBatchNorm])
+    def test_conversion_replaces_a_batch_norm_itself_and_only_once(self, kind):
+        norm = convert_syncbn_model(kind(CHANNELS))
         assert type(norm) is SyncBatchNorm
         assert convert_syncbn_model(norm) is norm
 
-    def test_takes_torchs_synchronised_one_quietly(self):
-        assert type(convert_syncbn_model(nn.SyncBatchNorm(CHANNELS))) is SyncBatchNorm
-
-    def test_says_what_is_lost(self):
+    def test_conversion_of_a_subclass_warns(self):
         with pytest.warns(AmpWarning, match="replaces a Activated, whose forward is not that of torch's"):
             convert_syncbn_model(nn.Sequential(Activated(CHANNELS)))
 
@@ -257,5 +255,5 @@ def grouped() -> None:
 
 class TestGroups:
     @pytest.mark.slow
-    def test_divide_all_processes(self, four):
+    def test_process_groups_divide_all_ranks(self, four):
         four.run(grouped)

@@ -7,6 +7,7 @@ import io
 import logging
 import math
 import pickle
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,16 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x.to(model[0].weight.dtype)).float().square().mean()
 
 
+def closure_of(model: nn.Module, optimizer: FP16_Optimizer) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, inputs(1)[0])
+        optimizer.backward(loss)
+        return loss
+
+    return closure
+
+
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -87,9 +98,15 @@ class ByHand:
         return True
 
 
-def wrapped(half: torch.dtype, make: Any = sgd, **options: Any) -> tuple[nn.Module, FP16_Optimizer]:
+def wrapped(half: torch.dtype = torch.float16, make: Any = sgd, **options: Any) -> tuple[nn.Module, FP16_Optimizer]:
     model = converted(half)
     return model, FP16_Optimizer(make(model.parameters()), **options)
+
+
+def dynamic(half: torch.dtype = torch.float16, **arguments: Any) -> tuple[nn.Module, FP16_Optimizer]:
+    """Returns the same with a dynamic loss scale."""
+    options = {name: arguments.pop(name) for name in ("on_overflow", "verbose") if name in arguments}
+    return wrapped(half, dynamic_loss_scale=True, dynamic_loss_args=arguments, **options)
 
 
 def updated(optimizer: FP16_Optimizer) -> list[Tensor]:
@@ -106,8 +123,8 @@ def train(model: nn.Module, optimizer: FP16_Optimizer, batches: list[Tensor]) ->
 
 
 class TestMasters:
-    def test_are_of_half_parameters_only(self):
-        model, optimizer = wrapped(torch.float16)
+    def test_half_parameters_alone_have_masters(self):
+        model, optimizer = wrapped()
         halves, masters = optimizer.fp16_groups[0], optimizer.fp32_from_fp16_groups[0]
         assert [id(p) for p in halves] == [id(p) for p in model.parameters() if p.dtype is torch.float16]
         assert len(halves) == 4
@@ -117,14 +134,14 @@ class TestMasters:
         held = optimizer.param_groups[0]["params"]
         assert list(map(id, held)) == list(map(id, model.parameters()))
 
-    def test_leave_frozen_parameters_where_they_are(self):
+    def test_frozen_parameters_have_no_masters(self):
         model = nn.Linear(2, 2).half()
         model.bias.requires_grad_(False)
         optimizer = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         assert optimizer.param_groups[0]["params"][1] is model.bias
         assert len(optimizer.fp16_groups[0]) == 1
 
-    def test_take_over_state_that_is_there(self):
+    def test_state_of_the_optimizer_becomes_float32(self):
         model = converted(torch.float16)
         inner = sgd(model.parameters())
         loss_of(model, inputs(1)[0]).backward()
@@ -133,35 +150,32 @@ class TestMasters:
         optimizer = FP16_Optimizer(inner)
         assert_same_bits(optimizer.state[model[0].weight]["momentum_buffer"], momentum.float())
 
-    def test_are_of_an_optimizer(self):
+    def test_wrapping_what_is_no_optimizer_is_an_error(self):
         with pytest.raises(OptionError, match="which lacks param_groups, step;"):
             FP16_Optimizer(nn.Linear(1, 1))
 
-    def test_an_unknown_setting_of_the_scale_is_an_error(self) -> None:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1).half())], lr=0.1)
-        with pytest.raises(
-            OptionError, match=r"'init_scal'; expected some of init_scale, .* Did you mean 'init_scale'"
-        ):
-            FP16_Optimizer(optimizer, dynamic_loss_scale=True, dynamic_loss_args={"init_scal": 2.0})
+    def test_unknown_or_bad_settings_of_the_scale_are_errors(self) -> None:
+        with pytest.raises(OptionError, match=r"'init_scal'; expected some of init_scale, .* Did you mean 'init_sca"):
+            dynamic(init_scal=2.0)
+        with pytest.raises(OptionError, match="scale_factor is 1"):
+            dynamic(scale_factor=1.0)
 
 
 class TestSteps:
     @HALVES
     @pytest.mark.parametrize("scale", [1.0, 128.0])
-    def test_are_those_of_masters_by_hand(self, half, scale):
+    def test_steps_are_those_of_masters_by_hand(self, half, scale):
         model, optimizer = wrapped(half, static_loss_scale=scale)
         hand = ByHand(half, scale)
         for batch in inputs(5):
-            optimizer.zero_grad()
-            optimizer.backward(loss_of(model, batch))
-            optimizer.step()
+            train(model, optimizer, [batch])
             assert hand.step(batch)
             assert_same_state(model.state_dict(), hand.model.state_dict())
             assert_same_state(updated(optimizer), hand.masters)
             assert_same_state(model[0].weight.grad, hand.parameters[0].grad)  # at the scale, as Apex left them
 
-    def test_clip_the_masters(self):
-        model, optimizer = wrapped(torch.float16, static_loss_scale=128.0)
+    def test_clip_master_grads_clips_as_by_hand(self):
+        model, optimizer = wrapped(static_loss_scale=128.0)
         hand = ByHand(torch.float16, 128.0)
         for batch in inputs(3):
             optimizer.zero_grad()
@@ -173,38 +187,34 @@ class TestSteps:
             hand.step(batch, max_norm=0.1)
         assert_same_state(model.state_dict(), hand.model.state_dict())
 
-    def test_skip_where_gradients_overflow(self, caplog):
+    def test_steps_that_overflow_are_skipped_until_the_scale_fits(self, caplog):
         """A scale that is too large comes down, and from then on steps are those of a loop that did the same."""
-        args = {"init_scale": 2.0**24}
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args)
+        model, optimizer = dynamic(init_scale=2.0**24)
         hand = ByHand(torch.float16, 2.0**24)
         made = []
         with caplog.at_level(logging.WARNING, logger="ampatch"):
             for batch in inputs(12):
-                before = copy.deepcopy((list(model.parameters()), optimizer.state_dict()["optimizer_state_dict"]))
+                before = copy.deepcopy((list(model.parameters()), optimizer.optimizer.state_dict()))
                 optimizer.zero_grad()
                 optimizer.backward(loss_of(model, batch))
                 if optimizer.overflow:
                     assert optimizer.clip_master_grads(0.1) == -1
                     assert optimizer.inspect_master_grad_data() is None
                     assert optimizer.step() is None
-                    assert_same_state(
-                        (list(model.parameters()), optimizer.state_dict()["optimizer_state_dict"]), before
-                    )
+                    assert_same_state((list(model.parameters()), optimizer.optimizer.state_dict()), before)
                 else:
                     optimizer.step()
                 made.append(not optimizer.overflow)
                 assert hand.step(batch) is made[-1]
                 assert optimizer.loss_scale == hand.scale
                 assert_same_state(model.state_dict(), hand.model.state_dict())
-        assert made[0] is False
-        assert made[-1] is True
+        assert (made[0], made[-1]) == (False, True)
         assert f"Skipping step, loss scaler 0 reducing loss scale to {2.0**23}" in caplog.text
 
-    @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-    def test_are_reported_to_a_function_after_a_clean_skip(self, half):
+    @HALVES
+    def test_on_overflow_is_called_after_a_clean_skip(self, half):
         seen: list[Any] = []
-        model, optimizer = wrapped(half, dynamic_loss_scale=True, on_overflow=seen.append, verbose=False)
+        model, optimizer = dynamic(half, on_overflow=seen.append, verbose=False)
         before = copy.deepcopy(list(model.parameters()))
         optimizer.backward(loss_of(model, inputs(1)[0]) * math.nan)
         optimizer.step()
@@ -212,8 +222,8 @@ class TestSteps:
         assert (seen[0].loss_scale_before, seen[0].loss_scale_after) == (2.0**16, 2.0**15)
         assert len(seen[0].gradients) == len(list(model.parameters()))
 
-    def test_raise_if_asked_and_go_on(self):
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, on_overflow="raise", verbose=False)
+    def test_on_overflow_raise_raises_once_and_training_goes_on(self):
+        model, optimizer = dynamic(on_overflow="raise", verbose=False)
         optimizer.backward(loss_of(model, inputs(1)[0]) * math.nan)
         with pytest.raises(GradientOverflowError, match="reducing loss scale to 32768"):
             optimizer.step()
@@ -222,48 +232,45 @@ class TestSteps:
         train(model, optimizer, inputs(1))
         assert not torch.equal(model[0].weight, before)
 
-    def test_trace_logs_the_gradients_instead_of_the_line(self, caplog):
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, on_overflow="trace")
+    def test_on_overflow_trace_logs_the_gradients_instead_of_the_line(self, caplog):
+        model, optimizer = dynamic(on_overflow="trace")
         optimizer.backward(loss_of(model, inputs(1)[0]) * math.nan)
         optimizer.step()
         assert len(caplog.records) == 1
         assert "param_groups[0]['params'][0]" in caplog.text
 
-    def test_skip_silently_if_asked(self, caplog):
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, verbose=False)
+    def test_a_skip_is_not_logged_without_verbose(self, caplog):
+        model, optimizer = dynamic(verbose=False)
         optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
         optimizer.step()
         assert optimizer.overflow
         assert caplog.text == ""
 
-    def test_are_made_under_a_static_scale_whatever_the_gradients(self):
-        model, optimizer = wrapped(torch.float16, static_loss_scale=8.0)
+    def test_a_static_scale_skips_no_step(self):
+        model, optimizer = wrapped(static_loss_scale=8.0)
         optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
         assert not optimizer.overflow
         optimizer.step()
         assert not bool(model[0].weight.isfinite().all())
 
-    def test_stop_at_the_floor(self):
-        args = {"init_scale": 2.0, "min_loss_scale": 1.0}
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args)
-        optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
+    def test_an_overflow_at_the_floor_of_the_scale_raises(self):
+        model, optimizer = dynamic(init_scale=2.0, min_loss_scale=1.0)
+        nn.init.constant_(model[0].weight, math.inf)
+        train(model, optimizer, inputs(1))
+        optimizer.backward(loss_of(model, inputs(1)[0]))
         with pytest.raises(LossScaleError, match="at its floor of 1 and the gradients still overflow"):
             optimizer.step()
 
-    def test_let_the_scale_grow(self):
-        args = {"init_scale": 2.0, "scale_window": 2, "scale_factor": 4.0, "max_loss_scale": 32.0}
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args)
+    def test_the_scale_grows_by_its_window_up_to_its_ceiling(self):
+        model, optimizer = dynamic(init_scale=2.0, scale_window=2, scale_factor=4.0, max_loss_scale=32.0)
         scales = []
         for batch in inputs(6):
             train(model, optimizer, [batch])
             scales.append(optimizer.loss_scale)
         assert scales == [2.0, 8.0, 8.0, 32.0, 32.0, 32.0]
 
-    def test_leave_masters_without_gradient_alone(self):
-        model, optimizer = wrapped(torch.float16)
+    def test_masters_without_a_gradient_are_not_stepped(self):
+        model, optimizer = wrapped()
         train(model, optimizer, inputs(1))
         unused = optimizer.fp32_from_fp16_groups[0][-1]
         before = unused.detach().clone()
@@ -277,34 +284,28 @@ class TestGradients:
     def check_sum(self, optimizer: FP16_Optimizer, scale: float, passes: int) -> None:
         hand = ByHand(torch.float16, scale)
         hand.step(*inputs(passes))
-        for found, expected in zip(optimizer.inspect_master_grad_data()[0], hand.masters, strict=True):
-            assert_same_bits(found, expected.grad)
+        assert_same_state(optimizer.inspect_master_grad_data()[0], [master.grad for master in hand.masters])
 
-    def test_of_several_passes_add_up_until_they_are_unscaled(self):
-        model, optimizer = wrapped(torch.float16, static_loss_scale=128.0)
-        for batch in inputs(3):
-            optimizer.backward(loss_of(model, batch), update_master_grads=False)
-        optimizer.update_master_grads()
-        self.check_sum(optimizer, 128.0, 3)
-
-    def test_of_several_passes_add_up_when_each_is_unscaled(self):
+    @pytest.mark.parametrize("each_is_unscaled", [False, True])
+    def test_gradients_of_several_passes_add_up(self, each_is_unscaled):
         """Of float32 parameters, too, whose gradients Apex divided again and again."""
-        model, optimizer = wrapped(torch.float16, static_loss_scale=128.0)
+        model, optimizer = wrapped(static_loss_scale=128.0)
         for batch in inputs(3):
-            optimizer.backward(loss_of(model, batch))
+            optimizer.backward(loss_of(model, batch), update_master_grads=each_is_unscaled)
+        if not each_is_unscaled:
+            optimizer.update_master_grads()
         self.check_sum(optimizer, 128.0, 3)
 
-    def test_follow_a_scale_that_moves_in_between(self):
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+    def test_gradients_are_brought_to_a_scale_that_the_user_changes(self):
+        model, optimizer = dynamic()
         for scale, batch in zip((64.0, 128.0), inputs(2), strict=True):
             optimizer.loss_scale = scale
             optimizer.backward(loss_of(model, batch))
         self.check_sum(optimizer, 128.0, 2)
 
     @pytest.mark.parametrize("bad", [None, 0, 3], ids=["finite", "the first overflows", "the last overflows"])
-    def test_move_the_scale_once_for_all_of_a_step(self, bad):
-        args = {"init_scale": 64.0, "scale_window": 2}
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False)
+    def test_the_scale_moves_once_for_all_backward_passes_of_a_step(self, bad):
+        model, optimizer = dynamic(init_scale=64.0, scale_window=2, verbose=False)
         for step in range(2):
             optimizer.zero_grad()
             for number, batch in enumerate(inputs(4)):
@@ -313,42 +314,45 @@ class TestGradients:
             optimizer.step()
         assert optimizer.loss_scale == (128.0 if bad is None else 32.0)
 
-    @pytest.mark.parametrize("clears", ["optimizer", "inner optimizer", "model", "model, zeros", "none"])
-    def test_that_no_step_skips_lower_the_scale_too(self, clears):
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
-        for number in range(3):  # a loop that leaves out the steps
+    @pytest.mark.parametrize(
+        ("clear", "exponent"),
+        [
+            (lambda _, optimizer: optimizer.zero_grad(), 13),
+            (lambda _, optimizer: optimizer.optimizer.zero_grad(), 13),
+            (lambda model, _: model.zero_grad(), 13),
+            (lambda model, _: model.zero_grad(set_to_none=False), 13),
+            (lambda *_: None, 15),
+        ],
+        ids=["optimizer", "inner optimizer", "model", "model, zeros", "none"],
+    )
+    def test_gradients_that_overflow_and_are_cleared_lower_the_scale(self, clear, exponent):
+        model, optimizer = dynamic()
+        for _ in range(3):  # a loop that leaves out the steps
             optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
             assert optimizer.overflow
             for _ in range(2):
-                if clears == "optimizer":
-                    optimizer.zero_grad()
-                elif clears == "inner optimizer":
-                    optimizer.optimizer.zero_grad()
-                elif clears != "none":
-                    model.zero_grad(set_to_none=clears == "model")
-            if clears == "optimizer":
-                assert optimizer.loss_scale == 2.0 ** (15 - number)
+                clear(model, optimizer)
         model.zero_grad()
         optimizer.backward(loss_of(model, inputs(1)[0]))
         assert not optimizer.overflow
-        assert optimizer.loss_scale == 2.0 ** (15 if clears == "none" else 13)
+        assert optimizer.loss_scale == 2.0**exponent
 
-    def test_wait_in_a_checkpoint_for_the_step_that_skips_them(self):
-        for is_stepped in (False, True):
-            model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, verbose=False)
-            optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
-            if is_stepped:
-                optimizer.step()
-            resumed = wrapped(torch.float16, dynamic_loss_scale=True, verbose=False)[1]
-            resumed.load_state_dict(optimizer.state_dict())
-            assert resumed.overflow is not is_stepped
-            resumed.zero_grad()
-            resumed.zero_grad()
-            assert resumed.loss_scale == 2.0**15
+    @pytest.mark.parametrize("is_stepped", [False, True])
+    def test_a_checkpoint_keeps_an_overflow_for_the_step_that_skips_it(self, is_stepped):
+        model, optimizer = dynamic(verbose=False)
+        optimizer.backward(loss_of(model, inputs(1)[0]) * math.inf)
+        if is_stepped:
+            optimizer.step()
+        _, resumed = dynamic(verbose=False)
+        resumed.load_state_dict(optimizer.state_dict())
+        assert resumed.overflow is not is_stepped
+        resumed.zero_grad()
+        resumed.zero_grad()
+        assert resumed.loss_scale == 2.0**15
 
     @pytest.mark.parametrize("clears", ["after a step", "without a step"])
-    def test_may_be_scaled_by_the_user(self, clears):
-        model, optimizer = wrapped(torch.float16, static_loss_scale=128.0)
+    def test_gradients_may_be_scaled_by_the_user(self, clears):
+        model, optimizer = wrapped(static_loss_scale=128.0)
         if clears == "without a step":
             statistics = copy.deepcopy(model[1].state_dict())
             optimizer.backward(loss_of(model, inputs(1)[0]))
@@ -365,8 +369,8 @@ class TestGradients:
             hand.step(batch)
         assert_same_state(found, [master.grad for master in hand.masters])
 
-    def test_may_be_needed_for_a_graph_twice(self):
-        model, optimizer = wrapped(torch.float16, static_loss_scale=128.0)
+    def test_a_graph_may_be_retained(self):
+        model, optimizer = wrapped(static_loss_scale=128.0)
         loss = loss_of(model, inputs(1)[0])
         optimizer.backward(loss, update_master_grads=False, retain_graph=True)
         once = model[0].weight.grad.clone()
@@ -374,14 +378,14 @@ class TestGradients:
         assert_same_bits(model[0].weight.grad, once * 2)
 
     @pytest.mark.parametrize("to_none", [True, False])
-    def test_are_cleared_everywhere(self, to_none):
-        model, optimizer = wrapped(torch.float16)
+    def test_zero_grad_clears_gradients_of_the_model_and_of_masters(self, to_none):
+        model, optimizer = wrapped()
         optimizer.backward(loss_of(model, inputs(1)[0]))
         optimizer.zero_grad(set_grads_to_None=to_none)
         for parameter in [*model.parameters(), *updated(optimizer)]:
             assert parameter.grad is None if to_none else not parameter.grad.any()
 
-    def test_may_be_sparse(self):
+    def test_sparse_gradients_are_unscaled(self):
         grads = []
         for sparse in (True, False):
             torch.manual_seed(0)
@@ -394,25 +398,17 @@ class TestGradients:
 
 
 class TestClosures:
-    def test_of_lbfgs_see_the_masters_each_time(self):
+    def test_a_closure_of_lbfgs_sees_the_masters_in_each_call(self):
         """The same as LBFGS on masters of which the closure evaluates the rounded values."""
         options = {"lr": 0.5, "max_iter": 5}
-        x = inputs(1)[0]
-        model, optimizer = wrapped(torch.float16, lambda p: torch.optim.LBFGS(p, **options), static_loss_scale=128.0)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, x)
-            optimizer.backward(loss)
-            return loss
-
+        model, optimizer = wrapped(make=lambda p: torch.optim.LBFGS(p, **options), static_loss_scale=128.0)
         hand = converted(torch.float16)
         parameters, masters = prep_param_lists(hand)
 
         def closure_by_hand() -> Tensor:
             master_params_to_model_params(parameters, masters)
             hand.zero_grad()
-            loss = loss_of(hand, x)
+            loss = loss_of(hand, inputs(1)[0])
             (loss * 128.0).backward()
             model_grads_to_master_grads(parameters, masters)
             for master in masters:
@@ -421,24 +417,16 @@ class TestClosures:
 
         by_hand = torch.optim.LBFGS(masters, **options)
         for _ in range(2):
-            optimizer.step(closure)
+            optimizer.step(closure_of(model, optimizer))
             assert optimizer.first_closure_call_this_step
             by_hand.step(closure_by_hand)
             master_params_to_model_params(parameters, masters)
             assert_same_state(model.state_dict(), hand.state_dict())
 
-    def test_are_evaluated_again_after_an_overflow(self):
-        args = {"init_scale": 2.0**24}
-        model, optimizer = wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args=args, verbose=False)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, inputs(1)[0])
-            optimizer.backward(loss)
-            return loss
-
+    def test_a_closure_is_called_again_after_an_overflow(self):
+        model, optimizer = dynamic(init_scale=2.0**24, verbose=False)
         before = model[0].weight.detach().clone()
-        optimizer.step(closure)
+        optimizer.step(closure_of(model, optimizer))
         assert optimizer.loss_scale < 2.0**24
         assert bool(model[0].weight.isfinite().all())
         assert not torch.equal(model[0].weight, before)
@@ -446,7 +434,7 @@ class TestClosures:
 
 class TestCheckpoints:
     @pytest.mark.parametrize("options", [{"static_loss_scale": 64.0}, {"dynamic_loss_scale": True}], ids=str)
-    def test_go_on_with_the_same_bits(self, options):
+    def test_a_resumed_run_has_the_same_bits(self, options):
         batches = inputs(8)
         model, optimizer = wrapped(torch.float16, **options)
         train(model, optimizer, batches[:4])
@@ -457,14 +445,15 @@ class TestCheckpoints:
         another, resumed = wrapped(torch.float16, **options)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        another.load_state_dict(saved["model"])
         resumed.load_state_dict(saved["optimizer"])
+        assert_same_bits(another[0].weight, saved["model"]["0.weight"])
+        another.load_state_dict(saved["model"])
         train(another, resumed, batches[4:])
         assert_same_state(another.state_dict(), model.state_dict())
         assert_same_state(resumed.state_dict(), optimizer.state_dict())
 
-    def test_have_apexs_keys(self):
-        _, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+    def test_a_checkpoint_has_apexs_keys(self):
+        _, optimizer = dynamic()
         assert optimizer.state_dict().keys() == {
             "loss_scaler",
             "dynamic_loss_scale",
@@ -474,30 +463,27 @@ class TestCheckpoints:
             "fp32_from_fp16",
         }
 
-    def test_bring_the_masters_into_the_model(self):
-        model, optimizer = wrapped(torch.float16)
-        train(model, optimizer, inputs(2))
-        another, resumed = wrapped(torch.float16)
-        resumed.load_state_dict(optimizer.state_dict())
-        assert_same_bits(another[0].weight, model[0].weight)
-
-    def test_of_apex_with_a_scaler_of_its_own_load(self):
+    def test_a_checkpoint_of_apex_with_its_dynamic_scaler_loads(self):
         """As the class that it pickled is found under this name, without what that has beyond Apex's."""
         scaler = pickle.loads(pickle.dumps(DynamicLossScaler()))
         vars(scaler).clear()
         vars(scaler).update(cur_scale=4096.0, cur_iter=10, last_overflow_iter=6, scale_factor=2.0, scale_window=5)
-        _, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+        _, optimizer = dynamic()
         optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": scaler})
         for expected in (4096.0, 8192.0):  # the fourth and the fifth clean step after the overflow
             optimizer.loss_scaler.update_scale(False)
             scaler.update_scale(False)
             assert optimizer.loss_scale == scaler.loss_scale == expected
 
-    def test_of_apex_with_a_scaler_of_amp_load(self):
-        scaler = SimpleNamespace(
-            _loss_scale=512.0, _unskipped=2, _scale_seq_len=4, _max_loss_scale=2.0**24, _min_loss_scale=None
-        )
-        _, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+    @pytest.mark.parametrize("pickled", [False, True], ids=["fields of Apex's scaler", "late Apex's pickled object"])
+    def test_a_checkpoint_of_apex_with_a_scaler_of_amp_loads(self, pickled):
+        fields = {"_loss_scale": 512.0, "_unskipped": 2, "_scale_seq_len": 4, "_max_loss_scale": 2.0**24}
+        scaler = SimpleNamespace(**fields, _min_loss_scale=None)
+        if pickled:  # it pickled the object, under the name that its class has here
+            saved = LossScalerOfAmp.__new__(LossScalerOfAmp)
+            vars(saved).update(fields, dynamic=True)
+            scaler = pickle.loads(pickle.dumps(saved))
+        _, optimizer = dynamic()
         optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": scaler})
         scales = []
         for _ in range(3):
@@ -505,14 +491,14 @@ class TestCheckpoints:
             scales.append(optimizer.loss_scale)
         assert scales == [512.0, 1024.0, 1024.0]
 
-    def test_of_a_static_scale_load(self):
-        _, optimizer = wrapped(torch.float16, dynamic_loss_scale=True)
+    def test_a_checkpoint_with_a_static_scale_loads(self):
+        _, optimizer = dynamic()
         saved = {**optimizer.state_dict(), "dynamic_loss_scale": False, "loss_scaler": LossScaler(32.0)}
         optimizer.load_state_dict(saved)
         assert (optimizer.loss_scale, optimizer.dynamic_loss_scale) == (32.0, False)
 
-    def test_of_something_else_change_nothing(self):
-        model, optimizer = wrapped(torch.float16)
+    def test_loading_something_else_is_an_error_and_changes_nothing(self):
+        model, optimizer = wrapped()
         before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         saved = optimizer.state_dict()
         with pytest.raises(OptionError, match="lacks loss_scaler, overflow"):
@@ -521,67 +507,48 @@ class TestCheckpoints:
             optimizer.load_state_dict({**saved, "fp32_from_fp16": [[torch.zeros(1)]]})
         with pytest.raises(OptionError, match="found float without a cur_scale"):
             optimizer.load_state_dict({**saved, "loss_scaler": 1.0})
-        assert_same_state((model.state_dict(), optimizer.state_dict()), before)
-
-    def test_what_is_no_state_is_an_error(self) -> None:
-        optimizer = FP16_Optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1).half())], lr=0.1))
         with pytest.raises(OptionError, match="found NoneType as the state of an FP16_Optimizer"):
             optimizer.load_state_dict(None)
-
-    def test_a_scaler_that_late_apex_pickled_is_read(self) -> None:
-        # It pickled the object, under the name that its class has here.
-        saved = LossScalerOfAmp.__new__(LossScalerOfAmp)
-        vars(saved).update(_loss_scale=512.0, dynamic=True, _unskipped=3, _scale_seq_len=7, _max_loss_scale=2.0**20)
-        optimizer = FP16_Optimizer(
-            torch.optim.SGD([nn.Parameter(torch.ones(1).half())], lr=0.1), dynamic_loss_scale=True
-        )
-        state = {**optimizer.state_dict(), "loss_scaler": pickle.loads(pickle.dumps(saved))}
-        optimizer.load_state_dict(state)
-        assert (optimizer.loss_scale, optimizer.loss_scaler.scale_window) == (512.0, 7)
+        assert_same_state((model.state_dict(), optimizer.state_dict()), before)
 
 
 class TestProperties:
-    def test_are_the_inner_optimizers(self):
-        _, optimizer = wrapped(torch.float16, static_loss_scale=4.0)
+    def test_groups_and_state_are_those_of_the_inner_optimizer(self):
+        _, optimizer = wrapped(static_loss_scale=4.0)
         optimizer.param_groups = groups = [dict(optimizer.optimizer.param_groups[0])]
         assert optimizer.optimizer.param_groups is groups
         optimizer.state = state = {}
         assert optimizer.optimizer.state is state
 
-    def test_have_a_scale_to_read_and_write(self):
-        model, optimizer = wrapped(torch.float16, static_loss_scale=4.0)
+    def test_the_loss_scale_can_be_set(self):
+        model, optimizer = wrapped(static_loss_scale=4.0)
         optimizer.loss_scale = 16.0
         optimizer.backward(loss_of(model, inputs(1)[0]))
         assert_same_bits(optimizer.fp32_from_fp16_groups[0][0].grad, model[0].weight.grad.float() / 16)
         with pytest.raises(OptionError, match="loss_scale is 0"):
             optimizer.loss_scale = 0
 
-    def test_are_checked(self):
-        with pytest.raises(OptionError, match="scale_factor is 1"):
-            wrapped(torch.float16, dynamic_loss_scale=True, dynamic_loss_args={"scale_factor": 1.0})
-
 
 class TestNetworksInHalf:
     @pytest.mark.parametrize("in_half", [network_to_half, FP16Model])
-    def test_are_compiled_into_one_graph(self, in_half):
+    def test_networks_in_half_compile_into_one_graph(self, in_half):
         model = in_half(nn.Linear(4, 4))
         assert torch.compile(model, fullgraph=True, backend="eager")(torch.ones(2, 4)).dtype is torch.float16
 
-    def test_have_batch_norms_in_float32(self):
+    def test_fp16_model_takes_several_inputs(self):
+        model = FP16Model(nn.Bilinear(2, 3, 1))
+        assert model(torch.ones(4, 2), torch.ones(4, 3)).dtype is torch.float16
+        assert list(model.state_dict()) == ["network.weight", "network.bias"]
+
+    def test_network_to_half_leaves_batch_norms_in_float32(self):
         model = network_to_half(network())
         assert type(model[0]) is tofp16
-        assert {name: p.dtype for name, p in model.named_parameters()} == {
-            "1.0.weight": torch.float16,
-            "1.0.bias": torch.float16,
-            "1.1.weight": torch.float32,
-            "1.1.bias": torch.float32,
-            "1.3.weight": torch.float16,
-            "1.3.bias": torch.float16,
-        }
+        halves = {name for name, parameter in model.named_parameters() if parameter.dtype is torch.float16}
+        assert halves == {"1.0.weight", "1.0.bias", "1.3.weight", "1.3.bias"}
         assert model(inputs(1)[0]).dtype is torch.float16
 
     @HALVES
-    def test_are_converted_to_any_type(self, half):
+    def test_convert_network_converts_all_but_batch_norms(self, half):
         model = nn.Sequential(network(), nn.BatchNorm1d(2, affine=False), nn.LSTM(2, 2))
         model[0][0].weight.grad = torch.ones(8, 4)
         model.register_buffer("count", torch.zeros(1, dtype=torch.int64))
@@ -593,27 +560,22 @@ class TestNetworksInHalf:
         assert model[1].running_mean.dtype is half
         assert model.count.dtype is torch.int64
 
-    def test_are_converted_a_module_at_a_time(self):
+    def test_convert_module_leaves_submodules_alone(self):
         model = network()
         convert_module(model, torch.float16)
         assert model[0].weight.dtype is torch.float32
         convert_module(model[0], torch.float16)
         assert (model[0].weight.dtype, model[3].weight.dtype) == (torch.float16, torch.float32)
 
-    def test_keep_norms_without_weights_half(self):
+    def test_bn_convert_float_leaves_norms_without_weights_half(self):
         model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False)).half()
         assert BN_convert_float(model) is model
         assert (model[0].running_mean.dtype, model[1].running_mean.dtype) == (torch.float32, torch.float16)
 
-    def test_take_several_inputs(self):
-        model = FP16Model(nn.Bilinear(2, 3, 1))
-        assert model(torch.ones(4, 2), torch.ones(4, 3)).dtype is torch.float16
-        assert list(model.state_dict()) == ["network.weight", "network.bias"]
-
 
 class TestMastersByHand:
     @pytest.mark.parametrize("flat", [True, False])
-    def test_are_copied_to_and_fro(self, flat):
+    def test_masters_by_hand_are_copied_to_and_from_the_model(self, flat):
         model = nn.Linear(3, 2).half()
         frozen = nn.Parameter(torch.ones(1), requires_grad=False)
         model.register_parameter("frozen", frozen)
@@ -633,7 +595,7 @@ class TestMastersByHand:
         master_params_to_model_params(parameters, masters, flat_master=flat)
         assert_same_bits(model.weight, torch.full((2, 3), 1 / 3).half())
 
-    def test_follow_parameters_without_gradient(self):
+    def test_masters_by_hand_of_parameters_without_a_gradient_have_none(self):
         model = nn.Linear(3, 2).half()
         parameters, masters = prep_param_lists(model)
         masters[0].grad = torch.ones(2, 3)
@@ -644,17 +606,17 @@ class TestMastersByHand:
         model_grads_to_master_grads(parameters, [flat], flat_master=True)
         assert_same_bits(flat.grad, torch.tensor([0.0] * 6 + [1.0] * 2))
 
-    def test_are_flat_only_of_one_type(self):
+    def test_flat_masters_of_several_types_are_an_error(self):
         with pytest.raises(OptionError, match=r"found torch\.float16, torch\.float32; expected parameters of one type"):
             prep_param_lists(converted(torch.float16), flat_master=True)
 
-    def test_numbers_come_out_of_tensors(self):
+    def test_to_python_float_takes_tensors_and_lists(self):
         assert to_python_float(torch.tensor([2.5])) == 2.5
         assert to_python_float([2.5]) == 2.5
 
 
 class TestLossScalers:
-    def test_backs_off_to_1_and_grows_by_its_window(self):
+    def test_the_dynamic_scaler_backs_off_to_1_and_grows_by_its_window(self):
         scaler = DynamicLossScaler(init_scale=4.0, scale_factor=2.0, scale_window=2)
         scales = []
         for overflow in (True, False, False, False, False, True, True, True, True):
@@ -664,7 +626,7 @@ class TestLossScalers:
         assert (scaler.cur_iter, scaler.last_overflow_iter) == (9, 8)
         assert DynamicLossScaler().loss_scale == 2**32
 
-    def test_sees_overflows(self):
+    def test_only_the_dynamic_scaler_sees_overflows(self):
         parameters = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).half())]
         scaler = DynamicLossScaler()
         assert not scaler.has_overflow(parameters)
@@ -676,7 +638,7 @@ class TestLossScalers:
             assert not LossScaler().has_overflow(parameters)
 
     @pytest.mark.parametrize("scaler", [LossScaler(8), DynamicLossScaler(init_scale=8)], ids=["static", "dynamic"])
-    def test_scales_backward(self, scaler):
+    def test_scalers_scale_backward_passes(self, scaler):
         parameter = nn.Parameter(torch.ones(()))
         loss = parameter * 2
         scaler.backward(loss, retain_graph=True)
@@ -684,7 +646,7 @@ class TestLossScalers:
         assert parameter.grad.item() == 32
         assert_same_state(scaler.scale_gradient(None, (torch.ones(1),), None), (torch.full((1,), 8.0),))
 
-    def test_static_one_never_moves(self):
+    def test_the_static_scaler_never_moves(self):
         scaler = LossScaler(8)
         scaler.update_scale(True)
         assert scaler.loss_scale == scaler.cur_scale == 8

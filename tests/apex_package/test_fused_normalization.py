@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import HALF_DTYPES, assert_same_bits, casts_on, dtype_name
+from optimizers import backward
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -68,61 +69,61 @@ def assert_is(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @EACH
 class TestLayers:
     @SHAPES
-    def test_are_the_published_ones(self, norm_class, shape):
+    def test_layers_compute_the_published_norms(self, norm_class, shape):
         norm = drawn(norm_class(shape))
         assert_is(norm(some_input()), published(some_input(), norm), torch.float32)
 
-    def test_take_apexs_arguments_in_its_order(self, norm_class):
+    def test_layers_take_apexs_arguments_in_its_order(self, norm_class):
         assert norm_class(4).eps == 1e-5
         assert norm_class(4, 0.5).eps == 0.5
         assert norm_class(4, eps=0.5, memory_efficient=True).memory_efficient is True
         norm = drawn(norm_class(4, 0.5))
         assert_is(norm(some_input()), published(some_input(), norm, eps=0.5), torch.float32)
 
-    def test_are_compiled_into_one_graph(self, norm_class):
+    def test_layers_compile_into_one_graph(self, norm_class):
         norm = drawn(norm_class(4))
         compiled = torch.compile(norm, fullgraph=True, backend="eager")
         assert torch.equal(compiled(some_input()), norm(some_input()))
 
-    def test_are_torchs_own(self, norm_class):
+    def test_layers_are_torchs_own(self, norm_class):
         kind = nn.LayerNorm if norm_class in LAYER_NORMS else nn.RMSNorm
         norm, torchs = drawn(norm_class(4)), kind(4, eps=1e-5)
         torchs.load_state_dict(norm.state_dict())
         assert isinstance(norm, kind)
         assert_same_bits(norm(some_input()), torchs(some_input()))
 
-    def test_have_apexs_keys_and_shapes_in_their_state_dict(self, norm_class):
+    def test_layers_have_apexs_keys_and_shapes_in_their_state_dict(self, norm_class):
         names = ["weight", "bias"] if norm_class in LAYER_NORMS else ["weight"]
         shapes = {name: tuple(value.shape) for name, value in norm_class((3, 4)).state_dict().items()}
         assert shapes == dict.fromkeys(names, (3, 4))
 
-    def test_are_copied_and_pickled(self, norm_class):
+    def test_layers_are_copied_and_pickled(self, norm_class):
         norm = drawn(norm_class(4, memory_efficient=True))
         for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
             assert_same_bits(other(some_input()), norm(some_input()))
             assert other.memory_efficient is True
 
     @EACH_HALF
-    def test_in_plain_half_compute_in_float32_and_round(self, norm_class, half):
+    def test_half_layers_compute_in_float32_and_round(self, norm_class, half):
         norm = drawn(norm_class(4)).to(half)
         assert_is(norm(some_input(half)), published(some_input(half), norm), half)
 
     @EACH_HALF
-    def test_in_plain_half_do_not_overflow_in_their_squares(self, norm_class, half):
+    def test_half_layers_do_not_overflow_in_their_squares(self, norm_class, half):
         large = torch.tensor([[-1000.0, 1000.0, 500.0, -500.0]], dtype=half)
         norm = norm_class(4).to(half)
         assert_is(norm(large), published(large, norm), half)
 
     @EACH_HALF
     @pytest.mark.covering(1)
-    def test_under_o1_give_float32(self, norm_class, half):
+    def test_layers_give_float32_under_o1(self, norm_class, half):
         norm = drawn(norm_class(4))
         with casts_on(half):
             assert_is(norm(some_input(half)), published(some_input(half), norm), torch.float32)
             assert_is(norm(some_input()), published(some_input(), norm), torch.float32)
 
     @EACH_HALF
-    def test_at_o2_train_in_half(self, norm_class, half):
+    def test_layers_train_in_half_at_o2(self, norm_class, half):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), norm_class(4), nn.Linear(4, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -131,9 +132,7 @@ class TestLayers:
         assert before.dtype is half
         for _ in range(3):
             optimizer.zero_grad()
-            loss = model(some_input()).square().mean()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(model(some_input()).square().mean(), optimizer)
             optimizer.step()
         assert not torch.equal(model[1].weight, before)
         assert {each.dtype for each in amp.master_params(optimizer)} == {torch.float32}
@@ -141,13 +140,13 @@ class TestLayers:
 
 class TestWithoutParameters:
     @pytest.mark.parametrize("norm_class", [FusedLayerNorm, FusedRMSNorm])
-    def test_normalise_all_the_same(self, norm_class):
+    def test_layers_without_parameters_normalise(self, norm_class):
         norm = norm_class(4, 1e-5, False)
         assert list(norm.state_dict()) == []
         assert_is(norm(some_input()), published(some_input(), norm), torch.float32)
 
     @EACH_MIXED
-    def test_mixed_ones_are_refused(self, norm_class):
+    def test_mixed_layers_without_parameters_are_refused(self, norm_class):
         assert norm_class(4, elementwise_affine=True).weight is not None
         with pytest.raises(OptionError, match=rf"{norm_class.__name__} found elementwise_affine=False.*Use Fused"):
             norm_class(4, elementwise_affine=False)
@@ -157,7 +156,7 @@ class TestWithoutParameters:
 class TestMixedDtypes:
     @pytest.mark.parametrize("of_parameters", [*HALF_DTYPES, torch.float32], ids=dtype_name)
     @pytest.mark.parametrize("of_input", [*HALF_DTYPES, torch.float32], ids=dtype_name)
-    def test_outputs_have_the_dtype_of_the_parameters(self, norm_class, of_input, of_parameters):
+    def test_outputs_of_mixed_layers_have_the_dtype_of_the_parameters(self, norm_class, of_input, of_parameters):
         norm = drawn(norm_class(4)).to(of_parameters)
         x = some_input(of_input).requires_grad_()
         expected = published(x, norm)
@@ -167,13 +166,13 @@ class TestMixedDtypes:
         assert x.grad.dtype is of_input
         assert norm.weight.grad.dtype is of_parameters
 
-    def test_under_o1_too(self, norm_class):
+    def test_outputs_of_mixed_layers_have_that_dtype_under_o1_too(self, norm_class):
         norm = drawn(norm_class(4)).bfloat16()
         with casts_on(torch.bfloat16):
             assert_is(norm(some_input()), published(some_input(), norm), torch.bfloat16)
             assert_is(norm(some_input(torch.bfloat16)), published(some_input(torch.bfloat16), norm), torch.bfloat16)
 
-    def test_gradients_are_those_of_float32(self, norm_class):
+    def test_gradients_of_mixed_layers_are_those_of_float32(self, norm_class):
         narrow, wide = drawn(norm_class(4)), drawn(norm_class(4))
         x = some_input(torch.bfloat16).requires_grad_()
         w = some_input(torch.bfloat16).float().requires_grad_()
@@ -187,26 +186,19 @@ class TestFunctions:
     """Their default eps is another than that of the layers."""
 
     @SHAPES
-    def test_of_layer_norm(self, shape):
-        x, plain, norm = some_input(), FusedLayerNorm(shape, 1e-6, False), drawn(FusedLayerNorm(shape, 1e-6))
-        assert_is(fused_layer_norm.fused_layer_norm(x, shape), published(x, plain, 1e-6), torch.float32)
-        assert_is(fused_layer_norm.fused_layer_norm(x, shape, 0.5), published(x, plain, 0.5), torch.float32)
-        y = fused_layer_norm.fused_layer_norm_affine(x, norm.weight, norm.bias, shape)
-        assert_is(y, published(x, norm, 1e-6), torch.float32)
-        y = fused_layer_norm.mixed_dtype_fused_layer_norm_affine(x.half(), norm.weight, norm.bias, shape, 0.5)
+    @pytest.mark.parametrize(("norm_class", "name"), [(FusedLayerNorm, "layer_norm"), (FusedRMSNorm, "rms_norm")])
+    def test_functions_compute_the_published_norms(self, norm_class, name, shape):
+        function = getattr(fused_layer_norm, f"fused_{name}")
+        affine = getattr(fused_layer_norm, f"fused_{name}_affine")
+        mixed = getattr(fused_layer_norm, f"mixed_dtype_fused_{name}_affine")
+        x, plain, norm = some_input(), norm_class(shape, 1e-6, False), drawn(norm_class(shape, 1e-6))
+        assert_is(function(x, shape), published(x, plain, 1e-6), torch.float32)
+        assert_is(function(x, shape, 0.5), published(x, plain, 0.5), torch.float32)
+        assert_is(affine(x, *norm.parameters(), shape), published(x, norm, 1e-6), torch.float32)
+        y = mixed(x.half(), *norm.parameters(), shape, 0.5)
         assert_is(y, published(x.half(), norm, 0.5), torch.float32)
 
-    @SHAPES
-    def test_of_rms_norm(self, shape):
-        x, plain, norm = some_input(), FusedRMSNorm(shape, 1e-6, False), drawn(FusedRMSNorm(shape, 1e-6))
-        assert_is(fused_layer_norm.fused_rms_norm(x, shape), published(x, plain, 1e-6), torch.float32)
-        assert_is(fused_layer_norm.fused_rms_norm(x, shape, 0.5), published(x, plain, 0.5), torch.float32)
-        y = fused_layer_norm.fused_rms_norm_affine(x, norm.weight, shape)
-        assert_is(y, published(x, norm, 1e-6), torch.float32)
-        y = fused_layer_norm.mixed_dtype_fused_rms_norm_affine(x.half(), norm.weight, shape, 0.5)
-        assert_is(y, published(x.half(), norm, 0.5), torch.float32)
-
-    def test_eps_may_be_left_to_torch_for_rms(self):
+    def test_eps_of_rms_norm_may_be_left_to_torch(self):
         eps = torch.finfo(torch.float32).eps
         small = torch.full((1, 4), 1e-4)
         for norm in (FusedRMSNorm(4, None), MixedFusedRMSNorm(4, None)):

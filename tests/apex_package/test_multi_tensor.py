@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import DEVICES, assert_same_bits, casts_on
+from helpers import DEVICES, assert_same_bits, assert_same_state, casts_on
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -52,11 +52,6 @@ def copies(tensors: list[Tensor]) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def assert_all_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert_same_bits(one, other)
-
-
 # So that ins and outs meet in every pair of dtypes.
 DTYPES_OF_OUTS = pytest.mark.parametrize(
     "out_dtypes",
@@ -84,29 +79,27 @@ class TestScale:
     @DTYPES_OF_OUTS
     @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.covering(1)
-    def test_multiplies_in_float32_and_rounds_once(self, out_dtypes, device):
+    def test_scale_multiplies_in_float32_and_rounds_once(self, out_dtypes, device):
         ins, outs, overflow = drawn(0, device=device), empty(out_dtypes, device), flag(device)
-        expected = [
-            (one.float() * torch.tensor(0.3, device=device)).to(other.dtype)
-            for one, other in zip(ins, outs, strict=True)
-        ]
+        factor = torch.tensor(0.3, device=device)
+        expected = [(one.float() * factor).to(other.dtype) for one, other in zip(ins, outs, strict=True)]
         before = copies(ins)
         assert amp_C.multi_tensor_scale(2048, overflow, [ins, outs], 0.3) is None
-        assert_all_same_bits(outs, expected)
-        assert_all_same_bits(ins, before)
+        assert_same_state(outs, expected)
+        assert_same_state(ins, before)
         assert overflow.item() == 0
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("same_objects", [True, False])
-    def test_ins_and_outs_may_be_the_same(self, dtype, same_objects):
+    def test_scale_works_in_place(self, dtype, same_objects):
         grads = drawn(0, (dtype,))
         expected = [(grad.float() * 0.25).to(dtype) for grad in grads]
         memory = [grad.data_ptr() for grad in grads]
         amp_C.multi_tensor_scale(2048, flag(), [grads, grads if same_objects else [grad.data for grad in grads]], 0.25)
-        assert_all_same_bits(grads, expected)
+        assert_same_state(grads, expected)
         assert [grad.data_ptr() for grad in grads] == memory
 
-    def test_in_place_and_into_float32_takes_no_memory(self):
+    def test_scale_in_place_or_into_float32_takes_no_memory(self):
         halves, singles = [torch.ones(5, dtype=torch.bfloat16)], [torch.ones(5)]
         with Copies(halves + singles) as copied:
             amp_C.multi_tensor_scale(2048, flag(), [halves, halves], 2.0)
@@ -117,13 +110,12 @@ class TestScale:
             amp_C.multi_tensor_scale(2048, flag(), [singles, halves], 2.0)
         assert copied.found == 1
 
-    def test_takes_a_factor_as_tensors_of_one_element(self):
+    def test_scale_takes_a_number_or_a_tensor_of_one_element_as_factor(self):
         for factor in (torch.tensor(0.5), torch.tensor([0.5], dtype=torch.float64), 0.5):
             grads = [torch.ones(2)]
             amp_C.multi_tensor_scale(2048, flag(), [grads, grads], factor)
             assert grads[0].tolist() == [0.5, 0.5]
 
-    def test_a_factor_of_several_elements_is_refused(self):
         outs = [torch.zeros(1)]
         with pytest.raises(OptionError, match="as a factor"):
             amp_C.multi_tensor_scale(2048, flag(), [[torch.ones(1)], outs], torch.ones(2))
@@ -131,7 +123,7 @@ class TestScale:
 
     @DTYPES_OF_OUTS
     @pytest.mark.parametrize("value", NOT_FINITE, ids=str)
-    def test_raises_the_flag_where_an_element_is_not_finite_and_writes_all_the_same(self, out_dtypes, value):
+    def test_scale_raises_the_flag_at_an_element_that_is_not_finite_and_writes(self, out_dtypes, value):
         ins, outs, overflow = drawn(0), empty(out_dtypes), flag()
         ins[-1][0, 0] = value
         amp_C.multi_tensor_scale(2048, overflow, [ins, outs], 1.0)
@@ -139,28 +131,26 @@ class TestScale:
         assert not outs[-1][0, 0].isfinite()
         assert outs[0].isfinite().all()
 
-    def test_raises_the_flag_in_place(self):
+    def test_scale_in_place_raises_the_flag_and_never_lowers_it(self):
         grads, overflow = [torch.tensor([1.0, math.inf])], flag()
         amp_C.multi_tensor_scale(2048, overflow, [grads, grads], 0.5)
         assert overflow.item() == 1
-
-    def test_never_lowers_the_flag(self):
-        overflow = torch.ones(1, dtype=torch.int32)
         amp_C.multi_tensor_scale(2048, overflow, [drawn(0), empty(DTYPES)], 1.0)
         assert overflow.item() == 1
 
-    def test_of_finite_elements_that_overflow_in_outs_the_flag_says_nothing(self):
+    def test_the_flag_stays_if_finite_elements_overflow_in_outs(self):
         outs, overflow = [torch.zeros(1, dtype=torch.float16)], flag()
         amp_C.multi_tensor_scale(2048, overflow, [[torch.tensor([60000.0])], outs], 2.0)
         assert overflow.item() == 0
         assert outs[0].item() == math.inf
 
-    def test_empty_lists_are_nothing_to_do(self):
+    def test_empty_lists_change_nothing(self):
         overflow = flag()
         amp_C.multi_tensor_scale(2048, overflow, [[], []], 2.0)
+        amp_C.multi_tensor_axpby(2048, overflow, [[], [], []], 1.0, 1.0)
         assert overflow.item() == 0
 
-    def test_writes_to_parameters_and_autograd_does_not_notice(self):
+    def test_scale_writes_to_parameters_unseen_by_autograd(self):
         masters = [nn.Parameter(torch.full((2,), 0.1))]
         halves = [nn.Parameter(torch.zeros(2, dtype=torch.float16))]
         amp_C.multi_tensor_scale(2048, flag(), [masters, halves], 1.0)
@@ -174,16 +164,14 @@ class TestScale:
 class TestAxpby:
     @DTYPES_OF_OUTS
     @pytest.mark.parametrize("device", DEVICES)
-    def test_adds_in_float32_and_rounds_once(self, out_dtypes, device):
+    def test_axpby_adds_in_float32_and_rounds_once(self, out_dtypes, device):
         xs, ys, outs = drawn(0, device=device), drawn(1, DTYPES[::-1], device), empty(out_dtypes, device)
         a, b = torch.tensor(0.3, device=device), torch.tensor(-1.7, device=device)
         expected = [(x.float() * a + y.float() * b).to(out.dtype) for x, y, out in zip(xs, ys, outs, strict=True)]
-        before = copies(xs), copies(ys)
-        overflow = flag(device)
+        before, overflow = (copies(xs), copies(ys)), flag(device)
         amp_C.multi_tensor_axpby(2048, overflow, [xs, ys, outs], 0.3, -1.7)
-        assert_all_same_bits(outs, expected)
-        assert_all_same_bits(xs, before[0])
-        assert_all_same_bits(ys, before[1])
+        assert_same_state(outs, expected)
+        assert_same_state((xs, ys), before)
         assert overflow.item() == 0
 
     @given(
@@ -191,24 +179,21 @@ class TestAxpby:
         of_x=st.sampled_from([1.0, *NOT_FINITE]),
         of_y=st.sampled_from([1.0, *NOT_FINITE]),
     )
-    def test_looks_at_what_it_is_told_to(self, arg_to_check, of_x, of_y):
+    def test_axpby_checks_the_arguments_that_it_is_told_to(self, arg_to_check, of_x, of_y):
         overflow = flag()
         lists = [[torch.tensor([1.0, of_x])], [torch.tensor([1.0, of_y])], [torch.zeros(2)]]
         amp_C.multi_tensor_axpby(2048, overflow, lists, 1.0, 1.0, arg_to_check)
         checked = {-1: (of_x, of_y), 0: (of_x,), 1: (of_y,)}[arg_to_check]
         assert bool(overflow.item()) is not all(map(math.isfinite, checked))
 
-    def test_outs_may_be_either(self):
+    def test_axpby_writes_into_either_argument(self):
         xs, ys = [torch.tensor([1.0, 2.0])], [torch.tensor([10.0, 20.0])]
         amp_C.multi_tensor_axpby(2048, flag(), [xs, ys, ys], 2.0, 1.0)
         assert ys[0].tolist() == [12, 24]
         amp_C.multi_tensor_axpby(2048, flag(), [xs, ys, xs], 1.0, 0.5, 0)
         assert xs[0].tolist() == [7, 14]
 
-    def test_empty_lists_are_nothing_to_do(self):
-        amp_C.multi_tensor_axpby(2048, flag(), [[], [], []], 1.0, 1.0)
-
-    def test_another_argument_to_check_is_refused(self):
+    def test_axpby_refuses_another_argument_to_check(self):
         outs = [torch.zeros(1)]
         with pytest.raises(OptionError, match="arg_to_check=2"):
             amp_C.multi_tensor_axpby(2048, flag(), [[torch.ones(1)], [torch.ones(1)], outs], 1.0, 1.0, 2)
@@ -218,7 +203,7 @@ class TestAxpby:
 class TestNorm:
     @pytest.mark.parametrize("dtypes", [(dtype,) for dtype in DTYPES] + [DTYPES], ids=str)
     @pytest.mark.parametrize("device", DEVICES)
-    def test_is_that_of_all_elements_and_of_each_tensor(self, dtypes, device):
+    def test_l2norm_is_of_all_elements_and_of_each_tensor(self, dtypes, device):
         tensors, overflow = drawn(0, dtypes, device), flag(device)
         norms = [float(tensor.double().square().sum().sqrt()) for tensor in tensors]
         norm, of_each = amp_C.multi_tensor_l2norm(2048, overflow, [tensors], True)
@@ -229,7 +214,7 @@ class TestNorm:
         assert overflow.item() == 0
 
     @pytest.mark.parametrize("arguments", [(), (False,), (None,)])
-    def test_of_each_tensor_is_given_only_if_asked_for(self, arguments):
+    def test_l2norm_of_each_tensor_is_given_only_if_asked_for(self, arguments):
         tensors = drawn(0)
         norm, of_each = amp_C.multi_tensor_l2norm(2048, flag(), [tensors], *arguments)
         assert (of_each.shape, of_each.dtype) == ((0,), torch.float32)
@@ -237,25 +222,25 @@ class TestNorm:
 
     @pytest.mark.parametrize("per_tensor", [True, False])
     @pytest.mark.parametrize("value", NOT_FINITE, ids=str)
-    def test_raises_the_flag_where_an_element_is_not_finite(self, per_tensor, value):
+    def test_l2norm_raises_the_flag_at_an_element_that_is_not_finite(self, per_tensor, value):
         tensors, overflow = drawn(0), flag()
         tensors[2][1] = value
         norm, _ = amp_C.multi_tensor_l2norm(2048, overflow, [tensors], per_tensor)
         assert overflow.item() == 1
         assert not norm.isfinite().any()
 
-    def test_of_nothing_is_zero(self):
+    def test_l2norm_of_nothing_is_zero(self):
         norm, of_each = amp_C.multi_tensor_l2norm(2048, flag(), [[]], True)
         assert norm.tolist() == [0]
         assert of_each.tolist() == []
 
-    def test_records_nothing_for_autograd(self):
+    def test_l2norm_records_nothing_for_autograd(self):
         norm, of_each = amp_C.multi_tensor_l2norm(2048, flag(), [[nn.Parameter(torch.ones(4))]], True)
         assert norm.tolist() == of_each.tolist() == [2]
         assert not norm.requires_grad
         assert not of_each.requires_grad
 
-    def test_clips_gradients_while_amp_casts(self):
+    def test_gradients_can_be_clipped_while_amp_casts(self):
         """As the helpers of projects do, with casts on."""
         parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
         for parameter in parameters:
@@ -269,13 +254,13 @@ class TestNorm:
         assert norm.item() == pytest.approx(4 * math.sqrt(5))
         assert torch.cat(grads).norm().item() == pytest.approx(1.0, rel=1e-5)
 
-    def test_with_a_scale_is_that_of_what_is_written(self):
+    def test_l2norm_scale_has_the_norm_of_what_it_writes(self):
         ins, outs, overflow = drawn(0), empty((torch.float32,)), flag()
         norm, of_each = amp_C.multi_tensor_l2norm_scale(2048, overflow, [ins, outs], 0.5, True)
         expected, expected_of_each = amp_C.multi_tensor_l2norm(2048, flag(), [ins], True)
         torch.testing.assert_close(norm, expected * 0.5)
         torch.testing.assert_close(of_each, expected_of_each * 0.5)
-        assert_all_same_bits(outs, [one.float() * 0.5 for one in ins])
+        assert_same_state(outs, [one.float() * 0.5 for one in ins])
 
 
 ONE = torch.ones(1)
@@ -287,7 +272,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-class TestWhatIsRefused:
+class TestBadInput:
     @pytest.mark.parametrize(
         ("second_in", "second_out", "message"),
         [
@@ -304,7 +289,7 @@ class TestWhatIsRefused:
         ],
         ids=["shape", "device", "float64", "integers", "sparse", "None"],
     )
-    def test_tensors_that_do_not_fit_before_anything_is_written(self, call, second_in, second_out, message):
+    def test_tensors_that_do_not_fit_are_refused_before_anything_is_written(self, call, second_in, second_out, message):
         first, overflow = torch.zeros(2), flag()
         with pytest.raises(OptionError, match=message):
             call(overflow, [[torch.full((2,), math.inf), second_in], [first, second_out]])
@@ -314,7 +299,7 @@ class TestWhatIsRefused:
     @pytest.mark.parametrize(
         "lists", [[[ONE, ONE], [ONE]], [[ONE]], [[ONE], [ONE], [ONE], [ONE]]], ids=["length", "few", "many"]
     )
-    def test_other_lists(self, call, lists):
+    def test_a_wrong_number_of_lists_or_tensors_is_refused(self, call, lists):
         with pytest.raises(OptionError, match="found lists of"):
             call(flag(), lists)
 
@@ -323,13 +308,13 @@ class TestWhatIsRefused:
         [None, 0, torch.zeros(1), torch.zeros(2, dtype=torch.int32)],
         ids=["None", "number", "float32", "two elements"],
     )
-    def test_a_flag_that_is_none(self, call, overflow):
+    def test_what_is_no_overflow_flag_is_refused(self, call, overflow):
         with pytest.raises(OptionError, match=r"as noop_flag; expected an int32 tensor of one element"):
             call(overflow, [[torch.ones(1)], [torch.ones(1)]])
 
 
 class TestNames:
-    def test_what_is_not_replaced_is_named_with_what_to_use(self):
+    def test_kernels_that_are_not_replaced_raise_with_what_to_use(self):
         with pytest.raises(AttributeError, match=r"amp_C\.multi_tensor_adam.*FusedAdam.*AdamW\(fused=True\)") as caught:
             _ = amp_C.multi_tensor_adam
         assert caught.value.name == "multi_tensor_adam"
@@ -339,13 +324,13 @@ class TestNames:
 
 
 class TestApplier:
-    def test_hands_on_its_chunk_size_and_returns_what_the_kernel_does(self):
+    def test_the_applier_passes_its_chunk_size_and_returns_the_kernels_result(self):
         applier = MultiTensorApply(5)
         buffer, lists = flag(), [[torch.ones(1)]]
         assert applier(lambda *args: args, buffer, lists, 1.0, "x") == (5, buffer, lists, 1.0, "x")
         assert multi_tensor_applier.chunk_size == 2048 * 32
 
-    def test_is_always_available(self):
+    def test_the_applier_is_always_available(self):
         assert MultiTensorApply.available
         assert multi_tensor_applier.available
         assert not multi_tensor_applier.warned
@@ -353,12 +338,12 @@ class TestApplier:
 
 
 class TestFlattening:
-    def test_one_after_the_other_and_back(self):
+    def test_flattened_tensors_come_back_as_views(self):
         tensors = [torch.arange(6.0).reshape(2, 3), torch.tensor(6.0), torch.arange(7.0, 9.0)]
         flat = apex_C.flatten(iter(tensors))
         assert flat.tolist() == list(range(9))
         again = apex_C.unflatten(flat, tensors)
-        assert_all_same_bits(list(again), tensors)
+        assert_same_state(list(again), tensors)
         flat.zero_()
         assert again[0].tolist() == [[0, 0, 0], [0, 0, 0]]
         assert tensors[0].tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_state
+from optimizers import backward
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,8 +42,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) ->
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         optimizer.zero_grad()
-        with apex_amp.scale_loss(model(torch.randn(8, 4, generator=generator)).square().mean(), optimizer) as scaled:
-            scaled.backward()
+        backward(model(torch.randn(8, 4, generator=generator)).square().mean(), optimizer)
         optimizer.step()
     return [parameter.detach().clone() for parameter in amp.master_params(optimizer)]
 
@@ -68,19 +68,18 @@ class OfAnotherKind:
 class TestReplacing:
     @pytest.mark.parametrize("second", LEVELS)
     @pytest.mark.parametrize("first", LEVELS)
-    def test_a_fold_trains_as_if_there_had_been_none_before(self, first: str, second: str) -> None:
+    def test_a_second_initialize_trains_as_if_there_had_been_none_before(self, first: str, second: str) -> None:
         expected = train(*fold(second))
         amp.deinitialize()
         train(*fold(first))
-        for found, wanted in zip(train(*fold(second)), expected, strict=True):
-            assert_same_bits(found, wanted)
+        assert_same_state(train(*fold(second)), expected)
 
     @pytest.mark.parametrize(
         "options",
         [{"loss_scale": 8.0}, {"num_losses": 2}, {"cast_lists": {"blacklist": {"torch": ["mm"]}}}, {"enabled": False}],
         ids=str,
     )
-    def test_whatever_is_other_replaces(self, options: dict[str, Any]) -> None:
+    def test_any_other_setting_replaces_the_session(self, options: dict[str, Any]) -> None:
         fold("O1")
         first = runtime.live
         model, optimizer = fold("O1", **options)
@@ -88,7 +87,7 @@ class TestReplacing:
         train(model, optimizer)
         assert runtime.disabled is (options == {"enabled": False})
 
-    def test_the_same_settings_join(self) -> None:
+    def test_the_same_settings_join_the_session(self) -> None:
         first = fold("O2")
         live = runtime.live
         second = fold("O2")
@@ -97,21 +96,15 @@ class TestReplacing:
         train(*second)
 
     @pytest.mark.parametrize("second", ["O0", "O1", "O3", "O5"])
-    def test_a_notebook_may_hand_in_the_same_model_again(self, second: str) -> None:
-        model, optimizer = fold("O2")
-        train(model, optimizer)
-        model, optimizer = apex_amp.initialize(model, optimizer, opt_level=second, verbosity=0)
-        train(model, optimizer)
-
-    def test_so_it_may_where_the_optimizer_has_masters_alone(self) -> None:
-        model = nn.Linear(4, 1)
+    @pytest.mark.parametrize("with_norm", [True, False])  # without one, the optimizer has masters alone
+    def test_the_same_model_may_be_initialized_at_another_level(self, with_norm: bool, second: str) -> None:
+        model = made()[0] if with_norm else nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        apex_amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-        train(model, optimizer)
-        apex_amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-        train(model, optimizer)
+        for level in ("O2", second):
+            model, optimizer = apex_amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+            train(model, optimizer)
 
-    def test_the_half_type_is_not_that_of_the_fold_before(self) -> None:
+    def test_the_half_type_of_a_replaced_session_does_not_stay(self) -> None:
         fold("O2", cast_model_type=torch.bfloat16)
         expected = apex_amp._amp_state.opt_properties
         amp.deinitialize()
@@ -128,7 +121,7 @@ class TestReplacing:
         fold("O1")
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype is torch.float16
 
-    def test_init_replaces_and_is_replaced(self) -> None:
+    def test_init_replaces_a_session_and_is_replaced(self) -> None:
         handle = apex_amp.init()
         later = apex_amp.init(allow_banned=True)
         handle.deactivate()
@@ -141,12 +134,12 @@ class TestReplacing:
             train(model, optimizer)
         assert not apex_amp.init(enabled=False).is_active()
 
-    def test_a_model_that_init_serves_as_well_is_not_told_of(self) -> None:
+    def test_a_model_of_a_session_replaced_by_init_does_not_warn(self) -> None:
         model, optimizer = fold("O1")
         with apex_amp.init():
             train(model, optimizer)
 
-    def test_functions_may_be_registered_for_the_next(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_functions_registered_after_initialize_count_for_the_next(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(F, "given", lambda x: x.dtype, raising=False)
         fold("O1")
         for wanted, register in [
@@ -164,7 +157,7 @@ class TestReplacing:
         amp.deinitialize()
         runtime.registered.clear()
 
-    def test_what_is_wrong_in_the_second_leaves_the_first_as_it_is(self) -> None:
+    def test_a_second_initialize_that_fails_leaves_the_first(self) -> None:
         model, optimizer = fold("O1")
         other, of_another = made()[0], torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         with pytest.raises(OptionError, match="none of them is the model's"):
@@ -173,7 +166,7 @@ class TestReplacing:
             apex_amp.initialize(other, opt_level="O2", cast_lists={})
         train(model, optimizer)
 
-    def test_the_first_is_freed_when_the_user_lets_go_of_it(self) -> None:
+    def test_a_replaced_model_and_optimizer_are_freed(self) -> None:
         model, optimizer = fold("O2")
         gone = [weakref.ref(model), weakref.ref(optimizer)]
         fold("O1")
@@ -181,7 +174,7 @@ class TestReplacing:
         gc.collect()
         assert [reference() for reference in gone] == [None, None]
 
-    def test_in_the_librarys_own_name_it_stays_an_error(self) -> None:
+    def test_a_second_initialize_is_an_error_under_ampatchs_name(self) -> None:
         model, optimizer = made()
         amp.initialize(model, optimizer, half_dtype=torch.float16, verbosity=0)
         live = runtime.live
@@ -195,9 +188,9 @@ class TestReplacing:
         assert runtime.live is live
 
 
-class TestWhatWasReplaced:
+class TestReplacedModels:
     @pytest.mark.parametrize("first", LEVELS)
-    def test_a_forward_in_training_mode_is_told_of_once(self, first: str) -> None:
+    def test_a_forward_of_a_replaced_model_in_training_warns_once(self, first: str) -> None:
         model, optimizer = fold(first)
         fold("O1", loss_scale=4.0)
         with pytest.warns(AmpWarning, match=rf"this Sequential {TOLD}") as told:
@@ -207,7 +200,7 @@ class TestWhatWasReplaced:
         forward(model)
         optimizer.step()
 
-    def test_so_is_a_step_of_its_optimizer(self) -> None:
+    def test_a_step_of_a_replaced_optimizer_warns_once(self) -> None:
         model, optimizer = fold("O2")
         fold("O1")
         with pytest.warns(AmpWarning, match=rf"this SGD {TOLD}") as told:
@@ -216,7 +209,7 @@ class TestWhatWasReplaced:
         optimizer.step()
         forward(model)
 
-    def test_so_is_one_of_an_optimizer_that_torch_knows_nothing_of(self) -> None:
+    def test_a_step_of_a_replaced_optimizer_that_is_not_torchs_warns_once(self) -> None:
         model, inner = made()
         model, optimizer = apex_amp.initialize(model, OfAnotherKind(inner), opt_level="O1", verbosity=0)
         fold("O2")
@@ -227,7 +220,7 @@ class TestWhatWasReplaced:
         amp.deinitialize()
         assert "step" not in vars(optimizer)
 
-    def test_so_is_one_by_a_scheduler_that_counts_steps(self) -> None:
+    def test_a_replaced_optimizer_with_a_scheduler_warns(self) -> None:
         _, optimizer = fold("O1")
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         fold("O2")
@@ -235,13 +228,13 @@ class TestWhatWasReplaced:
             optimizer.step()
         scheduler.step()
 
-    def test_so_it_is_where_the_later_call_switched_amp_off(self) -> None:
+    def test_a_model_replaced_by_a_disabled_amp_warns(self) -> None:
         model, _ = fold("O1")
         fold("O1", enabled=False)
         with pytest.warns(AmpWarning, match="enabled=False"):
             forward(model)
 
-    def test_all_that_was_replaced_by_several_is_told_of(self) -> None:
+    def test_each_replacing_call_has_a_warning(self) -> None:
         first, second = fold("O1"), fold("O2")
         third = fold("O3")
         with pytest.warns(AmpWarning, match=TOLD):
@@ -251,7 +244,7 @@ class TestWhatWasReplaced:
         with pytest.warns(AmpWarning, match=TOLD):
             forward(third[0])
 
-    def test_to_evaluate_it_is_nothing_to_tell(self) -> None:
+    def test_evaluating_a_replaced_model_does_not_warn(self) -> None:
         model, _ = fold("O2")
         fold("O1")
         with torch.no_grad():
@@ -260,13 +253,13 @@ class TestWhatWasReplaced:
         copy.deepcopy(model).train()(torch.ones(3, 4))
         assert model[0].weight.dtype is torch.float32
 
-    def test_what_has_joined_the_later_session_is_not_told_of(self) -> None:
+    def test_a_model_that_has_joined_the_later_session_does_not_warn(self) -> None:
         model, optimizer = fold("O1")
         whole = nn.Sequential(model)
         apex_amp.initialize(whole, optimizer, opt_level="O2", verbosity=0)
         train(whole, optimizer)
 
-    def test_nor_is_what_amp_has_nothing_to_do_with_any_more(self) -> None:
+    def test_a_replaced_model_does_not_warn_once_amp_is_off(self) -> None:
         model, optimizer = fold("O1")
         fold("O2")
         apex_amp._amp_state.handle._deactivate()
@@ -276,7 +269,7 @@ class TestWhatWasReplaced:
         assert not model._forward_pre_hooks
         assert runtime.replaced is None
 
-    def test_it_is_copied_and_pickled_as_ever(self) -> None:
+    def test_a_replaced_model_and_optimizer_are_copied_and_pickled(self) -> None:
         model, optimizer = fold("O1")
         fold("O2")
         optimizer.zero_grad()
@@ -285,7 +278,7 @@ class TestWhatWasReplaced:
             each[1].step()
         torch.save(model, io.BytesIO())
 
-    def test_a_loss_is_not_scaled_for_its_optimizer(self) -> None:
+    def test_scaling_a_loss_for_a_replaced_optimizer_is_an_error(self) -> None:
         model, optimizer = fold("O1")
         fold("O2")
         told = r"handed to an amp\.initialize that a later one has replaced, .*opt_level is 'O1' \(this call: 'O2'\)"

@@ -6,18 +6,17 @@ import copy
 import functools
 import gc
 import inspect
+import itertools
 import math
 import pickle
 import re
-import warnings
 import weakref
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import DEVICES, HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,8 +56,35 @@ def loss_of(model: nn.Module, index: int = 0) -> Tensor:
     return model(batch).float().square().mean()
 
 
-def weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
+def begun(kind: Any = OURS, **options: Any) -> Any:
+    """Returns a scaler that has scaled once, as `step` and `update` require."""
+    used = kind("cpu", **options)
+    used.scale(torch.ones(1))
+    return used
+
+
+def step(used: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, times: int = 1) -> None:
+    for _ in range(times):
+        used.step(optimizer)
+        used.update()
+
+
+def closure_of(
+    used: ampatch.GradScaler, optimizer: Any, model: nn.Module, *, overflow_at: int = -1, clips: bool = False
+) -> Callable[[], Tensor]:
+    """Returns a closure of which one call overflows."""
+    calls = itertools.count()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        used.scale(loss * (math.inf if next(calls) == overflow_at else 1)).backward()
+        if clips:
+            used.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        return loss
+
+    return closure
 
 
 def with_gradients(*values: float, **options: Any) -> tuple[nn.Parameter, torch.optim.Optimizer]:
@@ -69,42 +95,33 @@ def with_gradients(*values: float, **options: Any) -> tuple[nn.Parameter, torch.
 
 
 class TestInterface:
-    def test_is_one_of_torchs(self):
-        assert isinstance(scaler(), TORCHS)
-
-    def test_inherits_only_what_reads_by_names_that_it_has(self):
+    def test_only_torchs_methods_that_read_attributes_of_ours_are_inherited(self):
         """All else that torch's class does would work on attributes that this one does not have."""
         inherited = {name for name, value in vars(TORCHS).items() if callable(value) and name not in vars(OURS)}
         reads = {"_get_scale_async", "_get_growth_tracker", "_found_inf_per_device", "__setstate__"}
         assert inherited == {"_check_scale_growth_tracker", *reads}
 
     @pytest.mark.parametrize("name", [*sorted(name for name in vars(TORCHS) if name[0] != "_"), "__init__"])
-    def test_takes_what_torchs_takes(self, name):
+    def test_methods_take_the_parameters_of_torchs(self, name):
         theirs = list(inspect.signature(getattr(TORCHS, name)).parameters.values())
         ours = list(inspect.signature(getattr(OURS, name)).parameters.values())[: len(theirs)]
         told = [(each.name, each.kind, each.default) for each in theirs]
         assert [(each.name, each.kind, each.default) for each in ours] == told
 
-    def test_is_reached_from_the_package(self):
-        from ampatch import GradScaler
-
-        assert GradScaler is OURS
-
-    def test_without_a_gpu_it_is_disabled_and_says_so(self, monkeypatch):
+    def test_a_scaler_without_a_gpu_is_disabled_with_a_warning(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.warns(AmpWarning, match=r"CUDA is not available.*Type GradScaler\('cpu'\)"):
             assert not OURS().is_enabled()
 
     @pytest.mark.parametrize("device", [1024.0, None, "cdua"], ids=repr)
-    def test_what_is_no_device_is_told(self, device):
+    def test_a_first_argument_that_is_no_device_is_an_error(self, device):
         """A scale that comes first, as torch.cuda.amp.GradScaler takes it, would be passed over."""
         with pytest.raises(OptionError, match=r"device is .*type GradScaler\(init_scale=\.\.\.\)"):
             OURS(device)
 
-    def test_shows_what_it_is(self):
+    def test_repr_shows_the_scale_and_the_options(self):
         shown = "GradScaler(scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)"
-        used = scaler(init_scale=8)
-        used.scale(torch.ones(1))
+        used = begun(init_scale=8)
         assert repr(scaler()) == shown
         assert repr(used).startswith("GradScaler(scale=8.0,")
         assert repr(scaler(enabled=False)) == "GradScaler(enabled=False)"
@@ -175,8 +192,7 @@ CALLS += ["update_to", "set", "save", "pickle"]
 class TestBesideTorchs:
     """Both go through the same script: the same numbers, the same bits, errors of the same classes."""
 
-    @staticmethod
-    def check(make: Callable[..., torch.optim.Optimizer], calls: list[tuple[str, int]]) -> None:
+    def check(self, make: Callable[..., torch.optim.Optimizer], calls: list[tuple[str, int]]) -> None:
         theirs, ours = Script(TORCHS, make), Script(OURS, make)
         for script in (theirs, ours):
             script.run(calls)
@@ -186,24 +202,22 @@ class TestBesideTorchs:
                 assert isinstance(found, AmpError)
             else:
                 assert repr(found) == repr(expected)  # NaN is like NaN
-        for expected, found in zip(theirs.model.parameters(), ours.model.parameters(), strict=True):
-            assert_same_bits(found, expected)
-            assert (found.grad is None) == (expected.grad is None)
-            if expected.grad is not None:
-                assert_same_bits(found.grad, expected.grad)
+        assert_same_state(ours.model.state_dict(), theirs.model.state_dict())
+        ours_grads, theirs_grads = ([each.grad for each in one.model.parameters()] for one in (ours, theirs))
+        assert_same_state(ours_grads, theirs_grads)
         for expected, found in zip(theirs.optimizers, ours.optimizers, strict=True):
             if found.state:  # an empty one becomes what a first step makes of nothing, when there is one
                 assert_same_state(found.state_dict(), expected.state_dict())
 
     @EACH_OPTIMIZER
     @given(calls=st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 1)), max_size=24))
-    def test_whatever_is_called_in_whatever_order(self, make, calls):
+    def test_calls_in_any_order_have_the_results_of_torchs_scaler(self, make, calls):
         self.check(make, calls)
 
     @pytest.mark.slow
     @EACH_OPTIMIZER
     @given(passes=st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=6))
-    def test_loops_that_train(self, make, passes):
+    def test_training_loops_have_the_bits_of_torchs_scaler(self, make, passes):
         calls: list[tuple[str, int]] = []
         for overflows, clips in passes:
             calls += [("clear", 1), ("clear", 0), ("backward", overflows), ("backward", 0)]
@@ -212,109 +226,26 @@ class TestBesideTorchs:
         self.check(make, calls)
 
 
-LOOPS: dict[str, Callable[[torch.amp.GradScaler, torch.dtype], list[nn.Module]]] = {}
-
-
-def _loop(function: Callable[[torch.amp.GradScaler, torch.dtype], list[nn.Module]]) -> None:
-    LOOPS[function.__name__] = function
-
-
-def _batches() -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(6):
-        yield torch.randn(8, 4, generator=generator), torch.randn(8, 3, generator=generator)
-
-
-@_loop
-def typical(scaler: torch.amp.GradScaler, half: torch.dtype) -> list[nn.Module]:
+def train_with_a_gradient_penalty(used: torch.amp.GradScaler, half: torch.dtype) -> nn.Module:
     model = network()
     optimizer = SGD(model.parameters())
-    for images, targets in _batches():
+    for index in range(6):
         optimizer.zero_grad()
         with torch.autocast("cpu", half):
-            loss = F.mse_loss(model(images), targets)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return [model]
-
-
-@_loop
-def clipped(scaler: torch.amp.GradScaler, half: torch.dtype) -> list[nn.Module]:
-    model = network()
-    optimizer = SGD(model.parameters())
-    for images, targets in _batches():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", half):
-            loss = F.mse_loss(model(images), targets)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-    return [model]
-
-
-@_loop
-def accumulated(scaler: torch.amp.GradScaler, half: torch.dtype) -> list[nn.Module]:
-    model = network()
-    optimizer = SGD(model.parameters())
-    for index, (images, targets) in enumerate(_batches()):
-        with torch.autocast("cpu", half):
-            loss = F.mse_loss(model(images), targets) / 2
-        scaler.scale(loss).backward()
-        if index % 2:
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-    return [model]
-
-
-@_loop
-def penalised(scaler: torch.amp.GradScaler, half: torch.dtype) -> list[nn.Module]:
-    model = network()
-    optimizer = SGD(model.parameters())
-    for images, targets in _batches():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", half):
-            loss = F.mse_loss(model(images), targets)
-        scaled = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
-        inverse = 1.0 / scaler.get_scale()
+            loss = loss_of(model, index)
+        scaled = torch.autograd.grad(used.scale(loss), list(model.parameters()), create_graph=True)
+        inverse = 1.0 / used.get_scale()
         with torch.autocast("cpu", half):
             loss = loss + sum((grad * inverse).pow(2).sum() for grad in scaled).sqrt()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return [model]
-
-
-@_loop
-def several(scaler: torch.amp.GradScaler, half: torch.dtype) -> list[nn.Module]:
-    models = [network(), network()]
-    optimizers = [SGD(models[0].parameters()), ADAMW(models[1].parameters())]
-    for images, targets in _batches():
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        with torch.autocast("cpu", half):
-            first, second = models[0](images), models[1](images)
-            losses = F.mse_loss(2 * first + 3 * second, targets), F.mse_loss(3 * first - 5 * second, targets)
-        scaler.scale(losses[0]).backward(retain_graph=True)
-        scaler.scale(losses[1]).backward()
-        scaler.unscale_(optimizers[0])
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-    return models
+        used.scale(loss).backward()
+        step(used, optimizer)
+    return model
 
 
 @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_for_torchs_runs_with_this_one_to_the_same_bits(name: str, half: torch.dtype) -> None:
-    found = LOOPS[name](scaler(growth_interval=2), half)
-    expected = LOOPS[name](TORCHS("cpu", growth_interval=2), half)
-    for ours, theirs in zip(found, expected, strict=True):
-        for parameter, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert_same_bits(parameter, wanted)
+def test_gradient_penalty_under_autocast_has_the_bits_of_torchs_scaler(half: torch.dtype) -> None:
+    found, expected = (train_with_a_gradient_penalty(kind("cpu", growth_interval=2), half) for kind in (OURS, TORCHS))
+    assert_same_state(found.state_dict(), expected.state_dict())
 
 
 Losses = namedtuple("Losses", "first second")
@@ -322,16 +253,14 @@ Losses = namedtuple("Losses", "first second")
 
 @pytest.mark.parametrize("device", DEVICES)
 class TestScale:
-    def test_keeps_the_shape_of_what_is_nested(self, device):
+    def test_scale_keeps_the_structure_of_nested_outputs(self, device):
         one = torch.ones(2, device=device)
         outputs = [one, (one, {"a": one}), Losses(one, OrderedDict(b=one)), []]
         found = OURS(device, init_scale=4.0).scale(outputs)
         four = torch.full_like(one, 4)
         assert repr(found) == repr([four, (four, {"a": four}), Losses(four, OrderedDict(b=four)), []])
-
-    def test_iterables_become_iterators(self, device):
-        found = OURS(device, init_scale=4.0).scale(torch.ones((), device=device) for _ in range(2))
-        assert [float(each) for each in found] == [4.0, 4.0]
+        generated = OURS(device, init_scale=4.0).scale(one for _ in range(2))
+        assert_same_state(list(generated), [four, four])
 
     @pytest.mark.parametrize(
         ("dtype", "wanted"),
@@ -343,7 +272,7 @@ class TestScale:
         ],
         ids=str,
     )
-    def test_of_a_type_that_holds_it(self, device, dtype, wanted):
+    def test_scale_returns_a_type_that_holds_the_product(self, device, dtype, wanted):
         found = OURS(device).scale(torch.full((2,), 2, dtype=dtype, device=device))
         assert (found.dtype, found[0].item()) == (wanted, 2.0**17)
 
@@ -352,11 +281,11 @@ class TestScale:
         [(3.0, "float"), (None, "NoneType"), ([torch.ones(1), 2], "int"), (torch.tensor(1), "a tensor of torch.int64")],
         ids=repr,
     )
-    def test_refuses_what_has_no_gradients(self, device, outputs, kind):
+    def test_scale_refuses_outputs_that_have_no_gradients(self, device, outputs, kind):
         with pytest.raises(OptionError, match=f"outputs must be a Tensor or an iterable of Tensors.*found {kind}"):
             OURS(device).scale(outputs)
 
-    def test_a_loss_may_go_backward_after_an_update(self, device):
+    def test_backward_after_an_update_has_the_scale_from_before(self, device):
         """Autograd keeps what the loss was multiplied by."""
         used = OURS(device, init_scale=4.0)
         weight = torch.ones(1, device=device, requires_grad=True)
@@ -367,11 +296,11 @@ class TestScale:
         assert weight.grad.item() == 12.0
 
 
-class TestPiecesThatOthersUse:
+class TestPrivateAttributes:
     """Private ones, which subclasses and loops read and set."""
 
     @EACH
-    def test_are_read_by_an_update_of_ones_own(self, kind):
+    def test_an_overridden_update_reads_torchs_private_attributes(self, kind):
         class Own(kind):  # type: ignore[misc, valid-type]
             def update(self, new_scale: Any = None) -> None:
                 scale, clean = self._check_scale_growth_tracker("update")
@@ -386,9 +315,8 @@ class TestPiecesThatOthersUse:
         assert used.get_scale() == 12.0
 
     @EACH
-    def test_are_set_by_hand(self, kind):
-        used = kind("cpu")
-        used.scale(torch.ones(1))
+    def test_private_attributes_set_by_hand_count(self, kind):
+        used = begun(kind)
         used._growth_factor, used._backoff_factor, used._growth_interval = 3.0, 0.25, 7
         used._scale = torch.tensor(128).to(used._scale)
         used._growth_tracker = torch.tensor(5, dtype=torch.int32)
@@ -398,16 +326,15 @@ class TestPiecesThatOthersUse:
         assert used.scale(torch.ones(1)).item() == 65536.0
 
     @EACH
-    def test_a_scale_that_is_there_does_not_begin_anew(self, kind):
-        used = kind("cpu")
-        used.scale(torch.ones(1))
+    def test_lazy_initialisation_keeps_a_scale_that_is_there(self, kind):
+        used = begun(kind)
         used.update(4.0)
         with pytest.raises(AssertionError, match="_growth_tracker initialized before _scale"):
             used._lazy_init_scale_growth_tracker(torch.device("cpu"))
         assert used.get_scale() == 4.0
 
     @EACH
-    def test_half_gradients_by_a_subclass_that_has_names_of_its_own(self, kind):
+    def test_a_subclass_that_allows_half_gradients_unscales_them(self, kind):
         class Half(kind):  # type: ignore[misc, valid-type]
             def _unscale_grads_(self, optimizer: Any, inverse: Tensor, found: Tensor, _: bool) -> Any:
                 return super()._unscale_grads_(optimizer, inverse, found, True)
@@ -421,18 +348,16 @@ class TestPiecesThatOthersUse:
 
     @EACH
     @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-    def test_a_verdict_of_one_element_is_one(self, kind, fused):
+    def test_an_overflow_verdict_of_one_element_counts(self, kind, fused):
         """As of ShardedGradScaler, and of those who reduce it over processes."""
         parameter, optimizer = with_gradients(1.0, fused=fused)
-        used = kind("cpu")
-        used.scale(torch.ones(1))
+        used = begun(kind)
         used.unscale_(optimizer)
         used._found_inf_per_device(optimizer)[torch.device("cpu")] = torch.ones(1)
-        used.step(optimizer)
-        used.update()
+        step(used, optimizer)
         assert (parameter.item(), used.get_scale()) == (1.0, 2.0**15)
 
-    def test_an_optimizer_lives_until_the_update(self):
+    def test_the_scaler_keeps_an_optimizer_alive_until_the_update(self):
         """Or another one with its id would be taken for it, and not have its gradients unscaled."""
         _, optimizer = with_gradients(1.0)
         used, known = scaler(), weakref.ref(optimizer)
@@ -447,7 +372,7 @@ class TestPiecesThatOthersUse:
 
 
 class TestUnscale:
-    def test_sparse_gradients_and_their_sums(self):
+    def test_sparse_gradients_are_unscaled_after_they_are_summed(self):
         table = nn.Embedding(4, 2, sparse=True)
         optimizer, used = torch.optim.SGD(table.parameters(), lr=1.0), scaler(init_scale=4.0)
         before = table.weight.detach().clone()
@@ -457,7 +382,7 @@ class TestUnscale:
         used.step(optimizer)
         assert_same_bits(table.weight[1], before[1] - 2)
 
-    def test_complex_gradients(self):
+    def test_complex_gradients_are_unscaled_and_checked(self):
         parameter = nn.Parameter(torch.ones(2, dtype=torch.complex64))
         optimizer, used = torch.optim.SGD([parameter], lr=1.0), scaler(init_scale=4.0)
         used.scale((parameter * (1 + 2j)).real.sum()).backward()
@@ -465,8 +390,7 @@ class TestUnscale:
         assert_same_bits(parameter, torch.full((2,), 0 + 2j))
         parameter.grad = torch.tensor([complex(0, math.inf), 0j])
         used.update()
-        used.step(optimizer)
-        used.update()
+        step(used, optimizer)
         assert used.get_scale() == 2.0
 
     @EACH
@@ -474,8 +398,7 @@ class TestUnscale:
         parameters = [nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1, dtype=torch.float16))]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        used = kind("cpu")
-        used.scale(torch.ones(1))
+        used = begun(kind)
         with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
             used.unscale_(torch.optim.SGD(parameters, lr=1.0))
         assert [float(parameter.grad) for parameter in parameters] == [1.0, 1.0]
@@ -483,12 +406,11 @@ class TestUnscale:
     def test_a_gradient_that_two_parameters_share_is_unscaled_once(self):
         first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
         first.grad = second.grad = torch.tensor([8.0])
-        used = scaler(init_scale=4.0)
-        used.scale(torch.ones(1))
+        used = begun(init_scale=4.0)
         used.unscale_(torch.optim.SGD([first, second], lr=1.0))
         assert first.grad.item() == 2.0
 
-    def test_torchs_own_pieces_are_there(self):
+    def test_torchs_private_methods_have_its_results(self):
         """As torch's tests of its class call them."""
         parameter, optimizer = with_gradients(4.0, math.inf)
         used = scaler()
@@ -501,54 +423,46 @@ class TestUnscale:
         assert used._check_inf_per_device(optimizer) == used._found_inf_per_device(optimizer) == found
 
 
-OUT_OF_ORDER: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "unscale_ before scale": (lambda used, optimizer: used.unscale_(optimizer), r"unscale_\(\) comes before any scale"),
-    "step before scale": (lambda used, optimizer: used.step(optimizer), r"step\(\) comes before any scale"),
-    "update before scale": (lambda used, _: used.update(), r"update\(\) comes before any scale"),
-    "unscale_ twice": (
-        lambda used, optimizer: [used.scale(torch.ones(1)), used.unscale_(optimizer), used.unscale_(optimizer)],
-        r"unscale_\(\) has already been called on this optimizer since the last update\(\)",
-    ),
-    "unscale_ after step": (
-        lambda used, optimizer: [used.scale(torch.ones(1)), used.step(optimizer), used.unscale_(optimizer)],
-        r"unscale_\(\) is being called after step\(\)",
-    ),
-    "step twice": (
-        lambda used, optimizer: [used.scale(torch.ones(1)), used.step(optimizer), used.step(optimizer)],
-        r"step\(\) has already been called since the last update\(\)",
-    ),
-    "step without gradients": (
-        lambda used, _: [used.scale(torch.ones(1)), used.step(SGD(network().parameters()))],
-        "No inf checks were recorded for this optimizer",
-    ),
-    "update without step": (
-        lambda used, _: [used.scale(torch.ones(1)), used.update()],
-        "No inf checks were recorded prior to update",
-    ),
-    "pickled in the middle": (
-        lambda used, optimizer: [used.scale(torch.ones(1)), used.unscale_(optimizer), pickle.dumps(used)],
-        "may only be pickled at the beginning of an iteration",
-    ),
-    "copied in the middle": (
-        lambda used, optimizer: [used.scale(torch.ones(1)), used.unscale_(optimizer), copy.deepcopy(used)],
-        "may only be pickled at the beginning of an iteration",
-    ),
-}
-
-
 class TestOrder:
-    @pytest.mark.parametrize(("calls", "message"), OUT_OF_ORDER.values(), ids=OUT_OF_ORDER)
-    def test_out_of_order_is_an_error_of_each_class_that_callers_catch(self, calls, message):
+    @pytest.mark.parametrize(
+        ("calls", "message"),
+        [
+            ("unscale_", r"unscale_\(\) comes before any scale"),
+            ("step", r"step\(\) comes before any scale"),
+            ("update", r"update\(\) comes before any scale"),
+            ("scale, unscale_, unscale_", r"unscale_\(\) has already been called on this optimizer since the last upd"),
+            ("scale, step, unscale_", r"unscale_\(\) is being called after step\(\)"),
+            ("scale, step, step", r"step\(\) has already been called since the last update\(\)"),
+            ("scale, step without gradients", "No inf checks were recorded for this optimizer"),
+            ("scale, update", "No inf checks were recorded prior to update"),
+            ("scale, unscale_, pickle", "may only be pickled at the beginning of an iteration"),
+            ("scale, unscale_, copy", "may only be pickled at the beginning of an iteration"),
+        ],
+        ids=lambda value: value if re.fullmatch(r"[\w, ]+", value) else "",
+    )
+    def test_calls_out_of_order_raise_each_class_that_callers_catch(self, calls, message):
+        used, optimizer = scaler(), with_gradients(1.0)[1]
+        to_call = {
+            "scale": lambda: used.scale(torch.ones(1)),
+            "unscale_": lambda: used.unscale_(optimizer),
+            "step": lambda: used.step(optimizer),
+            "step without gradients": lambda: used.step(SGD(network().parameters())),
+            "update": used.update,
+            "pickle": lambda: pickle.dumps(used),
+            "copy": lambda: copy.deepcopy(used),
+        }
+        *before, last = calls.split(", ")
+        for call in before:
+            to_call[call]()
         with pytest.raises(UsageError, match=message) as caught:
-            calls(scaler(), with_gradients(1.0)[1])
+            to_call[last]()
         assert isinstance(caught.value, RuntimeError)
         assert isinstance(caught.value, AssertionError)
         assert re.search(r"\b(Call|Type|Run|Copy)\b", str(caught.value))
 
     def test_a_step_that_raises_may_be_tried_again(self):
         parameter, optimizer = with_gradients(2.0)
-        used = scaler(init_scale=2.0)
-        used.scale(torch.ones(1))
+        used = begun(init_scale=2.0)
         handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             used.step(optimizer)
@@ -556,71 +470,60 @@ class TestOrder:
         used.step(optimizer)
         assert parameter.item() == 0.0
 
-    def test_what_is_no_optimizer_is_told(self):
-        used = scaler()
-        used.scale(torch.ones(1))
+    def test_stepping_what_is_no_optimizer_is_an_error(self):
+        used = begun()
         for call in (used.step, used.unscale_):
             with pytest.raises(OptionError, match="found Linear as an optimizer"):
                 call(nn.Linear(1, 1))
 
 
 class TestStep:
-    def test_hands_on_arguments_and_returns_what_the_optimizer_does(self):
+    def test_step_passes_arguments_and_returns_the_optimizers_result(self):
         class Told(torch.optim.SGD):
             def step(self, *args: Any, **kwargs: Any) -> Any:
                 return args, kwargs
 
         parameter, _ = with_gradients(1.0)
-        used = scaler()
-        used.scale(torch.ones(1))
+        used = begun()
         assert used.step(Told([parameter], lr=1.0), None, epoch=3) == ((None,), {"epoch": 3})
 
     @EACH
-    def test_a_module_is_no_closure(self, kind):
+    def test_step_passes_a_module_that_is_no_closure(self, kind):
         class Told(torch.optim.SGD):
             def step(self, model: Any) -> Any:
                 return model
 
         parameter, _ = with_gradients(1.0)
-        model, used = nn.Linear(1, 1), kind("cpu")
-        used.scale(torch.ones(1))
+        model, used = nn.Linear(1, 1), begun(kind)
         assert used.step(Told([parameter], lr=1.0), model) is model
 
-    def test_a_skipped_one_returns_none_and_satisfies_a_scheduler(self):
+    def test_a_skipped_step_returns_none_and_satisfies_a_scheduler(self):
         parameter, optimizer = with_gradients(math.inf)
         scheduler = lr_scheduler.StepLR(optimizer, 1)
-        used = scaler()
-        used.scale(torch.ones(1))
+        used = begun()
         assert used.step(optimizer) is None
         assert parameter.item() == 1.0
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            scheduler.step()
+        scheduler.step()  # would warn
 
     def test_an_optimizer_that_takes_the_scaler_gets_it(self):
         class Old(torch.optim.SGD):
             _step_supports_amp_scaling = True
-            given: Any = None
 
-            def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
-                self.given = grad_scaler
+            def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+                return grad_scaler
 
         parameter, _ = with_gradients(1.0)
-        optimizer, used = Old([parameter], lr=1.0), scaler()
-        used.scale(torch.ones(1))
+        used = begun()
         with pytest.warns(FutureWarning, match="this Old takes grad_scaler"):
-            used.step(optimizer)
-        assert optimizer.given is used
+            assert used.step(Old([parameter], lr=1.0)) is used
 
     @EACH
     def test_a_grad_scale_that_the_user_has_set_is_gone_after_a_skipped_step(self, kind):
         """Or later gradients, for which none is set, would be divided by it."""
         parameter, optimizer = with_gradients(math.inf, fused=True)
-        used = kind("cpu", init_scale=2.0)
-        used.scale(torch.ones(1))
+        used = begun(kind, init_scale=2.0)
         optimizer.grad_scale = torch.tensor(4.0)
-        used.step(optimizer)
-        used.update()
+        step(used, optimizer)
         parameter.grad = torch.tensor([1.0])
         used.step(optimizer)
         assert parameter.item() == 0.0
@@ -628,10 +531,8 @@ class TestStep:
     @EACH
     @pytest.mark.parametrize("unscaled", [False, True])
     def test_a_grad_scale_that_the_user_has_set_is_divided_by_as_well(self, kind, unscaled):
-        parameter, _ = with_gradients(15.0)
-        optimizer = torch.optim.SGD([parameter], lr=1.0, fused=True)
-        used = kind("cpu", init_scale=5.0)
-        used.scale(torch.ones(1))
+        parameter, optimizer = with_gradients(15.0, fused=True)
+        used = begun(kind, init_scale=5.0)
         if unscaled:
             used.unscale_(optimizer)
         optimizer.grad_scale = torch.tensor(3.0)
@@ -640,12 +541,11 @@ class TestStep:
         assert not hasattr(optimizer, "grad_scale")
 
     @pytest.mark.parametrize("kind", [torch.optim.SGD, type("Own", (torch.optim.SGD,), {})])
-    def test_a_fused_one_that_skips_its_first_step_makes_no_state(self, kind):
+    def test_a_fused_optimizer_that_skips_its_first_step_makes_no_state(self, kind):
         """SGD with momentum would go on from memory that nobody has written to."""
         parameter, _ = with_gradients(math.nan)
         optimizer = kind([parameter], lr=1.0, momentum=0.9, fused=True)
-        used = scaler()
-        used.scale(torch.ones(1))
+        used = begun()
         used.step(optimizer)
         assert not optimizer.state
         assert parameter.item() == 1.0
@@ -659,8 +559,7 @@ class TestStep:
                 raise ZeroDivisionError
 
         parameter, _ = with_gradients(1.0)
-        optimizer, used = Fails([parameter], lr=1.0), scaler()
-        used.scale(torch.ones(1))
+        optimizer, used = Fails([parameter], lr=1.0), begun()
         with pytest.raises(ZeroDivisionError):
             used.step(optimizer)
         assert not hasattr(optimizer, "found_inf")
@@ -669,76 +568,36 @@ class TestStep:
 class TestClosures:
     """Which torch's class refuses."""
 
-    @staticmethod
-    def train(
-        used: ampatch.GradScaler, optimizer: Any, model: nn.Module, *, clips: bool = False, overflow_at: int = -1
-    ) -> list[float]:
-        evaluations = 0
-        losses = []
-
-        def closure() -> Tensor:
-            nonlocal evaluations
-            optimizer.zero_grad()
-            loss = loss_of(model)
-            used.scale(loss * (math.inf if evaluations == overflow_at else 1)).backward()
-            if clips:
-                used.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            evaluations += 1
-            return loss
-
-        for _ in range(3):
-            losses.append(used.step(optimizer, closure).item())
-            used.update()
-        return losses
-
     @pytest.mark.parametrize("clips", [False, True], ids=["", "clipped-in-the-closure"])
     @pytest.mark.parametrize(
         "make",
         [SGD, ADAMW, functools.partial(ADAMW, fused=True), torch.optim.LBFGS],
         ids=["SGD", "AdamW", "AdamW-fused", "LBFGS"],
     )
-    def test_step_as_without_a_scale(self, make, clips):
-        found, expected = network(), network()
-        used, plain = scaler(growth_interval=1), scaler(enabled=False)
-        losses = self.train(used, make(found.parameters()), found, clips=clips)
-        assert losses == self.train(plain, make(expected.parameters()), expected, clips=clips)
-        for parameter, wanted in zip(found.parameters(), expected.parameters(), strict=True):
-            assert_same_bits(parameter, wanted)
+    def test_steps_with_closures_are_those_without_a_scale(self, make, clips):
+        def train(used: ampatch.GradScaler) -> list[Any]:
+            model, losses = network(), []
+            optimizer = make(model.parameters())
+            for _ in range(3):
+                losses.append(used.step(optimizer, closure=closure_of(used, optimizer, model, clips=clips)).item())
+                used.update()
+            return [losses, model.state_dict()]
+
+        used = scaler(growth_interval=1)
+        assert_same_state(train(used), train(scaler(enabled=False)))
         assert used.get_scale() == 2.0**19
 
-    def test_by_keyword(self):
-        model = network()
-        optimizer, used = SGD(model.parameters()), scaler()
-
-        def closure() -> Tensor:
-            loss = loss_of(model)
-            used.scale(loss).backward()
-            return loss
-
-        assert used.step(optimizer, closure=closure).item() == loss_of(network()).item()
-
-    @pytest.mark.parametrize("overflow_at", [0, 3], ids=["first-evaluation", "later-evaluation"])
-    def test_an_overflow_in_any_evaluation_undoes_the_step(self, overflow_at):
+    @pytest.mark.parametrize("overflow_at", [0, 3], ids=["first-call", "later-call"])
+    def test_an_overflow_in_any_call_of_a_closure_undoes_the_step(self, overflow_at):
         model = network()
         optimizer, used = torch.optim.LBFGS(model.parameters(), max_iter=5), scaler()
-        before, state = weights(model), copy.deepcopy(optimizer.state_dict())
-
-        def closure(evaluation: list[int] = [0]) -> Tensor:  # noqa: B006 - counts
-            optimizer.zero_grad()
-            loss = loss_of(model)
-            used.scale(loss * (math.inf if evaluation[0] == overflow_at else 1)).backward()
-            evaluation[0] += 1
-            return loss
-
-        used.step(optimizer, closure)
+        before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+        used.step(optimizer, closure_of(used, optimizer, model, overflow_at=overflow_at))
         used.update()
-        for parameter, wanted in zip(model.parameters(), before, strict=True):
-            assert_same_bits(parameter, wanted)
-        assert_same_state(optimizer.state_dict(), state)
+        assert_same_state([model.state_dict(), optimizer.state_dict()], before)
         assert used.get_scale() == 2.0**15
 
-    def test_an_overflow_that_the_optimizer_catches_undoes_it_too(self):
+    def test_an_overflow_whose_error_the_optimizer_catches_undoes_the_step(self):
         class Catches(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:
                 try:
@@ -748,35 +607,20 @@ class TestClosures:
                     return None  # noqa: B012 - such code is there
 
         model = network()
-        optimizer, used, before = Catches(model.parameters(), lr=0.1), scaler(), weights(model)
-
-        def closure() -> Tensor:
-            loss = loss_of(model) * math.inf
-            used.scale(loss).backward()
-            return loss
-
-        used.step(optimizer, closure)
+        optimizer, used, before = Catches(model.parameters(), lr=0.1), scaler(), copy.deepcopy(model.state_dict())
+        used.step(optimizer, closure_of(used, optimizer, model, overflow_at=0))
         used.update()
-        for parameter, wanted in zip(model.parameters(), before, strict=True):
-            assert_same_bits(parameter, wanted)
+        assert_same_state(model.state_dict(), before)
         assert used.get_scale() == 2.0**15
 
-    def test_an_update_in_it_is_told(self):
+    def test_an_update_in_a_closure_is_an_error(self):
         model = network()
         optimizer, used = torch.optim.LBFGS(model.parameters(), max_iter=3), scaler()
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model)
-            used.scale(loss).backward()
-            used.unscale_(optimizer)
-            used.update()
-            return loss
-
+        closure = closure_of(used, optimizer, model, clips=True)
         with pytest.raises(UsageError, match=r"update\(\) was called in the closure of a step"):
-            used.step(optimizer, closure)
+            used.step(optimizer, lambda: (closure(), used.update()))
 
-    def test_gradients_that_were_unscaled_before_it_are_not_those_of_the_closure(self):
+    def test_unscaling_before_a_step_with_a_closure_is_an_error(self):
         model = network()
         optimizer, used = SGD(model.parameters()), scaler()
         used.scale(loss_of(model)).backward()
@@ -784,20 +628,16 @@ class TestClosures:
         with pytest.raises(UsageError, match=r"unscale_\(\) was called before a step with a closure"):
             used.step(optimizer, lambda: loss_of(model))
 
-    def test_one_that_makes_no_gradients_is_told(self):
-        model = network()
-        optimizer, used = SGD(model.parameters()), scaler()
-        used.scale(torch.ones(1))
+    def test_a_closure_that_makes_no_gradients_is_an_error(self):
+        model, used = network(), begun()
         with pytest.raises(UsageError, match="No inf checks were recorded for this optimizer"):
-            used.step(optimizer, lambda: loss_of(model))
+            used.step(SGD(model.parameters()), lambda: loss_of(model))
 
-    def test_one_that_is_never_called_is_told(self):
+    def test_a_closure_that_is_never_called_is_an_error(self):
         class Deaf(torch.optim.SGD):
             def step(self, closure: Any = None) -> None: ...
 
-        model = network()
-        used = scaler()
-        used.scale(torch.ones(1))
+        model, used = network(), begun()
         with pytest.raises(UsageError, match="this Deaf did not call its closure"):
             used.step(Deaf(model.parameters(), lr=1.0), lambda: loss_of(model))
 
@@ -806,9 +646,8 @@ class TestUpdate:
     @pytest.mark.parametrize(
         "new_scale", [8, 8.0, torch.tensor(8.0), torch.tensor([8.0], dtype=torch.float16)], ids=repr
     )
-    def test_to_a_scale_of_ones_own(self, new_scale):
-        used = scaler()
-        used.scale(torch.ones(1))
+    def test_update_takes_a_new_scale(self, new_scale):
+        used = begun()
         used.update(new_scale)
         assert used.get_scale() == 8.0
         if isinstance(new_scale, Tensor):
@@ -820,79 +659,52 @@ class TestUpdate:
         [0.0, -1.0, math.inf, math.nan, "8", torch.ones(2), torch.ones(1, requires_grad=True), torch.tensor(8)],
         ids=repr,
     )
-    def test_what_is_no_scale_is_told_and_changes_nothing(self, new_scale):
-        used = scaler()
-        used.scale(torch.ones(1))
+    def test_update_to_what_is_no_scale_is_an_error_and_changes_nothing(self, new_scale):
+        used = begun()
         with pytest.raises(OptionError, match="new_scale is") as caught:
             used.update(new_scale)
         assert isinstance(caught.value, AssertionError)
         assert used.get_scale() == 65536.0
 
-    def test_hysteresis_forgives(self):
-        parameter, optimizer = with_gradients(math.inf)
-        used, scales = scaler(hysteresis=2), []
-        used.scale(torch.ones(1))
-        for _ in range(3):
-            used.step(optimizer)
-            used.update()
-            scales.append(used.get_scale())
-        assert scales == [2.0**16, 2.0**15, 2.0**14]
-        assert parameter.item() == 1.0
-
-    def test_the_scale_grows_to_its_ceiling(self):
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [({"growth_factor": 100.0, "max_loss_scale": 2.0**20}, 2.0**20), ({"growth_factor": 2.0**100}, 2.0**116)],
+        ids=["ceiling", "no ceiling"],
+    )
+    def test_the_scale_grows_to_its_ceiling_and_stays_finite_without_one(self, options, expected):
         _, optimizer = with_gradients(0.0)
-        used = scaler(growth_factor=100.0, growth_interval=1, max_loss_scale=2.0**20)
-        used.scale(torch.ones(1))
-        for _ in range(2):
-            used.step(optimizer)
-            used.update()
-        assert used.get_scale() == 2.0**20
+        used = begun(growth_interval=1, **options)
+        step(used, optimizer, times=3)
+        assert used.get_scale() == expected
 
-    def test_grows_at_once_after_more_clean_updates_than_it_takes_now(self):
+    def test_the_scale_grows_at_once_if_the_interval_became_shorter(self):
         """With torch's class it would not before an overflow."""
         _, optimizer = with_gradients(0.0)
-        used = scaler(growth_interval=5)
-        used.scale(torch.ones(1))
+        used = begun(growth_interval=5)
         for _ in range(4):
-            used.step(optimizer)
-            used.update()
+            step(used, optimizer)
             used.set_growth_interval(2)
         assert used.get_scale() == 2.0**18
 
     @EACH
-    def test_begins_as_high_as_float32_goes_and_is_saved_there(self, kind):
+    def test_a_scale_near_the_end_of_float32_stays_finite_and_is_saved(self, kind):
         _, optimizer = with_gradients(0.0)
-        used = kind("cpu", init_scale=1e38, growth_interval=1, growth_factor=3.0)
-        used.scale(torch.ones(1))
-        for _ in range(2):
-            used.step(optimizer)
-            used.update()
+        used = begun(kind, init_scale=1e38, growth_interval=1, growth_factor=3.0)
+        step(used, optimizer, times=2)
         loaded = kind("cpu")
         loaded.load_state_dict(used.state_dict())
         assert loaded.get_scale() == used.get_scale() == pytest.approx(3e38)
 
-    def test_without_a_ceiling_it_stays_finite(self):
-        _, optimizer = with_gradients(0.0)
-        used = scaler(growth_factor=2.0**100, growth_interval=1)
-        used.scale(torch.ones(1))
-        for _ in range(3):
-            used.step(optimizer)
-            used.update()
-        assert used.get_scale() == 2.0**116
-
 
 class TestFloor:
-    @staticmethod
-    def overflow(used: ampatch.GradScaler, optimizer: torch.optim.Optimizer, times: int) -> None:
+    def overflow(self, used: ampatch.GradScaler, optimizer: torch.optim.Optimizer, times: int) -> None:
         used.scale(torch.ones(1))
         for _ in range(times):
-            for group in optimizer.param_groups:
-                group["params"][0].grad = torch.tensor([math.inf, math.nan, 1.0])
-            used.step(optimizer)
-            used.update()
+            optimizer.param_groups[0]["params"][0].grad = torch.tensor([math.inf, math.nan, 1.0])
+            step(used, optimizer)
 
     @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-    def test_an_overflow_there_raises_and_names_the_parameters(self, fused):
+    def test_an_overflow_at_the_floor_raises_and_describes_the_parameters(self, fused):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0, fused=fused)
         used = scaler(init_scale=4.0, min_loss_scale=1.0)
         self.overflow(used, optimizer, 2)
@@ -901,12 +713,12 @@ class TestFloor:
         with pytest.raises(LossScaleError, match=f"(?s)floor of 1 and the gradients still overflow.*{culprit}"):
             self.overflow(used, optimizer, 1)
 
-    def test_by_the_names_that_the_optimizer_has(self):
+    def test_an_overflow_at_the_floor_has_the_optimizers_names_of_parameters(self):
         optimizer = torch.optim.SGD([("layer.weight", nn.Parameter(torch.ones(3)))], lr=1.0)
         with pytest.raises(LossScaleError, match=r"layer.weight, .*: 1 inf, 1 nan"):
             self.overflow(scaler(init_scale=1.0, min_loss_scale=1.0), optimizer, 1)
 
-    def test_where_there_is_none_it_warns_once_and_never_becomes_zero(self):
+    def test_the_scale_without_a_floor_warns_once_and_never_becomes_zero(self):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
         used = scaler(backoff_factor=2.0**-10)
         with pytest.warns(AmpWarning, match=r"(?s)has come down to .*1 inf, 1 nan") as warned:
@@ -934,7 +746,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 class TestOptions:
     @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
-    def test_out_of_range_is_an_error_of_each_class_that_callers_catch(self, options, message):
+    def test_options_out_of_range_raise_each_class_that_callers_catch(self, options, message):
         with pytest.raises(OptionError, match=message) as caught:
             scaler(**options)
         assert isinstance(caught.value, AssertionError)
@@ -942,7 +754,7 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("name", "value"), [("growth_factor", 1.0), ("backoff_factor", 2.0), ("growth_interval", 0.5)]
     )
-    def test_a_setter_refuses_too(self, name, value):
+    def test_setters_refuse_values_out_of_range(self, name, value):
         used = scaler()
         before = used.state_dict()
         with pytest.raises(OptionError, match=name.replace("growth_interval", "scale_window|growth_interval")):
@@ -951,10 +763,10 @@ class TestOptions:
 
     @EACH
     @pytest.mark.parametrize("options", [{"growth_factor": 1.0}, {"init_scale": None}, {"growth_interval": 0}], ids=str)
-    def test_disabled_it_takes_any(self, kind, options):
+    def test_a_disabled_scaler_takes_any_options(self, kind, options):
         assert not kind("cpu", enabled=False, **options).is_enabled()
 
-    def test_disabled_it_does_nothing(self):
+    def test_a_disabled_scaler_does_nothing(self):
         used = OURS("cpu", enabled=False)
         parameter, optimizer = with_gradients(1.0)
         loss = torch.ones((), dtype=torch.float16)
@@ -969,11 +781,14 @@ class TestOptions:
         assert not pickle.loads(pickle.dumps(used)).is_enabled()
 
 
+SAVED = scaler().state_dict()
+
+
 class TestSaving:
     @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
     @pytest.mark.parametrize("source", [TORCHS, OURS], ids=["from-torch", "from-ampatch"])
     @pytest.mark.parametrize("target", [TORCHS, OURS], ids=["to-torch", "to-ampatch"])
-    def test_a_state_goes_either_way(self, source, target, begun):
+    def test_torchs_scaler_and_ours_load_each_others_state(self, source, target, begun):
         saved = source("cpu", init_scale=3.0, growth_factor=4.0, backoff_factor=0.25, growth_interval=2).state_dict()
         used = target("cpu", init_scale=6.0)
         used._init_growth_tracker = 7
@@ -983,7 +798,7 @@ class TestSaving:
         assert used.state_dict() == saved
         assert used._init_growth_tracker == 0
 
-    def test_amp_takes_it(self):
+    def test_amp_loads_the_state_of_a_scaler_and_the_scaler_amps(self):
         model = network()
         amp.initialize(model, SGD(model.parameters()), half_dtype="float16", verbosity=0)
         used = scaler(init_scale=2.0**9, hysteresis=2)
@@ -991,90 +806,67 @@ class TestSaving:
         assert amp.get_loss_scale() == 2.0**9
         used.load_state_dict(amp.state_dict()["loss_scaler0"])
 
-    def test_hysteresis_is_saved_and_goes_on(self):
+    def test_overflows_left_to_forgive_are_saved_and_pickled(self):
         _, optimizer = with_gradients(math.inf)
-        used = scaler(hysteresis=2)
-        used.scale(torch.ones(1))
-        used.step(optimizer)
-        used.update()
+        used = begun(hysteresis=2)
+        step(used, optimizer)
         assert used.state_dict()["hysteresis_left"] == 1
         loaded = scaler(hysteresis=2)
         loaded.load_state_dict(used.state_dict())
         for each in (loaded, pickle.loads(pickle.dumps(used))):
             each.scale(torch.ones(1))
-            each.step(optimizer)
-            each.update()
-            assert each.get_scale() == 2.0**15
+            for scale in (2.0**15, 2.0**14):
+                step(each, optimizer)
+                assert each.get_scale() == scale
 
     @pytest.mark.parametrize(
-        ("changes", "message"),
+        ("saved", "message"),
         [
-            ({"scale": 0.0}, "scale is 0.0"),
-            ({"scale": "8"}, "scale is '8'"),
-            ({"growth_factor": 0.5}, "growth_factor is 0.5"),
-            ({"_growth_tracker": -1}, "_growth_tracker is -1"),
-            ({"unknown": 1}, "unexpected keys"),
+            ({**SAVED, "scale": 0.0}, "scale is 0.0"),
+            ({**SAVED, "scale": "8"}, "scale is '8'"),
+            ({**SAVED, "growth_factor": 0.5}, "growth_factor is 0.5"),
+            ({**SAVED, "_growth_tracker": -1}, "_growth_tracker is -1"),
+            ({**SAVED, "unknown": 1}, "unexpected keys"),
+            (amp.LossScaler(1.0).state_dict(), "of a static loss scale"),
+            (None, "as the state of a loss scaler"),
+            (3, "as the state of a loss scaler"),
+            ([], "as the state of a loss scaler"),
+            ({}, "The source state dict is empty"),
         ],
-        ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+        ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_what_no_scaler_saved_is_told_and_changes_nothing(self, changes, message):
+    def test_loading_what_no_enabled_scaler_saved_is_an_error_and_changes_nothing(self, saved, message):
         used = scaler()
-        before = used.state_dict()
-        with pytest.raises(OptionError, match=message):
-            used.load_state_dict({**before, **changes})
-        assert used.state_dict() == before
+        with pytest.raises(RuntimeError if saved == {} else OptionError, match=message):
+            used.load_state_dict(saved)
+        assert used.state_dict() == SAVED
 
-    def test_no_more_overflows_are_forgiven_than_here(self):
+    def test_loading_forgives_no_more_overflows_than_the_scalers_own_hysteresis(self):
         _, optimizer = with_gradients(math.inf)
         used = scaler()
         used.load_state_dict(scaler(hysteresis=3).state_dict())
         used.scale(torch.ones(1))
-        used.step(optimizer)
-        used.update()
+        step(used, optimizer)
         assert used.get_scale() == 2.0**15
-
-    def test_a_static_scale_is_no_place_to_start_from(self):
-        used = scaler()
-        with pytest.raises(OptionError, match="of a static loss scale"):
-            used.load_state_dict(amp.LossScaler(1.0).state_dict())
-        assert used.get_scale() == 2.0**16
-
-    @pytest.mark.parametrize("state", [None, 3, []], ids=repr)
-    def test_nor_is_what_is_no_state(self, state):
-        with pytest.raises(OptionError, match="as the state of a loss scaler"):
-            scaler().load_state_dict(state)
-
-    def test_one_that_was_disabled_saved_nothing(self):
-        with pytest.raises(RuntimeError, match="The source state dict is empty"):
-            scaler().load_state_dict({})
 
 
 class TestBesideAmp:
     """A `GradScaler` of either kind is for optimizers whose gradients amp does not scale."""
 
     @EACH
-    def test_works_at_o1_without_scale_loss(self, kind):
+    def test_a_scaler_works_at_o1_without_scale_loss(self, kind):
         model, plain = network(), network()
-        optimizer, used = SGD(model.parameters()), kind("cpu")
+        optimizer, by_hand, used = SGD(model.parameters()), SGD(plain.parameters()), kind("cpu")
         amp.initialize(model, optimizer, half_dtype="float16", patch_torch_functions=False, verbosity=0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for index in range(2):
-                optimizer.zero_grad()
-                used.scale(loss_of(model, index)).backward()
-                used.step(optimizer)
-                used.update()
-        wanted = SGD(plain.parameters())
-        for index in range(2):
-            wanted.zero_grad()
-            loss_of(plain, index).backward()
-            wanted.step()
-        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            assert_same_bits(parameter, expected)
+        used.scale(loss_of(model)).backward()
+        step(used, optimizer)
+        loss_of(plain).backward()
+        by_hand.step()
+        assert_same_state(model.state_dict(), plain.state_dict())
 
     @EACH
     @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-    def test_raises_where_amp_has_the_gradients(self, kind, fused):
+    def test_a_scaler_raises_at_o2_where_amp_unscales(self, kind, fused):
         model = network()
         optimizer, used = SGD(model.parameters(), fused=fused), kind("cpu")
         amp.initialize(model, optimizer, opt_level="O2", half_dtype="float16", verbosity=0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from optimizers import backward
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -65,15 +66,16 @@ def logits_and_wanted(model: Net, inputs: Tensor) -> tuple[Any, Tensor]:
 
 class TestDigits:
     @pytest.mark.parametrize("level", LEVELS)
-    def test_output_of_the_model_has_all_digits(self, level):
+    @pytest.mark.parametrize("profile_casts", [False, True])
+    def test_output_of_float32_outputs_has_all_digits(self, level, profile_casts):
         model = Net()
-        initialize(model, opt_level=level)
+        initialize(model, opt_level=level, profile_casts=profile_casts)
         output, wanted = logits_and_wanted(model, torch.randn(5, 4))
         assert model.head.weight.dtype is output.dtype is torch.float32
         assert_same_bits(output.detach(), wanted.detach())
         assert not torch.equal(output, output.bfloat16().float())
 
-    def test_keep_fp32_rounds(self, half_dtype):
+    def test_output_of_keep_fp32_is_rounded(self, half_dtype):
         model = Net()
         initialize(model, half_dtype=half_dtype, keep_fp32="head", float32_outputs=None)
         output, wanted = logits_and_wanted(model, torch.randn(5, 4))
@@ -85,7 +87,7 @@ class TestDigits:
         initialize(model, half_dtype="float16")
         assert model(torch.randn(5, 4)).isfinite().all()
 
-    def test_code_after_it_gets_float32(self, half_dtype):
+    def test_code_of_the_model_after_it_gets_float32(self, half_dtype):
         class WithLoss(Net):
             def forward(self, x):
                 logits = self.head(self.body(x))
@@ -109,7 +111,7 @@ class TestDigits:
         assert not torch.equal(model.head.bias.grad, given.to(half_dtype).float().sum(0))
 
     @pytest.mark.parametrize("reentrant", [False, True])
-    def test_in_a_checkpoint(self, reentrant, half_dtype):
+    def test_float32_outputs_in_an_activation_checkpoint(self, reentrant, half_dtype):
         class Checkpointed(Net):
             def forward(self, x):
                 return checkpoint(self.head, self.body(x), use_reentrant=reentrant)
@@ -123,7 +125,7 @@ class TestDigits:
         assert model.body[0].weight.grad is not None
 
     @pytest.mark.slow
-    def test_compiled(self, half_dtype):
+    def test_float32_outputs_are_compiled(self, half_dtype):
         model = Net()
         initialize(model, half_dtype=half_dtype)
         inputs = torch.randn(5, 4)
@@ -132,7 +134,7 @@ class TestDigits:
         assert_same_bits(compiled(inputs).detach(), wanted)
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-    def test_of_copies(self, copied, half_dtype):
+    def test_copies_of_the_model_have_float32_outputs(self, copied, half_dtype):
         model = Net()
         initialize(model, half_dtype=half_dtype)
         inputs = torch.randn(5, 4)
@@ -140,26 +142,19 @@ class TestDigits:
         assert output.dtype is torch.float32
         assert not torch.equal(output, output.to(half_dtype).float())
 
-    def test_labelled_casts(self, half_dtype):
-        model = Net()
-        initialize(model, half_dtype=half_dtype, profile_casts=True)
-        output, wanted = logits_and_wanted(model, torch.randn(5, 4))
-        assert_same_bits(output.detach(), wanted.detach())
-
-    def test_training(self, half_dtype):
+    def test_a_model_with_float32_outputs_trains(self, half_dtype):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         initialize(model, optimizer, half_dtype=half_dtype, init_scale=2.0**7)
         before = {name: each.detach().clone() for name, each in model.named_parameters()}
-        with amp.scale_loss(model(torch.randn(5, 4)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.randn(5, 4)).square().mean(), optimizer)
         optimizer.step()
         assert not any(torch.equal(before[name], each) for name, each in model.named_parameters())
 
 
-class TestWhich:
+class TestChosenParts:
     @pytest.mark.parametrize("given", ["head", ["head"], "h*", nn.Bilinear, "Bilinear"], ids=str)
-    def test_by_name_by_pattern_and_by_class(self, given):
+    def test_float32_outputs_take_names_patterns_and_classes(self, given):
         class WithBilinear(Net):
             def __init__(self):
                 super().__init__()
@@ -173,13 +168,13 @@ class TestWhich:
         output = model(torch.randn(5, 4))
         assert not torch.equal(output, output.bfloat16().float())
 
-    def test_others_of_keep_fp32_give_half(self, half_dtype):
+    def test_other_kept_parts_give_half(self, half_dtype):
         model = Net()
         initialize(model, half_dtype=half_dtype, keep_fp32=[nn.LayerNorm, "head"])
         assert model.body(torch.randn(5, 4).to(half_dtype)).dtype is half_dtype
         assert model.head(torch.randn(5, 8).to(half_dtype)).dtype is torch.float32
 
-    def test_children_of_a_container_without_a_forward(self, half_dtype):
+    def test_children_of_a_container_have_float32_outputs(self, half_dtype):
         class Heads(Net):
             def __init__(self):
                 super().__init__()
@@ -195,7 +190,7 @@ class TestWhich:
             assert not torch.equal(output, output.to(half_dtype).float())
 
     @pytest.mark.parametrize("keep", [True, False])
-    def test_batch_norm(self, keep, half_dtype):
+    def test_batch_norm_can_have_float32_outputs(self, keep, half_dtype):
         model = Net()
         model.head = nn.BatchNorm1d(8)
         initialize(model, half_dtype=half_dtype, keep_batchnorm_fp32=keep)
@@ -203,47 +198,33 @@ class TestWhich:
         assert output.dtype is torch.float32
         assert not torch.equal(output, output.to(half_dtype).float())
 
-    def test_within_a_part_that_computes_with_complex_numbers(self, half_dtype):
+    def test_float32_outputs_within_a_part_with_complex_numbers(self, half_dtype):
         class Fourier(Net):
             def forward(self, x):
-                return self.head(self.body(torch.fft.rfft(x, n=6).real))
+                return self.head(torch.fft.rfft(x, n=14).real)
 
-        class Whole(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.net = Fourier()
-
-            def forward(self, x):
-                return self.net(x)
-
-        model = Whole()
-        model.net.body = nn.Identity()
-        model.net.head = nn.Linear(4, 3)
-        initialize(model, half_dtype=half_dtype, float32_outputs="net.head")
+        model = nn.Sequential(Fourier())
+        initialize(model, half_dtype=half_dtype, float32_outputs="0.head")
         output = model(torch.randn(5, 4))
         assert not torch.equal(output, output.to(half_dtype).float())
 
-    def test_in_a_part_whose_outputs_are_half_raises(self):
+    def test_a_part_of_one_whose_outputs_are_half_raises(self):
         with pytest.raises(OptionError, match=r"float32_outputs has 'body\.1', which is in 'body'.*outputs 'body'"):
             initialize(Net(), keep_fp32="body", float32_outputs="body.1")
-
-    def test_in_a_part_with_float32_outputs(self):
         initialize(Net(), float32_outputs=["head", "body", "body.1"])
 
     @pytest.mark.parametrize("level", LEVELS)
-    def test_that_matches_nothing_raises(self, level):
+    def test_float32_outputs_that_match_nothing_raise(self, level):
         with pytest.raises(OptionError, match=r"float32_outputs has 'haed', which matches no submodule.*'head'"):
             initialize(Net(), opt_level=level, float32_outputs="haed")
 
-    def test_of_another_kind_raises(self):
+    def test_float32_outputs_of_another_kind_or_at_o0_raise(self):
         with pytest.raises(OptionError, match="float32_outputs has 3; expected names"):
             initialize(Net(), float32_outputs=3)
-
-    def test_at_O0_raises(self):  # noqa: N802
         with pytest.raises(OptionError, match="float32_outputs contradicts opt_level='O0'"):
             initialize(Net(), opt_level="O0")
 
-    def test_a_half_layer_may_follow(self, half_dtype):
+    def test_a_half_layer_after_it_gets_float32(self, half_dtype):
         model = Net()
         initialize(model, half_dtype=half_dtype, float32_outputs="body")
         seen = []
@@ -254,31 +235,30 @@ class TestWhich:
 
 class TestLog:
     @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-    def test_says_that_outputs_of_kept_parts_are_half(self, level, caplog):
+    def test_half_outputs_of_kept_parts_are_logged(self, level, caplog):
         with caplog.at_level("INFO", "ampatch"):
             amp.initialize(Net(), opt_level=level, half_dtype="bfloat16", keep_fp32=["head", nn.LayerNorm])
         assert "outputs of parts in keep_fp32 (head, LayerNorm) are cast to torch.bfloat16" in caplog.text
 
-    def test_says_nothing_where_the_user_has_decided(self, caplog):
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"opt_level": "O2", "keep_fp32": [nn.LayerNorm], "float32_outputs": "head"},
+            {"opt_level": "O1", "keep_fp32": "head"},
+        ],
+        ids=["the user has decided", "nothing is rounded"],
+    )
+    def test_nothing_is_logged_if_the_user_has_decided_or_nothing_is_rounded(self, options, caplog):
         with caplog.at_level("INFO", "ampatch"):
-            amp.initialize(Net(), opt_level="O2", keep_fp32=[nn.LayerNorm], float32_outputs="head")
-        assert "are cast to" not in caplog.text
-
-    def test_says_nothing_where_nothing_is_rounded(self, caplog):
-        with caplog.at_level("INFO", "ampatch"):
-            amp.initialize(Net(), opt_level="O1", keep_fp32="head")
+            amp.initialize(Net(), **options)
         assert "are cast to" not in caplog.text
 
 
 class TestSettings:
-    def test_are_told(self):
+    def test_settings_have_float32_outputs_and_a_difference_raises(self):
         initialize(Net())
-        assert amp.settings()["float32_outputs"] == ["head"]
-        assert amp.settings()["keep_fp32"] == ["head"]
         given = {name: amp.settings()[name] for name in ("keep_fp32", "float32_outputs")}
+        assert given == {"keep_fp32": ["head"], "float32_outputs": ["head"]}
         initialize(Net(), **given)
-
-    def test_difference_raises(self):
-        initialize(Net())
         with pytest.raises(amp.UsageError, match=r"float32_outputs is \['head'\] \(this call: None\)"):
             initialize(Net(), keep_fp32="head", float32_outputs=None)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
+from optimizers import backward
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -20,12 +21,6 @@ from ampatch.errors import UsageError
 from ampatch.weights.exchange import exchange
 
 pytestmark = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-
-
-@pytest.fixture(autouse=True)
-def off() -> Iterator[None]:
-    yield
-    amp.deinitialize()
 
 
 class Training:
@@ -40,17 +35,15 @@ class Training:
         if way == "initialize":
             amp.initialize(self.model, self.optimizer, opt_level="O2", half_dtype=half, loss_scale=1, verbosity=0)
         else:
-            self.optimizer = {"MixedPrecision": ampatch.MixedPrecision, "FP16_Optimizer": FP16_Optimizer}[way](
-                self.inner
-            )
+            wrappers = {"MixedPrecision": ampatch.MixedPrecision, "FP16_Optimizer": FP16_Optimizer}
+            self.optimizer = wrappers[way](self.inner)
 
     def step(self, seed: int = 1) -> None:
         self.optimizer.zero_grad()
         inputs = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
         loss = self.model(inputs.to(self.model[0].weight.dtype)).float().square().mean()
         if self.way == "initialize":
-            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, self.optimizer)
         elif self.way == "FP16_Optimizer":
             self.optimizer.backward(loss)
         else:
@@ -62,6 +55,16 @@ class Training:
         if self.way == "FP16_Optimizer":
             return self.optimizer.fp32_from_fp16_groups[0]
         return list(amp.master_params(self.optimizer) if self.way == "initialize" else self.optimizer.master_params())
+
+    def values(self) -> list[Tensor]:
+        return [master.detach().clone() for master in self.masters]
+
+    def dtypes(self) -> set[torch.dtype]:
+        return {parameter.dtype for parameter in self.model.parameters()}
+
+
+def initialized(half: torch.dtype, make: Callable[..., Any] = torch.optim.SGD, **options: Any) -> Training:
+    return Training("initialize", half, make, **(options if make is torch.optim.AdamW else {"lr": 0.1, **options}))
 
 
 WAYS = pytest.mark.parametrize("way", ["initialize", "MixedPrecision", "FP16_Optimizer"])
@@ -83,19 +86,19 @@ class Scaled(torch.optim.SGD):
 
 
 @WAYS
-class TestOneObject:
-    def test_groups_and_state_are_of_the_models_parameters(self, way, half):
+class TestParameters:
+    def test_groups_and_state_have_the_models_parameters(self, way, half):
         training = Training(way, half, torch.optim.AdamW)
         for _ in range(2):
             training.step()
             held = training.optimizer.param_groups[0]["params"]
             assert list(map(id, held)) == list(map(id, training.model.parameters()))
-            assert {each.dtype for each in held} == {half}
+            assert training.dtypes() == {half}
             for parameter in held:
                 assert training.optimizer.state[parameter]["exp_avg"].dtype is torch.float32
 
     @pytest.mark.parametrize("own_list", [False, True])
-    def test_an_attribute_set_later_is_read_by_the_step(self, own_list, way, half):
+    def test_a_step_reads_attributes_of_parameters_set_later(self, own_list, way, half):
         training = Training(way, half, Scaled, lr=0.5, own_list=own_list)
         frozen, other = training.model[0].weight, training.model[2].weight
         frozen.lr_scale = 0.0
@@ -104,27 +107,27 @@ class TestOneObject:
         assert_same_bits(frozen.detach(), before[0])
         assert not torch.equal(other, before[1])
 
-    def test_state_that_was_read_too_early_is_no_trouble(self, way, half):
+    def test_state_may_be_read_before_the_first_step(self, way, half):
         training = Training(way, half, torch.optim.AdamW)
         state = training.optimizer.state[training.model[0].weight]
         assert {name for name in state if name != "master"} == set()
         training.step()
         assert len(training.optimizer.state_dict()) > 0
 
-    def test_momentum_is_reset_by_parameter(self, way, half):
+    def test_momentum_can_be_reset_by_parameter(self, way, half):
         """As ReLoRA and pruning do: the next step is that of an optimizer that has just begun."""
-        trainings = [Training(way, half, torch.optim.SGD, lr=0.1, momentum=0.9) for _ in range(2)]
-        for training in trainings:
+        found = []
+        for reset in (lambda state: state["momentum_buffer"].zero_(), lambda state: state.pop("momentum_buffer")):
+            training = Training(way, half, torch.optim.SGD, lr=0.1, momentum=0.9)
             training.step(seed=1)
-        for parameter in trainings[0].model.parameters():
-            trainings[0].optimizer.state[parameter]["momentum_buffer"].zero_()
-        for parameter in trainings[1].model.parameters():
-            trainings[1].optimizer.state[parameter].pop("momentum_buffer")
-        for training in trainings:
+            for parameter in training.model.parameters():
+                reset(training.optimizer.state[parameter])
             training.step(seed=2)
-        assert_same_state(trainings[0].masters, trainings[1].masters)
+            found.append(training.values())
+            amp.deinitialize()
+        assert_same_state(*found)
 
-    def test_hooks_of_the_parameter_and_its_views_stay(self, way, half):
+    def test_hooks_and_memory_of_a_parameter_stay(self, way, half):
         training = Training(way, half, torch.optim.SGD, lr=0.1)
         weight, seen = training.model[0].weight, []
         weight.register_hook(lambda grad: seen.append(grad.dtype))
@@ -143,31 +146,23 @@ class TestOneObject:
         training = Training(way, half, Fails, lr=0.1)
         with pytest.raises(ZeroDivisionError):
             training.step()
-        assert {each.dtype for each in training.model.parameters()} == {half}
+        assert training.dtypes() == {half}
         assert {each.dtype for each in training.masters} == {torch.float32}
-
-    def test_loaded_state_is_float32(self, way, half):
-        trainings = [Training(way, half, torch.optim.AdamW) for _ in range(2)]
-        trainings[0].step()
-        trainings[1].step(seed=3)
-        trainings[1].optimizer.load_state_dict(copy.deepcopy(trainings[0].optimizer.state_dict()))
-        first, second = ([each.inner.state[p]["exp_avg"] for p in each.model.parameters()] for each in trainings)
-        assert_same_state(first, second)
 
 
 def test_torchs_distributed_checkpoint_saves_and_loads_float32(half):
-    training = Training("initialize", half, torch.optim.AdamW)
+    training = initialized(half, torch.optim.AdamW)
     training.step()
     saved = copy.deepcopy(get_state_dict(training.model, training.optimizer))
     assert {each.dtype for each in saved[0].values()} == {torch.float32}
     training.step(seed=2)
-    wanted = [each.detach().clone() for each in training.masters]
+    wanted = training.values()
     amp.deinitialize()
-    training = Training("initialize", half, torch.optim.AdamW)
+    training = initialized(half, torch.optim.AdamW)
     training.step(seed=3)
     set_state_dict(training.model, training.optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
     training.step(seed=2)
-    assert_same_state([each.detach() for each in training.masters], wanted)
+    assert_same_state(training.masters, wanted)
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -192,43 +187,39 @@ class ScheduleFree(torch.optim.SGD):
 
 
 class TestMethodsOfTheOptimizer:
-    def test_change_masters(self, half):
-        training = Training("initialize", half, ScheduleFree, lr=0.1)
-        before = [each.detach().clone() for each in training.masters]
+    def test_methods_of_an_optimizer_change_masters(self, half):
+        training = initialized(half, ScheduleFree)
+        before = training.values()
         training.optimizer.eval()
-        for master, parameter, was in zip(training.masters, training.model.parameters(), before, strict=True):
-            assert_same_bits(master.detach(), was * (1 + 2**-14))
-            assert_same_bits(parameter.detach(), master.detach().to(half))
+        changed = [was * (1 + 2**-14) for was in before]
+        assert_same_state(training.masters, changed)
+        assert_same_state(list(training.model.parameters()), [each.to(half) for each in changed])
 
-    def test_may_be_two_halves_of_a_step(self, half):
-        training = Training("initialize", half, ScheduleFree, lr=0.5)
-        before = [each.detach().clone() for each in training.masters]
+    def test_methods_may_be_two_halves_of_a_step(self, half):
+        training = initialized(half, ScheduleFree, lr=0.5)
+        before = training.values()
         loss = training.model(torch.ones(2, 4)).square().mean()
-        with amp.scale_loss(loss, training.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, training.optimizer)
         training.optimizer.first_step()
         assert all(each.grad is None for each in training.model.parameters())
-        with amp.scale_loss(training.model(torch.ones(2, 4)).square().mean(), training.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(training.model(torch.ones(2, 4)).square().mean(), training.optimizer)
         grads = [each.grad.clone() for each in training.masters]
         training.optimizer.second_step()
-        for master, was, grad in zip(training.masters, before, grads, strict=True):
-            assert_same_bits(master.detach(), was - 0.5 * grad)
+        assert_same_state(training.masters, [was - 0.5 * grad for was, grad in zip(before, grads, strict=True)])
 
-    def test_may_be_called_while_a_graph_waits(self, half):
+    def test_methods_may_be_called_between_forward_and_backward(self, half):
         class Asked(torch.optim.SGD):
             def rate(self) -> float:
                 return self.param_groups[0]["lr"]
 
-        training = Training("initialize", half, Asked, lr=0.1)
+        training = initialized(half, Asked)
         for _ in range(2):
             loss = training.model(torch.ones(2, 4)).square().mean()
             assert training.optimizer.rate() == 0.1
-            with amp.scale_loss(loss, training.optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, training.optimizer)
         training.optimizer.step()
 
-    def test_see_whether_a_parameter_is_frozen(self, half):
+    def test_a_step_sees_whether_a_parameter_is_frozen(self, half):
         class Decaying(torch.optim.SGD):
             @torch.no_grad()
             def step(self, closure: Any = None) -> None:
@@ -236,33 +227,14 @@ class TestMethodsOfTheOptimizer:
                     if parameter.requires_grad:
                         parameter.mul_(0.5)
 
-        training = Training("initialize", half, Decaying, lr=0.1)
+        training = initialized(half, Decaying)
         training.model[0].weight.requires_grad_(False)
-        before = [each.detach().clone() for each in training.masters]
+        before = training.values()
         training.step()
         halved = [torch.equal(each, was * 0.5) for each, was in zip(training.masters, before, strict=True)]
         assert halved == [False, True, True, True]
 
-    @pytest.mark.parametrize("place", ["step_pre", "step_post"])
-    def test_see_half_weights_in_hooks_around_the_step(self, place, half):
-        training = Training("initialize", half, torch.optim.SGD, lr=0.1)
-        seen = []
-
-        def hook(optimizer: Any, *_: Any) -> None:
-            seen.append(optimizer.param_groups[0]["params"][0].dtype)
-            with torch.no_grad():
-                training.model[0].weight.fill_(2)
-
-        handle = getattr(training.optimizer, f"register_{place}_hook")(hook)
-        training.step()
-        handle.remove()
-        training.step()
-        assert seen == [half]
-        assert {each.dtype for each in training.model.parameters()} == {half}
-        if place == "step_post":
-            assert not torch.equal(training.masters[0], torch.full((8, 4), 2.0))
-
-    def test_of_a_subclass_run_on_masters_after_the_step_of_its_base(self, half):
+    def test_a_subclass_changes_masters_after_the_step_of_its_base(self, half):
         """The hooks of torch end with the inner step; what the outer one does then counts as well."""
 
         class Decaying(torch.optim.SGD):
@@ -273,22 +245,20 @@ class TestMethodsOfTheOptimizer:
                     assert parameter.dtype is torch.float32
                     parameter.mul_(1 - 2**-14)
 
-        trainings = [Training("initialize", half, Decaying, lr=0.1)]
-        trainings[0].optimizer.register_step_post_hook(lambda *_: None)
-        trainings[0].step()
-        found = [each.detach().clone() for each in trainings[0].masters]
-        amp.deinitialize()
-        trainings = [Training("initialize", half, torch.optim.SGD, lr=0.1)]
-        trainings[0].step()
-        for master, plain in zip(found, trainings[0].masters, strict=True):
-            assert_same_bits(master, plain.detach() * (1 - 2**-14))
-
-
-class TestWhatEndsAStep:
-    def test_an_interrupt_in_the_exchange_leaves_half_weights(self, half, monkeypatch):
-        training = Training("initialize", half, torch.optim.SGD, lr=0.1)
+        training = initialized(half, Decaying)
+        training.optimizer.register_step_post_hook(lambda *_: None)
         training.step()
-        before = [each.detach().clone() for each in training.masters]
+        amp.deinitialize()
+        plain = initialized(half)
+        plain.step()
+        assert_same_state(list(training.model.parameters()), [each * (1 - 2**-14) for each in plain.values()])
+
+
+class TestInterruptedSteps:
+    def test_an_interrupt_in_the_exchange_leaves_half_weights(self, half, monkeypatch):
+        training = initialized(half)
+        training.step()
+        before = training.values()
         swaps = itertools.count()
         original = torch._C._swap_tensor_impl
 
@@ -301,49 +271,47 @@ class TestWhatEndsAStep:
         with pytest.raises(KeyboardInterrupt):
             training.step()
         monkeypatch.undo()
-        assert {each.dtype for each in training.model.parameters()} == {half}
+        assert training.dtypes() == {half}
         assert training.model(torch.ones(1, 4)).dtype is torch.float32
-        assert_same_state([each.detach() for each in training.masters], before)
+        assert_same_state(training.masters, before)
         training.step()
 
-    def test_deinitialize_within_it_gives_float32_back(self, half):
+    def test_deinitialize_within_a_step_gives_float32_back(self, half):
         class Ends(torch.optim.SGD):
             def step(self, closure: Any = None) -> None:
                 super().step()
                 amp.deinitialize()
 
-        training = Training("initialize", half, Ends, lr=0.1)
+        training = initialized(half, Ends)
         training.step()
-        assert {each.dtype for each in training.model.parameters()} == {torch.float32}
+        assert training.dtypes() == {torch.float32}
 
-    def test_a_block_within_it_is_an_error_that_says_what_to_type(self, half):
+    def test_a_block_within_a_step_is_an_error_with_the_cure(self, half):
         class Evaluates(torch.optim.SGD):
             def step(self, closure: Any = None) -> None:
                 with amp.scale_loss(training.model(torch.ones(2, 4)).mean(), self):
                     pass
 
-        training = Training("initialize", half, Evaluates, lr=0.1)
+        training = initialized(half, Evaluates)
         with pytest.raises(UsageError, match=r"stands in the step of its Evaluates.*optimizer\.step\(closure\)"):
             training.step()
-        assert {each.dtype for each in training.model.parameters()} == {half}
+        assert training.dtypes() == {half}
 
 
-def test_state_that_was_loaded_past_amp_is_float32_from_the_next_step(half):
-    torch.manual_seed(0)
+def test_half_state_loaded_past_amp_is_float32_from_the_next_step(half):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     load = optimizer.load_state_dict  # bound before amp replaces it
     amp.initialize(model, optimizer, opt_level="O2", half_dtype=half, loss_scale=1, verbosity=0)
     for _ in range(2):
-        with amp.scale_loss(model(torch.ones(2, 4)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(2, 4)).square().mean(), optimizer)
         optimizer.step()
         assert optimizer.state[model.weight]["momentum_buffer"].dtype is torch.float32
         load(copy.deepcopy(optimizer.state_dict()))
 
 
 def test_a_master_in_a_group_is_an_error(half):
-    training = Training("initialize", half, torch.optim.SGD, lr=0.1)
+    training = initialized(half)
     training.optimizer.param_groups[0]["params"] = training.masters
     with pytest.raises(UsageError, match=r"holds a float32 master.*put back the parameter"):
         training.optimizer.step()
@@ -351,7 +319,7 @@ def test_a_master_in_a_group_is_an_error(half):
     training.step()
 
 
-def test_tensors_that_cannot_be_exchanged_leave_the_others_as_they_were(half):
+def test_an_exchange_that_fails_leaves_the_other_tensors(half):
     parameters = [nn.Parameter(torch.ones(2, dtype=half)) for _ in range(2)]
     masters = [nn.Parameter(torch.ones(2)), "no tensor"]
     with pytest.raises(RuntimeError):
