@@ -46,8 +46,8 @@ def test_a_compiled_choice_and_one_that_was_asked_for_are_not_logged(caplog: pyt
             none_built,
             "there is no library in /cache. `ampatch build` compiles it",
             (
-                "AMPATCH_PROBE=compiled asks for compiled code, and there is no library in /cache. Type `ampatch build`; "
-                "or leave the variable out, to go on with plain probes."
+                "AMPATCH_PROBE=compiled asks for compiled code, and there is no library in /cache. "
+                "Type `ampatch build`; or leave the variable out, to go on with plain probes."
             ),
         ),
         (not_loaded, "the library is truncated", "the library is truncated"),
