@@ -1,4 +1,4 @@
-"""Patterns of namespaces and names in a lists file: what they match, which entry decides, and what a user is told."""
+"""Patterns of namespaces and names in cast lists: matches, precedence over other entries, and faults."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def half() -> torch.Tensor:
 
 
 class TestMatches:
-    def test_a_star_reaches_every_module_and_class_below(self, mine: Callable[[str], str]) -> None:
+    def test_a_star_matches_every_module_and_class_below(self, mine: Callable[[str], str]) -> None:
         name = loaded(mine("patterns_a"))
         assert matched(f"{name}.*", "*_loss") == [
             f"{name}.deep.heads.deep_loss",
@@ -97,30 +97,23 @@ class TestMatches:
             f"{name}.losses.near_loss",
         ]
 
-    def test_the_package_itself_counts(self) -> None:
-        assert "torch.nn.functional.softmax" in matched("torch.nn.functional.*", "softmax")
-
-    def test_a_name_alone_may_be_a_pattern(self, mine: Callable[[str], str]) -> None:
-        name = loaded(mine("patterns_b"))
-        assert matched(f"{name}.losses", "?ear_*") == [f"{name}.losses.near_loss"]
-        assert matched(f"{name}.deep.heads.Head", "*") == [f"{name}.deep.heads.Head.score_loss"]
-
-    def test_private_functions_and_modules_have_to_be_asked_for(self, mine: Callable[[str], str]) -> None:
-        name = loaded(mine("patterns_c"))
-        assert matched(f"{name}.losses", "_*_loss") == [f"{name}.losses._own_loss"]
-        assert matched(f"{name}._*", "*_loss") == [f"{name}._private.hidden_loss"]
-
-    def test_functions_of_other_packages_are_left_out(self, mine: Callable[[str], str]) -> None:
-        name = loaded(mine("patterns_d"))
-        assert matched(f"{name}.*", "mse_loss") == []
-        assert matched(f"{name}.deep.*", "far_loss") == []  # imported from beside it
-
-    def test_methods_in_c_are_found_at_the_class_that_can_be_patched(self) -> None:
+    def test_a_star_matches_methods_in_c_and_the_namespace_itself(self) -> None:
         found = matched("torch.*", "softmax")
         assert {"torch.softmax", "torch.Tensor.softmax", "torch.nn.functional.softmax"} <= set(found)
         assert not any("Parameter" in path for path in found)
+        assert "torch.nn.functional.softmax" in matched("torch.nn.functional.*", "softmax")
 
-    def test_are_the_same_while_amp_is_on(self, mine: Callable[[str], str]) -> None:
+    def test_a_pattern_matches_public_names_of_the_package(self, mine: Callable[[str], str]) -> None:
+        name = loaded(mine("patterns_b"))
+        assert matched(f"{name}.losses", "?ear_*") == [f"{name}.losses.near_loss"]
+        assert matched(f"{name}.deep.heads.Head", "*") == [f"{name}.deep.heads.Head.score_loss"]
+        assert matched(f"{name}.losses", "_*_loss") == [f"{name}.losses._own_loss"]
+        assert matched(f"{name}._*", "*_loss") == [f"{name}._private.hidden_loss"]
+        # Functions of other packages
+        assert matched(f"{name}.*", "mse_loss") == []
+        assert matched(f"{name}.deep.*", "far_loss") == []
+
+    def test_matches_are_the_same_under_casts(self, mine: Callable[[str], str]) -> None:
         name = loaded(mine("patterns_e"))
         before = matched("torch.nn.*", "soft*"), matched(f"{name}.*", "*_loss")
         with casts_on(HALF, cast_lists={"blacklist": {f"{name}.*": ["*_loss"]}}):
@@ -128,7 +121,7 @@ class TestMatches:
 
 
 class TestCasts:
-    def test_go_to_each_function_under_all_its_names(self, mine: Callable[[str], str]) -> None:
+    def test_a_pattern_casts_each_function_under_all_its_names(self, mine: Callable[[str], str]) -> None:
         name = loaded(mine("patterns_f"))
         losses, heads = sys.modules[f"{name}.losses"], sys.modules[f"{name}.deep.heads"]
         calls = [losses.far_loss, losses.near_loss, heads.far_loss, heads.Head().score_loss, heads.Tail().score_loss]
@@ -139,7 +132,9 @@ class TestCasts:
             assert losses._own_loss(half()).dtype is HALF
 
     @pytest.mark.parametrize("is_loaded", [False, True])
-    def test_reach_modules_that_are_imported_later(self, mine: Callable[[str], str], is_loaded: bool) -> None:
+    def test_a_pattern_casts_functions_of_modules_imported_later(
+        self, mine: Callable[[str], str], is_loaded: bool
+    ) -> None:
         name = mine(f"patterns_g{is_loaded}")
         if is_loaded:  # the package, but none of its modules
             importlib.import_module(name)
@@ -153,13 +148,13 @@ class TestCasts:
         assert heads.deep_loss(half()).dtype is kept(half()).dtype is HALF
         assert sys.meta_path == before
 
-    def test_end_with_the_session(self, mine: Callable[[str], str]) -> None:
+    def test_casts_of_a_pattern_end_with_the_session(self, mine: Callable[[str], str]) -> None:
         name = mine("patterns_h")
         with casts_on(HALF, cast_lists={"blacklist": {f"{name}.*": ["*_loss"]}}):
             pass
         assert importlib.import_module(f"{name}.losses").far_loss(half()).dtype is HALF
 
-    def test_let_another_model_join_after_an_import(self, mine: Callable[[str], str]) -> None:
+    def test_another_model_joins_after_an_import(self, mine: Callable[[str], str]) -> None:
         name = mine("patterns_i")
         lists = {"blacklist": {f"{name}.*": ["*_loss"]}}
         amp.initialize(nn.Linear(2, 2), cast_lists=lists, half_dtype=HALF, verbosity=0)
@@ -167,7 +162,7 @@ class TestCasts:
         amp.initialize(nn.Linear(2, 2), cast_lists=lists, half_dtype=HALF, verbosity=0)
         amp.deinitialize()
 
-    def test_explained_name_the_line(self, mine: Callable[[str], str], tmp_path: FilePath) -> None:
+    def test_explain_names_the_line_of_a_pattern(self, mine: Callable[[str], str], tmp_path: FilePath) -> None:
         name = mine("patterns_j")
         file = tmp_path / "own.yaml"
         file.write_text(f'blacklist:\n  {name}.*: ["*_loss"]  # losses in float32\n')
@@ -180,7 +175,7 @@ class TestCasts:
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["imported later", "loaded"])
 class TestPrecedence:
     def treatments(self, name: str, is_loaded: bool, *overlays: dict[str, object]) -> dict[str, torch.dtype]:
-        """The types that the two losses and the deep one give a bfloat16 tensor back in."""
+        """The dtypes of the losses of a bfloat16 tensor."""
         if is_loaded:
             loaded(name)
         with casts_on(HALF, cast_lists=list(overlays)):
@@ -188,26 +183,26 @@ class TestPrecedence:
             functions = (losses.far_loss, losses.near_loss, heads.deep_loss)
             return {function.__name__: function(half()).dtype for function in functions}
 
-    def test_a_name_comes_before_a_pattern(self, mine: Callable[[str], str], is_loaded: bool) -> None:
+    def test_a_name_wins_over_a_pattern(self, mine: Callable[[str], str], is_loaded: bool) -> None:
         name = mine(f"patterns_k{is_loaded}")
         lists = {"whitelist": {f"{name}.losses": ["near_loss"]}, "blacklist": {f"{name}.*": ["*_loss"]}}
         found = self.treatments(name, is_loaded, lists)
         assert found == {"far_loss": torch.float32, "near_loss": HALF, "deep_loss": torch.float32}
 
-    def test_the_last_pattern_decides(self, mine: Callable[[str], str], is_loaded: bool) -> None:
+    def test_the_last_pattern_wins(self, mine: Callable[[str], str], is_loaded: bool) -> None:
         name = mine(f"patterns_l{is_loaded}")
         lists = {"blacklist": {f"{name}.*": ["*_loss"]}, "unlisted": {f"{name}.deep.*": ["*"]}}
         found = self.treatments(name, is_loaded, lists)
         assert found == {"far_loss": torch.float32, "near_loss": torch.float32, "deep_loss": HALF}
 
-    def test_a_later_file_comes_before_an_earlier_one(self, mine: Callable[[str], str], is_loaded: bool) -> None:
+    def test_a_later_overlay_wins_over_an_earlier_one(self, mine: Callable[[str], str], is_loaded: bool) -> None:
         name = mine(f"patterns_m{is_loaded}")
         first = {"blacklist": {f"{name}.losses": ["far_loss"], f"{name}.deep.heads": ["deep_loss"]}}
         found = self.treatments(name, is_loaded, first, {"unlisted": {f"{name}.losses": ["*"]}})
         assert found == {"far_loss": HALF, "near_loss": HALF, "deep_loss": torch.float32}
 
 
-class TestWhatAUserIsTold:
+class TestFaults:
     @pytest.mark.parametrize(
         ("namespace", "entry", "expected"),
         [
@@ -224,14 +219,16 @@ class TestWhatAUserIsTold:
             ),
         ],
     )
-    def test_of_a_mistaken_pattern(self, namespace: str, entry: object, expected: str, tmp_path: FilePath) -> None:
+    def test_a_mistaken_pattern_is_a_fault(
+        self, namespace: str, entry: object, expected: str, tmp_path: FilePath
+    ) -> None:
         with pytest.raises(CastListError) as found:
             shipped().overlaid({"blacklist": {namespace: [entry]}})
         (fault,) = found.value.faults
         assert expected in str(fault)
 
     @pytest.mark.parametrize("is_loaded", [False, True], ids=["not imported", "loaded"])
-    def test_names_that_no_module_has_are_found_in_the_sources(
+    def test_a_misspelled_name_is_told_before_its_module_is_imported(
         self, mine: Callable[[str], str], is_loaded: bool, tmp_path: FilePath
     ) -> None:
         name = mine(f"patterns_n{is_loaded}")
@@ -243,24 +240,24 @@ class TestWhatAUserIsTold:
             shipped().overlaid(file)
         assert is_loaded == (f"{name}.losses" in sys.modules)
 
-    def test_of_a_function_of_another_package(self, mine: Callable[[str], str]) -> None:
+    def test_an_imported_function_of_another_package_is_a_fault(self, mine: Callable[[str], str]) -> None:
         name = loaded(mine("patterns_o"))
         with pytest.raises(CastListError, match=r"losses\.mse_loss is imported from torch\.nn\.functional; list it"):
             shipped().overlaid({"whitelist": {f"{name}.*": ["mse_loss"]}})
 
-    def test_of_a_function_without_a_hash(self) -> None:
+    def test_a_pattern_matches_functions_without_a_hash(self) -> None:
         with pytest.raises(TypeError, match="unhashable"):
             hash(torch.distributed.rpc.api.method)  # of pybind11
         amp.init(half_dtype=HALF, cast_lists={"blacklist": {"torch.distributed.rpc.api": ["metho*"]}}).deactivate()
 
-    def test_what_is_optional_may_be_missing(self) -> None:
+    def test_an_optional_pattern_may_match_nothing(self) -> None:
         entries = {
             "torch.nn.*": [{"name": "sofmax", "optional": True}],
             "no_such_package.*": [{"name": "nms", "optional": True}],
         }
         assert shipped().overlaid({"whitelist": entries}) == shipped()
 
-    def test_lists_show_has_each_function_with_the_line_of_the_pattern(
+    def test_policy_has_each_function_with_the_line_of_the_pattern(
         self, mine: Callable[[str], str], tmp_path: FilePath
     ) -> None:
         name = mine("patterns_p")
