@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import pytest
@@ -65,7 +65,7 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
 LAYOUTS = ("contiguous", "transposed", "channels last", "every second", "rows with gaps")
 READ_ONLY_LAYOUTS = (*LAYOUTS, "expanded")
 
-CONTENTS = ("ordinary", "subnormal", "largest", "any bits")
+CONTENTS = ("ordinary", "tiny", "subnormal", "largest", "any bits")
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,8 @@ def values_of(each: Drawn, seed: int, dtype: torch.dtype) -> Tensor:
     limits = torch.finfo(dtype)
     if each.contents == "ordinary":
         values = torch.randn(count, generator=generator).mul_(2.0 ** (seed % 17 - 8)).to(dtype)
+    elif each.contents == "tiny":  # around the least float16
+        values = torch.randn(count, generator=generator).mul_(2.0**-25).to(dtype)
     elif each.contents == "subnormal":
         values = torch.randint(-100, 101, (count,), generator=generator).to(dtype) * limits.smallest_normal * limits.eps
     elif each.contents == "largest":
@@ -265,31 +267,121 @@ def overflow(tensors: list[Tensor]) -> bool:
     return not all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-class TestUnscale:
-    @on_each_device
-    @draws
-    @given(list_=drawn(), seed=SEEDS, factor=FACTORS, flag=FLAGS)
-    @example(list_=ENDS, seed=1, factor=0.3, flag=0.0)
-    @example(list_=ALIGNMENTS, seed=1, factor=0.3, flag=0.0)
-    def test_gradients_are_multiplied_in_place_and_all_checked(self, device, list_, seed, factor, flag):
-        laid, _ = lay_out(list_, seed, device)
-        other, _ = lay_out(list_, seed, device)
-        grads, found_inf, inv_scale = tensors(laid), scalar(flag, device), scalar(factor, device)
-        expected = [(grad.float() * inv_scale).to(grad.dtype) for grad in grads]
-        found = flag or overflow(grads)
+def shown(full: Tensor, dtype: torch.dtype) -> Tensor:
+    """A master's gradient rounded to a half type, except that nonzero elements stay nonzero."""
+    rounded = full.to(dtype)
+    if dtype is torch.float32:
+        return rounded
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return torch.where((rounded == 0) & (full != 0), torch.full_like(full, least).copysign(full).to(dtype), rounded)
 
-        extension_kernels.unscale_(grads, inv_scale, found_inf)
 
-        assert_all_same(grads, expected)
-        assert found_inf.item() == found
-        assert inv_scale == scalar(factor, device)
+@dataclass(frozen=True)
+class Operator:
+    """An operator on pairs of lists.
+
+    Attributes:
+        run: calls the operator of a module with the narrow list, the wide one, the factor and the flag.
+        expected: returns what a pair of tensors becomes.
+        writes: which of the lists it writes to.
+        checks: True if it sets the flag where narrow tensors are not finite.
+    """
+
+    run: Callable[..., None]
+    expected: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    writes: tuple[str, ...]
+    checks: bool = True
+
+
+def unscaled(narrow: Tensor, _wide: Tensor, factor: Tensor) -> Tensor:
+    return narrow.float() * factor
+
+
+def added(narrow: Tensor, wide: Tensor, factor: Tensor) -> Tensor:
+    return wide + narrow.float() * factor
+
+
+OPERATORS = {
+    "unscale_": Operator(
+        lambda operators, narrow, _, *given: operators.unscale_(narrow, *given),
+        lambda *pair: (unscaled(*pair).to(pair[0].dtype), pair[1]),
+        ("narrow",),
+    ),
+    "unscale_copy": Operator(
+        lambda operators, *given: operators.unscale_copy(*given, False),
+        lambda *pair: (pair[0], unscaled(*pair)),
+        ("wide",),
+    ),
+    "unscale_copy, written back": Operator(
+        lambda operators, *given: operators.unscale_copy(*given, True),
+        lambda *pair: (shown(unscaled(*pair), pair[0].dtype), unscaled(*pair)),
+        ("narrow", "wide"),
+    ),
+    "unscale_add": Operator(
+        lambda operators, *given: operators.unscale_add(*given, False),
+        lambda *pair: (pair[0], added(*pair)),
+        ("wide",),
+    ),
+    "unscale_add, written back": Operator(
+        lambda operators, *given: operators.unscale_add(*given, True),
+        lambda *pair: (shown(added(*pair), pair[0].dtype), added(*pair)),
+        ("narrow", "wide"),
+    ),
+    "copy_to_half": Operator(
+        lambda operators, narrow, wide, *_: operators.copy_to_half(wide, narrow),
+        lambda narrow, wide, _: (wide.to(narrow.dtype), wide),
+        ("narrow",),
+        checks=False,
+    ),
+    "copy_to_half_grads": Operator(
+        lambda operators, narrow, wide, *_: operators.copy_to_half_grads(wide, narrow),
+        lambda narrow, wide, _: (shown(wide, narrow.dtype), wide),
+        ("narrow",),
+        checks=False,
+    ),
+}
+
+
+@on_each_device
+@pytest.mark.parametrize("name", OPERATORS)
+@draws
+@given(
+    list_=drawn(READ_ONLY_LAYOUTS, READ_ONLY_LAYOUTS),
+    masters=st.sampled_from(CONTENTS),
+    seed=SEEDS,
+    factor=FACTORS,
+    flag=FLAGS,
+)
+@example(list_=ENDS, masters="ordinary", seed=1, factor=0.3, flag=0.0)
+@example(list_=ALIGNMENTS, masters="ordinary", seed=1, factor=0.3, flag=0.0)
+@example(list_=ENDS, masters="tiny", seed=1, factor=0.3, flag=0.0)
+def test_operators_have_the_bits_of_plain_arithmetic_and_of_torch(device, name, list_, masters, seed, factor, flag):
+    operator = OPERATORS[name]
+    writable = {side: Lay() for side in operator.writes}  # elements of an expanded tensor share their memory
+    list_ = [
+        replace(each, **{side: lay for side, lay in writable.items() if getattr(each, side).layout == "expanded"})
+        for each in list_
+    ]
+    narrow, wide = lay_out(list_, seed, device, wide_from=masters)
+    others = lay_out(list_, seed, device, wide_from=masters)
+    found_inf, theirs, inv_scale = scalar(flag, device), scalar(flag, device), scalar(factor, device)
+    expected = [operator.expected(*pair, inv_scale) for pair in zip(tensors(narrow), tensors(wide), strict=True)]
+    found = flag or (operator.checks and overflow(tensors(narrow)))
+
+    operator.run(extension_kernels, tensors(narrow), tensors(wide), inv_scale, found_inf)
+    operator.run(torch_kernels, *map(tensors, others), inv_scale, theirs)
+
+    for laid, other, column in zip((narrow, wide), others, range(2), strict=True):
+        assert_all_same(tensors(laid), [pair[column] for pair in expected])
+        assert_all_same(tensors(laid), tensors(other))
+    for side, laid in (("narrow", narrow), ("wide", wide)):
         for each in laid:
-            each.assert_only_it_was_written()
-        theirs = scalar(flag, device)
-        torch_kernels.unscale_(tensors(other), inv_scale, theirs)
-        assert_all_same(grads, tensors(other))
-        assert_same(found_inf, theirs)
+            each.assert_only_it_was_written() if side in operator.writes else each.assert_unwritten()
+    assert found_inf.item() == theirs.item() == found
+    assert inv_scale == scalar(factor, device)
 
+
+class TestUnscale:
     @on_each_device
     @pytest.mark.parametrize("offset", [0, 1])
     @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
@@ -325,56 +417,6 @@ class TestUnscale:
             found_inf = scalar(0.0, device)
             extension_kernels.unscale_(grads, scalar(0.5, device), found_inf)
             assert found_inf == 1
-
-
-class TestUnscaleInto:
-    """unscale_copy, which overwrites the values of the masters, and unscale_add, which adds to them."""
-
-    @on_each_device
-    @pytest.mark.parametrize("operator", ["unscale_copy", "unscale_add"])
-    @draws
-    @given(
-        list_and_write_back=st.booleans().flatmap(
-            lambda write_back: st.tuples(drawn(LAYOUTS if write_back else READ_ONLY_LAYOUTS), st.just(write_back))
-        ),
-        masters=st.sampled_from(CONTENTS),
-        seed=SEEDS,
-        factor=FACTORS,
-        flag=FLAGS,
-    )
-    @example(list_and_write_back=(ENDS, True), masters="ordinary", seed=1, factor=0.3, flag=0.0)
-    @example(list_and_write_back=(ENDS, False), masters="ordinary", seed=1, factor=0.3, flag=0.0)
-    @example(list_and_write_back=(ALIGNMENTS, True), masters="ordinary", seed=1, factor=0.3, flag=0.0)
-    @example(list_and_write_back=(ALIGNMENTS, False), masters="ordinary", seed=1, factor=0.3, flag=0.0)
-    def test_masters_have_the_bits_of_plain_arithmetic(
-        self, device, operator, list_and_write_back, masters, seed, factor, flag
-    ):
-        list_, write_back = list_and_write_back
-        narrow, wide = lay_out(list_, seed, device, wide_from=masters)
-        others = lay_out(list_, seed, device, wide_from=masters)
-        grads, master_grads = tensors(narrow), tensors(wide)
-        found_inf, inv_scale = scalar(flag, device), scalar(factor, device)
-        unscaled = [grad.float() * inv_scale for grad in grads]
-        expected = unscaled
-        if operator == "unscale_add":
-            expected = [before + added for before, added in zip(master_grads, unscaled, strict=True)]
-        found = flag or overflow(grads)
-
-        getattr(extension_kernels, operator)(grads, master_grads, inv_scale, found_inf, write_back)
-
-        assert_all_same(master_grads, expected)
-        assert found_inf.item() == found
-        for each in narrow:
-            each.assert_only_it_was_written() if write_back else each.assert_unwritten()
-        for each in wide:
-            each.assert_only_it_was_written()
-        if write_back:
-            assert_all_same(grads, [shown(full, grad.dtype) for full, grad in zip(expected, grads, strict=True)])
-        theirs = scalar(flag, device)
-        getattr(torch_kernels, operator)(*map(tensors, others), inv_scale, theirs, write_back)
-        for ours, other in zip((narrow, wide), others, strict=True):
-            assert_all_same(tensors(ours), tensors(other))
-        assert_same(found_inf, theirs)
 
     @on_each_device
     @with_each_implementation
@@ -476,34 +518,6 @@ def threads(count: int) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def shown(full: Tensor, dtype: torch.dtype) -> Tensor:
-    """A master's gradient rounded to a half type, except that nonzero elements stay nonzero."""
-    rounded = full.to(dtype)
-    if dtype is torch.float32:
-        return rounded
-    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    return torch.where((rounded == 0) & (full != 0), torch.full_like(full, least).copysign(full).to(dtype), rounded)
-
-
-class TestShow:
-    @on_each_device
-    @draws
-    @given(list_=drawn().filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
-    @example(list_=ENDS, masters="subnormal", seed=1)
-    @example(list_=ALIGNMENTS, masters="subnormal", seed=1)
-    def test_gradients_are_rounded_and_nonzero_elements_stay_nonzero(self, device, list_, masters, seed):
-        narrow, wide = lay_out(list_, seed, device, wide_from=masters)
-        wide[0].tensor.mul_(2.0**-30)
-        grads = tensors(narrow)
-        theirs = [torch.empty_like(grad) for grad in grads]
-
-        extension_kernels.copy_to_half_grads(tensors(wide), grads)
-
-        assert_all_same(grads, [shown(each.tensor, grad.dtype) for each, grad in zip(wide, grads, strict=True)])
-        torch_kernels.copy_to_half_grads(tensors(wide), theirs)
-        assert_all_same(grads, theirs)
-
-
 def sum_of_hashes(grad: Tensor) -> int:
     """The fingerprint by the definition in csrc/operations.h, in integers without limit."""
     data = grad.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -587,46 +601,25 @@ class TestFollow:
         assert fingerprint(constant) != fingerprint(constant * 0)
 
 
-class TestCopyToHalf:
-    @on_each_device
-    @draws
-    @given(list_=drawn(wide_layouts=READ_ONLY_LAYOUTS).filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
-    @example(list_=ENDS, masters="ordinary", seed=1)
-    @example(list_=ALIGNMENTS, masters="ordinary", seed=1)
-    def test_masters_are_rounded_as_torch_rounds(self, device, list_, masters, seed):
-        narrow, wide = lay_out(list_, seed, device, wide_from=masters)
-        halves = tensors(narrow)
-        theirs = [torch.empty_like(half) for half in halves]
+@on_each_device
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
+def test_numbers_midway_between_halves_are_rounded_to_even(device, dtype):
+    eps = torch.finfo(dtype).eps
+    largest = torch.finfo(dtype).max
+    numbers = [1 + eps / 2, 1 + 3 * eps / 2, 1 + eps / 2 + 2.0**-23, -1 - eps / 2, -0.0, math.nan, -math.inf]
+    expected = [1.0, 1 + 2 * eps, 1 + eps, -1.0, -0.0, math.nan, -math.inf]
+    spacing = eps * 2.0 ** math.floor(math.log2(largest))  # to what would be the next number
+    numbers += [largest + spacing / 2, largest + spacing / 4]
+    expected += [math.inf, largest]
+    # Once as a vector's elements, once as what is left over.
+    masters = [torch.tensor(numbers * 9, device=device), *torch.tensor(numbers, device=device).split(1)]
+    halves = [torch.empty_like(master, dtype=dtype) for master in masters]
 
-        extension_kernels.copy_to_half(tensors(wide), halves)
+    extension_kernels.copy_to_half(masters, halves)
 
-        assert_all_same(halves, [each.tensor.to(half.dtype) for each, half in zip(wide, halves, strict=True)])
-        for each in narrow:
-            each.assert_only_it_was_written()
-        for each in wide:
-            each.assert_unwritten()
-        torch_kernels.copy_to_half(tensors(wide), theirs)
-        assert_all_same(halves, theirs)
-
-    @on_each_device
-    @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
-    def test_numbers_midway_between_halves_are_rounded_to_even(self, device, dtype):
-        eps = torch.finfo(dtype).eps
-        largest = torch.finfo(dtype).max
-        numbers = [1 + eps / 2, 1 + 3 * eps / 2, 1 + eps / 2 + 2.0**-23, -1 - eps / 2, -0.0, math.nan, -math.inf]
-        expected = [1.0, 1 + 2 * eps, 1 + eps, -1.0, -0.0, math.nan, -math.inf]
-        spacing = eps * 2.0 ** math.floor(math.log2(largest))  # to what would be the next number
-        numbers += [largest + spacing / 2, largest + spacing / 4]
-        expected += [math.inf, largest]
-        # Once as a vector's elements, once as what is left over.
-        masters = [torch.tensor(numbers * 9, device=device), *torch.tensor(numbers, device=device).split(1)]
-        halves = [torch.empty_like(master, dtype=dtype) for master in masters]
-
-        extension_kernels.copy_to_half(masters, halves)
-
-        wanted = torch.tensor(expected, dtype=dtype, device=device)
-        assert_same(halves[0], wanted.repeat(9))
-        assert_same(torch.cat(halves[1:]), wanted)
+    wanted = torch.tensor(expected, dtype=dtype, device=device)
+    assert_same(halves[0], wanted.repeat(9))
+    assert_same(torch.cat(halves[1:]), wanted)
 
 
 class TestUpdateScale:
@@ -799,17 +792,12 @@ def in_inference_mode(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-# Operators of lists, called with these, a factor and a flag.
-WITH_LISTS: dict[str, Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]] = {
-    "unscale_": lambda narrow, _, factor, flag: extension_kernels.unscale_(narrow, factor, flag),
-    "unscale_copy": lambda *arguments: extension_kernels.unscale_copy(*arguments, False),
-    "unscale_add": lambda *arguments: extension_kernels.unscale_add(*arguments, True),
-    "found_inf_norm": lambda narrow, _, factor, flag: extension_kernels.found_inf_norm(
+RUN_ON_LISTS = {
+    **{name: operator.run for name, operator in OPERATORS.items()},
+    "found_inf_norm": lambda operators, narrow, _, factor, flag: operators.found_inf_norm(
         narrow, factor, flag, factor.double()
     ),
-    "copy_to_half": lambda narrow, wide, *_: extension_kernels.copy_to_half(wide, narrow),
-    "copy_to_half_grads": lambda narrow, wide, *_: extension_kernels.copy_to_half_grads(wide, narrow),
-    "copy_edits": lambda narrow, wide, *_: extension_kernels.copy_differing(narrow, wide),
+    "copy_edits": lambda operators, narrow, wide, *_: operators.copy_differing(narrow, wide),
 }
 
 # Pairs of tensors.
@@ -857,7 +845,7 @@ class TestAddresses:
         return choose
 
     @on_each_device
-    @pytest.mark.parametrize("operator", WITH_LISTS)
+    @pytest.mark.parametrize("operator", RUN_ON_LISTS)
     @settings(draws, suppress_health_check=list(HealthCheck))
     @given(list_=drawn(("contiguous",), ("contiguous",)), seed=SEEDS, factor=FACTORS)
     @example(list_=ENDS, seed=1, factor=0.3)
@@ -871,7 +859,7 @@ class TestAddresses:
             narrow, wide = lay_out(list_, seed, device)
             assert (compiled_calls.pieces(tensors(narrow), tensors(wide)) is None) == (len(list_) < 4)
             flag, inv_scale = scalar(0.0, device), scalar(factor, device)
-            WITH_LISTS[operator](tensors(narrow), tensors(wide), inv_scale, flag)
+            RUN_ON_LISTS[operator](extension_kernels, tensors(narrow), tensors(wide), inv_scale, flag)
             left.append([*tensors(narrow), *tensors(wide), flag])
         assert_all_same(*left)
         assert [each._version for each in left[0]] == [each._version for each in left[1]]
@@ -954,7 +942,7 @@ class TestAddresses:
         as_tensors(False)
         narrow, wide = ([ones(3) for _ in range(4)] for _ in range(2))
         with pytest.raises(RuntimeError, match=f"ampatch::{operator}: expected found_inf"):
-            WITH_LISTS[operator](narrow, wide, scalar(0.5, "cpu"), SUM)
+            RUN_ON_LISTS[operator](extension_kernels, narrow, wide, scalar(0.5, "cpu"), SUM)
         assert not any(each._version for each in (*narrow, *wide))
 
 
