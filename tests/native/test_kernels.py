@@ -59,8 +59,7 @@ def every_kind() -> list[Tensor]:
 
 def times(tensor: Tensor, factor: float) -> Tensor:
     """The reference: computed in double, rounded once."""
-    wide = torch.complex128 if tensor.is_complex() else torch.float64
-    return (tensor.to(wide) * factor).to(tensor.dtype)
+    return (tensor.double() * factor).to(tensor.dtype)
 
 
 @pytest.fixture(scope="class", params=["torch", "extension"])
@@ -84,6 +83,71 @@ class Marked(Tensor):
 
 def marked(tensor: Tensor) -> Tensor:
     return tensor.as_subclass(Marked)
+
+
+@pytest.fixture(scope="class", params=["python", "compiled"])
+def calls_in(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Whether calls run in Python or in C++."""
+    if request.param == "compiled":
+        request.getfixturevalue("compiled_calls")
+    before = calls._selection.chosen
+    calls.select(request.param)
+    yield request.param
+    calls._selection.chosen = before
+    calls.compiled.cache_clear()
+
+
+with_calls_in_each = pytest.mark.usefixtures("calls_in")
+
+
+def recorded(factor: float = 1.0) -> Tensor:
+    """A gradient with a graph of its own."""
+    weight = torch.tensor([2.0], requires_grad=True)
+    return torch.autograd.grad((weight**3).sum() * factor, weight, create_graph=True)[0]
+
+
+MOST = torch.finfo(torch.float32).max
+
+# Lists of gradients, ordinary and unusual ones.
+LISTS: dict[str, Callable[[], list[Tensor]]] = {
+    "every kind": every_kind,
+    "none": list,
+    "empty": lambda: [torch.empty(0), torch.empty(2, 0, dtype=torch.float16)],
+    "number": lambda: [torch.tensor(3.0)],
+    "around vectors": lambda: [normal(count, dtype=dtype) for count in (1, 7, 8, 9, 17) for dtype in DTYPES[:3]],
+    "many elements": lambda: [normal(70000), normal(3, dtype=torch.bfloat16), normal(40000, dtype=torch.float16)],
+    "many in one": lambda: [normal(32769)],
+    "dense, in any order": lambda: [
+        normal(4, 3).t(),
+        normal(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        normal(10)[3:7],
+    ],
+    "with gaps": lambda: [normal(6, 4).t()[::2], normal(4, 3)[:, 1], normal(3)],
+    "parameter": lambda: [nn.Parameter(normal(3), requires_grad=False)],
+    "sparse": lambda: [sparse([1.0, 2.0, 3.0], [4, 0, 4]), normal(3)],
+    "sparse rows that sum to inf": lambda: [sparse([MOST, MOST, 4.0], [3, 3, 0])],
+    "compressed": lambda: [torch.eye(2).to_sparse_csr()],
+    "with a graph": lambda: [recorded(), normal(3)],
+    "inf with a graph": lambda: [recorded(math.inf)],
+    "subclass": lambda: [marked(normal(3)), normal(3)],
+    "inf of a subclass": lambda: [normal(3), marked(torch.tensor([2.0, math.inf]))],
+    "float64 alone": lambda: [normal(3, dtype=torch.float64)],
+    "complex": lambda: [torch.tensor([1 + 2j, -3j]), torch.tensor([1 + 2j, -3j]).conj()],
+    "complex inf": lambda: [torch.tensor([complex(math.inf, 0), 4j])],
+    "conjugate nan": lambda: [torch.tensor([complex(0, math.nan), 4j]).conj()],
+    "lazy copy": lambda: [torch._lazy_clone(normal(5)), normal(5)],
+    "largest": lambda: [torch.tensor([torch.finfo(each).max, torch.finfo(each).min], dtype=each) for each in DTYPES],
+}
+
+
+def values_of(grads: list[Tensor]) -> list[Tensor]:
+    """Copies of gradients as dense real tensors."""
+    dense = [grad.detach().to_dense().resolve_conj().clone() for grad in grads]
+    return [torch.view_as_real(each) if each.is_complex() else each for each in dense]
+
+
+def is_finite(values: list[Tensor]) -> bool:
+    return all(bool(each.isfinite().all()) for each in values)
 
 
 @with_each_implementation
@@ -123,80 +187,47 @@ class TestMultiply:
         assert second.item() == 8 * 6 * 2
 
 
+@with_calls_in_each
 @with_each_implementation
 class TestUnscale:
-    def test_tensors_of_every_kind_are_unscaled_in_place(self):
-        tensors, found_inf = every_kind(), scalar(0.0)
-        expected = [times(tensor, 0.125) for tensor in tensors]
-        memory = [tensor.data_ptr() for tensor in tensors]
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+    @pytest.mark.parametrize("name", LISTS)
+    def test_gradients_of_every_kind_are_unscaled_in_place(self, name):
+        grads, found_inf = LISTS[name](), scalar(0.0)
+        before, kinds = values_of(grads), [(type(grad), grad.requires_grad) for grad in grads]
+        versions = [grad._version for grad in grads]
 
-        kernels.unscale_(tensors, scalar(0.125), found_inf)
+        kernels.unscale_(grads, scalar(0.125), found_inf)
 
-        for tensor, wanted in zip(tensors, expected, strict=True):
-            assert_same_bits(tensor, wanted)
-        assert [tensor.data_ptr() for tensor in tensors] == memory
-        assert found_inf.item() == 0
-
-    def test_empty_tensors_and_the_largest_numbers_are_no_overflow(self):
-        limits = [torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype) for dtype in DTYPES]
-        for tensors in ([], [torch.empty(0), torch.empty(2, 0, dtype=torch.float16)], limits):
-            found_inf = scalar(0.0)
-            kernels.unscale_(tensors, scalar(0.5), found_inf)
-            assert found_inf.item() == 0
-
-    @pytest.mark.parametrize(("value", "overflow"), [(2.0, 0), (torch.finfo(torch.float32).max, 1)])
-    def test_entries_of_a_sparse_row_overflow_if_their_sum_does(self, value, overflow):
-        column, found_inf = sparse([value, value, 4.0], [3, 3, 0]), scalar(0.0)
-
-        kernels.unscale_([column], scalar(0.5), found_inf)
-
-        assert column.is_coalesced()
-        assert column.to_dense().flatten().tolist() == [2, 0, 0, math.inf if overflow else value, 0]
-        assert found_inf.item() == overflow
+        assert found_inf.item() == (not is_finite(before))
+        assert [(type(grad), grad.requires_grad) for grad in grads] == kinds
+        assert all(grad._version > version for grad, version in zip(grads, versions, strict=True))
+        for found, was in zip(values_of(grads), before, strict=True):
+            torch.testing.assert_close(found, times(was, 0.125), rtol=0, atol=0, equal_nan=True)
 
     @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-    def test_compressed_sparse_tensor_is_unscaled(self):
-        with torch.sparse.check_sparse_tensor_invariants():
-            matrix = torch.sparse_csr_tensor(torch.tensor([0, 1, 2]), torch.tensor([1, 0]), torch.tensor([4.0, 8.0]))
-        found_inf = scalar(0.0)
-        kernels.unscale_([matrix], scalar(0.5), found_inf)
-        assert matrix.to_dense().tolist() == [[0, 2], [4, 0]]
-        assert found_inf.item() == 0
+    @pytest.mark.parametrize("name", LISTS)
+    def test_unscale_by_a_scale_is_unscale_by_its_reciprocal(self, name):
+        for number in (8.0, 3.0, 2.0**127, 1e-40, 0.0, math.inf, math.nan):
+            grads, others, scale, expected = LISTS[name](), LISTS[name](), scalar(number), scalar(0.0)
+            kernels.unscale_(others, scale.reciprocal(), expected)
 
-    @pytest.mark.parametrize(
-        ("value", "overflow"),
-        [(1 + 2j, 0), (complex(math.inf, 0), 1), (complex(0, math.nan), 1)],
-        ids=["finite", "real-part-infinite", "imaginary-part-nan"],
-    )
-    @pytest.mark.parametrize("conjugated", [False, True], ids=["plain", "conjugated"])
-    def test_complex_tensor_overflows_in_either_part(self, value, overflow, conjugated):
-        tensor, found_inf = torch.tensor([value, 4j]), scalar(0.0)
-        kernels.unscale_([tensor.conj() if conjugated else tensor], scalar(0.5), found_inf)
-        assert found_inf.item() == overflow
-        assert tensor[1].item() == 2j
+            found_inf = kernels.unscale_by_(grads, scale)
 
-    @pytest.mark.parametrize("value", [1.0, *NOT_FINITE])
-    def test_unscaling_is_part_of_the_graph_of_a_gradient(self, value):
+            assert_same_bits(found_inf, expected)
+            assert not found_inf.requires_grad
+            assert scale._version == 0
+            for grad, other in zip(values_of(grads), values_of(others), strict=True):
+                assert_same_bits(grad, other)
+
+    def test_unscaling_is_part_of_the_graph_of_a_gradient(self):
         weight = torch.tensor([2.0], requires_grad=True)
-        (grad,) = torch.autograd.grad((weight**3).sum() * 8 * value, weight, create_graph=True)
-        found_inf = scalar(0.0)
+        (grad,) = torch.autograd.grad((weight**3).sum() * 8, weight, create_graph=True)
 
-        kernels.unscale_([grad], scalar(1 / 8), found_inf)
+        kernels.unscale_([grad], scalar(1 / 8), scalar(0.0))
 
-        assert found_inf.item() == (0 if value == 1 else 1)
-        if value == 1:
-            assert grad.item() == 12
-            (second,) = torch.autograd.grad(grad.sum(), weight)
-            assert second.item() == 12
-
-    def test_tensors_of_a_subclass_are_unscaled_beside_plain_ones(self):
-        for value, overflow in [(2.0, 0), (math.inf, 1)]:
-            plain, parameter = torch.full((3,), 2.0), nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
-            other, found_inf = marked(torch.tensor([2.0, value])), scalar(0.0)
-            kernels.unscale_([plain, other, parameter], scalar(0.5), found_inf)
-            assert [each.tolist() for each in (plain, other, parameter)] == [[1] * 3, [1, value / 2], [1] * 3]
-            assert type(other) is Marked
-            assert found_inf.item() == overflow
+        (second,) = torch.autograd.grad(grad.sum(), weight)
+        assert second.item() == 12
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("where", ["cpu", "cuda"])
@@ -208,6 +239,43 @@ class TestUnscale:
             kernels.unscale_(tensors, torch.full((), 0.5, device=where), found_inf)
             assert found_inf.item() == 1
             assert [tensor.cpu()[0].item() for tensor in tensors] == [0.5] * 4
+
+    def test_each_call_returns_a_flag_of_its_own(self):
+        first = kernels.unscale_by_([torch.tensor([math.inf])], scalar(2.0))
+        second = kernels.unscale_by_([torch.ones(1)], scalar(2.0))
+        assert (first.item(), second.item()) == (1, 0)
+
+    def test_inference_tensors_are_unscaled(self):
+        with torch.inference_mode():
+            grad = torch.ones(3)
+            assert kernels.unscale_by_([grad], scalar(2.0)).item() == 0
+        assert grad.tolist() == [0.5] * 3
+
+    @pytest.mark.parametrize("count", [0, 1])
+    def test_meta_tensors_have_a_flag_on_their_device(self, count):
+        grads = [torch.ones(3, device="meta")] * count
+        found_inf = kernels.unscale_by_(grads, torch.ones((), device="meta"))
+        assert (found_inf.device.type, found_inf.shape, found_inf.dtype) == ("meta", (), torch.float32)
+
+    def test_zero_tensors_without_memory_are_refused(self):
+        zeros = torch._efficientzerotensor(3)
+
+        def is_refused() -> None:
+            with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
+                kernels.unscale_by_([zeros], scalar(2.0))
+
+        process = multiprocessing.get_context("fork").Process(target=is_refused)  # which may crash
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+    @pytest.mark.gpu
+    def test_scale_may_be_on_another_device_than_gradients(self):
+        grads = [torch.ones(3, device=device) for device in ("cpu", "cuda", "cpu")]
+        grads[2][1] = math.inf
+        found_inf = kernels.unscale_by_(grads, torch.full((), 2.0, device="cuda"))
+        assert (found_inf.item(), found_inf.device.type) == (1, "cuda")
+        assert [grad[0].item() for grad in grads] == [0.5] * 3
 
 
 def pairs(half_dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -318,22 +386,25 @@ def test_one_value_that_is_not_finite_is_an_overflow(dtype, value):
 
 @with_each_implementation
 class TestFoundInfNorm:
-    def test_norm_agrees_with_float64_and_leaves_gradients_unchanged(self):
-        tensors = [*every_kind(), sparse([1.0, 2.0, 3.0], [4, 0, 4]), torch.tensor([3 + 4j]), marked(normal(3))]
-        before = [tensor.clone() for tensor in tensors]
-        # Of the sparse one, 4 in row 4 and 2 in row 0.
-        dense = torch.cat([tensor.to_dense().abs().double().flatten() for tensor in tensors])
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+    @pytest.mark.parametrize("name", [name for name in LISTS if name != "largest"])
+    def test_norm_of_gradients_of_every_kind_agrees_with_float64(self, name):
+        grads = LISTS[name]()
+        before = values_of(grads)
 
-        norm, found_inf = norm_of(tensors, 0.375)
+        norm, found_inf = norm_of(grads, 0.375)
 
-        assert norm == pytest.approx(0.375 * dense.norm().item(), rel=1e-6)
-        assert found_inf == 0
-        for tensor, was in zip(tensors, before, strict=True):
-            assert_same_bits(tensor.to_dense(), was.to_dense())
+        assert found_inf == (not is_finite(before))
+        if found_inf:
+            assert not math.isfinite(norm)
+        else:
+            whole = torch.cat([torch.zeros(1), *(each.double().flatten() for each in before)])
+            assert norm == pytest.approx(0.375 * whole.norm().item(), rel=1e-6)
+        for found, was in zip(values_of(grads), before, strict=True):
+            assert_same_bits(found, was)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-    def test_empty_tensors_and_the_largest_numbers_are_no_overflow(self, dtype):
-        assert norm_of([]) == norm_of([torch.empty(0, dtype=dtype)]) == (0, 0)
+    def test_the_largest_number_is_no_overflow(self, dtype):
         _, found_inf = norm_of([torch.full((9,), torch.finfo(dtype).max, dtype=dtype)])
         assert found_inf == 0
 
@@ -557,16 +628,16 @@ class TestChoice:
     @pytest.mark.slow
     def test_initialize_without_the_asked_for_extension_changes_nothing(self, fresh, tmp_path):
         program = """
-    import torch
-    from ampatch import amp
-    from ampatch.errors import KernelError
-    before = torch.mm
-    try:
-        amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
-    except KernelError as error:
-        print(error)
-    assert torch.mm is before
-    """
+import torch
+from ampatch import amp
+from ampatch.errors import KernelError
+before = torch.mm
+try:
+    amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
+except KernelError as error:
+    print(error)
+assert torch.mm is before
+"""
         environment = {**os.environ, "AMPATCH_KERNELS": "extension", "AMPATCH_CACHE": str(tmp_path)}
 
         done = fresh.run(program, environment=environment)
@@ -624,118 +695,6 @@ class TestChoice:
         kernels._runs_on.cache_clear()
 
         assert [kernels._runs_on(torch.device(each)) for each in ("cpu", "cuda", "meta")] == [True, False, False]
-
-
-# With calls in Python and in C++
-
-
-@pytest.fixture(scope="class", params=["python", "compiled"])
-def calls_in(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whether calls run in Python or in C++."""
-    if request.param == "compiled":
-        request.getfixturevalue("compiled_calls")
-    before = calls._selection.chosen
-    calls.select(request.param)
-    yield request.param
-    calls._selection.chosen = before
-    calls.compiled.cache_clear()
-
-
-with_calls_in_each = pytest.mark.usefixtures("calls_in")
-
-
-def sizes(*counts: int) -> list[Tensor]:
-    return [normal(count, dtype=dtype) for count, dtype in zip(counts, DTYPES, strict=False)]
-
-
-def recorded() -> Tensor:
-    weight = torch.tensor([2.0], requires_grad=True)
-    return torch.autograd.grad((weight**3).sum(), weight, create_graph=True)[0]
-
-
-# Gradients in lists as they come, and as they hardly ever do.
-LISTS: dict[str, Callable[[], list[Tensor]]] = {
-    "every kind": every_kind,
-    "none": list,
-    "empty ones": lambda: [torch.empty(0), torch.empty(2, 0, dtype=torch.float16)],
-    "one": lambda: [torch.tensor(3.0)],
-    "around vectors": lambda: [normal(count, dtype=dtype) for count in (1, 7, 8, 9, 17) for dtype in DTYPES[:3]],
-    "many": lambda: sizes(70000, 3, 40000),
-    "many in one": lambda: [normal(32769)],
-    "dense, in any order": lambda: [
-        normal(4, 3).t(),
-        normal(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-        normal(10)[3:7],
-    ],
-    "with gaps": lambda: [normal(6, 4).t()[::2], normal(4, 3)[:, 1], normal(3)],
-    "parameters": lambda: [nn.Parameter(normal(3), requires_grad=False)],
-    "a sparse one": lambda: [sparse([1.0, 2.0, 3.0], [4, 0, 4]), normal(3)],
-    "one with a graph": lambda: [recorded(), normal(3)],
-    "a subclass": lambda: [marked(normal(3)), normal(3)],
-    "float64 alone": lambda: [normal(3, dtype=torch.float64)],
-    "complex": lambda: [torch.tensor([1 + 2j, -3j]), torch.tensor([1 + 2j, -3j]).conj()],
-    "one copied lazily": lambda: [torch._lazy_clone(normal(5)), normal(5)],
-    "one twice": lambda: [torch.ones(3)] * 2,
-}
-
-
-@with_calls_in_each
-@with_each_implementation
-class TestUnscaleBy:
-    @pytest.mark.parametrize("name", LISTS)
-    def test_unscales_as_with_the_reciprocal_and_counts_the_write(self, name):
-        for number in (8.0, 3.0, 2.0**127, 1e-40, 0.0, math.inf, math.nan):
-            grads, others, scale, expected = LISTS[name](), LISTS[name](), scalar(number), scalar(0.0)
-            before = [(type(grad), grad.requires_grad) for grad in grads]
-            versions = [grad._version for grad in grads]
-            kernels.unscale_(others, scale.reciprocal(), expected)
-
-            found_inf = kernels.unscale_by_(grads, scale)
-
-            assert_same_bits(found_inf, expected)
-            assert not found_inf.requires_grad
-            assert scale._version == 0
-            assert [(type(grad), grad.requires_grad) for grad in grads] == before
-            assert all(grad._version > version for grad, version in zip(grads, versions, strict=True))
-            for grad, other in zip(grads, others, strict=True):
-                assert_same_bits(*(each.detach().to_dense().resolve_conj() for each in (grad, other)))
-
-    def test_each_call_returns_a_flag_of_its_own(self):
-        first = kernels.unscale_by_([torch.tensor([math.inf])], scalar(2.0))
-        second = kernels.unscale_by_([torch.ones(1)], scalar(2.0))
-        assert (first.item(), second.item()) == (1, 0)
-
-    def test_inference_tensors_are_unscaled(self):
-        with torch.inference_mode():
-            grad = torch.ones(3)
-            assert kernels.unscale_by_([grad], scalar(2.0)).item() == 0
-        assert grad.tolist() == [0.5] * 3
-
-    @pytest.mark.parametrize("count", [0, 1])
-    def test_meta_tensors_have_a_flag_on_their_device(self, count):
-        grads = [torch.ones(3, device="meta")] * count
-        found_inf = kernels.unscale_by_(grads, torch.ones((), device="meta"))
-        assert (found_inf.device.type, found_inf.shape, found_inf.dtype) == ("meta", (), torch.float32)
-
-    def test_zero_tensors_without_memory_are_refused(self):
-        zeros = torch._efficientzerotensor(3)
-
-        def is_refused() -> None:
-            with pytest.raises(RuntimeError, match="ZeroTensors are immutable"):
-                kernels.unscale_by_([zeros], scalar(2.0))
-
-        process = multiprocessing.get_context("fork").Process(target=is_refused)  # which may crash
-        process.start()
-        process.join()
-        assert process.exitcode == 0
-
-    @pytest.mark.gpu
-    def test_scale_may_be_on_another_device_than_gradients(self):
-        grads = [torch.ones(3, device=device) for device in ("cpu", "cuda", "cpu")]
-        grads[2][1] = math.inf
-        found_inf = kernels.unscale_by_(grads, torch.full((), 2.0, device="cuda"))
-        assert (found_inf.item(), found_inf.device.type) == (1, "cuda")
-        assert [grad[0].item() for grad in grads] == [0.5] * 3
 
 
 def parameter(dtype: torch.dtype = torch.float32, *, grad: bool = False, kind: type = nn.Parameter) -> Tensor:
