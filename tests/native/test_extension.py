@@ -146,6 +146,7 @@ def test_machine_code_serves_a_major_version_and_ptx_all_newer_ones(
     assert Library(Path(), 0, architectures, "", "", "", "", "").serves(capability) is served
 
 
+@pytest.mark.usefixtures("sources")
 class TestTheCache:
     @pytest.mark.parametrize(
         ("environment", "expected"),
@@ -176,7 +177,7 @@ class TestTheCache:
 
         assert extension.cache_directory() == tmp_path / "here"
 
-    def test_a_user_without_a_home_has_no_cache(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_user_without_a_home_has_no_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def homeless() -> Path:
             raise RuntimeError("Could not determine home directory.")
 
@@ -216,8 +217,9 @@ class TestTheCache:
         assert extension.target_flag() == f"-DTORCH_TARGET_VERSION={version}"
 
 
+@pytest.mark.usefixtures("sources")
 class TestFind:
-    def test_an_empty_cache_and_a_cache_that_is_a_file_hold_no_library(self, sources: Path, cache: Path) -> None:
+    def test_an_empty_cache_and_a_cache_that_is_a_file_hold_no_library(self, cache: Path) -> None:
         assert extension.find() is None
         cache.write_text("")
         assert extension.find() is None

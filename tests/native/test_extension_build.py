@@ -106,6 +106,7 @@ def left_in(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir() if path.suffix != ".lock" and (path.is_file() or left_in(path)))
 
 
+@pytest.mark.usefixtures("sources")
 class TestPlan:
     @needs_cxx
     def test_plan_for_the_cpu_has_the_cpp_files_alone(self, sources: Path, cache: Path) -> None:
@@ -144,7 +145,7 @@ class TestPlan:
 
     @needs_cxx
     def test_auto_without_nvcc_builds_cpu_kernels_and_says_so(
-        self, sources: Path, no_nvcc: None, monkeypatch: pytest.MonkeyPatch
+        self, no_nvcc: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
@@ -155,13 +156,13 @@ class TestPlan:
 
     @pytest.mark.parametrize(("device", "architectures"), [("cuda", None), ("auto", ["90"]), ("cuda", ["90"])])
     def test_a_plan_for_gpus_without_nvcc_is_an_error(
-        self, device: str, architectures: list[str] | None, sources: Path, no_nvcc: None
+        self, device: str, architectures: list[str] | None, no_nvcc: None
     ) -> None:
         with pytest.raises(KernelError, match=r"no nvcc in .*Install the CUDA toolkit and set CUDA_HOME.*--device cpu"):
             plan(device, architectures)
 
     @needs_cxx
-    def test_a_torch_for_rocm_gets_no_gpu_kernels(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_torch_for_rocm_gets_no_gpu_kernels(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "hip", "6.4")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
@@ -171,7 +172,7 @@ class TestPlan:
 
     @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH", "PATH"])
     def test_nvcc_is_found_by_environment_variables(
-        self, variable: str, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         nvcc = tmp_path / "toolkit" / "bin" / "nvcc"
         nvcc.parent.mkdir(parents=True)
@@ -188,7 +189,7 @@ class TestPlan:
 
     @needs_nvcc
     @pytest.mark.parametrize("text", ["90", "sm_90", "compute_90", "9.0", " 90 "])
-    def test_architectures_have_several_spellings_and_are_sorted(self, text: str, sources: Path) -> None:
+    def test_architectures_have_several_spellings_and_are_sorted(self, text: str) -> None:
         assert plan("cuda", ["120", text, "90", "8.0"]).architectures == ("80", "90", "120")
 
     @pytest.mark.parametrize("text", ["", "ninety", "9", "sm90a", "90a", "9.0.0", "-90", "\u0668\u0660", "90 80"])
@@ -197,7 +198,7 @@ class TestPlan:
             plan("cuda", [text])
 
     @needs_nvcc
-    def test_an_architecture_that_nvcc_lacks_is_an_error(self, sources: Path) -> None:
+    def test_an_architecture_that_nvcc_lacks_is_an_error(self) -> None:
         with pytest.raises(KernelError, match=r"nvcc release .* has no GPU architecture 10, 99: it knows .*90.*--arch"):
             plan("cuda", ["99", "90", "10"])
 
@@ -218,7 +219,7 @@ class TestPlan:
     @needs_nvcc
     @pytest.mark.parametrize("capabilities", [[(9, 0), (8, 0), (9, 0)], [(9, 0)], []])
     def test_default_architectures_are_those_of_the_gpus(
-        self, capabilities: list[tuple[int, int]], sources: Path, monkeypatch: pytest.MonkeyPatch
+        self, capabilities: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
@@ -227,9 +228,10 @@ class TestPlan:
         assert plan("cuda").architectures == tuple(sorted(expected))
 
 
+@pytest.mark.usefixtures("sources")
 class TestTheCxxCompiler:
     def test_cxx_names_the_compiler_and_its_options(
-        self, sources: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+        self, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         compiler = program("exit 0", "mine")
         monkeypatch.setenv("CXX", f"{compiler} -march=native")
@@ -240,16 +242,14 @@ class TestTheCxxCompiler:
 
     @pytest.mark.parametrize("name", ["c++", "g++", "clang++"])
     def test_without_cxx_the_first_compiler_on_the_path_is_used(
-        self, name: str, sources: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+        self, name: str, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         compiler = program("exit 0", name)
         monkeypatch.setenv("PATH", str(compiler.parent))
 
         assert plan("cpu").compiler.command == (str(compiler),)
 
-    def test_no_compiler_is_an_error_that_says_how_to_install_one(
-        self, sources: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_no_compiler_is_an_error_that_says_how_to_install_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", "/nowhere")
 
         with pytest.raises(
@@ -261,9 +261,7 @@ class TestTheCxxCompiler:
         ("value", "message"),
         [("/no/such -O3", "CXX is '/no/such -O3', and there is no such program"), ("'g++", "which no shell can read")],
     )
-    def test_a_wrong_cxx_is_an_error(
-        self, value: str, message: str, sources: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_wrong_cxx_is_an_error(self, value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CXX", value)
 
         with pytest.raises(KernelError, match=message):
@@ -280,7 +278,7 @@ class TestTheCxxCompiler:
         ids=["status", "signal", "interpreter", "no program"],
     )
     def test_a_compiler_that_does_not_run_is_an_error(
-        self, content: str, message: str, sources: Path, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+        self, content: str, message: str, program: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         compiler = program("")
         compiler.write_text(content)
@@ -290,9 +288,10 @@ class TestTheCxxCompiler:
             plan("cpu")
 
 
+@pytest.mark.usefixtures("sources")
 class TestTheCommand:
     @needs_cxx
-    def test_options_of_the_cxx_compiler(self, sources: Path) -> None:
+    def test_options_of_the_cxx_compiler(self) -> None:
         planned = plan("cpu")
         compiling = extension_build._compiling(planned)
         linking = extension_build._linking(planned, [Path("from.o")], Path("to.so"))
@@ -305,7 +304,7 @@ class TestTheCommand:
         assert linking[linking.index("to.so") - 1] == "-o"
 
     @needs_nvcc
-    def test_options_of_nvcc(self, sources: Path) -> None:
+    def test_options_of_nvcc(self) -> None:
         planned = plan("cuda", ["80", "90", "120"])
         words = extension_build._compiling(planned)
 
@@ -323,9 +322,10 @@ class TestTheCommand:
         ]
 
 
+@pytest.mark.usefixtures("sources")
 @needs_cxx
 class TestBuild:
-    def test_a_built_library_is_found_with_its_description(self, sources: Path, cache: Path) -> None:
+    def test_a_built_library_is_found_with_its_description(self, cache: Path) -> None:
         built = build("cpu")
 
         library = built.library
@@ -342,7 +342,7 @@ class TestBuild:
         os.umask(mask := os.umask(0))
         assert library.path.parent.stat().st_mode & 0o777 == 0o777 & ~mask  # other users may read it
 
-    def test_a_cached_library_is_built_again_only_if_that_is_forced(self, sources: Path, cache: Path) -> None:
+    def test_a_cached_library_is_built_again_only_if_that_is_forced(self, cache: Path) -> None:
         library = build("cpu").library
         before = library.path.stat()
 
@@ -366,7 +366,7 @@ class TestBuild:
         assert len(left_in(cache)) == 2
 
     @pytest.mark.parametrize("name", [extension.SIDECAR, extension.LIBRARY])
-    def test_an_incomplete_library_is_replaced(self, name: str, sources: Path, cache: Path) -> None:
+    def test_an_incomplete_library_is_replaced(self, name: str, cache: Path) -> None:
         build("cpu").library.path.with_name(name).unlink()
 
         built = build("cpu")
@@ -397,7 +397,7 @@ class TestBuild:
         assert extension.find() == library
         assert (sources / "operators.cpp").exists()
 
-    def test_leftovers_of_a_killed_build_are_removed_and_nothing_else(self, sources: Path, cache: Path) -> None:
+    def test_leftovers_of_a_killed_build_are_removed_and_nothing_else(self) -> None:
         directory = plan("cpu").directory
         for name in (f".{extension.LIBRARY}.abc", "other"):
             (directory / name).mkdir(parents=True)
@@ -408,7 +408,7 @@ class TestBuild:
         assert left_in(directory) == ["build.log", extension.LIBRARY, extension.SIDECAR, "other"]
 
     def test_one_of_several_processes_compiles_and_the_others_wait(
-        self, sources: Path, cxx: Callable[[str], None], tmp_path: Path
+        self, cxx: Callable[[str], None], tmp_path: Path
     ) -> None:
         calls = tmp_path / "calls"
         cxx(f'echo "$$" >> {calls}\nsleep 0.3\nexec {CXX} "$@"')
@@ -472,9 +472,7 @@ class TestObjectFiles:
         assert not build("cpu").was_cached
 
     @pytest.mark.parametrize("faulty", ["alone.cpp", "operators.cpp"])
-    def test_an_error_in_one_file_is_told_once(
-        self, faulty: str, several: list[str], sources: Path, cache: Path
-    ) -> None:
+    def test_an_error_in_one_file_is_told_once(self, faulty: str, several: list[str], sources: Path) -> None:
         (sources / faulty).write_text("an error")
 
         with pytest.raises(KernelError, match=r"`.*c\+\+` ended with status 1:\nan error\."):
@@ -483,6 +481,7 @@ class TestObjectFiles:
         assert (plan("cpu").directory / "build.log").read_text().count("an error") == 1
 
 
+@pytest.mark.usefixtures("sources")
 @needs_cxx
 class TestFailure:
     @staticmethod
@@ -505,7 +504,7 @@ class TestFailure:
         assert log.startswith(f"$ {CXX} ")
         assert "error" in log
 
-    def test_an_error_of_the_linker_is_told(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_error_of_the_linker_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(extension, "LINK_FLAGS", (*extension.LINK_FLAGS, "-lno_such_library"))
 
         self.failed_log("cannot find -lno_such_library")
@@ -523,13 +522,13 @@ class TestFailure:
         ids=["status", "SIGSEGV", "SIGKILL", "not UTF-8", "255", "193"],
     )
     def test_the_way_in_which_a_compiler_ended_is_told(
-        self, script: str, message: str, sources: Path, cxx: Callable[[str], None]
+        self, script: str, message: str, cxx: Callable[[str], None]
     ) -> None:
         cxx(script)
         self.failed_log(message)
 
     def test_a_library_replaces_a_failed_log_and_outlives_a_failure(
-        self, sources: Path, cxx: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+        self, cxx: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         cxx("exit 1")
         with pytest.raises(KernelError):
@@ -544,9 +543,7 @@ class TestFailure:
             build("cpu", force=True)
         assert extension.find() == library
 
-    def test_a_library_whose_replacement_is_interrupted_is_rebuilt(
-        self, sources: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_library_whose_replacement_is_interrupted_is_rebuilt(self, monkeypatch: pytest.MonkeyPatch) -> None:
         library = build("cpu").library
         replace_ = Path.replace
 
@@ -564,7 +561,7 @@ class TestFailure:
         assert build("cpu").library == extension.find() == library
 
     def test_an_interrupted_build_leaves_no_file_and_no_process(
-        self, sources: Path, cache: Path, cxx: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, cache: Path, cxx: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         part, elsewhere = tmp_path / "part", tmp_path / "temporary"
         elsewhere.mkdir()
@@ -597,16 +594,14 @@ class TestFailure:
 
         assert left_in(cache) == []
 
-    def test_a_cache_that_cannot_be_written_is_an_error(self, sources: Path, tmp_path: Path, cache: Path) -> None:
+    def test_a_cache_that_cannot_be_written_is_an_error(self, tmp_path: Path, cache: Path) -> None:
         cache.write_text("a file")
 
         with pytest.raises(KernelError, match=rf"cannot be written to {re.escape(str(cache))}/\S+ \(.*AMPATCH_CACHE"):
             build("cpu")
 
     @pytest.mark.parametrize("when", ["write_text", "mkdir"])
-    def test_a_full_disk_is_an_error(
-        self, when: str, sources: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_full_disk_is_an_error(self, when: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         cache.mkdir()
         planned = plan("cpu")
 
