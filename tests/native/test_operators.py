@@ -792,11 +792,25 @@ def in_inference_mode(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
+def norm_on_lists(operators: ModuleType, narrow: list[Tensor], _: object, factor: Tensor, flag: Tensor) -> list[Tensor]:
+    total = factor.double()
+    operators.found_inf_norm(narrow, factor, flag, total)
+    return [total]
+
+
+def fingerprints_of_lists(
+    operators: ModuleType, narrow: list[Tensor], _wide: object, _factor: Tensor, flag: Tensor
+) -> list[Tensor]:
+    filled = [each for each in narrow if each.numel()]
+    found = torch.empty(len(filled), dtype=DOUBLE, device=flag.device)
+    operators.fingerprint(filled, found)
+    return [found]
+
+
 RUN_ON_LISTS = {
     **{name: operator.run for name, operator in OPERATORS.items()},
-    "found_inf_norm": lambda operators, narrow, _, factor, flag: operators.found_inf_norm(
-        narrow, factor, flag, factor.double()
-    ),
+    "found_inf_norm": norm_on_lists,
+    "fingerprint": fingerprints_of_lists,
     "copy_edits": lambda operators, narrow, wide, *_: operators.copy_differing(narrow, wide),
 }
 
@@ -859,24 +873,10 @@ class TestAddresses:
             narrow, wide = lay_out(list_, seed, device)
             assert (compiled_calls.pieces(tensors(narrow), tensors(wide)) is None) == (len(list_) < 4)
             flag, inv_scale = scalar(0.0, device), scalar(factor, device)
-            RUN_ON_LISTS[operator](extension_kernels, tensors(narrow), tensors(wide), inv_scale, flag)
-            left.append([*tensors(narrow), *tensors(wide), flag])
+            results = RUN_ON_LISTS[operator](extension_kernels, tensors(narrow), tensors(wide), inv_scale, flag)
+            left.append([*tensors(narrow), *tensors(wide), flag, *(results or ())])
         assert_all_same(*left)
         assert [each._version for each in left[0]] == [each._version for each in left[1]]
-
-    @on_each_device
-    def test_addresses_lead_to_the_same_fingerprints_and_sums(self, as_tensors, device):
-        generator = torch.Generator().manual_seed(0)
-        halves = [torch.randn(count, generator=generator).half().to(device) for count in (1, 7, 33, CHUNK + 3, 2)]
-        found = []
-        for choice in (True, False):
-            as_tensors(choice)
-            numbers, flag = torch.zeros(len(halves), dtype=DOUBLE, device=device), scalar(0.0, device)
-            total = scalar(0.0, device, DOUBLE)
-            extension_kernels.fingerprint(halves, numbers)
-            extension_kernels.found_inf_norm(halves, scalar(0.5, device), flag, total)
-            found.append([numbers, total])
-        assert_all_same(*found)
 
     @pytest.mark.parametrize("pair", ACCEPTED.values(), ids=ACCEPTED)
     def test_addresses_are_those_of_ordinary_tensors(self, compiled_calls, pair):
@@ -1198,22 +1198,15 @@ class TestOnAGpu:
             torch.cuda.set_sync_debug_mode("default")
         work.assert_is(expected)
 
-    @pytest.mark.parametrize("operator", ["unscale_", "unscale_copy", "unscale_add", "found_inf_norm", "copy_to_half"])
+    @pytest.mark.parametrize("operator", [*OPERATORS, "found_inf_norm"])
     def test_ten_thousand_small_tensors_take_few_launches(self, gpu: torch.device, operator: str) -> None:
         wide = list(torch.ones(10_000, 100, device=gpu).unbind())
         narrow = list(torch.ones(10_000, 100, device=gpu, dtype=torch.bfloat16).unbind())
         factor, flag = torch.full((), 0.5, device=gpu), torch.zeros((), device=gpu)
-        arguments: dict[str, tuple[object, ...]] = {
-            "unscale_": (narrow, factor, flag),
-            "unscale_copy": (narrow, wide, factor, flag, True),
-            "unscale_add": (narrow, wide, factor, flag, True),
-            "found_inf_norm": (narrow, factor, flag, torch.zeros((), device=gpu, dtype=torch.float64)),
-            "copy_to_half": (wide, narrow),
-        }
         torch.cuda.synchronize()
 
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            getattr(extension_kernels, operator)(*arguments[operator])
+            RUN_ON_LISTS[operator](extension_kernels, narrow, wide, factor, flag)
             torch.cuda.synchronize()
 
         # Kernels, copies and fills alike.
