@@ -399,7 +399,9 @@ class TestFiles:
         assert faults(write(tmp_path, content)) == expected
 
     @pytest.mark.parametrize(("content", "expected"), CONTENTS.values(), ids=CONTENTS)
-    def test_the_faults_of_a_file(self, tmp_path: Path, content: str | bytes, expected: list[str]) -> None:
+    def test_a_file_that_is_no_cast_list_is_a_fault(
+        self, tmp_path: Path, content: str | bytes, expected: list[str]
+    ) -> None:
         assert faults(write(tmp_path, content)) == [f"own.yaml{fault}" for fault in expected]
 
     @pytest.mark.parametrize(

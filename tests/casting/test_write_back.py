@@ -84,7 +84,7 @@ class TestResults:
         assert all(parameter.grad is not None for parameter in model.parameters())
 
     @pytest.mark.parametrize("make", [Batch, Slots, lambda x: Attributes(x=x)])
-    def test_result_in_an_attribute_of_a_keyword_argument(self, make: Callable[[Tensor], Any]) -> None:
+    def test_result_in_an_attribute_is_float32_and_the_argument_kept(self, make: Callable[[Tensor], Any]) -> None:
         x = ones()
         batch = make(x)
 
@@ -94,7 +94,7 @@ class TestResults:
         assert batch.out.dtype is FLOAT32
 
     @pytest.mark.parametrize("outer", [lambda inner: [inner], lambda inner: (1, (inner,)), lambda inner: {"a": inner}])
-    def test_result_in_a_nested_container(self, outer: Callable[[object], object]) -> None:
+    def test_result_in_a_nested_container_is_float32(self, outer: Callable[[object], object]) -> None:
         inner = {"x": ones()}
 
         def work(layer: nn.Module, batch: Any) -> None:
@@ -139,7 +139,7 @@ class TestResults:
         assert first["a"] is first["b"]["made"]
         assert first["itself"] is first["b"]["itself"][0] is first
 
-    def test_results_of_a_forward_that_raises(self) -> None:
+    def test_results_of_a_forward_that_raises_are_float32(self) -> None:
         batch = {"x": ones()}
 
         def work(layer: nn.Module, batch: Any) -> None:
@@ -153,7 +153,7 @@ class TestResults:
                 model(batch)
             assert batch["out"].dtype is FLOAT32
 
-    def test_results_of_a_forward_within_the_forward(self) -> None:
+    def test_results_of_a_forward_within_the_forward_are_float32(self) -> None:
         outer, inner = {"x": ones()}, {"x": ones()}
 
         def work(layer: nn.Module, batch: Any, other: Any = None) -> None:
@@ -193,7 +193,7 @@ class TestResults:
         assert out.dtype is FLOAT32
         assert types == (inside, inside)
 
-    def test_result_with_profiled_casts(self) -> None:
+    def test_result_with_profiled_casts_is_float32(self) -> None:
         batch = {"x": ones()}
 
         initialized(set_item, profile_casts=True)(batch)
@@ -201,7 +201,7 @@ class TestResults:
         assert batch["out"].dtype is FLOAT32
 
     @pytest.mark.parametrize("fullgraph", [True, False])
-    def test_results_of_compiled_code(self, fullgraph: bool) -> None:
+    def test_results_of_compiled_code_are_float32(self, fullgraph: bool) -> None:
         batch: dict[str, Any] = {"x": ones(), "gone": 1}
         hidden: list[Any] = [ones()]
 
@@ -301,7 +301,7 @@ class TestContainers:
         assert list(batch) == ["b", "c", "a"]
 
     @pytest.mark.parametrize("make", [Batch, Slots])
-    def test_result_in_a_container_without_casts(self, make: Callable[..., Any]) -> None:
+    def test_result_in_a_container_without_casts_is_float32(self, make: Callable[..., Any]) -> None:
         cache = make(None)
 
         initialized(lambda layer, x, cache: setattr(cache, "out", layer(x)))(ones(), cache)
@@ -401,7 +401,7 @@ class TestWritesInPlace:
         assert x.grad[:, 1:].equal(weights[:, 1:])
 
     @pytest.mark.parametrize("make", [nn.Parameter, lambda x: x.requires_grad_()], ids=["parameter", "leaf"])
-    def test_write_in_place_to_a_leaf_in_no_grad_mode(self, make: Callable[[Tensor], Tensor]) -> None:
+    def test_write_in_place_to_a_leaf_in_no_grad_mode_reaches_it(self, make: Callable[[Tensor], Tensor]) -> None:
         x = make(ones())
 
         def work(layer: nn.Module, x: Tensor) -> Tensor:
@@ -429,7 +429,7 @@ class TestWritesInPlace:
         assert [each.shape for each in found] == [expected] * 2
         assert x.shape == batch["x"].shape == (2, 4)
 
-    def test_write_in_place_to_a_sparse_tensor(self) -> None:
+    def test_write_in_place_to_a_sparse_tensor_reaches_it(self) -> None:
         x = ones().to_sparse()
 
         initialized(lambda layer, x: x.mul_(2))(x)

@@ -231,7 +231,7 @@ class TestUnscale:
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("where", ["cpu", "cuda"])
-    def test_tensors_of_several_devices_in_one_call(self, where):
+    def test_tensors_of_several_devices_are_unscaled_in_one_call(self, where):
         for place in range(4):
             tensors = [torch.ones(3, device=device) for device in ("cpu", "cuda", "cpu", "cuda")]
             tensors[place][1] = math.nan
@@ -329,7 +329,7 @@ class TestUnscaleInto:
             ]
 
     @pytest.mark.gpu
-    def test_tensors_of_several_devices_in_one_call(self, half_dtype, write_back, adds):
+    def test_tensors_of_several_devices_are_unscaled_in_one_call(self, half_dtype, write_back, adds):
         for place in range(4):
             grads = [torch.ones(3, dtype=half_dtype, device=device) for device in ("cpu", "cuda", "cpu", "cuda")]
             master_grads = [torch.zeros(3, device=grad.device) for grad in grads]
@@ -416,7 +416,7 @@ class TestFoundInfNorm:
         assert grad.grad_fn is not None
 
     @pytest.mark.gpu
-    def test_tensors_of_several_devices_in_one_call(self):
+    def test_tensors_of_several_devices_have_one_norm(self):
         tensors = [torch.full((2,), 2.0, device=device) for device in ("cpu", "cuda", "cpu", "cuda")]
         found_inf, total = torch.zeros((), device="cuda"), torch.zeros((), device="cuda", dtype=torch.float64)
         kernels.found_inf_norm(tensors, torch.full((), 0.5, device="cuda"), found_inf, total)
