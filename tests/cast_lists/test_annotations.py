@@ -1,4 +1,4 @@
-"""Of what the files of the lists say beside their rules: reasons in comments, versions of torch."""
+"""What the files of cast lists hold beside rules: reasons in comments, versions of torch."""
 
 from __future__ import annotations
 
@@ -56,8 +56,12 @@ def test_the_reason_is_the_nearest_comment(text: str, found: str | None) -> None
     assert reason(text) == found
 
 
-def test_every_shipped_entry_has_a_reason() -> None:
-    assert [entry for entry in shipped_entries() if not entry.reason] == []
+def test_every_shipped_rule_has_an_entry_with_a_reason() -> None:
+    by_source = {entry.source: entry for entry in shipped_entries()}
+    assert [entry for entry in by_source.values() if not entry.reason] == []
+    assert {rule.source for rule in shipped().rules.values()} <= set(by_source)
+    for rule in list(shipped().rules.values())[::50]:
+        assert entry_of(rule, shipped_entries()) is not None, rule
 
 
 def test_an_alias_has_the_reason_at_its_anchor() -> None:
@@ -68,13 +72,6 @@ def test_an_alias_has_the_reason_at_its_anchor() -> None:
     assert entry.reason == "Probabilities and their logarithms: a half softmax turns small ones into zero."
 
 
-def test_every_shipped_rule_has_an_entry() -> None:
-    by_source = {entry.source: entry for entry in shipped_entries()}
-    assert {rule.source for rule in shipped().rules.values()} <= set(by_source)
-    for rule in list(shipped().rules.values())[::50]:
-        assert entry_of(rule, shipped_entries()) is not None, rule
-
-
 class TestUserFiles:
     @pytest.fixture
     def file(self, tmp_path: FilePath) -> FilePath:
@@ -82,20 +79,20 @@ class TestUserFiles:
         file.write_text('blacklist:\n  "*":\n    # why\n    - {name: matmul, since: "2.0", dtypes: [float16]}\n')
         return file
 
-    def test_spellings_have_the_reason_of_the_entry(self, file: FilePath) -> None:
+    def test_every_spelling_has_the_reason_of_its_entry(self, file: FilePath) -> None:
         lists = shipped().overlaid(file)
         (entry,) = user_entries(lists)
         assert (entry.reason, entry.since, entry.until, entry.half_dtypes) == ("why", "2.0", None, ("float16",))
         assert entry.covers(Path("torch.Tensor", "__matmul__"))
         assert not entry.covers(Path("torch", "mm"))
 
-    def test_the_comment_that_opens_the_file_is_no_reason(self, tmp_path: FilePath) -> None:
+    def test_the_comment_at_the_top_of_a_file_is_no_reason(self, tmp_path: FilePath) -> None:
         file = tmp_path / "casts.yaml"
         file.write_text("# casts.yaml\nblacklist:\n  torch:\n    - mm\n    - bmm\n")
         assert [entry.reason for entry in user_entries(shipped().overlaid(file))] == [None, None]
 
     @pytest.mark.parametrize("content", [None, "blacklist: [", "blacklist:\n  torch:\n    # of another\n    - mm\n"])
-    def test_are_as_they_were_read_whatever_became_of_the_file(self, content: str | None, file: FilePath) -> None:
+    def test_entries_stay_as_they_were_read_if_the_file_changes(self, content: str | None, file: FilePath) -> None:
         lists = shipped().overlaid(file)
         rule = next(rule for rule in lists.rules.values() if rule.source.startswith(str(file)))
         file.unlink()

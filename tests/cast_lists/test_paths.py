@@ -1,4 +1,4 @@
-"""From a dotted path to what stands there, without importing anything."""
+"""Lookup of the object at a dotted path, without imports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path as FilePath
 
 import pytest
 import torch
@@ -17,26 +16,8 @@ from ampatch.cast_lists.paths import Path, PathError, find, find_owner
 
 NOT_IMPORTED = "raise AssertionError('imported')"
 
-Package = Callable[..., None]
 
-
-@pytest.fixture
-def package(tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> Package:
-    """Writes a package from sources by file name; it can be imported, and is forgotten after the test."""
-
-    def write(name: str, **sources: str) -> None:
-        (tmp_path / name).mkdir()
-        for module, source in {"__init__": "", **sources}.items():
-            (tmp_path / name / f"{module}.py").write_text(source)
-
-    monkeypatch.syspath_prepend(tmp_path)
-    before = set(sys.modules)
-    yield write
-    for module in set(sys.modules) - before:
-        del sys.modules[module]
-
-
-class TestAnOwner:
+class TestOwners:
     @pytest.mark.parametrize(
         ("namespace", "owner"),
         [
@@ -47,7 +28,7 @@ class TestAnOwner:
             ("torch._VF", torch._VF),
         ],
     )
-    def test_is_a_module_or_a_class(self, namespace: str, owner: object) -> None:
+    def test_an_owner_is_a_module_or_a_class(self, namespace: str, owner: object) -> None:
         assert find_owner(namespace) is owner
 
     @pytest.mark.parametrize(
@@ -64,35 +45,38 @@ class TestAnOwner:
             ("torch.mm.x", r"'torch\.mm' has no 'x'"),
         ],
     )
-    def test_that_does_not_exist_is_an_error_with_what_is_near(self, namespace: str, message: str) -> None:
+    def test_a_missing_owner_is_an_error_with_the_nearest(self, namespace: str, message: str) -> None:
         with pytest.raises(PathError, match=message):
             find_owner(namespace)
 
-    def test_a_module_that_may_not_be_imported_does_not_exist(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_module_that_must_not_be_imported_does_not_exist(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "forbidden", None)
 
         with pytest.raises(PathError, match="there is no module 'forbidden'"):
             find_owner("forbidden.ops")
 
 
-class TestAModuleNotImportedYet:
+class TestModulesThatAreNotImported:
     @pytest.mark.parametrize("namespace", ["later", "later.ops", "later.ops.Class", "later.nobody_knows"])
-    def test_is_none_and_stays_unimported(self, package: Package, namespace: str) -> None:
+    def test_a_path_in_a_module_that_is_not_imported_is_none(
+        self, package: Callable[..., None], namespace: str
+    ) -> None:
         package("later", __init__=NOT_IMPORTED, ops=NOT_IMPORTED)
 
         assert find_owner(namespace) is None
         assert find(Path(namespace, "f")) is None
         assert "later" not in sys.modules
 
-    @pytest.mark.parametrize("namespace", ["half_there.ops", "half_there.ops.Class"])
-    def test_below_a_package_that_is_imported_is_none_too(self, package: Package, namespace: str) -> None:
+    def test_a_path_below_an_imported_package_is_none_or_an_error(self, package: Callable[..., None]) -> None:
         package("half_there", ops=NOT_IMPORTED)
         __import__("half_there")
 
-        assert find_owner(namespace) is None
+        assert find_owner("half_there.ops") is find_owner("half_there.ops.Class") is None
         assert "half_there.ops" not in sys.modules
+        with pytest.raises(PathError, match="'half_there' has no 'opps'"):
+            find_owner("half_there.opps")
 
-    def test_a_package_that_imports_on_demand_is_not_made_to(self, package: Package) -> None:
+    def test_a_package_that_imports_on_demand_imports_nothing(self, package: Callable[..., None]) -> None:
         package(
             "on_demand",
             __init__="import importlib\ndef __getattr__(name): return importlib.import_module(f'on_demand.{name}')",
@@ -103,21 +87,14 @@ class TestAModuleNotImportedYet:
         assert find_owner("on_demand.ops") is None
         assert "on_demand.ops" not in sys.modules
 
-    def test_what_is_in_no_module_of_it_is_an_error(self, package: Package) -> None:
-        package("half_there", ops=NOT_IMPORTED)
-        __import__("half_there")
-
-        with pytest.raises(PathError, match="'half_there' has no 'opps'"):
-            find_owner("half_there.opps")
-
-    def test_an_attribute_whose_import_fails_does_not_exist(self, package: Package) -> None:
+    def test_an_attribute_whose_import_fails_does_not_exist(self, package: Callable[..., None]) -> None:
         package("broken", __init__="def __getattr__(name):\n    raise ImportError('a dependency is missing')")
         __import__("broken")
 
         with pytest.raises(PathError, match="'broken' has no 'f'"):
             find(Path("broken", "f"))
 
-    def test_is_found_once_it_is_imported(self, package: Package) -> None:
+    def test_a_function_is_found_once_its_module_is_imported(self, package: Callable[..., None]) -> None:
         package("later", ops="def f(): ...")
         assert find(Path("later.ops", "f")) is None
 
@@ -126,10 +103,11 @@ class TestAModuleNotImportedYet:
         assert isinstance(find(Path("later.ops", "f")), types.FunctionType)
 
 
-class TestAFunction:
-    def test_is_what_the_owner_has_under_the_name(self) -> None:
+class TestFunctions:
+    def test_a_function_is_the_attribute_of_its_owner(self) -> None:
         assert find(Path("torch", "mm")) is torch.mm
         assert find(Path("torch.Tensor", "exp")) is torch.Tensor.exp  # inherited from a class in C
+        assert str(Path("torch.Tensor", "mm")) == "torch.Tensor.mm"
 
     @pytest.mark.parametrize(
         ("path", "message"),
@@ -139,11 +117,11 @@ class TestAFunction:
         ],
         ids=str,
     )
-    def test_that_does_not_exist_is_an_error_with_what_is_near(self, path: Path, message: str) -> None:
+    def test_a_missing_function_is_an_error_with_the_nearest(self, path: Path, message: str) -> None:
         with pytest.raises(PathError, match=message):
             find(path)
 
-    def test_private_names_are_near_to_private_names_only(self) -> None:
+    def test_private_names_are_suggested_for_private_names_only(self) -> None:
         with pytest.raises(PathError) as found:
             find(Path("torch", "convolutionn"))
         assert "'_convolution" not in str(found.value)
@@ -151,7 +129,7 @@ class TestAFunction:
         with pytest.raises(PathError, match="Did you mean '_convolution'"):
             find(Path("torch", "_convolutionn"))
 
-    def test_is_the_original_while_amp_is_on(self) -> None:
+    def test_the_original_function_is_found_under_casts(self) -> None:
         paths = [Path("torch", "conv2d"), Path("torch.nn.functional", "conv2d"), Path("torch.Tensor", "exp")]
         before = [find(path) for path in paths]
 
@@ -159,13 +137,10 @@ class TestAFunction:
             assert torch.conv2d is not before[0]
             assert [find(path) for path in paths] == before
 
-    def test_a_wrapper_that_somebody_put_around_is_theirs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_wrapper_by_others_around_a_patch_is_found(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with casts_on(torch.float16):
             ours = torch.mm
             theirs = functools.wraps(ours)(lambda *args: [ours(*args)])
             monkeypatch.setattr(torch, "of_theirs", theirs, raising=False)
 
             assert find(Path("torch", "of_theirs")) is theirs
-
-    def test_a_path_is_written_with_dots(self) -> None:
-        assert str(Path("torch.Tensor", "mm")) == "torch.Tensor.mm"

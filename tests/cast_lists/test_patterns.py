@@ -1,8 +1,9 @@
-"""Patterns of namespaces and names in a lists file: what they match, which entry decides, and what a user is told."""
+"""Patterns of namespaces and names in cast lists: matches, precedence over other entries, and faults."""
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path as FilePath
@@ -22,6 +23,7 @@ from ampatch.errors import CastListError
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
 HALF = torch.bfloat16
+NUMBERS = itertools.count()  # of packages: patterns are looked up once for each name
 
 LOSSES = """
 from torch.nn.functional import mse_loss
@@ -58,23 +60,26 @@ class Tail(Head):
 
 
 @pytest.fixture
-def mine(package: Callable[..., None], tmp_path: FilePath) -> Callable[[str], str]:
-    """Writes a package with losses in two modules, a package below it, and a private module."""
-
-    def write(name: str) -> str:
-        package(name, losses=LOSSES, _private="def hidden_loss(value):\n    return value\n")
-        (tmp_path / name / "deep").mkdir()
-        (tmp_path / name / "deep" / "__init__.py").write_text("")
-        (tmp_path / name / "deep" / "heads.py").write_text(HEADS.format(name=name))
-        return name
-
-    return write
+def mine(package: Callable[..., None], tmp_path: FilePath) -> str:
+    """A package with losses in two modules, a package below it, and a private module; not imported yet."""
+    name = f"patterns_{next(NUMBERS)}"
+    package(name, losses=LOSSES, _private="def hidden_loss(value):\n    return value\n")
+    (tmp_path / name / "deep").mkdir()
+    (tmp_path / name / "deep" / "__init__.py").write_text("")
+    (tmp_path / name / "deep" / "heads.py").write_text(HEADS.format(name=name))
+    return name
 
 
-def loaded(name: str) -> str:
+def imported(name: str) -> str:
     for module in ("losses", "_private", "deep.heads"):
         importlib.import_module(f"{name}.{module}")
     return name
+
+
+@pytest.fixture
+def loaded(mine: str) -> str:
+    """The package of `mine`, with its modules imported."""
+    return imported(mine)
 
 
 def matched(namespace: str, name: str) -> list[str]:
@@ -86,93 +91,78 @@ def half() -> torch.Tensor:
 
 
 class TestMatches:
-    def test_a_star_reaches_every_module_and_class_below(self, mine: Callable[[str], str]) -> None:
-        name = loaded(mine("patterns_a"))
-        assert matched(f"{name}.*", "*_loss") == [
-            f"{name}.deep.heads.deep_loss",
-            f"{name}.deep.heads.far_loss",
-            f"{name}.deep.heads.Head.score_loss",
-            f"{name}.deep.heads.Head.Inner.inner_loss",
-            f"{name}.losses.far_loss",
-            f"{name}.losses.near_loss",
+    def test_a_star_matches_every_module_and_class_below(self, loaded: str) -> None:
+        assert matched(f"{loaded}.*", "*_loss") == [
+            f"{loaded}.deep.heads.deep_loss",
+            f"{loaded}.deep.heads.far_loss",
+            f"{loaded}.deep.heads.Head.score_loss",
+            f"{loaded}.deep.heads.Head.Inner.inner_loss",
+            f"{loaded}.losses.far_loss",
+            f"{loaded}.losses.near_loss",
         ]
 
-    def test_the_package_itself_counts(self) -> None:
-        assert "torch.nn.functional.softmax" in matched("torch.nn.functional.*", "softmax")
-
-    def test_a_name_alone_may_be_a_pattern(self, mine: Callable[[str], str]) -> None:
-        name = loaded(mine("patterns_b"))
-        assert matched(f"{name}.losses", "?ear_*") == [f"{name}.losses.near_loss"]
-        assert matched(f"{name}.deep.heads.Head", "*") == [f"{name}.deep.heads.Head.score_loss"]
-
-    def test_private_functions_and_modules_have_to_be_asked_for(self, mine: Callable[[str], str]) -> None:
-        name = loaded(mine("patterns_c"))
-        assert matched(f"{name}.losses", "_*_loss") == [f"{name}.losses._own_loss"]
-        assert matched(f"{name}._*", "*_loss") == [f"{name}._private.hidden_loss"]
-
-    def test_functions_of_other_packages_are_left_out(self, mine: Callable[[str], str]) -> None:
-        name = loaded(mine("patterns_d"))
-        assert matched(f"{name}.*", "mse_loss") == []
-        assert matched(f"{name}.deep.*", "far_loss") == []  # imported from beside it
-
-    def test_methods_in_c_are_found_at_the_class_that_can_be_patched(self) -> None:
+    def test_a_star_matches_methods_in_c_and_the_namespace_itself(self) -> None:
         found = matched("torch.*", "softmax")
         assert {"torch.softmax", "torch.Tensor.softmax", "torch.nn.functional.softmax"} <= set(found)
         assert not any("Parameter" in path for path in found)
+        assert "torch.nn.functional.softmax" in matched("torch.nn.functional.*", "softmax")
 
-    def test_are_the_same_while_amp_is_on(self, mine: Callable[[str], str]) -> None:
-        name = loaded(mine("patterns_e"))
-        before = matched("torch.nn.*", "soft*"), matched(f"{name}.*", "*_loss")
-        with casts_on(HALF, cast_lists={"blacklist": {f"{name}.*": ["*_loss"]}}):
-            assert (matched("torch.nn.*", "soft*"), matched(f"{name}.*", "*_loss")) == before
+    def test_a_pattern_matches_public_names_of_the_package(self, loaded: str) -> None:
+        assert matched(f"{loaded}.losses", "?ear_*") == [f"{loaded}.losses.near_loss"]
+        assert matched(f"{loaded}.deep.heads.Head", "*") == [f"{loaded}.deep.heads.Head.score_loss"]
+        assert matched(f"{loaded}.losses", "_*_loss") == [f"{loaded}.losses._own_loss"]
+        assert matched(f"{loaded}._*", "*_loss") == [f"{loaded}._private.hidden_loss"]
+        # Functions of other packages
+        assert matched(f"{loaded}.*", "mse_loss") == []
+        assert matched(f"{loaded}.deep.*", "far_loss") == []
+
+    def test_matches_are_the_same_under_casts(self, loaded: str) -> None:
+        before = matched("torch.nn.*", "soft*"), matched(f"{loaded}.*", "*_loss")
+        with casts_on(HALF, cast_lists={"blacklist": {f"{loaded}.*": ["*_loss"]}}):
+            assert (matched("torch.nn.*", "soft*"), matched(f"{loaded}.*", "*_loss")) == before
 
 
 class TestCasts:
-    def test_go_to_each_function_under_all_its_names(self, mine: Callable[[str], str]) -> None:
-        name = loaded(mine("patterns_f"))
-        losses, heads = sys.modules[f"{name}.losses"], sys.modules[f"{name}.deep.heads"]
+    def test_a_pattern_casts_each_function_under_all_its_names(self, loaded: str) -> None:
+        losses, heads = sys.modules[f"{loaded}.losses"], sys.modules[f"{loaded}.deep.heads"]
         calls = [losses.far_loss, losses.near_loss, heads.far_loss, heads.Head().score_loss, heads.Tail().score_loss]
         assert {call(half()).dtype for call in calls} == {HALF}
-        with casts_on(HALF, cast_lists={"blacklist": {f"{name}.*": ["*_loss"]}}):
+        with casts_on(HALF, cast_lists={"blacklist": {f"{loaded}.*": ["*_loss"]}}):
             calls = [losses.far_loss, heads.far_loss, heads.Head().score_loss, heads.Tail().score_loss]
             assert {call(half()).dtype for call in calls} == {torch.float32}
             assert losses._own_loss(half()).dtype is HALF
 
     @pytest.mark.parametrize("is_loaded", [False, True])
-    def test_reach_modules_that_are_imported_later(self, mine: Callable[[str], str], is_loaded: bool) -> None:
-        name = mine(f"patterns_g{is_loaded}")
+    def test_a_pattern_casts_functions_of_modules_imported_later(self, mine: str, is_loaded: bool) -> None:
         if is_loaded:  # the package, but none of its modules
-            importlib.import_module(name)
+            importlib.import_module(mine)
         before = list(sys.meta_path)
-        with casts_on(HALF, cast_lists={"blacklist": {f"{name}.*": ["*_loss"]}}):
-            heads = importlib.import_module(f"{name}.deep.heads")
+        with casts_on(HALF, cast_lists={"blacklist": {f"{mine}.*": ["*_loss"]}}):
+            heads = importlib.import_module(f"{mine}.deep.heads")
             kept = heads.far_loss
             assert heads.deep_loss(half()).dtype is heads.Head().score_loss(half()).dtype is torch.float32
-            assert heads.far_loss is sys.modules[f"{name}.losses"].far_loss
+            assert heads.far_loss is sys.modules[f"{mine}.losses"].far_loss
             assert heads.far_loss(half()).dtype is torch.float32
         assert heads.deep_loss(half()).dtype is kept(half()).dtype is HALF
         assert sys.meta_path == before
 
-    def test_end_with_the_session(self, mine: Callable[[str], str]) -> None:
-        name = mine("patterns_h")
-        with casts_on(HALF, cast_lists={"blacklist": {f"{name}.*": ["*_loss"]}}):
+    def test_casts_of_a_pattern_end_with_the_session(self, mine: str) -> None:
+        with casts_on(HALF, cast_lists={"blacklist": {f"{mine}.*": ["*_loss"]}}):
             pass
-        assert importlib.import_module(f"{name}.losses").far_loss(half()).dtype is HALF
+        assert importlib.import_module(f"{mine}.losses").far_loss(half()).dtype is HALF
 
-    def test_let_another_model_join_after_an_import(self, mine: Callable[[str], str]) -> None:
-        name = mine("patterns_i")
-        lists = {"blacklist": {f"{name}.*": ["*_loss"]}}
+    def test_another_model_joins_after_an_import(self, mine: str) -> None:
+        lists = {"blacklist": {f"{mine}.*": ["*_loss"]}}
         amp.initialize(nn.Linear(2, 2), cast_lists=lists, half_dtype=HALF, verbosity=0)
-        loaded(name)
+        imported(mine)
         amp.initialize(nn.Linear(2, 2), cast_lists=lists, half_dtype=HALF, verbosity=0)
         amp.deinitialize()
 
-    def test_explained_name_the_line(self, mine: Callable[[str], str], tmp_path: FilePath) -> None:
-        name = mine("patterns_j")
+    def test_explain_names_the_line_of_a_pattern(self, mine: str, tmp_path: FilePath) -> None:
         file = tmp_path / "own.yaml"
-        file.write_text(f'blacklist:\n  {name}.*: ["*_loss"]  # losses in float32\n')
+        file.write_text(f'blacklist:\n  {mine}.*: ["*_loss"]  # losses in float32\n')
         with casts_on(HALF, cast_lists=file):
-            told = str(amp.explain(importlib.import_module(f"{name}.losses").near_loss))
+            told = str(amp.explain(importlib.import_module(f"{mine}.losses").near_loss))
         assert f"blacklist  {file}:2" in told
         assert "losses in float32" in told
 
@@ -180,34 +170,31 @@ class TestCasts:
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["imported later", "loaded"])
 class TestPrecedence:
     def treatments(self, name: str, is_loaded: bool, *overlays: dict[str, object]) -> dict[str, torch.dtype]:
-        """The types that the two losses and the deep one give a bfloat16 tensor back in."""
+        """The dtypes of the losses of a bfloat16 tensor."""
         if is_loaded:
-            loaded(name)
+            imported(name)
         with casts_on(HALF, cast_lists=list(overlays)):
             losses, heads = (importlib.import_module(f"{name}.{module}") for module in ("losses", "deep.heads"))
             functions = (losses.far_loss, losses.near_loss, heads.deep_loss)
             return {function.__name__: function(half()).dtype for function in functions}
 
-    def test_a_name_comes_before_a_pattern(self, mine: Callable[[str], str], is_loaded: bool) -> None:
-        name = mine(f"patterns_k{is_loaded}")
-        lists = {"whitelist": {f"{name}.losses": ["near_loss"]}, "blacklist": {f"{name}.*": ["*_loss"]}}
-        found = self.treatments(name, is_loaded, lists)
+    def test_a_name_wins_over_a_pattern(self, mine: str, is_loaded: bool) -> None:
+        lists = {"whitelist": {f"{mine}.losses": ["near_loss"]}, "blacklist": {f"{mine}.*": ["*_loss"]}}
+        found = self.treatments(mine, is_loaded, lists)
         assert found == {"far_loss": torch.float32, "near_loss": HALF, "deep_loss": torch.float32}
 
-    def test_the_last_pattern_decides(self, mine: Callable[[str], str], is_loaded: bool) -> None:
-        name = mine(f"patterns_l{is_loaded}")
-        lists = {"blacklist": {f"{name}.*": ["*_loss"]}, "unlisted": {f"{name}.deep.*": ["*"]}}
-        found = self.treatments(name, is_loaded, lists)
+    def test_the_last_pattern_wins(self, mine: str, is_loaded: bool) -> None:
+        lists = {"blacklist": {f"{mine}.*": ["*_loss"]}, "unlisted": {f"{mine}.deep.*": ["*"]}}
+        found = self.treatments(mine, is_loaded, lists)
         assert found == {"far_loss": torch.float32, "near_loss": torch.float32, "deep_loss": HALF}
 
-    def test_a_later_file_comes_before_an_earlier_one(self, mine: Callable[[str], str], is_loaded: bool) -> None:
-        name = mine(f"patterns_m{is_loaded}")
-        first = {"blacklist": {f"{name}.losses": ["far_loss"], f"{name}.deep.heads": ["deep_loss"]}}
-        found = self.treatments(name, is_loaded, first, {"unlisted": {f"{name}.losses": ["*"]}})
+    def test_a_later_overlay_wins_over_an_earlier_one(self, mine: str, is_loaded: bool) -> None:
+        first = {"blacklist": {f"{mine}.losses": ["far_loss"], f"{mine}.deep.heads": ["deep_loss"]}}
+        found = self.treatments(mine, is_loaded, first, {"unlisted": {f"{mine}.losses": ["*"]}})
         assert found == {"far_loss": HALF, "near_loss": HALF, "deep_loss": torch.float32}
 
 
-class TestWhatAUserIsTold:
+class TestFaults:
     @pytest.mark.parametrize(
         ("namespace", "entry", "expected"),
         [
@@ -224,56 +211,53 @@ class TestWhatAUserIsTold:
             ),
         ],
     )
-    def test_of_a_mistaken_pattern(self, namespace: str, entry: object, expected: str, tmp_path: FilePath) -> None:
+    def test_a_mistaken_pattern_is_a_fault(
+        self, namespace: str, entry: object, expected: str, tmp_path: FilePath
+    ) -> None:
         with pytest.raises(CastListError) as found:
             shipped().overlaid({"blacklist": {namespace: [entry]}})
         (fault,) = found.value.faults
         assert expected in str(fault)
 
     @pytest.mark.parametrize("is_loaded", [False, True], ids=["not imported", "loaded"])
-    def test_names_that_no_module_has_are_found_in_the_sources(
-        self, mine: Callable[[str], str], is_loaded: bool, tmp_path: FilePath
+    def test_a_misspelled_name_is_told_before_its_module_is_imported(
+        self, mine: str, is_loaded: bool, tmp_path: FilePath
     ) -> None:
-        name = mine(f"patterns_n{is_loaded}")
         if is_loaded:
-            loaded(name)
+            imported(mine)
         file = tmp_path / "own.yaml"
-        file.write_text(f"blacklist:\n  {name}.*:\n  - deep_loss\n  - depe_loss\n")
-        with pytest.raises(CastListError, match=rf"own\.yaml:4: '{name}\.\*' has no function 'depe_loss'.*'deep_loss'"):
+        file.write_text(f"blacklist:\n  {mine}.*:\n  - deep_loss\n  - depe_loss\n")
+        with pytest.raises(CastListError, match=rf"own\.yaml:4: '{mine}\.\*' has no function 'depe_loss'.*'deep_loss'"):
             shipped().overlaid(file)
-        assert is_loaded == (f"{name}.losses" in sys.modules)
+        assert is_loaded == (f"{mine}.losses" in sys.modules)
 
-    def test_of_a_function_of_another_package(self, mine: Callable[[str], str]) -> None:
-        name = loaded(mine("patterns_o"))
+    def test_an_imported_function_of_another_package_is_a_fault(self, loaded: str) -> None:
         with pytest.raises(CastListError, match=r"losses\.mse_loss is imported from torch\.nn\.functional; list it"):
-            shipped().overlaid({"whitelist": {f"{name}.*": ["mse_loss"]}})
+            shipped().overlaid({"whitelist": {f"{loaded}.*": ["mse_loss"]}})
 
-    def test_of_a_function_without_a_hash(self) -> None:
+    def test_a_pattern_matches_functions_without_a_hash(self) -> None:
         with pytest.raises(TypeError, match="unhashable"):
             hash(torch.distributed.rpc.api.method)  # of pybind11
         amp.init(half_dtype=HALF, cast_lists={"blacklist": {"torch.distributed.rpc.api": ["metho*"]}}).deactivate()
 
-    def test_what_is_optional_may_be_missing(self) -> None:
+    def test_an_optional_pattern_may_match_nothing(self) -> None:
         entries = {
             "torch.nn.*": [{"name": "sofmax", "optional": True}],
             "no_such_package.*": [{"name": "nms", "optional": True}],
         }
         assert shipped().overlaid({"whitelist": entries}) == shipped()
 
-    def test_lists_show_has_each_function_with_the_line_of_the_pattern(
-        self, mine: Callable[[str], str], tmp_path: FilePath
-    ) -> None:
-        name = mine("patterns_p")
+    def test_policy_has_each_function_with_the_line_of_the_pattern(self, mine: str, tmp_path: FilePath) -> None:
         file = tmp_path / "own.yaml"
-        file.write_text(f"blacklist:\n  {name}.*:\n  - '*_loss'\n")
+        file.write_text(f"blacklist:\n  {mine}.*:\n  - '*_loss'\n")
         lists = shipped().overlaid(file)
-        assert list_reports.policy(lists, names=[name]) == [
-            f"{name}.*.*_loss  blacklist  {file}:3  matches nothing yet: import {name} or its modules first"
+        assert list_reports.policy(lists, names=[mine]) == [
+            f"{mine}.*.*_loss  blacklist  {file}:3  matches nothing yet: import {mine} or its modules first"
         ]
-        importlib.import_module(f"{name}.losses")
-        assert list_reports.policy(lists, names=[name]) == [
-            f"{name}.losses.far_loss   blacklist  {file}:3",
-            f"{name}.losses.near_loss  blacklist  {file}:3",
+        importlib.import_module(f"{mine}.losses")
+        assert list_reports.policy(lists, names=[mine]) == [
+            f"{mine}.losses.far_loss   blacklist  {file}:3",
+            f"{mine}.losses.near_loss  blacklist  {file}:3",
         ]
         (line,) = list_reports.checked(str(file), shipped(), lists).lines
         assert line.endswith("is sound: it changes how 2 paths are treated.")

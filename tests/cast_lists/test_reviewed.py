@@ -1,14 +1,14 @@
-"""Of the functions of torch that are in no list: that each has a reason, and that the reason is true of it.
+"""Functions of torch that are in no list: each has a reason, and the reason is true.
 
-`CHECKS` shows what a call can show, on a sample of each function in both half types. The remaining reasons are about
-what a function is for, or about hardware that is not here.
+`CHECKS` shows the reasons by a call of each function in both half types. The other reasons concern the purpose of a
+function, or other hardware.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path as FilePath
 
 import pytest
@@ -182,8 +182,8 @@ def check_views(path: Path, build: Build, half: torch.dtype) -> None:
     assert {each.untyped_storage().data_ptr() for each in found} <= storages
 
 
-def results_and_gradients(path: Path, call: Call, half: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Each floating result and gradient of a call in half, with the one that float32 has for the same values."""
+def results_and_gradients(path: Path, call: Call, half: torch.dtype) -> list[tuple[str, Tensor, Tensor]]:
+    """Returns each floating result and gradient of a call in half, with that of float32 for the same values."""
     outcomes = []
     for widen in (False, True):
         leaves: list[Tensor] = []
@@ -204,31 +204,25 @@ def results_and_gradients(path: Path, call: Call, half: torch.dtype) -> Iterator
             weights = [torch.full_like(each, 0.5) for each in attached]
             gradients = torch.autograd.grad(attached, leaves, weights, allow_unused=True)
         outcomes.append([("result", each.detach()) for each in results] + [("gradient", each) for each in gradients])
-    for (kind, found), (_, expected) in zip(*outcomes, strict=True):
-        if found is not None:
-            assert found.dtype == half
-            yield kind, found, expected
+    found = [(kind, each, expected) for (kind, each), (_, expected) in zip(*outcomes, strict=True) if each is not None]
+    assert found
+    assert {each.dtype for _, each, _ in found} == {half}
+    return found
 
 
 def check_rounds_once(path: Path, build: Build, half: torch.dtype) -> None:
     one = torch.finfo(half).eps
-    checked = 0
     for kind, found, expected in results_and_gradients(path, build(Maker([half])), half):
-        checked += 1
         if kind == "result":
             torch.testing.assert_close(found.float(), expected, rtol=one, atol=torch.finfo(half).tiny)
         else:
             torch.testing.assert_close(found.float(), expected, rtol=0, atol=2 * one * float(expected.abs().max()))
-    assert checked
 
 
 def check_several_roundings(path: Path, build: Build, half: torch.dtype) -> None:
-    checked = 0
     for _, found, expected in results_and_gradients(path, build(Maker([half])), half):
-        checked += 1
         atol = TOLERANCE[half] * FURTHER.get(plain_name(path.name), 1) * float(expected.abs().max())
         torch.testing.assert_close(found.float(), expected, rtol=0, atol=atol)
-    assert checked
 
 
 def check_normalises(path: Path, build: Build, half: torch.dtype) -> None:
@@ -355,14 +349,14 @@ NOT_SHOWN = {"bookkeeping", "quantized", "backends", "symbols", "settings"}
 
 
 class TestEveryFunction:
-    def test_has_a_list_or_a_reason(self) -> None:
+    def test_every_function_has_a_list_or_a_reason(self) -> None:
         assert COVERAGE.undecided == (), (
             f"torch {torch.__version__} has functions that no list and no reason names: "
             f"{', '.join(map(str, COVERAGE.undecided))}. Add each to a list in lists/ with a sample in "
             "tests/samples.py, or to a reason in lists/reviewed.yaml with a call in tests/reviewed_samples.py."
         )
 
-    def test_that_is_named_exists_in_the_torch_that_is_pinned(self) -> None:
+    def test_reviewed_functions_exist_in_the_pinned_torch(self) -> None:
         (pinned,) = re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
         if torch.__version__.partition("+")[0] != pinned:
             pytest.skip(f"names are checked with torch {pinned}, since others lack some")
@@ -370,21 +364,17 @@ class TestEveryFunction:
         gone = [path for _, path in coverage.reviewed_names() if not any(each in known for each in all_paths(path))]
         assert gone == [], "torch has no such function, or it needs no reason; take it out of lists/reviewed.yaml"
 
-    def test_that_has_a_reason_is_in_no_list(self) -> None:
-        listed = {path for paths in COVERAGE.listed.values() for path in paths}
-        twice = {str(each) for _, path in coverage.reviewed_names() for each in all_paths(path) if each in listed}
-        assert twice == set()
+    def test_a_reviewed_function_is_in_no_list_and_has_one_reason(self) -> None:
+        names = [path for _, path in coverage.reviewed_names()]
+        assert sorted({str(path) for path in names if names.count(path) > 1}) == []
 
-    def test_has_one_reason(self) -> None:
+        listed = {path for paths in COVERAGE.listed.values() for path in paths}
         reasons: dict[Path, set[str]] = {}
         for reason, path in coverage.reviewed_names():
             for each in all_paths(path):
                 reasons.setdefault(each, set()).add(reason.name)
+        assert reasons.keys() & listed == set()
         assert {str(path): names for path, names in reasons.items() if len(names) > 1} == {}
-
-    def test_is_named_once(self) -> None:
-        names = [path for _, path in coverage.reviewed_names()]
-        assert sorted({str(path) for path in names if names.count(path) > 1}) == []
 
 
 def all_paths(path: Path) -> list[Path]:
@@ -392,7 +382,7 @@ def all_paths(path: Path) -> list[Path]:
 
 
 class TestCoverage:
-    def test_of_what_a_new_torch_adds_nothing_is_decided(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_function_that_a_new_torch_adds_is_undecided(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def brand_new(input: Tensor) -> Tensor:
             return input
 
@@ -404,36 +394,32 @@ class TestCoverage:
 
         assert list(map(str, found)) == ["torch.brand_new", "torch.Tensor.brand_new", "torch.linalg.brand_new"]
 
-    def test_what_a_namespace_imports_from_other_packages_needs_no_decision(self) -> None:
+    def test_functions_of_other_packages_need_no_decision(self) -> None:
         assert callable(torch.nn.functional.Optional)
         assert Path("torch.nn.functional", "Optional") not in coverage.callables()
 
-    def test_a_function_is_listed_by_any_of_its_paths(self) -> None:
+    def test_a_function_is_listed_under_all_its_paths(self) -> None:
         listed = coverage.coverage(CastLists({}).overlaid({"whitelist": {"torch": ["conv2d"]}})).listed
         assert list(map(str, listed[Treatment.WHITELIST])) == ["torch.conv2d", "torch.nn.functional.conv2d"]
 
-    def test_another_object_that_is_equal_is_not_listed(self) -> None:
+    def test_an_equal_function_is_not_listed(self) -> None:
         assert torch.spmm == torch.mm
         found = coverage.coverage(CastLists({}).overlaid({"whitelist": {"torch": ["mm"]}}))
         assert list(map(str, found.listed[Treatment.WHITELIST])) == ["torch.mm"]
         assert Path("torch", "spmm") in found.undecided
 
-    def test_of_properties_of_tensors_it_is_known_too(self) -> None:
+    def test_reasons_hold_for_properties_and_for_other_paths(self) -> None:
         assert coverage.reason_of(Path("torch.Tensor", "T")).name == "views"
-
-    def test_a_reason_holds_for_paths_that_are_not_named(self) -> None:
         assert torch.functional.split is torch.split
         assert coverage.reason_of(Path("torch.functional", "split")).name == "views"
+        assert coverage.reason_of(Path("torch", "mm")) is None  # it is listed
 
-    def test_a_listed_function_has_no_reason(self) -> None:
-        assert coverage.reason_of(Path("torch", "mm")) is None
-
-    def test_while_functions_are_patched_it_is_the_same(self) -> None:
+    def test_coverage_is_the_same_under_casts(self) -> None:
         with casts_on():
             found = coverage.coverage(shipped())
         assert found == COVERAGE
 
-    def test_as_plain_data_it_can_be_written_as_json(self) -> None:
+    def test_coverage_can_be_written_as_json(self) -> None:
         data = json.loads(json.dumps(COVERAGE.to_dict()))
         assert list(data) == ["torch", "counts", "undecided", "listed", "reviewed"]
         assert data["counts"] == COVERAGE.counts()
@@ -442,20 +428,18 @@ class TestCoverage:
 
 
 class TestReasons:
-    def test_are_sentences(self) -> None:
+    def test_reasons_are_sentences_and_are_checked_or_cannot_be(self) -> None:
         for reason in COVERAGE.reviewed:
             assert re.fullmatch(r"[A-Z].*[a-z0-9]\.", reason.why), reason
-
-    def test_are_shown_or_cannot_be(self) -> None:
         assert set(REVIEWED) == set(CHECKS) | NOT_SHOWN
 
     @pytest.mark.parametrize("name", CHECKS)
-    def test_every_function_has_a_call(self, name: str) -> None:
+    def test_every_function_of_a_reason_has_a_call(self, name: str) -> None:
         assert [str(path) for path in REVIEWED[name] if not builds(path, name) and str(path) not in left_out()] == []
 
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("name", CHECKS)
-    def test_are_true(self, name: str, half: torch.dtype, subtests: pytest.Subtests) -> None:
+    def test_reasons_are_true(self, name: str, half: torch.dtype, subtests: pytest.Subtests) -> None:
         rows = (
             (f"{path}-{number}", path, build, half)
             for path in REVIEWED[name]
@@ -464,7 +448,7 @@ class TestReasons:
         )
         check_rows(subtests, rows, CHECKS[name])
 
-    def test_what_promotes_is_called_with_mixed_operands(self) -> None:
+    def test_functions_that_promote_are_called_with_mixed_operands(self) -> None:
         half = torch.float16
         assert [
             str(path) for path in REVIEWED["promotes"] if not any(mixes(each, half) for each in builds(path, ""))
@@ -483,22 +467,21 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class TestWhatRunsInside:
-    def test_no_operator_inside_is_that_of_a_listed_function(self, subtests: pytest.Subtests) -> None:
-        # torch.autocast would cast it there, and a patch cannot: such a function needs an entry of its own.
-        listed = {path.name for path, _ in shipped().rules}
+def test_reviewed_functions_run_no_operators_of_listed_ones(subtests: pytest.Subtests) -> None:
+    # torch.autocast would cast it there, and a patch cannot: such a function needs an entry of its own.
+    listed = {path.name for path, _ in shipped().rules}
 
-        def check(path: Path, build: Build) -> None:
-            call = build(Maker([torch.float32]))
-            with Operators() as operators:
-                called(path, call)
-            assert operators.names & listed == set()
+    def check(path: Path, build: Build) -> None:
+        call = build(Maker([torch.float32]))
+        with Operators() as operators:
+            called(path, call)
+        assert operators.names & listed == set()
 
-        rows = (
-            (f"{path}-{number}", path, build)
-            for name in ("promotes", "compares", "exact", "rounds_once", "several_roundings", "normalises", "writes")
-            for path in REVIEWED[name]
-            if not {path.name, plain_name(path.name)} & set(LISTED_INSIDE) and str(path) not in left_out()
-            for number, build in enumerate(builds(path, name))
-        )
-        check_rows(subtests, rows, check)
+    rows = (
+        (f"{path}-{number}", path, build)
+        for name in ("promotes", "compares", "exact", "rounds_once", "several_roundings", "normalises", "writes")
+        for path in REVIEWED[name]
+        if not {path.name, plain_name(path.name)} & set(LISTED_INSIDE) and str(path) not in left_out()
+        for number, build in enumerate(builds(path, name))
+    )
+    check_rows(subtests, rows, check)

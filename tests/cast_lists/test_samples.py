@@ -1,4 +1,4 @@
-"""Of the shipped lists and the sample calls, with torch unpatched: that they agree with each other and with torch."""
+"""The shipped lists and the sample calls, with torch unpatched: they agree with each other and with torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
-from helpers import check_rows
+from helpers import check_rows, dtype_name
 from samples import (
     HALF_DTYPES,
     LIST_NAMES,
@@ -48,10 +48,6 @@ IN_PLACE_LEFT_OUT = {
     # Listed only for a kernel that the CPU lacks: in place, torch's own error says so, and CUDA has the kernel.
     "torch.nn.functional.rrelu_",
 }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def widened(value: object) -> object:
@@ -103,19 +99,20 @@ def mixed_calls(path: str, half: torch.dtype) -> list[tuple[Sample, list[torch.d
 
 
 class TestListsAndTorch:
-    def test_every_listed_function_has_a_sample_and_every_sample_is_listed(self):
+    def test_listed_functions_and_samples_are_the_same(self):
         # Also what another version of torch has, in which its entry is in force.
         assert set(SAMPLES) == {entry.path for name in LIST_NAMES for entry in entries(name)}
 
-    def test_listed_function_exists(self):
+    def test_listed_functions_exist_and_banned_ones_have_advice(self):
         assert [entry.path for entry in ENTRIES if not entry.optional and lacks(entry.path)] == []
+        assert [entry.path for entry in ENTRIES if entry.list_name == "banned" and not entry.instead] == []
 
-    def test_a_path_stands_in_two_lists_for_disjoint_dtypes_only(self):
+    def test_entries_of_one_path_have_disjoint_dtypes(self):
         for path, found in BY_PATH.items():
             taken = [dtype for entry in found for dtype in entry.dtypes]
             assert len(taken) == len(set(taken)), path
 
-    def test_paths_of_one_object_are_listed_alike(self, subtests):
+    def test_paths_of_one_function_are_listed_alike(self, subtests):
         # torch._VF has every builtin of torch; only its recurrent functions are looked up there by torch's own modules.
         paths = collections.defaultdict(set)
         for namespace in NAMESPACES:
@@ -133,7 +130,7 @@ class TestListsAndTorch:
         )
         check_rows(subtests, rows, check)
 
-    def test_in_place_form_stands_in_the_same_list(self, subtests):
+    def test_an_in_place_form_stands_in_the_same_list(self, subtests):
         def check(entry):
             found = [(found.list_name, found.dtypes) for found in BY_PATH[f"{entry.path}_"]]
             assert found == [(entry.list_name, entry.dtypes)]
@@ -142,18 +139,15 @@ class TestListsAndTorch:
         rows = ((entry.path, entry) for entry in chosen if f"{entry.path}_" not in IN_PLACE_LEFT_OUT)
         check_rows(subtests, rows, check)
 
-    def test_condition_names_parameters(self, subtests):
+    def test_conditions_name_parameters(self, subtests):
         def check(entry):
             assert set(entry.when) <= set(inspect.signature(resolve(entry.path)).parameters)
 
         check_rows(subtests, ((entry.path, entry) for entry in HERE if entry.when), check)
 
-    def test_banned_entry_says_what_to_do_instead(self):
-        assert [entry.path for entry in ENTRIES if entry.list_name == "banned" and not entry.instead] == []
-
 
 class TestSamples:
-    def test_runs_in_float32_and_its_forms_agree(self, subtests):
+    def test_samples_run_in_float32_and_their_forms_agree(self, subtests):
         def check(path, sample):
             results = []
             for form in sample.forms():
@@ -169,7 +163,7 @@ class TestSamples:
 
         check_rows(subtests, samples(HERE), check)
 
-    def test_gradient_reaches_what_was_made_with_one(self, subtests):
+    def test_gradients_reach_the_arguments_of_a_sample(self, subtests):
         def check(path, sample):
             torch.manual_seed(0)
             maker = Maker([torch.float32], requires_grad=True)
@@ -184,7 +178,7 @@ class TestSamples:
 
 
 class TestPromoteList:
-    def test_torch_refuses_the_mix(self, subtests):
+    def test_torch_refuses_mixed_dtypes_in_functions_that_promote(self, subtests):
         def check(entry, half):
             refused = 0
             for sample, mix in mixed_calls(entry.path, half):
@@ -199,7 +193,7 @@ class TestPromoteList:
 
 
 class TestBlacklist:
-    def test_dtype_argument_does_the_cast(self, subtests):
+    def test_the_dtype_argument_casts_as_via_dtype_needs(self, subtests):
         def check(entry, sample, half):
             maker = Maker([half], requires_grad=True)
             args, kwargs = sample.arguments(maker, method=is_method(entry.path))
@@ -218,7 +212,7 @@ class TestBlacklist:
         )
         check_rows(subtests, rows, check)
 
-    def test_what_needs_float32_is_marked(self, subtests):
+    def test_functions_that_need_float32_are_marked(self, subtests):
         inside = {  # what they call inside is marked
             "torch.nn.functional.local_response_norm",
             "torch.nn.functional.lp_pool3d",
@@ -235,7 +229,7 @@ class TestBlacklist:
         chosen = (entry for entry in HERE if entry.list_name == "blacklist" and not entry.path.endswith("_"))
         check_rows(subtests, ((entry.path, entry) for entry in chosen), check)
 
-    def test_the_other_half_type_needs_no_entry(self, subtests):
+    def test_the_half_type_that_an_entry_leaves_out_runs(self, subtests):
         def check(entry):
             (other,) = set(HALF_DTYPES) - set(entry.dtypes)
             plain = [(sample, [other]) for sample in SAMPLES[entry.path]]

@@ -1,6 +1,6 @@
-"""Every entry of the shipped lists, called through the patched torch: what its list promises of a call holds.
+"""Every entry of the shipped lists, called under casts.
 
-A call under casts is held against the same call, unpatched, on arguments that were cast by hand; and against float32.
+The result is compared with the call without casts on arguments that were cast by hand, and with float32.
 """
 
 from __future__ import annotations
@@ -167,14 +167,6 @@ def rows(
             yield f"{entry.list_name}-{entry.path}", entry, half
 
 
-@functools.cache
-def patched(half: torch.dtype) -> set[str]:
-    """The listed paths where a patched torch has something else than torch has."""
-    before = {entry.path: resolve(entry.path) for entry in ENTRIES}
-    with casts_on(half):
-        return {path for path, function in before.items() if resolve(path) is not function}
-
-
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, room: float | None = None) -> None:
     """Equal up to the last digits of the type; or, with ``room``, up to that part of the largest value."""
     if room is None:
@@ -185,17 +177,19 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, room: float | Non
         torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=0, atol=room, equal_nan=True)
 
 
-class TestPatches:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_every_entry_is_patched_under_the_half_types_that_it_names_and_no_other(self, half):
-        assert patched(half) == {entry.path for entry in ENTRIES if half in entry.dtypes}
+@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+def test_entries_are_patched_under_the_half_types_that_they_name(half):
+    before = {entry.path: resolve(entry.path) for entry in ENTRIES}
+    with casts_on(half):
+        patched = {path for path, function in before.items() if resolve(path) is not function}
+    assert patched == {entry.path for entry in ENTRIES if half in entry.dtypes}
 
 
 class TestEveryEntry:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("list_name", LIST_NAMES)
     @pytest.mark.covering(1)
-    def test_computes_as_if_its_arguments_were_cast_by_hand(self, list_name, half, subtests):
+    def test_an_entry_computes_as_if_its_arguments_were_cast_by_hand(self, list_name, half, subtests):
         def check(entry, half):
             compared = 0
             for call, actual in outcomes(entry, half):
@@ -232,7 +226,7 @@ class TestEveryEntry:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("list_name", LIST_NAMES)
     @pytest.mark.covering(1)
-    def test_result_is_close_to_the_one_in_float32(self, list_name, half, subtests):
+    def test_the_result_of_an_entry_is_close_to_float32(self, list_name, half, subtests):
         def check(entry, half):
             for call, actual in outcomes(entry, half):
                 if actual.error is None and not call.sample.random:
@@ -245,7 +239,7 @@ class TestEveryEntry:
 
 class TestInPlace:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_tensor_written_to_stays_what_it_was_and_keeps_its_type(self, half, subtests):
+    def test_an_in_place_entry_returns_its_tensor_with_its_dtype(self, half, subtests):
         def check(entry, half):
             for call, actual in outcomes(entry, half):
                 if not refused(entry, call) and actual.error is None:
@@ -255,7 +249,7 @@ class TestInPlace:
         check_rows(subtests, rows(filter(writes_in_place, ENTRIES), half), check)
 
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_blacklisted_form_on_a_half_tensor_is_an_error_and_leaves_it_alone(self, half, subtests):
+    def test_a_blacklisted_in_place_form_on_half_is_an_error(self, half, subtests):
         def check(entry, half):
             errors = 0
             for call, actual in outcomes(entry, half):
@@ -273,7 +267,7 @@ class TestInPlace:
         ("path", "advice"),
         [("torch.exp_", "(exp)"), ("torch.Tensor.exp_", "(exp)"), ("torch.Tensor.__ipow__", "(pow)")],
     )
-    def test_error_names_the_function_and_the_form_to_use(self, path, advice):
+    def test_the_error_of_an_in_place_form_names_the_form_to_use(self, path, advice):
         entry = next(entry for entry in ENTRIES if entry.path == path)
         error = next(actual.error for call, actual in outcomes(entry, torch.float16) if refused(entry, call))
         assert path in str(error)
@@ -282,7 +276,7 @@ class TestInPlace:
 
 class TestBanned:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_half_argument_in_any_place_is_an_error_that_says_what_to_do_instead(self, half, subtests):
+    def test_a_banned_entry_with_a_half_argument_is_an_error(self, half, subtests):
         def check(entry, half):
             refusals = [actual for call, actual in outcomes(entry, half) if refused(entry, call)]
             assert refusals

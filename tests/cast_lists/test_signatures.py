@@ -1,4 +1,4 @@
-"""Where an argument stands: by position, by keyword or by default, for torch's builtins as for Python functions."""
+"""Reading arguments of calls: by position, by keyword or by default, of builtins of torch and of Python functions."""
 
 from __future__ import annotations
 
@@ -36,41 +36,35 @@ def read(function: Callable[..., object], name: str, *args: object, **kwargs: ob
     return reader(args, kwargs)
 
 
-class TestAPythonFunction:
-    def test_position_keyword_and_default_are_read_alike(self) -> None:
-        assert read(F.interpolate, "mode", "x", None, 2, "area") == "area"
-        assert read(F.interpolate, "mode", "x", mode="area") == "area"
-        assert read(F.interpolate, "mode", "x", scale_factor=2) == "nearest"
+def test_arguments_are_read_by_position_by_keyword_and_by_default() -> None:
+    assert read(F.interpolate, "mode", "x", None, 2, "area") == "area"
+    assert read(F.interpolate, "mode", "x", mode="area") == "area"
+    assert read(F.interpolate, "mode", "x", scale_factor=2) == "nearest"
+    assert read(lambda x, mode: None, "mode", "x") is None
+    assert read(torch.nn.Linear.forward, "input", "layer", "x") == "x"
+    assert read(torch.conv2d, "groups", "x", "w", None, 1, 0, 1, 4) == 4
+    assert read(F.gelu, "approximate", "x", approximate="tanh") == "tanh"
+    assert read(torch.conv2d, "groups", "x", "w") == 1
 
-    def test_a_parameter_without_default_that_is_not_passed_is_none(self) -> None:
-        assert read(lambda x, mode: None, "mode", "x") is None
 
+class TestPythonFunctions:
     def test_a_keyword_only_parameter_is_not_read_by_position(self) -> None:
         def function(x: object, *rest: object, mode: str = "a") -> None: ...
 
         assert read(function, "mode", 1, 2, 3) == "a"
         assert read(function, "mode", 1, 2, mode="b") == "b"
 
-    def test_what_is_passed_on_as_anything_has_no_names(self) -> None:
+    def test_parameters_for_any_arguments_have_no_names(self) -> None:
         assert parameter_names(lambda *args, **kwargs: None) == ()
         assert argument_reader(lambda *args, **kwargs: None, "kwargs") is None
         assert parameter_names(F.max_pool2d) == ()  # chosen at run time from two functions
 
-    def test_a_method_of_a_class_counts_self(self) -> None:
-        assert read(torch.nn.Linear.forward, "input", "layer", "x") == "x"
 
-
-class TestABuiltin:
-    def test_inspect_knows_nothing_of_it_and_the_schema_does(self) -> None:
+class TestBuiltins:
+    def test_names_are_read_from_the_schema_of_a_builtin(self) -> None:
         with pytest.raises(ValueError, match="no signature found"):
             inspect.signature(torch.addmv)
         assert parameter_names(torch.addmv) == ("input", "mat", "vec", "beta", "alpha")
-
-    def test_position_keyword_and_default_are_read_alike(self) -> None:
-        assert read(F.gelu, "approximate", "x") == "none"
-        assert read(F.gelu, "approximate", "x", approximate="tanh") == "tanh"
-        assert read(torch.conv2d, "groups", "x", "w", None, 1, 0, 1, 4) == 4
-        assert read(torch.conv2d, "groups", "x", "w") == 1
 
     @pytest.mark.parametrize(
         ("function", "name", "position"),
@@ -83,7 +77,9 @@ class TestABuiltin:
             pytest.param(torch.sum, "keepdim", 2, id="sum"),
         ],
     )
-    def test_the_place_is_that_of_the_function(self, function: Callable[..., object], name: str, position: int) -> None:
+    def test_the_position_is_that_of_the_function(
+        self, function: Callable[..., object], name: str, position: int
+    ) -> None:
         reader = argument_reader(function, name)
         assert reader is not None
         assert reader.position == position
@@ -102,18 +98,18 @@ class TestABuiltin:
             pytest.param(torch.std, "dim", id="std-dim"),
         ],
     )
-    def test_an_argument_whose_place_differs_between_overloads_is_not_known(
+    def test_an_argument_whose_position_differs_in_overloads_is_unknown(
         self, function: Callable[..., object], name: str
     ) -> None:
         assert argument_reader(function, name) is None
         assert name not in parameter_names(function)
         assert "input" in parameter_names(function)
 
-    def test_overloads_for_plain_numbers_are_torchscript_s_own(self) -> None:
+    def test_overloads_for_plain_numbers_are_ignored(self) -> None:
         assert any(schema.arguments[0].name == "a" for schema in torch._C._jit_get_schemas_for_operator("aten::exp"))
         assert parameter_names(torch.exp) == ("input",)
 
-    def test_keywords_of_numpy_are_read_as_torch_s_own(self) -> None:
+    def test_keywords_of_numpy_are_read_as_those_of_torch(self) -> None:
         x = torch.ones(2, 3)
         assert torch.equal(torch.sum(x, axis=1, keepdims=True), torch.sum(x, dim=1, keepdim=True))
 
@@ -122,18 +118,16 @@ class TestABuiltin:
         assert read(torch.mul, "input", x1="a", x2="b") == "a"
         assert read(torch.mul, "other", x1="a", x2="b") == "b"
 
-    def test_names_stand_in_the_order_of_their_positions(self) -> None:
+    def test_names_have_the_order_of_their_positions(self) -> None:
         names = parameter_names(torch.prod)
         assert names == ("input", "dim", "keepdim", "dtype")
 
-    def test_a_parameter_named_like_a_keyword_of_python_is_no_obstacle(self) -> None:
+    def test_a_parameter_may_have_the_name_of_a_python_keyword(self) -> None:
         assert "from" not in parameter_names(torch.Tensor.random_)  # random_(to) has another argument there
         assert "generator" in parameter_names(torch.Tensor.random_)
 
 
 class TestReadings:
-    """What is read once in a process, and what is not."""
-
     def test_the_schemas_of_an_operator_are_read_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         names = parameter_names(torch.addmv)
 
@@ -145,26 +139,25 @@ class TestReadings:
         assert parameter_names(torch.addmv) == names
         assert argument_reader(torch.addmv, "beta") is not None
 
-    def test_an_overload_that_a_library_adds_is_seen(self) -> None:
-        library = torch.library.Library("aten", "FRAGMENT")
-        try:
-            library.define("ampatch_probe(Tensor self, int first) -> Tensor")
-            assert list(signatures._readers_of_operator("ampatch_probe")) == ["input", "first"]
-            library.define("ampatch_probe.other(Tensor self, float second) -> Tensor")
-            assert list(signatures._readers_of_operator("ampatch_probe")) == ["input"]
-        finally:
-            library._destroy()
-
-    def test_an_overload_that_a_library_defines_anew_is_read_anew(self) -> None:
-        for arguments, names in (("Tensor self, int first", ["input", "first"]), ("Tensor self", ["input"])):
+    def test_overloads_that_a_library_adds_or_redefines_are_read(self) -> None:
+        name, number, real = (
+            "ampatch_probe",
+            "(Tensor self, int first) -> Tensor",
+            ".other(Tensor self, float second) -> Tensor",
+        )
+        for definitions, names in (
+            ([number, real], [["input", "first"], ["input"]]),
+            (["(Tensor self) -> Tensor"], [["input"]]),
+        ):
             library = torch.library.Library("aten", "FRAGMENT")
             try:
-                library.define(f"ampatch_probe({arguments}) -> Tensor")
-                assert list(signatures._readers_of_operator("ampatch_probe")) == names
+                for definition, expected in zip(definitions, names, strict=True):
+                    library.define(f"{name}{definition}")
+                    assert list(signatures._readers_of_operator(name)) == expected
             finally:
                 library._destroy()
 
-    def test_a_function_of_the_user_s_is_not_kept_alive(self) -> None:
+    def test_a_users_function_is_not_kept_alive(self) -> None:
         def function(x: object, mode: str = "a") -> None: ...
 
         assert parameter_names(function) == ("x", "mode")
@@ -172,7 +165,7 @@ class TestReadings:
         del function
         assert died() is None
 
-    def test_what_a_function_of_the_user_s_has_changed_is_seen(self) -> None:
+    def test_a_changed_default_of_a_users_function_is_read(self) -> None:
         def function(x: object, mode: str = "a") -> None: ...
 
         assert read(function, "mode", "x") == "a"
@@ -180,15 +173,15 @@ class TestReadings:
         assert read(function, "mode", "x") == "b"
 
     @pytest.mark.parametrize("function", [torch.exp, torch.Tensor.add_, F.interpolate], ids=lambda each: each.__name__)
-    def test_the_first_argument_is_the_first_of_the_names(self, function: Callable[..., object]) -> None:
+    def test_the_first_argument_is_the_first_name(self, function: Callable[..., object]) -> None:
         assert first_argument_reader(function) == argument_reader(function, parameter_names(function)[0])
 
-    def test_there_is_no_first_argument_where_nothing_tells_one(self) -> None:
+    def test_a_function_without_names_has_no_first_argument(self) -> None:
         assert first_argument_reader(lambda *args: None) is None
 
 
 class TestListedFunctions:
-    def test_a_call_by_position_and_one_by_keyword_are_read_alike(self, subtests: pytest.Subtests) -> None:
+    def test_arguments_of_listed_functions_are_read_in_every_form(self, subtests: pytest.Subtests) -> None:
         def check(path: str) -> None:
             function = resolve(path)
             names = parameter_names(function)

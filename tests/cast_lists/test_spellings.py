@@ -1,8 +1,7 @@
-"""Every spelling of a function: the namespace "*" of cast lists, and what is told of edits that reach one only."""
+"""The namespace "*" of cast lists, and warnings about edits that reach one spelling of a function only."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -58,13 +57,15 @@ def undone(overlay: Mapping[str, object]) -> dict[str, str]:
 class TestEverySpelling:
     @pytest.mark.parametrize("spelling", SOFTMAXES)
     @pytest.mark.parametrize(("listed", "dtype"), [("whitelist", HALF), ("blacklist", FLOAT32), ("unlisted", None)])
-    def test_of_a_function_is_treated_alike(self, listed: str, dtype: torch.dtype | None, spelling: str) -> None:
+    def test_every_spelling_of_a_function_is_treated_alike(
+        self, listed: str, dtype: torch.dtype | None, spelling: str
+    ) -> None:
         with casts_on(half_dtype=HALF, cast_lists={listed: {"*": ["softmax"]}}):
             for given in (HALF, FLOAT32):
                 assert SOFTMAXES[spelling](torch.ones(2, 2, dtype=given)).dtype is (dtype or given)
 
     @pytest.mark.parametrize("spelling", PRODUCTS)
-    def test_has_the_operator_among_them(self, spelling: str) -> None:
+    def test_the_operator_is_a_spelling(self, spelling: str) -> None:
         with casts_on(half_dtype=HALF, cast_lists={"blacklist": {"*": ["matmul"]}}):
             assert PRODUCTS[spelling](torch.ones(2, 2, dtype=HALF)).dtype is FLOAT32
 
@@ -77,7 +78,7 @@ class TestEverySpelling:
             pytest.param(nn.ReLU(inplace=True), id="module"),
         ],
     )
-    def test_has_the_in_place_forms_among_them(self, write: Callable[[Tensor], Tensor]) -> None:
+    def test_in_place_forms_are_spellings(self, write: Callable[[Tensor], Tensor]) -> None:
         written = -torch.ones(2, dtype=HALF)
 
         with casts_on(half_dtype=HALF, cast_lists={"blacklist": {"*": ["relu"]}}):
@@ -87,35 +88,31 @@ class TestEverySpelling:
 
         assert written.eq(-1).all()
 
-    def test_of_an_in_place_form_leaves_the_others(self) -> None:
-        assert {path.name for path in spellings("exp_")} == {"exp_"}
-
-    def test_undoes_none_of_the_others(self) -> None:
-        """Of every function that any list has."""
+    def test_an_edit_of_every_spelling_undoes_none_of_them(self) -> None:
         lists = shipped().overlaid({"unlisted": {"*": NAMES}})
 
         assert not [told for path, told in list_edits.undone(lists).items() if f".{path.name} (" in told]
         assert not list_edits.left_out(lists)
 
-    def test_leaves_none_out_of_any_name(self) -> None:
-        """Names between underscores come along as the operators of others."""
+    def test_an_edit_of_every_spelling_leaves_none_out(self) -> None:
+        # Names between underscores are operators of other names.
         names = sorted(name for name in known_names() if not name.startswith("__"))
 
         assert not list_edits.left_out(shipped().overlaid({"blacklist": {"*": names}}))
 
-    def test_has_no_methods_of_modules_among_them(self) -> None:
+    def test_methods_of_modules_and_other_forms_are_no_spellings(self) -> None:
         assert spellings("__gt__") == [Path("torch.Tensor", "__gt__")]
+        assert {path.name for path in spellings("exp_")} == {"exp_"}
 
     @pytest.mark.parametrize("listed", ["whitelist", "unlisted"])
-    def test_may_be_shared_by_two_names_that_are_treated_alike(self, listed: str) -> None:
-        """As an operator or an in-place form is."""
+    def test_names_that_share_a_spelling_may_stand_in_one_list(self, listed: str) -> None:
         shared = [["mul", "multiply"], ["div", "divide", "true_divide"], ["abs", "absolute"], ["exp", "exp_"]]
         lists = shipped().overlaid({listed: {"*": [name for names in shared for name in names]}})
 
         alone = shipped().overlaid([{listed: {"*": [name]}} for names in shared for name in names])
         assert lists == alone
 
-    def test_that_is_shared_may_be_named_for_one_half_type_each(self) -> None:
+    def test_names_that_share_a_spelling_may_have_half_types(self) -> None:
         names = [{"name": "mul", "dtypes": ["float16"]}, "multiply"]
 
         lists = shipped().overlaid({"promote": {"*": names}})
@@ -123,22 +120,18 @@ class TestEverySpelling:
         assert {Path("torch.Tensor", "__mul__"), Path("torch", "multiply")} <= set(lists.for_half(HALF))
         assert Path("torch", "mul") not in lists.for_half(HALF)
 
-    def test_takes_options(self) -> None:
-        lists = shipped().overlaid({"blacklist": {"*": [{"name": "cumsum", "dtypes": ["float16"], "via_dtype": True}]}})
+    def test_options_apply_to_the_spellings_that_can_take_them(self) -> None:
+        entries = [{"name": "cumsum", "dtypes": ["float16"], "via_dtype": True}, {"name": "sigmoid", "via_dtype": True}]
+        lists = shipped().overlaid({"blacklist": {"*": entries}})
 
-        rules = lists.for_half(torch.float16)
-        assert rules[Path("torch", "cumsum")].via_dtype
+        assert lists.for_half(torch.float16)[Path("torch", "cumsum")].via_dtype
         assert lists.for_half(HALF)[Path("torch", "cumsum")].source.startswith("blacklist.yaml")
-
-    def test_computes_in_float32_by_a_cast_where_it_takes_no_dtype(self) -> None:
-        lists = shipped().overlaid({"blacklist": {"*": [{"name": "sigmoid", "via_dtype": True}]}})
-
         assert not lists.for_half(HALF)[Path("torch", "sigmoid")].via_dtype
 
-    def test_may_be_missing_if_that_is_said(self) -> None:
+    def test_an_optional_name_may_have_no_spelling(self) -> None:
         assert shipped().overlaid({"blacklist": {"*": [{"name": "no_such", "optional": True}]}}) == shipped()
 
-    def test_can_be_laid_under_another_file(self) -> None:
+    def test_a_later_overlay_of_one_spelling_wins(self) -> None:
         lists = shipped().overlaid([{"whitelist": {"*": ["softmax"]}}, {"blacklist": {"torch": ["softmax"]}}])
 
         rules = lists.for_half(HALF)
@@ -225,7 +218,7 @@ class TestEverySpelling:
             ),
         ],
     )
-    def test_that_is_mistaken_is_one_fault(self, content: str, expected: str, tmp_path: FilePath) -> None:
+    def test_a_mistake_under_the_asterisk_is_one_fault(self, content: str, expected: str, tmp_path: FilePath) -> None:
         file = tmp_path / "own.yaml"
         file.write_text(content)
 
@@ -238,49 +231,38 @@ class TestEverySpelling:
 
 class TestPlainNames:
     @pytest.mark.parametrize("name", ["exp", "matmul", "mul", "div", "sub", "add", "pow", "remainder", "floor_divide"])
-    def test_every_spelling_leads_back_to_the_name(self, name: str) -> None:
+    def test_every_spelling_has_the_plain_name(self, name: str) -> None:
         assert {plain_name(path.name) for path in spellings(name)} == {name}
 
     @pytest.mark.parametrize("name", ["softmax", "__getitem__", "__invert__", "requires_grad_", "nonsense_", "_", ""])
-    def test_a_name_without_another_stays(self, name: str) -> None:
+    def test_other_names_are_plain_names(self, name: str) -> None:
         assert plain_name(name) == name
 
     def test_operators_have_the_method_that_python_calls(self) -> None:
         called: list[str] = []
-
-        def method(name: str) -> Callable[..., object]:
-            def note(self: object, *_: object) -> object:
-                called.append(name)
-                return self
-
-            return note
-
-        signs = ["@", "+", "-", "*", "/", "//", "%", "**", "==", "!=", "<", "<=", ">", ">="]
-        paths = {sign: method_of_operator(sign) for sign in [*signs, "@=", "+=", "**=", "//="]}
-        names = {path.name for path in paths.values() if path is not None}
-        value = type("Value", (), {name: method(name) for name in names})()
-        for sign, path in paths.items():
-            called.clear()
+        signs = ["@", "+", "-", "*", "/", "//", "%", "**", "==", "!=", "<", "<=", ">", ">=", "@=", "+=", "**=", "//="]
+        names = [method_of_operator(sign).name for sign in signs]
+        methods = {name: lambda self, _, name=name: called.append(name) or self for name in names}
+        value = type("Value", (), methods)()
+        for sign in signs:
             exec(f"value {sign} value", {"value": value})
-            assert path is not None
-            assert called == [path.name], sign
+        assert called == names
 
     @pytest.mark.parametrize("text", ["", "=", "mul", "===", "@@", "&"])
     def test_other_text_is_no_operator(self, text: str) -> None:
         assert method_of_operator(text) is None
 
 
-class TestAnUndoneEdit:
-    def test_of_the_shipped_lists_there_is_none(self) -> None:
+class TestUndoneEdits:
+    def test_shipped_lists_have_no_undone_edit(self) -> None:
         assert list_edits.undone(shipped()) == {}
 
     @pytest.mark.parametrize("listed", ["whitelist", "unlisted"])
-    def test_is_warned_of(self, listed: str) -> None:
+    def test_an_undone_edit_is_warned_of(self, listed: str) -> None:
         lists = {listed: {"torch.nn.functional": ["softmax"]}}
         place = {"whitelist": "in the whitelist", "unlisted": "on no list"}[listed]
 
         with pytest.warns(AmpWarning) as caught, casts_on(half_dtype=HALF, cast_lists=lists):
-            # What is said is so.
             assert F.softmax(torch.ones(2, 2, dtype=HALF), -1).dtype is FLOAT32
 
         (warning,) = caught
@@ -290,27 +272,24 @@ class TestAnUndoneEdit:
             f'torch.Tensor.softmax (in the blacklist). Type `{listed}: {{"*": [softmax]}}` for every spelling.'
         )
 
-    def test_is_warned_of_where_a_function_was_registered(self) -> None:
+    def test_an_undone_registration_is_warned_of(self) -> None:
         amp.register_half_function(F, "softmax")
-
         with pytest.warns(AmpWarning, match=r"^registered: torch.nn.functional.softmax is in the whitelist now"):
             amp.init(half_dtype=HALF)
 
-    def test_is_none_where_what_it_calls_was_registered_too(self) -> None:
-        amp.register_half_function(F, "softmax")
+        amp.deinitialize()
         amp.register_half_function(Tensor, "softmax")
-
         with casts_on(half_dtype=HALF):
             assert F.softmax(torch.ones(2, 2, dtype=HALF), -1).dtype is HALF
 
-    def test_is_one_where_what_it_calls_was_registered_otherwise(self) -> None:
+    def test_an_edit_undone_by_a_registration_is_warned_of(self) -> None:
         amp.register_float_function(Tensor, "softmax")
 
         with pytest.warns(AmpWarning, match=r"functional.softmax is in the whitelist now, but it calls functions that"):
             amp.init(half_dtype=HALF, cast_lists={"whitelist": {"*": ["softmax"]}})
 
     @pytest.mark.parametrize("half_dtype", list(HALF_DTYPES.values()), ids=str)
-    def test_needs_an_edit_before_any_function_is_looked_up(
+    def test_shipped_lists_are_not_searched_for_undone_edits(
         self, half_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It takes milliseconds of every `initialize`."""
@@ -320,7 +299,7 @@ class TestAnUndoneEdit:
         for lists in (shipped(), read_again):
             assert list_edits.undone(lists, [half_dtype]) == {}
 
-    def test_is_told_of_in_full_and_the_others_by_name(self) -> None:
+    def test_a_warning_names_further_undone_edits_in_brief(self) -> None:
         amp.register_half_function(F, "softmax")
         names = ["gumbel_softmax", "log_softmax", "normalize", "softmin"]
 
@@ -333,7 +312,7 @@ class TestAnUndoneEdit:
             "torch.nn.functional.softmin, and 1 more."
         )
 
-    def test_alone_it_is_told_of_in_full(self) -> None:
+    def test_a_single_undone_edit_is_told_in_full(self) -> None:
         lists = shipped().overlaid({"whitelist": {"torch.nn.functional": ["softmax"]}})
 
         assert [list_edits.undone_edits_in_brief(lists, HALF, [])] == list(list_edits.undone(lists, [HALF]).values())
@@ -357,7 +336,7 @@ class TestAnUndoneEdit:
             ),
         ],
     )
-    def test_names_what_is_called(self, overlay: Mapping[str, object], calls: str) -> None:
+    def test_an_undone_edit_names_the_function_that_is_called(self, overlay: Mapping[str, object], calls: str) -> None:
         ((_, told),) = undone(overlay).items()
 
         assert f"{calls} (" in told
@@ -377,35 +356,28 @@ class TestAnUndoneEdit:
             pytest.param({"blacklist": {"torch.nn.functional": ["linear_cross_entropy"]}}, id="that changes nothing"),
         ],
     )
-    def test_is_no_other(self, overlay: Mapping[str, object]) -> None:
+    def test_other_edits_are_not_undone(self, overlay: Mapping[str, object]) -> None:
         assert undone(overlay) == {}
 
-    def test_is_none_where_what_it_calls_has_conditions(self) -> None:
-        """They may hold for no call of its, as here."""
+    def test_an_edit_is_not_undone_by_a_rule_with_a_condition(self) -> None:
         lists = {
             "whitelist": {"torch.nn.functional": ["softmax"]},
             "blacklist": {"torch.Tensor": [{"name": "softmax", "when": {"dim": [0]}}]},
         }
-
         with casts_on(half_dtype=HALF, cast_lists=lists):
             assert F.softmax(torch.ones(2, 2), -1).dtype is HALF
 
-    def test_is_none_in_functions_of_others(self, tmp_path: FilePath, monkeypatch: pytest.MonkeyPatch) -> None:
-        """There ``softmax`` may be anybody's method."""
-        (tmp_path / "of_others.py").write_text("def call(model, x):\n    return model.softmax(x)\n")
-        monkeypatch.syspath_prepend(tmp_path)
+    def test_edits_of_functions_outside_of_torch_are_not_undone(self, package: Callable[..., None]) -> None:
+        package("of_others", __init__="def call(model, x):\n    return model.softmax(x)\n")  # of any class
         __import__("of_others")
-        try:
-            assert undone({"whitelist": {"of_others": ["call"]}}) == {}
-        finally:
-            del sys.modules["of_others"]
+        assert undone({"whitelist": {"of_others": ["call"]}}) == {}
 
-    def test_is_found_while_functions_are_patched(self) -> None:
+    def test_an_undone_edit_is_found_under_casts(self) -> None:
         with casts_on(half_dtype=HALF):
             assert undone({"whitelist": {"torch.nn.functional": ["softmax"]}})
 
 
-class TestWhatIsCalled:
+class TestCalledFunctions:
     @pytest.mark.parametrize(
         ("function", "called"),
         [
@@ -417,17 +389,18 @@ class TestWhatIsCalled:
             (F.multi_head_attention_forward, F.linear),
         ],
     )
-    def test_is_read_from_the_code(self, function: object, called: object) -> None:
+    def test_called_functions_are_read_from_the_code(self, function: object, called: object) -> None:
         assert id(called) in called_by(function)
 
-    def test_is_read_from_functions_inside_it_too(self) -> None:
+    def test_called_functions_are_read_from_inner_functions(self) -> None:
         def function(x: Tensor) -> Tensor:
             inside = lambda: torch.norm(x)  # noqa: E731 - as torch has them
             return inside()
 
         assert id(torch.norm) in called_by(function)
+        assert called_by(torch.softmax) == {}
 
-    def test_is_read_past_attributes_that_cannot_be_computed(self) -> None:
+    def test_attributes_that_raise_are_skipped(self) -> None:
         def function(x: Tensor) -> Tensor:
             return torch.classes.library_of_nobody.Missing(torch.exp(x))
 
@@ -435,10 +408,7 @@ class TestWhatIsCalled:
             function(torch.ones(1))
         assert id(torch.exp) in called_by(function)
 
-    def test_of_a_builtin_is_nothing(self) -> None:
-        assert called_by(torch.softmax) == {}
-
-    def test_of_functions_of_torchs_agrees_with_the_lists(self) -> None:
+    def test_listed_functions_of_torch_call_functions_of_their_list(self) -> None:
         """docs/design/cast-lists.md explains the three pairs that disagree."""
         rules = shipped().for_half(torch.float16)
         by_function = {id(find(path)): path for path in rules}
@@ -457,6 +427,14 @@ class TestWhatIsCalled:
         }
 
 
+def _calls_a_product(x: Tensor) -> Tensor:
+    return _product(x)
+
+
+def _product(x: Tensor) -> Tensor:
+    return x @ x
+
+
 class TestOperators:
     @pytest.mark.parametrize(
         ("function", "symbol", "names"),
@@ -467,13 +445,13 @@ class TestOperators:
             (lambda x: -x, "-x", ["__neg__"]),
             (lambda x, y: x < y, "<", ["__lt__", "__gt__"]),
             (lambda x: 0 if x == 1 else 1, "==", ["__eq__", "__eq__"]),
+            (_calls_a_product, "@", ["__matmul__", "__rmatmul__"]),
         ],
-        ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_are_read_from_the_code(self, function: object, symbol: str, names: list[str]) -> None:
+    def test_operators_are_read_from_the_code(self, function: object, symbol: str, names: list[str]) -> None:
         assert operators_in(function) == {symbol: [getattr(Tensor, name) for name in names]}
 
-    def test_in_place_call_the_method_that_torch_has(self) -> None:
+    def test_operators_in_place_have_the_methods_of_torch(self) -> None:
         def function(x: Tensor, y: Tensor) -> None:
             x += y
             x @= y
@@ -483,10 +461,7 @@ class TestOperators:
             "@=": [Tensor.__matmul__, Tensor.__rmatmul__],
         }
 
-    def test_are_read_from_functions_that_it_calls_too(self) -> None:
-        assert "@" in operators_in(_calls_a_product)
-
-    def test_between_texts_and_of_a_builtin_are_none(self) -> None:
+    def test_builtins_and_comparisons_of_text_have_no_operators(self) -> None:
         def function(x: str) -> bool:
             return x == "O1"
 
@@ -494,16 +469,8 @@ class TestOperators:
         assert operators_in(torch.softmax) == {}
 
 
-def _calls_a_product(x: Tensor) -> Tensor:
-    return _product(x)
-
-
-def _product(x: Tensor) -> Tensor:
-    return x @ x
-
-
-class TestWhatIsLeftOut:
-    def test_is_named(self) -> None:
+class TestLeftOut:
+    def test_a_spelling_that_an_edit_leaves_out_is_named(self) -> None:
         (told,) = list_edits.left_out(shipped().overlaid({"blacklist": {"torch": ["mm"]}}))
 
         assert told == (
@@ -511,20 +478,19 @@ class TestWhatIsLeftOut:
             'Type `blacklist: {"*": [mm]}` for every spelling.'
         )
 
-    def test_is_not_what_is_there_already(self) -> None:
-        assert (
-            list_edits.left_out(shipped().overlaid({"blacklist": {"torch": [{"name": "exp", "dtypes": ["float16"]}]}}))
-            == []
-        )
-
-    def test_is_not_what_was_decided_otherwise(self) -> None:
+    def test_a_spelling_with_an_edit_of_its_own_is_not_left_out(self) -> None:
         lists = shipped().overlaid({"promote": {"torch": ["mm"]}, "blacklist": {"torch.Tensor": ["mm"]}})
 
         (told,) = list_edits.left_out(lists)  # torch.sparse.mm is on the blacklist already
         assert "torch.mm is in the promote now, but torch.sparse.mm stays as it is." in told
 
-    def test_is_nothing_of_a_name_that_is_not_torchs(self) -> None:
-        assert list_edits.left_out(shipped().overlaid({"blacklist": {"math": ["sqrt"]}})) == []
-
-    def test_is_left_to_an_edit_that_is_undone(self) -> None:
-        assert list_edits.left_out(shipped().overlaid({"whitelist": {"torch.nn.functional": ["softmax"]}})) == []
+    @pytest.mark.parametrize(
+        "overlay",
+        [
+            pytest.param({"blacklist": {"torch": [{"name": "exp", "dtypes": ["float16"]}]}}, id="in force already"),
+            pytest.param({"blacklist": {"math": ["sqrt"]}}, id="outside of torch"),
+            pytest.param({"whitelist": {"torch.nn.functional": ["softmax"]}}, id="undone"),
+        ],
+    )
+    def test_other_edits_leave_no_spelling_out(self, overlay: Mapping[str, object]) -> None:
+        assert list_edits.left_out(shipped().overlaid(overlay)) == []

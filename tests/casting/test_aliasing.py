@@ -1,4 +1,4 @@
-"""Results that share memory with an argument, and writes to arguments: both as without amp, where it casts."""
+"""Under casts, results share memory with arguments as without amp, and writes to arguments reach the caller."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def rows() -> Iterator[tuple[Any, ...]]:
 
 class TestListedFunctions:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_results_share_memory_with_the_arguments_where_those_of_torch_do(
+    def test_results_share_memory_with_arguments_as_without_casts(
         self, half: torch.dtype, subtests: pytest.Subtests
     ) -> None:
         plain = {}
@@ -93,7 +93,7 @@ class TestListedFunctions:
             check_rows(subtests, ((row[0], *row) for row in rows() if plain.get(row[0])), check)
 
     @pytest.mark.parametrize("of", [lambda run: run, lambda run: torch.compile(run, backend="eager", fullgraph=True)])
-    def test_einsum_of_one_tensor_is_a_view_and_of_two_a_half_product(self, of: Callable[..., Any]) -> None:
+    def test_einsum_of_one_tensor_is_a_view_and_of_two_is_half(self, of: Callable[..., Any]) -> None:
         def run(s: Tensor) -> Tensor:
             torch.einsum("ii->i", s).fill_(0)
             return torch.einsum("ij,jk->ik", s, s)
@@ -153,16 +153,25 @@ def boxes() -> Tensor:
     return torch.tensor([[-2.0, 0.3], [0.5, 7.0]], dtype=HALF)
 
 
+class Boxes(Tensor):
+    """A subclass of tensors."""
+
+
 CLIPPED = boxes().clamp(0, 1)
 
 
 class TestFunctions:
-    def test_write_to_the_callers_tensor_and_return_it(self, made: Callable[..., Any]) -> None:
-        given = boxes()
-        assert made(clip_)(given) is given
-        assert given.equal(CLIPPED)
+    @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+    @pytest.mark.parametrize("kind", [Tensor, Boxes])
+    def test_functions_write_to_the_callers_tensor_and_return_it(
+        self, made: Callable[..., Any], kind: type[Tensor], inference: bool
+    ) -> None:
+        with torch.inference_mode(inference):
+            given = boxes().as_subclass(kind)
+            assert made(clip_)(given) is given
+            assert given.equal(CLIPPED)
 
-    def test_write_to_the_callers_containers(self, made: Callable[..., Any]) -> None:
+    def test_functions_write_to_the_callers_containers(self, made: Callable[..., Any]) -> None:
         given, scale, found = boxes(), boxes(), {}
         several = [given]
 
@@ -175,7 +184,7 @@ class TestFunctions:
         assert scale.equal(boxes() + 1)
 
     @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
-    def test_write_in_compiled_code_too(self, made: Callable[..., Any], inference: bool) -> None:
+    def test_functions_write_to_arguments_in_compiled_code(self, made: Callable[..., Any], inference: bool) -> None:
         clip, clip_all = made(clip_), made(clip_all_)
 
         def run(given: Tensor, several: list[Tensor], scale: Tensor) -> tuple[Any, ...]:
@@ -194,24 +203,17 @@ class TestFunctions:
         assert scale.equal(boxes() + 1)
         assert [each.dtype for each in several] == [HALF, FLOAT]
 
-    def test_write_in_inference_mode(self, made: Callable[..., Any]) -> None:
-        with torch.inference_mode():
-            given = boxes()
-            assert made(clip_)(given) is given
-            assert given.equal(CLIPPED)
-
-    def test_write_under_vmap(self, made: Callable[..., Any]) -> None:
+    def test_functions_write_to_arguments_under_vmap(self, made: Callable[..., Any]) -> None:
         given = torch.stack([boxes(), boxes()])
         torch.vmap(made(double_))(given)
         assert given.equal(torch.stack([boxes(), boxes()]) * 2)
 
-    def test_write_to_subclasses_of_tensors(self, made: Callable[..., Any]) -> None:
-        class Boxes(Tensor):
-            pass
 
-        given = boxes().as_subclass(Boxes)
-        assert made(clip_)(given) is given
-        assert given.equal(CLIPPED)
+eager_and_compiled = pytest.mark.parametrize(
+    "of",
+    [lambda run: run, lambda run: torch.compile(run, backend="aot_eager", fullgraph=True)],
+    ids=["eager", "compiled"],
+)
 
 
 class TestDecorated:
@@ -231,7 +233,7 @@ class TestDecorated:
             fails(given)
         assert given.eq(0).all()
 
-    def test_what_it_does_not_write_to_is_neither_written_nor_replaced(self) -> None:
+    def test_arguments_that_are_only_read_are_not_written_to(self) -> None:
         @amp.float_function
         def reads(x: Tensor, kept: list[Tensor]) -> Tensor:
             kept.append(x.float())  # as without amp, this is float32
@@ -242,9 +244,9 @@ class TestDecorated:
         assert reads(given, kept).dtype is kept[0].dtype is FLOAT
         assert given._version == before
 
-    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+    @eager_and_compiled
     @pytest.mark.parametrize("graph", [True, False], ids=["graph", "no graph"])
-    def test_gradients_follow_the_writes(self, compiled: bool, graph: bool) -> None:
+    def test_gradients_follow_the_writes(self, of: Callable[..., Any], graph: bool) -> None:
         @amp.half_function
         def doubles(x: Tensor) -> None:
             with torch.set_grad_enabled(graph):
@@ -256,31 +258,28 @@ class TestDecorated:
             return given
 
         leaf = torch.ones(3, requires_grad=True)
-        given = (torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run)(leaf)
+        given = of(run)(leaf)
         given.sum().backward()
         assert given.eq(2).all()
         assert leaf.grad is not None
         assert leaf.grad.eq(2 if graph else 1).all()
 
-    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-    def test_a_leaf_is_refused_as_torch_refuses_it(self, compiled: bool) -> None:
-        run = amp.half_function(double_)
-        if compiled:
-            run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    @eager_and_compiled
+    def test_a_write_to_a_leaf_is_refused_as_by_torch(self, of: Callable[..., Any]) -> None:
+        run = of(amp.half_function(double_))
         with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place"):
             run(torch.ones(3, requires_grad=True))
 
-    @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-    def test_a_leaf_is_written_where_no_gradients_are_recorded(self, compiled: bool) -> None:
+    @eager_and_compiled
+    def test_a_leaf_is_written_to_in_no_grad_mode(self, of: Callable[..., Any]) -> None:
         run = amp.half_function(torch.no_grad()(double_))
-        if compiled:
-            run = torch.compile(run, backend="aot_eager", fullgraph=True)
         leaf = torch.ones(3, requires_grad=True)
-        assert run(leaf) is leaf or compiled
+        assert of(run)(leaf).eq(2).all()
         assert leaf.is_leaf
         assert leaf.eq(2).all()
+        assert run(leaf) is leaf
 
     @pytest.mark.parametrize("write", [lambda x: x.unsqueeze_(0), lambda x: x.t_(), lambda x: x.resize_(1, 8)])
-    def test_a_change_of_shape_raises(self, write: Callable[[Tensor], Tensor]) -> None:
+    def test_a_write_that_changes_the_shape_raises(self, write: Callable[[Tensor], Tensor]) -> None:
         with pytest.raises(UsageError, match=r"to an argument of shape \(2, 4\) in place"):
             amp.float_function(write)(torch.ones(2, 4, dtype=HALF))

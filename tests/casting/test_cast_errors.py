@@ -1,4 +1,4 @@
-"""Of errors that come out of calls with cast arguments: the list is named only where a cast may be the cause."""
+"""Errors in calls with cast arguments: a note names the cast list only if a cast may be the cause."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from helpers import casts_on
 from torch import nn, ones
 from torch.nn import functional as F
+from working_net import Net, initialized
 
 from ampatch import amp
 from ampatch.casting.cast_errors import add_note, may_be_caused_by_casts
@@ -39,7 +40,7 @@ HALF, BFLOAT, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torc
         ("", FLOAT, HALF),
     ],
 )
-def test_a_cast_may_be_the_cause(text: str, before: torch.dtype, after: torch.dtype) -> None:
+def test_a_cast_may_be_the_cause_of_an_error(text: str, before: torch.dtype, after: torch.dtype) -> None:
     assert may_be_caused_by_casts(RuntimeError(text) if text else AssertionError(), {before}, {after})
 
 
@@ -74,11 +75,11 @@ def test_a_cast_may_be_the_cause(text: str, before: torch.dtype, after: torch.dt
         (RuntimeError("infants, nannies"), FLOAT, HALF),
     ],
 )
-def test_a_cast_cannot_be_the_cause(error: Exception, before: torch.dtype, after: torch.dtype) -> None:
+def test_a_cast_cannot_be_the_cause_of_an_error(error: Exception, before: torch.dtype, after: torch.dtype) -> None:
     assert not may_be_caused_by_casts(error, {before}, {after})
 
 
-def test_a_cast_that_raised_is_the_cause_whatever_it_says() -> None:
+def test_a_note_is_added_to_the_error_of_a_cast() -> None:
     error = RuntimeError("no memory")
     add_note("why", error, (ones(2),), None)
     assert error.__notes__ == ["why"]
@@ -106,7 +107,7 @@ class TestCalls:
             pytest.param(lambda: F.layer_norm(ones(2).half(), (2,), None, None, "eps"), id="no number"),
         ],
     )
-    def test_what_fails_without_any_cast_names_none(self, call: Callable[[], object]) -> None:
+    def test_an_error_without_casts_has_no_note(self, call: Callable[[], object]) -> None:
         with pytest.raises(Exception) as plain:  # noqa: PT011 - whatever torch raises
             call()
         with casts_on(HALF), pytest.raises(type(plain.value)) as raised:
@@ -117,7 +118,7 @@ class TestCalls:
         ("text", "is_named"),
         [("kernel not implemented for 'Half'", True), ("", True), ("index out of range", False)],
     )
-    def test_a_registered_function_is_named_where_types_are_the_matter(
+    def test_an_error_about_types_names_a_registered_function(
         self, text: str, is_named: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def fails(x: torch.Tensor) -> None:
@@ -129,7 +130,7 @@ class TestCalls:
             F.fails(ones(2))
         assert hasattr(raised.value, "__notes__") == is_named
 
-    def test_nor_is_a_decorated_one(self) -> None:
+    def test_an_error_about_types_names_a_decorated_function(self) -> None:
         @amp.half_function
         def fails(x: torch.Tensor, text: str) -> None:
             raise RuntimeError(text)
@@ -165,20 +166,6 @@ LARGE = {
 }
 
 
-class Net(nn.Module):
-    def __init__(self, work: Callable[[torch.Tensor], object]) -> None:
-        super().__init__()
-        self.layer, self.work = nn.Linear(4, 4), work
-
-    def forward(self, x: torch.Tensor) -> object:
-        return self.work(self.layer(x))
-
-
-def adopted(model: nn.Module, level: str, half: torch.dtype = HALF, **options: Any) -> nn.Module:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return amp.initialize(model, optimizer, opt_level=level, half_dtype=half, verbosity=0, **options)[0]
-
-
 def notes_of(function: Callable[[], object]) -> list[str]:
     with pytest.raises(RuntimeError) as raised:
         function()
@@ -187,12 +174,14 @@ def notes_of(function: Callable[[], object]) -> list[str]:
 
 @pytest.mark.usefixtures("_each_implementation")
 class TestNumbers:
-    """A number is too large for a half tensor of amp's, in a function that no wrapper sees."""
+    """Numbers that are too large for half tensors of amp, in functions that amp does not wrap."""
 
     @pytest.mark.parametrize("level", ["O1", "O2"])
     @pytest.mark.parametrize("work", LARGE.values(), ids=LARGE)
-    def test_a_note_says_what_to_type(self, work: Callable[[torch.Tensor], object], level: str) -> None:
-        (note,) = notes_of(lambda: adopted(Net(work), level)(ones(4, 4)))
+    def test_a_note_on_a_large_number_says_what_to_type(
+        self, work: Callable[[torch.Tensor], object], level: str
+    ) -> None:
+        (note,) = notes_of(lambda: initialized(lambda layer, x: work(layer(x)), level, HALF)(ones(4, 4)))
         assert "made tensors torch.float16, which holds no number beyond 65504" in note
         assert "Type torch.finfo(x.dtype).min" in note
 
@@ -200,23 +189,27 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "cure", [lambda x: x.masked_fill(MASK, torch.finfo(x.dtype).min), lambda x: x.float().masked_fill(MASK, -1e9)]
     )
-    def test_what_the_note_says_to_type_works(self, cure: Callable[[torch.Tensor], object], level: str) -> None:
-        adopted(Net(cure), level)(ones(4, 4))
+    def test_the_advice_of_the_note_on_a_large_number_works(
+        self, cure: Callable[[torch.Tensor], object], level: str
+    ) -> None:
+        initialized(lambda layer, x: cure(layer(x)), level, HALF)(ones(4, 4))
 
     @pytest.mark.parametrize("level", ["O4", "O5"])
-    def test_bfloat16_holds_less_than_float32(self, level: str) -> None:
+    def test_a_note_on_a_number_too_large_for_bfloat16(self, level: str) -> None:
         least = torch.finfo(torch.float32).min
-        (note,) = notes_of(lambda: adopted(Net(lambda x: x.masked_fill(MASK, least)), level, BFLOAT)(ones(4, 4)))
+        (note,) = notes_of(lambda: initialized(lambda layer, x: layer(x).masked_fill(MASK, least), level)(ones(4, 4)))
         assert "torch.bfloat16, which holds no number beyond 3.38953e+38" in note
 
-    def test_in_a_model_in_another_there_is_one_note(self) -> None:
-        inner = Net(LARGE["masked_fill"])
+    def test_nested_models_add_one_note(self) -> None:
+        inner = Net(lambda layer, x: LARGE["masked_fill"](layer(x)))
         outer = nn.Sequential(inner)
         amp.initialize([inner, outer], opt_level="O1", half_dtype=HALF, verbosity=0)
         assert len(notes_of(lambda: outer(ones(4, 4)))) == 1
 
-    def test_in_compiled_code(self) -> None:
-        model = torch.compile(adopted(Net(LARGE["masked_fill"]), "O1"), backend="eager")
+    def test_a_note_on_a_large_number_in_compiled_code(self) -> None:
+        model = torch.compile(
+            initialized(lambda layer, x: layer(x).masked_fill(MASK, -1e9), "O1", HALF), backend="eager"
+        )
         before = torch.get_autocast_dtype("cpu")
         (note,) = notes_of(lambda: model(ones(4, 4)))
         # Where a graph that runs as it was traced raises, torch turns autocast off again. It forgets its type, and that
@@ -238,7 +231,7 @@ class TestNumbers:
             pytest.param(lambda model: (torch.mm(MASK * 1.0, MASK * 1.0), model(ones(4, 4), BFLOAT)), id="other type"),
         ],
     )
-    def test_no_note_where_the_user_made_it_half(self, call: Callable[[nn.Module], object]) -> None:
+    def test_no_note_on_tensors_that_the_user_made_half(self, call: Callable[[nn.Module], object]) -> None:
         class Own(nn.Module):
             def forward(self, x: torch.Tensor, dtype: torch.dtype = HALF) -> object:
                 return x.to(dtype).masked_fill(MASK, -1e39)
@@ -248,17 +241,17 @@ class TestNumbers:
         torch._dynamo.utils.counters.clear()  # it counts what earlier tests have compiled
         assert notes_of(lambda: call(model)) == []
 
-    def test_no_note_about_other_errors(self) -> None:
-        assert notes_of(lambda: adopted(Net(lambda x: x.view(5)), "O1")(ones(4, 4))) == []
+    def test_no_note_on_other_errors_in_a_model(self) -> None:
+        assert notes_of(lambda: initialized(lambda layer, x: layer(x).view(5), "O1", HALF)(ones(4, 4))) == []
 
 
 class TestBackward:
-    """A function of torch's meets half and float32 in the backward pass, where no wrapper is."""
+    """A function of torch meets half and float32 in the backward pass, which amp does not wrap."""
 
     @staticmethod
-    def gradients(level: str, transform: str, **options: Any) -> object:
+    def gradients(level: str, transform: str, half: torch.dtype = HALF, **options: Any) -> object:
         net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 1))
-        net = adopted(net, level, **options)
+        net = initialized(net, level, half, **options)
 
         def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
             result: torch.Tensor = torch.func.functional_call(net, weights, (x,))
@@ -271,18 +264,18 @@ class TestBackward:
 
     @pytest.mark.parametrize("transform", ["grad", "jacrev"])
     @pytest.mark.parametrize("half", [HALF, BFLOAT])
-    def test_a_note_says_what_to_type(self, transform: str, half: torch.dtype) -> None:
+    def test_a_note_on_a_backward_pass_says_what_to_type(self, transform: str, half: torch.dtype) -> None:
         (note,) = notes_of(lambda: self.gradients("O1", transform, half=half))
         assert f"made tensors {half}, and the backward pass of a function met float32" in note
         assert "type amp.initialize(..., keep_fp32=nn.BatchNorm1d)" in note
         amp.deinitialize()
         self.gradients("O1", transform, half=half, keep_fp32=nn.BatchNorm1d)
 
-    def test_a_note_says_what_to_type_where_weights_are_half(self) -> None:
+    def test_a_note_on_a_backward_pass_with_half_weights(self) -> None:
         (note,) = notes_of(lambda: self.gradients("O2", "jacrev"))
         assert "type amp.initialize(..., opt_level='O1', keep_fp32=nn.BatchNorm1d)" in note
 
-    def test_no_note_without_casts(self) -> None:
+    def test_no_note_on_a_backward_pass_without_casts(self) -> None:
         class Raises(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

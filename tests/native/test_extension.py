@@ -1,4 +1,4 @@
-"""The compiled library: what tells one from another, which of them is found, and loading it once."""
+"""The compiled library: the hash of its sources, the cache, which library is found, and loading it once."""
 
 from __future__ import annotations
 
@@ -64,20 +64,13 @@ def put(sources: Path, cache: Path) -> Callable[..., Library]:
     return put
 
 
-def use_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
-    """As if CUDA were in use in this process, with GPUs of these capabilities."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
-
-
 class TestSources:
-    def test_they_are_found_in_this_install(self) -> None:
+    def test_sources_are_found_in_this_install(self) -> None:
         assert extension.source_directory().samefile(ROOT / "csrc")
         assert "operators.cpp" in [path.name for path in extension.sources()]
 
     @pytest.mark.parametrize("name", SOURCES)
-    def test_each_byte_and_each_name_counts(self, name: str, sources: Path) -> None:
+    def test_the_hash_depends_on_each_file_and_its_name(self, name: str, sources: Path) -> None:
         seen = {extension.source_hash()}
 
         (sources / name).write_text(SOURCES[name] + " ")
@@ -88,34 +81,32 @@ class TestSources:
 
         assert len(seen) == 3
 
-    def test_a_file_cannot_pass_for_two(self, sources: Path) -> None:
+    def test_a_file_with_the_text_of_two_has_another_hash(self, sources: Path) -> None:
         before = extension.source_hash()
         (sources / "lists.h").unlink()
         (sources / "cuda.cu").write_text(f"{SOURCES['cuda.cu']}\nlists.h\n{SOURCES['lists.h']}")
 
         assert extension.source_hash() != before
 
-    def test_other_files_do_not_count(self, sources: Path) -> None:
+    def test_the_hash_ignores_other_files_and_depends_on_flags(
+        self, sources: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         before = extension.source_hash()
         (sources / "libampatch.so").write_bytes(b"\x7fELF")
         (sources / "__init__.py").write_text("")
-
         assert extension.source_hash() == before
 
-    def test_a_flag_of_the_compilers_counts(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = extension.source_hash()
         monkeypatch.setattr(extension, "CUDA_FLAGS", ("-DUSE_CUDA",))
-
         assert extension.source_hash() != before
 
-    def test_without_them_there_is_an_error_that_says_what_to_type(self, sources: Path) -> None:
+    def test_missing_sources_are_an_error_that_says_what_to_type(self, sources: Path) -> None:
         (sources / "operators.cpp").unlink()
 
         with pytest.raises(KernelError, match=r"csrc holds no C\+\+ sources.*pip install"):
             extension.source_hash()
         assert extension.find() is None
 
-    def test_so_there_is_if_the_install_has_no_such_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_install_without_the_sources_package_is_an_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def missing(_package: str) -> None:
             raise ModuleNotFoundError
 
@@ -125,7 +116,7 @@ class TestSources:
             extension.source_directory()
         assert extension.find() is None
 
-    def test_and_if_one_cannot_be_read(self, sources: Path) -> None:
+    def test_an_unreadable_source_is_an_error(self, sources: Path) -> None:
         (sources / "lists.h").unlink()
         (sources / "lists.h").mkdir()
 
@@ -133,29 +124,29 @@ class TestSources:
             extension.source_hash()
 
 
-class TestServes:
-    @pytest.mark.parametrize(
-        ("architectures", "capability", "served"),
-        [
-            ((), (8, 0), False),
-            (("80",), (8, 0), True),
-            (("80",), (8, 6), True),
-            (("86",), (8, 0), False),
-            (("80",), (7, 5), False),
-            (("80",), (9, 0), True),  # by the PTX
-            (("80", "90"), (8, 9), True),
-            (("80", "90"), (10, 0), True),  # by the PTX
-            (("90", "120"), (10, 0), False),  # between the two: no machine code, and the PTX is of a newer one
-            (("120", "90"), (12, 1), True),
-        ],
-        ids=str,
-    )
-    def test_machine_code_for_a_major_version_and_ptx_for_all_that_is_newer(
-        self, architectures: tuple[str, ...], capability: tuple[int, int], served: bool
-    ) -> None:
-        assert Library(Path(), 0, architectures, "", "", "", "", "").serves(capability) is served
+@pytest.mark.parametrize(
+    ("architectures", "capability", "served"),
+    [
+        ((), (8, 0), False),
+        (("80",), (8, 0), True),
+        (("80",), (8, 6), True),
+        (("86",), (8, 0), False),
+        (("80",), (7, 5), False),
+        (("80",), (9, 0), True),  # by the PTX
+        (("80", "90"), (8, 9), True),
+        (("80", "90"), (10, 0), True),  # by the PTX
+        (("90", "120"), (10, 0), False),  # between the two: no machine code, and the PTX is of a newer one
+        (("120", "90"), (12, 1), True),
+    ],
+    ids=str,
+)
+def test_machine_code_serves_a_major_version_and_ptx_all_newer_ones(
+    architectures: tuple[str, ...], capability: tuple[int, int], served: bool
+) -> None:
+    assert Library(Path(), 0, architectures, "", "", "", "", "").serves(capability) is served
 
 
+@pytest.mark.usefixtures("sources")
 class TestTheCache:
     @pytest.mark.parametrize(
         ("environment", "expected"),
@@ -168,7 +159,9 @@ class TestTheCache:
             ({"HOME": "/h"}, "/h/.cache/ampatch"),
         ],
     )
-    def test_where_it_is(self, environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_environment_variables_choose_the_cache(
+        self, environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         for name in ("AMPATCH_CACHE", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
@@ -176,7 +169,7 @@ class TestTheCache:
 
         assert extension.cache_directory() == Path(expected)
 
-    def test_a_relative_one_is_seen_from_the_current_folder(
+    def test_a_relative_cache_is_below_the_current_folder(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -184,7 +177,7 @@ class TestTheCache:
 
         assert extension.cache_directory() == tmp_path / "here"
 
-    def test_a_user_without_a_home_has_none(self, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_user_without_a_home_has_no_cache(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def homeless() -> Path:
             raise RuntimeError("Could not determine home directory.")
 
@@ -196,7 +189,7 @@ class TestTheCache:
             extension.cache_directory()
         assert extension.find() is None
 
-    def test_the_key_names_all_that_a_library_depends_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_key_depends_on_sources_abi_machine_and_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(extension, "processor", lambda: "x86_64")
         keys = [extension.key("0123456789abcdef" + "0" * 48, each) for each in [(), ("80",), ("80", "90")]]
         assert keys == [
@@ -212,37 +205,34 @@ class TestTheCache:
         keys.append(extension.key("1123456789abcdef", ()))
         assert len(set(keys)) == 7
 
-    def test_that_of_calls_names_this_very_torch_and_python(self) -> None:
+    def test_the_key_of_calls_names_the_versions_of_torch_and_python(self) -> None:
         key = extension.key("0123456789abcdef", (), CALLS)
         assert key.startswith(f"0123456789abcdef-torch{torch.__version__}-cpython-")
         assert key.endswith("-calls")
 
     @pytest.mark.parametrize(("abi", "version"), [("2.10", "0x020a000000000000"), ("2.9", "0x0209000000000000")])
-    def test_the_abi_and_the_flag_that_asks_for_it_are_one(
-        self, abi: str, version: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_abi_is_a_flag_of_the_compiler(self, abi: str, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(extension, "ABI", abi)
 
         assert extension.target_flag() == f"-DTORCH_TARGET_VERSION={version}"
 
 
+@pytest.mark.usefixtures("sources")
 class TestFind:
-    def test_nothing_where_nothing_was_built(self, sources: Path, cache: Path) -> None:
+    def test_an_empty_cache_and_a_cache_that_is_a_file_hold_no_library(self, cache: Path) -> None:
+        assert extension.find() is None
+        cache.write_text("")
         assert extension.find() is None
 
-    def test_what_was_built(self, put: Callable[..., Library]) -> None:
+    def test_a_library_is_found_until_a_source_changes(self, put: Callable[..., Library], sources: Path) -> None:
         library = put()
-
         assert extension.find() == library
 
-    def test_not_once_a_source_has_changed(self, put: Callable[..., Library], sources: Path) -> None:
-        put()
         (sources / "lists.h").write_text("// other checks")
-
         assert extension.find() is None
 
     @pytest.mark.parametrize("different", [{"abi": "2.9"}, {"machine": "riscv64"}, {"sources": "0" * 64}], ids=str)
-    def test_what_is_built_for_something_else_is_passed_over(
+    def test_a_library_of_other_sources_or_machines_is_not_found(
         self, different: dict[str, str], put: Callable[..., Library], sources: Path, cache: Path
     ) -> None:
         put(directory=cache / extension.key(extension.source_hash(), ()), **different)
@@ -250,40 +240,49 @@ class TestFind:
 
         assert extension.find() is None
 
-    def test_gpu_kernels_are_better_than_none_and_more_are_better(self, put: Callable[..., Library]) -> None:
-        for architectures in [(), ("90",), ("80", "90"), ("80",)]:
-            put(*architectures)
-
-        found = extension.find()
-
-        assert found is not None
-        assert found.architectures == ("80", "90")
-
-    def test_among_equals_the_choice_is_always_the_same(self, put: Callable[..., Library]) -> None:
-        for architectures in [("80",), ("90",), ("86",)]:
-            put(*architectures)
-
-        assert {extension.find() for _ in range(3)} == {put("90")}
-
-    def test_with_cuda_in_use_it_serves_every_gpu(
-        self, put: Callable[..., Library], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("built", "with_package", "found"),
+        [
+            ([(), ("90",), ("80", "90"), ("80",)], None, ("80", "90")),  # for most architectures
+            ([("80",), ("90",), ("86",)], None, ("90",)),
+            ([], ("80",), ("80",)),
+            ([("75",)], ("80", "90"), ("75",)),  # built here on purpose
+            ([()], ("80",), ("80",)),
+        ],
+        ids=str,
+    )
+    def test_the_library_with_the_best_architectures_is_found(
+        self,
+        built: list[tuple[str, ...]],
+        with_package: tuple[str, ...] | None,
+        found: tuple[str, ...],
+        put: Callable[..., Library],
+        sources: Path,
     ) -> None:
-        put("80", "90"), put()
-        older = put("75")
+        libraries = [put(*architectures) for architectures in built]
+        if with_package is not None:
+            libraries.append(put(*with_package, directory=sources))
 
-        use_gpus(monkeypatch, (9, 0), (7, 5))
+        assert extension.find() == next(each for each in libraries if each.architectures == found)
 
-        assert extension.find() == older
-
-    def test_if_none_does_the_best_of_the_others_is_found(
-        self, put: Callable[..., Library], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("capabilities", "found"), [([(9, 0), (7, 5)], ("75",)), ([(9, 0)], ("80", "90")), ([(7, 0)], ("80", "90"))]
+    )
+    def test_with_cuda_in_use_a_library_that_serves_every_gpu_is_found(
+        self,
+        capabilities: list[tuple[int, int]],
+        found: tuple[str, ...],
+        put: Callable[..., Library],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        library = put("80", "90")
-        use_gpus(monkeypatch, (7, 5))
+        libraries = {each.architectures: each for each in (put("80", "90"), put(), put("75"))}
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capabilities[index])
 
-        assert extension.find() == library
+        assert extension.find() == libraries[found]
 
-    def test_cuda_is_not_initialised_to_find_out(
+    def test_finding_a_library_does_not_initialise_cuda(
         self, put: Callable[..., Library], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def asked(*_arguments: object) -> None:
@@ -296,31 +295,12 @@ class TestFind:
         assert extension.find() is None
         assert put("80") == extension.find()
 
-    def test_with_a_torch_for_rocm_gpu_kernels_are_passed_over(
+    def test_a_torch_for_rocm_gets_a_library_without_gpu_kernels(
         self, put: Callable[..., Library], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         library = put()
         put("80")
         monkeypatch.setattr(torch.version, "hip", "6.4")
-
-        assert extension.find() == library
-
-    def test_what_came_with_the_package_is_found(self, put: Callable[..., Library], sources: Path) -> None:
-        library = put("80", directory=sources)
-
-        assert extension.find() == library
-
-    def test_what_was_built_here_on_purpose_is_preferred_to_it(
-        self, put: Callable[..., Library], sources: Path
-    ) -> None:
-        put("80", "90", directory=sources)
-        library = put("75")
-
-        assert extension.find() == library
-
-    def test_but_not_for_the_cpu_alone(self, put: Callable[..., Library], sources: Path) -> None:
-        library = put("80", directory=sources)
-        put()
 
         assert extension.find() == library
 
@@ -341,7 +321,7 @@ class TestFind:
         ],
         ids=lambda value: repr(value)[:40],
     )
-    def test_a_description_that_is_broken_is_none(
+    def test_a_library_with_a_broken_description_is_not_found(
         self, text: str | bytes | dict[str, object], put: Callable[..., Library]
     ) -> None:
         sidecar = put("80").path.with_name(extension.SIDECAR)
@@ -351,7 +331,7 @@ class TestFind:
 
         assert extension.find() is None
 
-    def test_neither_is_one_that_was_cut_off(self, put: Callable[..., Library]) -> None:
+    def test_a_truncated_library_is_not_found(self, put: Callable[..., Library]) -> None:
         library = put("80")
         library.path.write_bytes(library.path.read_bytes()[:-1])
 
@@ -359,17 +339,12 @@ class TestFind:
         assert extension.read(library.path.parent) is None
 
     @pytest.mark.parametrize("name", [extension.SIDECAR, extension.LIBRARY])
-    def test_neither_is_half_a_library(self, name: str, put: Callable[..., Library]) -> None:
+    def test_a_library_without_one_of_its_files_is_not_found(self, name: str, put: Callable[..., Library]) -> None:
         library = put("80")
         library.path.with_name(name).unlink()
         smaller = put()
 
         assert extension.find() == smaller
-
-    def test_a_cache_that_is_no_directory_holds_none(self, sources: Path, cache: Path) -> None:
-        cache.write_text("")
-
-        assert extension.find() is None
 
 
 LOADING = """
@@ -420,7 +395,7 @@ for process in (extension._process, extension._Process()):
 class TestLoad:
     @pytest.mark.slow
     @pytest.mark.usefixtures("compiled")
-    def test_once_for_each_process_and_no_other_beside_it(self, fresh: Fresh, tmp_path: Path) -> None:
+    def test_a_process_loads_one_library_once(self, fresh: Fresh, tmp_path: Path) -> None:
         done = fresh.run(LOADING, cwd=tmp_path)
 
         assert done.returncode == 0, done.stderr

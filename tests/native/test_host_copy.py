@@ -1,4 +1,4 @@
-"""Of numbers that move between devices: what the host reads has arrived, and nothing else waits for it."""
+"""Numbers that move between devices: the host reads only what has arrived, and nothing else waits."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ GPUS = [torch.device("cuda", index) for index in range(2)]
 
 
 class TestFarDevices:
-    """What the tests below stand on."""
-
-    def test_keep_values_and_say_where_these_are(self, far_devices):
+    def test_far_tensors_have_values_and_a_device(self, far_devices):
         number = far_devices.of([1.0, 2.0], 1) * 2
         assert number.device == GPUS[1]
         assert far_devices.values(number).tolist() == [2, 4]
         assert torch.zeros(2, device="cuda").device == GPUS[0]
 
-    def test_refuse_tensors_of_several_devices(self, far_devices):
+    def test_operators_refuse_far_tensors_of_several_devices(self, far_devices):
         for other in (far_devices.of(1.0, 1), torch.ones(2)):
             with pytest.raises(RuntimeError, match="expected all tensors on one device"):
                 far_devices.of([1.0, 2.0]) * other
 
-    def test_send_a_copy_that_arrives_late_unless_it_blocks(self, far_devices):
+    def test_a_copy_from_a_far_device_arrives_late_unless_it_blocks(self, far_devices):
         number = far_devices.of(3.0)
         early = number.to("cpu", non_blocking=True)
         assert early.item() == TOO_EARLY
@@ -43,17 +41,14 @@ class TestFarDevices:
 
 class TestOnDevice:
     @pytest.mark.parametrize("device", [CPU, *GPUS], ids=str)
-    def test_has_the_value_wherever_it_comes_from(self, far_devices, device):
+    def test_a_number_has_its_value_on_any_device(self, far_devices, device):
         for number in (torch.tensor(3.0), far_devices.of(3.0, 0), far_devices.of(3.0, 1)):
             there = on_device(number, device)
             assert there.device == device
             assert far_devices.values(there).item() == 3
+            assert on_device(there, device) is there
 
-    def test_is_the_tensor_itself_where_it_is_there(self, far_devices):
-        for number in (torch.tensor(3.0), far_devices.of(3.0, 1)):
-            assert on_device(number, number.device) is number
-
-    def test_waits_only_for_the_cpu(self, far_devices):
+    def test_only_a_copy_to_the_cpu_waits(self, far_devices):
         on_device(far_devices.of(3.0, 0), GPUS[1])
         on_device(torch.tensor(3.0), GPUS[0])
         assert far_devices.waits == []
@@ -61,50 +56,39 @@ class TestOnDevice:
         assert far_devices.waits == ["aten._to_copy"]
 
 
-class TestStacked:
-    def test_are_all_numbers_on_the_device_of_the_first(self, far_devices):
-        numbers = [far_devices.of(1.0, 1), far_devices.of(2.0, 0), torch.tensor(3.0)]
-        for count in range(3):
-            ordered = numbers[count:] + numbers[:count]
-            found = stacked(ordered)
-            assert found.device == ordered[0].device
-            assert far_devices.values(found).tolist() == [far_devices.values(each).item() for each in ordered]
+def test_stacked_numbers_are_on_the_device_of_the_first(far_devices):
+    numbers = [far_devices.of(1.0, 1), far_devices.of(2.0, 0), torch.tensor(3.0)]
+    for count in range(3):
+        ordered = numbers[count:] + numbers[:count]
+        found = stacked(ordered)
+        assert found.device == ordered[0].device
+        assert far_devices.values(found).tolist() == [far_devices.values(each).item() for each in ordered]
 
 
-class TestANumberForAFusedStep:
-    def test_is_on_the_cpu_if_a_parameter_is_there(self, far_devices):
-        parameters = [far_devices.of([1.0], 1), torch.ones(1)]
-        handed = for_fused_step(far_devices.of(3.0, 1), parameters)
-        assert handed.device == CPU
-        assert handed.item() == 3
+def test_a_number_for_a_fused_step_is_copied_only_if_a_parameter_is_on_the_cpu(far_devices):
+    number, on_host = far_devices.of(3.0, 1), torch.tensor(3.0)
+    assert for_fused_step(number, [far_devices.of([1.0], 0)]) is number
+    assert for_fused_step(on_host, [far_devices.of([1.0], 0), torch.ones(1)]) is on_host
+    assert for_fused_step(None, [torch.ones(1)]) is None
+    assert far_devices.waits == []
 
-    def test_stays_where_it_is_otherwise(self, far_devices):
-        number, on_host = far_devices.of(3.0, 1), torch.tensor(3.0)
-        assert for_fused_step(number, [far_devices.of([1.0], 0)]) is number
-        assert for_fused_step(on_host, [far_devices.of([1.0], 0), torch.ones(1)]) is on_host
-        assert for_fused_step(None, [torch.ones(1)]) is None
-        assert far_devices.waits == []
+    copied = for_fused_step(number, [far_devices.of([1.0], 1), torch.ones(1)])
+    assert (copied.device, copied.item()) == (CPU, 3)
 
 
 class TestHostCopy:
-    def test_of_a_tensor_on_the_cpu_is_there_at_once(self):
+    def test_a_copy_of_a_tensor_on_the_cpu_has_arrived_at_once(self):
         copied = HostCopy(torch.tensor([1.0, 2.0]))
         assert copied.has_arrived
         assert copied.values == (1, 2)
 
-    def test_waits_when_it_is_read(self, far_devices):
+    def test_reading_waits_for_a_copy_that_has_not_arrived(self, far_devices):
         copied = HostCopy(far_devices.of([1.0, 2.0]))
         assert not copied.has_arrived
         assert copied.values == (1, 2)
         assert far_devices.waits == ["event"]
 
-    def test_waits_for_nothing_once_it_has_arrived(self, far_devices):
-        copied = HostCopy(far_devices.of([1.0, 2.0]))
-        far_devices.deliver(0)
-        assert copied.values == (1, 2)
-        assert far_devices.waits == []
-
-    def test_has_arrived_when_the_copies_before_it_have_and_no_others(self, far_devices):
+    def test_a_copy_arrives_after_those_before_it_and_is_read_at_once(self, far_devices):
         first, second = HostCopy(far_devices.of([1.0])), HostCopy(far_devices.of([2.0]))
         far_devices.deliver(0, 1)
         assert first.has_arrived
@@ -114,12 +98,12 @@ class TestHostCopy:
 
     @pytest.mark.parametrize("current", [0, 1])
     @pytest.mark.parametrize("index", [0, 1])
-    def test_waits_for_the_device_that_it_comes_from(self, far_devices, current, index):
+    def test_reading_waits_for_the_device_of_the_tensor(self, far_devices, current, index):
         far_devices.current = current
         assert HostCopy(far_devices.of([1.0, 2.0], index)).values == (1, 2)
 
     @pytest.mark.gpu
-    def test_of_a_tensor_on_a_gpu_holds_what_was_there_behind_a_long_kernel(self):
+    def test_a_copy_from_a_gpu_has_the_value_of_its_moment(self):
         numbers = torch.zeros(2, device="cuda")
         torch.cuda._sleep(100_000_000)
         numbers += 3
@@ -131,7 +115,7 @@ class TestHostCopy:
 
 
 @pytest.mark.gpu
-def test_a_number_from_a_gpu_is_on_the_cpu_what_it_was_behind_a_long_kernel():
+def test_a_number_from_a_gpu_waits_for_a_long_kernel():
     number = torch.zeros((), device="cuda")
     torch.cuda._sleep(100_000_000)
     number += 3
@@ -147,7 +131,7 @@ def _calls_that_do_not_block(path: Path) -> list[str]:
     ]
 
 
-def test_no_other_module_starts_a_copy_that_does_not_block():
+def test_only_host_copy_starts_copies_that_do_not_block():
     # `ampatch run --cpu` hands on what a script asks for.
     modules = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "cuda_on_cpu"]
     found = [place for path in modules for place in _calls_that_do_not_block(path)]

@@ -1,10 +1,11 @@
-"""Each operator of the compiled extension does what plain arithmetic does, bit for bit, and what torch's kernels do.
+"""Each operator of the extension has the bits of plain arithmetic and of torch's kernels, on the CPU and on a GPU.
 
-On the CPU and, where there is one (`pytest -m gpu`), on a GPU. Lists are drawn; what is in a tensor comes of a seed.
+Hypothesis draws the lists; the values of a tensor follow from a seed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -12,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import pytest
@@ -32,6 +33,9 @@ NOT_FINITE = (math.inf, -math.inf, math.nan)
 CHUNK = 16384
 
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+with_each_implementation = pytest.mark.parametrize(
+    "operators", [extension_kernels, torch_kernels], ids=["extension", "torch"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +65,7 @@ SHAPES: dict[str, Callable[[int], tuple[int, ...]]] = {
 LAYOUTS = ("contiguous", "transposed", "channels last", "every second", "rows with gaps")
 READ_ONLY_LAYOUTS = (*LAYOUTS, "expanded")
 
-CONTENTS = ("ordinary", "subnormal", "largest", "any bits")
+CONTENTS = ("ordinary", "tiny", "subnormal", "largest", "any bits")
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,8 @@ def values_of(each: Drawn, seed: int, dtype: torch.dtype) -> Tensor:
     limits = torch.finfo(dtype)
     if each.contents == "ordinary":
         values = torch.randn(count, generator=generator).mul_(2.0 ** (seed % 17 - 8)).to(dtype)
+    elif each.contents == "tiny":  # around the least float16
+        values = torch.randn(count, generator=generator).mul_(2.0**-25).to(dtype)
     elif each.contents == "subnormal":
         values = torch.randint(-100, 101, (count,), generator=generator).to(dtype) * limits.smallest_normal * limits.eps
     elif each.contents == "largest":
@@ -261,35 +267,125 @@ def overflow(tensors: list[Tensor]) -> bool:
     return not all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-class TestUnscale:
-    @on_each_device
-    @draws
-    @given(list_=drawn(), seed=SEEDS, factor=FACTORS, flag=FLAGS)
-    @example(list_=ENDS, seed=1, factor=0.3, flag=0.0)
-    @example(list_=ALIGNMENTS, seed=1, factor=0.3, flag=0.0)
-    def test_multiplies_in_place_and_looks_at_every_element(self, device, list_, seed, factor, flag):
-        laid, _ = lay_out(list_, seed, device)
-        other, _ = lay_out(list_, seed, device)
-        grads, found_inf, inv_scale = tensors(laid), scalar(flag, device), scalar(factor, device)
-        expected = [(grad.float() * inv_scale).to(grad.dtype) for grad in grads]
-        found = flag or overflow(grads)
+def shown(full: Tensor, dtype: torch.dtype) -> Tensor:
+    """A master's gradient rounded to a half type, except that nonzero elements stay nonzero."""
+    rounded = full.to(dtype)
+    if dtype is torch.float32:
+        return rounded
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return torch.where((rounded == 0) & (full != 0), torch.full_like(full, least).copysign(full).to(dtype), rounded)
 
-        extension_kernels.unscale_(grads, inv_scale, found_inf)
 
-        assert_all_same(grads, expected)
-        assert found_inf.item() == found
-        assert inv_scale == scalar(factor, device)
+@dataclass(frozen=True)
+class Operator:
+    """An operator on pairs of lists.
+
+    Attributes:
+        run: calls the operator of a module with the narrow list, the wide one, the factor and the flag.
+        expected: returns what a pair of tensors becomes.
+        writes: which of the lists it writes to.
+        checks: True if it sets the flag where narrow tensors are not finite.
+    """
+
+    run: Callable[..., None]
+    expected: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    writes: tuple[str, ...]
+    checks: bool = True
+
+
+def unscaled(narrow: Tensor, _wide: Tensor, factor: Tensor) -> Tensor:
+    return narrow.float() * factor
+
+
+def added(narrow: Tensor, wide: Tensor, factor: Tensor) -> Tensor:
+    return wide + narrow.float() * factor
+
+
+OPERATORS = {
+    "unscale_": Operator(
+        lambda operators, narrow, _, *given: operators.unscale_(narrow, *given),
+        lambda *pair: (unscaled(*pair).to(pair[0].dtype), pair[1]),
+        ("narrow",),
+    ),
+    "unscale_copy": Operator(
+        lambda operators, *given: operators.unscale_copy(*given, False),
+        lambda *pair: (pair[0], unscaled(*pair)),
+        ("wide",),
+    ),
+    "unscale_copy, written back": Operator(
+        lambda operators, *given: operators.unscale_copy(*given, True),
+        lambda *pair: (shown(unscaled(*pair), pair[0].dtype), unscaled(*pair)),
+        ("narrow", "wide"),
+    ),
+    "unscale_add": Operator(
+        lambda operators, *given: operators.unscale_add(*given, False),
+        lambda *pair: (pair[0], added(*pair)),
+        ("wide",),
+    ),
+    "unscale_add, written back": Operator(
+        lambda operators, *given: operators.unscale_add(*given, True),
+        lambda *pair: (shown(added(*pair), pair[0].dtype), added(*pair)),
+        ("narrow", "wide"),
+    ),
+    "copy_to_half": Operator(
+        lambda operators, narrow, wide, *_: operators.copy_to_half(wide, narrow),
+        lambda narrow, wide, _: (wide.to(narrow.dtype), wide),
+        ("narrow",),
+        checks=False,
+    ),
+    "copy_to_half_grads": Operator(
+        lambda operators, narrow, wide, *_: operators.copy_to_half_grads(wide, narrow),
+        lambda narrow, wide, _: (shown(wide, narrow.dtype), wide),
+        ("narrow",),
+        checks=False,
+    ),
+}
+
+
+@on_each_device
+@pytest.mark.parametrize("name", OPERATORS)
+@draws
+@given(
+    list_=drawn(READ_ONLY_LAYOUTS, READ_ONLY_LAYOUTS),
+    masters=st.sampled_from(CONTENTS),
+    seed=SEEDS,
+    factor=FACTORS,
+    flag=FLAGS,
+)
+@example(list_=ENDS, masters="ordinary", seed=1, factor=0.3, flag=0.0)
+@example(list_=ALIGNMENTS, masters="ordinary", seed=1, factor=0.3, flag=0.0)
+@example(list_=ENDS, masters="tiny", seed=1, factor=0.3, flag=0.0)
+def test_operators_have_the_bits_of_plain_arithmetic_and_of_torch(device, name, list_, masters, seed, factor, flag):
+    operator = OPERATORS[name]
+    writable = {side: Lay() for side in operator.writes}  # elements of an expanded tensor share their memory
+    list_ = [
+        replace(each, **{side: lay for side, lay in writable.items() if getattr(each, side).layout == "expanded"})
+        for each in list_
+    ]
+    narrow, wide = lay_out(list_, seed, device, wide_from=masters)
+    others = lay_out(list_, seed, device, wide_from=masters)
+    found_inf, theirs, inv_scale = scalar(flag, device), scalar(flag, device), scalar(factor, device)
+    expected = [operator.expected(*pair, inv_scale) for pair in zip(tensors(narrow), tensors(wide), strict=True)]
+    found = flag or (operator.checks and overflow(tensors(narrow)))
+
+    operator.run(extension_kernels, tensors(narrow), tensors(wide), inv_scale, found_inf)
+    operator.run(torch_kernels, *map(tensors, others), inv_scale, theirs)
+
+    for laid, other, column in zip((narrow, wide), others, range(2), strict=True):
+        assert_all_same(tensors(laid), [pair[column] for pair in expected])
+        assert_all_same(tensors(laid), tensors(other))
+    for side, laid in (("narrow", narrow), ("wide", wide)):
         for each in laid:
-            each.assert_only_it_was_written()
-        theirs = scalar(flag, device)
-        torch_kernels.unscale_(tensors(other), inv_scale, theirs)
-        assert_all_same(grads, tensors(other))
-        assert_same(found_inf, theirs)
+            each.assert_only_it_was_written() if side in operator.writes else each.assert_unwritten()
+    assert found_inf.item() == theirs.item() == found
+    assert inv_scale == scalar(factor, device)
 
+
+class TestUnscale:
     @on_each_device
     @pytest.mark.parametrize("offset", [0, 1])
     @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-    def test_finds_what_is_not_finite_wherever_it_is(self, device, dtype, offset):
+    def test_a_value_that_is_not_finite_is_found_at_any_place(self, device, dtype, offset):
         for length in (1, 2, 3, 4, 5, 8, 9, 31, CHUNK - 1, CHUNK + 1, 3 * CHUNK, 2 * CHUNK + 5):
             ends = {0, 1, length // 2, length - 2, length - 1, CHUNK - 1, CHUNK, 2 * CHUNK - 1, 2 * CHUNK}
             for position in sorted(ends & set(range(length))):
@@ -314,7 +410,7 @@ class TestUnscale:
         assert found_inf == 0
 
     @on_each_device
-    def test_one_that_is_not_finite_among_many_tensors(self, device):
+    def test_a_nan_in_one_of_many_tensors_is_found(self, device):
         for place in (0, 1023, 1024, 1025, 2047, 2048, 2999):
             grads = [torch.ones(2, device=device) for _ in range(3000)]
             grads[place][1] = math.nan
@@ -322,87 +418,21 @@ class TestUnscale:
             extension_kernels.unscale_(grads, scalar(0.5, device), found_inf)
             assert found_inf == 1
 
-
-class TestUnscaleInto:
-    """unscale_copy and unscale_add, which differ in what becomes of what was there."""
-
     @on_each_device
-    @pytest.mark.parametrize("operator", ["unscale_copy", "unscale_add"])
-    @draws
-    @given(
-        list_and_write_back=st.booleans().flatmap(
-            lambda write_back: st.tuples(drawn(LAYOUTS if write_back else READ_ONLY_LAYOUTS), st.just(write_back))
-        ),
-        masters=st.sampled_from(CONTENTS),
-        seed=SEEDS,
-        factor=FACTORS,
-        flag=FLAGS,
-    )
-    @example(list_and_write_back=(ENDS, True), masters="ordinary", seed=1, factor=0.3, flag=0.0)
-    @example(list_and_write_back=(ENDS, False), masters="ordinary", seed=1, factor=0.3, flag=0.0)
-    @example(list_and_write_back=(ALIGNMENTS, True), masters="ordinary", seed=1, factor=0.3, flag=0.0)
-    @example(list_and_write_back=(ALIGNMENTS, False), masters="ordinary", seed=1, factor=0.3, flag=0.0)
-    def test_masters_have_what_plain_arithmetic_gives(
-        self, device, operator, list_and_write_back, masters, seed, factor, flag
-    ):
-        list_, write_back = list_and_write_back
-        narrow, wide = lay_out(list_, seed, device, wide_from=masters)
-        others = lay_out(list_, seed, device, wide_from=masters)
-        grads, master_grads = tensors(narrow), tensors(wide)
-        found_inf, inv_scale = scalar(flag, device), scalar(factor, device)
-        unscaled = [grad.float() * inv_scale for grad in grads]
-        expected = unscaled
-        if operator == "unscale_add":
-            expected = [before + added for before, added in zip(master_grads, unscaled, strict=True)]
-        found = flag or overflow(grads)
-
-        getattr(extension_kernels, operator)(grads, master_grads, inv_scale, found_inf, write_back)
-
-        assert_all_same(master_grads, expected)
-        assert found_inf.item() == found
-        for each in narrow:
-            each.assert_only_it_was_written() if write_back else each.assert_unwritten()
-        for each in wide:
-            each.assert_only_it_was_written()
-        if write_back:
-            assert_all_same(grads, [shown(full, grad.dtype) for full, grad in zip(expected, grads, strict=True)])
-        theirs = scalar(flag, device)
-        getattr(torch_kernels, operator)(*map(tensors, others), inv_scale, theirs, write_back)
-        for ours, other in zip((narrow, wide), others, strict=True):
-            assert_all_same(tensors(ours), tensors(other))
-        assert_same(found_inf, theirs)
-
-    @on_each_device
+    @with_each_implementation
     @pytest.mark.parametrize("write_back", [False, True])
-    def test_what_masters_hold_before_a_copy_does_not_count(self, device, write_back):
-        grad = torch.full((9,), 2.0, dtype=torch.float16, device=device)
-        master_grad, found_inf = torch.full((9,), math.nan, device=device), scalar(0.0, device)
-
-        extension_kernels.unscale_copy([grad], [master_grad], scalar(0.5, device), found_inf, write_back)
-
-        assert master_grad.tolist() == [1.0] * 9
-        assert found_inf == 0
-
-    @on_each_device
-    def test_the_verdict_is_on_what_is_added_alone(self, device):
+    def test_earlier_values_of_masters_are_no_overflow(self, device, operators, write_back):
         most = torch.finfo(torch.float32).max
-        grad = torch.full((9,), most, device=device)
-        master_grad, found_inf = torch.tensor([math.nan, math.inf, *[most] * 7], device=device), scalar(0.0, device)
+        grads = list(torch.full((2, 9), most, device=device).unbind())
+        copied, added = torch.tensor([math.nan, math.inf, *[most] * 7], device=device).repeat(2, 1).unbind()
+        found_inf = scalar(0.0, device)
 
-        extension_kernels.unscale_add([grad], [master_grad], scalar(1.0, device), found_inf, False)
+        operators.unscale_copy(grads[:1], [copied], scalar(1.0, device), found_inf, write_back)
+        operators.unscale_add(grads[1:], [added], scalar(1.0, device), found_inf, write_back)
 
-        assert_same(master_grad, torch.tensor([math.nan, *[math.inf] * 8], device=device))
+        assert copied.eq(most).all()
+        assert_same(added, torch.tensor([math.nan, *[math.inf] * 8], device=device))
         assert found_inf == 0
-
-    @on_each_device
-    def test_product_is_rounded_before_it_is_added(self, device):
-        # (1 + 2**-12) squared has a digit too many, which a multiply-add in one step would keep.
-        grad = torch.full((9,), 1 + 2.0**-12, device=device)
-        master_grad = torch.full((9,), -(1 + 2.0**-11), device=device)
-
-        extension_kernels.unscale_add([grad], [master_grad], scalar(1 + 2.0**-12, device), scalar(0.0, device), False)
-
-        assert master_grad.tolist() == [0.0] * 9
 
 
 class TestFoundInfNorm:
@@ -411,7 +441,7 @@ class TestFoundInfNorm:
     @given(list_=drawn(READ_ONLY_LAYOUTS, contents=("ordinary",)), seed=SEEDS, factor=FACTORS, flag=FLAGS, before=FLAGS)
     @example(list_=ENDS, seed=1, factor=0.3, flag=0.0, before=0.0)
     @example(list_=ALIGNMENTS, seed=1, factor=0.3, flag=0.0, before=0.0)
-    def test_agrees_with_float64_and_looks_at_every_element(self, device, list_, seed, factor, flag, before):
+    def test_norm_agrees_with_float64_and_checks_all_elements(self, device, list_, seed, factor, flag, before):
         laid, _ = lay_out(list_, seed, device)
         grads, found_inf, inv_scale = tensors(laid), scalar(flag, device), scalar(factor, device)
         sum_of_squares, theirs = (scalar(before, device, torch.float64) for _ in range(2))
@@ -438,23 +468,13 @@ class TestFoundInfNorm:
 
     @on_each_device
     @pytest.mark.parametrize("side_by_side", [4, 8, 16])
-    def test_a_large_number_before_small_ones_that_vanish_beside_it(self, device, side_by_side):
+    def test_small_numbers_after_a_large_one_count_in_the_norm(self, device, side_by_side):
         block = [1.0] * side_by_side + [2.0**-12 * (1 - 2.0**-10)] * (31 * side_by_side)
         grad = torch.tensor(block * 100, device=device)
         assert norm_of([grad], 1.0) == pytest.approx(grad.double().norm().item(), rel=1e-6)
 
     @on_each_device
-    def test_whatever_was_there_stays_in_the_sum(self, device):
-        total = scalar(0.1, device, torch.float64)
-        for _ in range(3):
-            extension_kernels.found_inf_norm(
-                [torch.ones(4, device=device)], scalar(0.5, device), scalar(0.0, device), total
-            )
-        extension_kernels.found_inf_norm([], scalar(0.5, device), scalar(0.0, device), total)
-        assert total.item() == 0.1 + 1 + 1 + 1
-
-    @on_each_device
-    def test_square_of_a_number_above_the_square_root_of_the_largest_is_infinite_and_no_overflow(self, device):
+    def test_an_infinite_square_of_a_finite_number_is_no_overflow(self, device):
         total, found_inf = scalar(0.0, device, torch.float64), scalar(0.0, device)
         extension_kernels.found_inf_norm([torch.full((5,), 1e20, device=device)], scalar(1.0, device), found_inf, total)
         assert total.item() == math.inf
@@ -464,19 +484,14 @@ class TestFoundInfNorm:
     @given(list_=drawn(contents=("ordinary",)), seed=SEEDS)
     @draws
     @example(list_=ENDS * 3, seed=1)
-    def test_has_the_same_bits_every_time_and_with_any_number_of_threads(self, device, list_, seed):
+    def test_norm_has_the_same_bits_with_any_number_of_threads(self, device, list_, seed):
         laid, _ = lay_out(list_, seed, device)
         first = norm_of(tensors(laid), 0.3)
         assert_same(torch.tensor(norm_of(tensors(laid), 0.3)), torch.tensor(first))
         with threads(2):
             assert_same(torch.tensor(norm_of(tensors(laid), 0.3)), torch.tensor(first))
 
-    def test_every_thread_adds_to_it(self):
-        grads = [torch.full((9 * CHUNK + 5,), 2.0), torch.full((100,), 3.0)]
-        with threads(2):
-            assert norm_of(grads, 0.5) ** 2 == pytest.approx(9 * CHUNK + 5 + 225, rel=1e-9)
-
-    def test_every_thread_finds_what_is_not_finite(self):
+    def test_every_thread_checks_its_elements(self):
         for position in (0, 4 * CHUNK, 8 * CHUNK, 9 * CHUNK + 4):
             grad, found_inf = torch.ones(9 * CHUNK + 5), scalar(0.0, "cpu")
             grad[position] = math.inf
@@ -494,46 +509,13 @@ def norm_of(grads: list[Tensor], factor: float) -> float:
     return math.sqrt(total.item())
 
 
-class threads:  # noqa: N801 - it is used as a function
-    """So many of torch's threads inside the block."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(self._count)
-
-    def __exit__(self, *_exception: object) -> None:
-        torch.set_num_threads(self._before)
-
-
-def shown(full: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a half parameter shows of a master's gradient: nothing becomes zero that is not zero."""
-    rounded = full.to(dtype)
-    if dtype is torch.float32:
-        return rounded
-    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    return torch.where((rounded == 0) & (full != 0), torch.full_like(full, least).copysign(full).to(dtype), rounded)
-
-
-class TestShow:
-    @on_each_device
-    @draws
-    @given(list_=drawn().filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
-    @example(list_=ENDS, masters="subnormal", seed=1)
-    @example(list_=ALIGNMENTS, masters="subnormal", seed=1)
-    def test_rounds_but_keeps_what_is_not_zero_from_becoming_zero(self, device, list_, masters, seed):
-        narrow, wide = lay_out(list_, seed, device, wide_from=masters)
-        wide[0].tensor.mul_(2.0**-30)
-        grads = tensors(narrow)
-        theirs = [torch.empty_like(grad) for grad in grads]
-
-        extension_kernels.copy_to_half_grads(tensors(wide), grads)
-
-        assert_all_same(grads, [shown(each.tensor, grad.dtype) for each, grad in zip(wide, grads, strict=True)])
-        torch_kernels.copy_to_half_grads(tensors(wide), theirs)
-        assert_all_same(grads, theirs)
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Sets the number of torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
 
 
 def sum_of_hashes(grad: Tensor) -> int:
@@ -549,7 +531,7 @@ def sum_of_hashes(grad: Tensor) -> int:
 
 
 class TestFollow:
-    """Elements that a half gradient does not show as it would show the master's are taken over; others keep bits."""
+    """copy_edits copies elements of a half tensor that differ from its rounded master; others keep their bits."""
 
     @on_each_device
     @pytest.mark.parametrize("of_gradients", [False, True], ids=["weights", "gradients"])
@@ -557,7 +539,7 @@ class TestFollow:
     @given(list_=drawn().filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
     @example(list_=ENDS, masters="ordinary", seed=1)
     @example(list_=ALIGNMENTS, masters="ordinary", seed=1)
-    def test_what_was_written_is_taken_and_nothing_else(self, device, list_, masters, seed, of_gradients):
+    def test_edited_elements_reach_the_masters_and_no_others(self, device, list_, masters, seed, of_gradients):
         list_ = [each for each in list_ if math.prod(each.shape) and each.dtype is not torch.float32]
         if not list_:
             return
@@ -584,7 +566,7 @@ class TestFollow:
             assert_all_same(fulls, expected)
 
     @on_each_device
-    def test_fingerprints_are_the_sums_of_what_the_elements_hash_to(self, device):
+    def test_a_fingerprint_is_the_sum_of_the_hashes_of_elements(self, device):
         grads = tensors(lay_out(ENDS[1:] + ALIGNMENTS, 1, device)[0])
         grads = [grad for grad in grads if grad.numel()]
         found = torch.empty(len(grads), dtype=torch.float64, device=device)
@@ -594,8 +576,8 @@ class TestFollow:
         assert found.tolist() == [sum_of_hashes(grad.cpu()) for grad in grads]
 
     @on_each_device
-    @pytest.mark.parametrize("operators", [extension_kernels, torch_kernels], ids=["extension", "torch"])
-    def test_fingerprints_tell_every_change(self, device, operators):
+    @with_each_implementation
+    def test_a_fingerprint_differs_after_every_change(self, device, operators):
         size = 2 * CHUNK + 7
         original = torch.randn(size, device=device).half()
 
@@ -619,46 +601,25 @@ class TestFollow:
         assert fingerprint(constant) != fingerprint(constant * 0)
 
 
-class TestCopyToHalf:
-    @on_each_device
-    @draws
-    @given(list_=drawn(wide_layouts=READ_ONLY_LAYOUTS).filter(bool), masters=st.sampled_from(CONTENTS), seed=SEEDS)
-    @example(list_=ENDS, masters="ordinary", seed=1)
-    @example(list_=ALIGNMENTS, masters="ordinary", seed=1)
-    def test_rounds_to_the_nearest_and_ties_to_even(self, device, list_, masters, seed):
-        narrow, wide = lay_out(list_, seed, device, wide_from=masters)
-        halves = tensors(narrow)
-        theirs = [torch.empty_like(half) for half in halves]
+@on_each_device
+@pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
+def test_numbers_midway_between_halves_are_rounded_to_even(device, dtype):
+    eps = torch.finfo(dtype).eps
+    largest = torch.finfo(dtype).max
+    numbers = [1 + eps / 2, 1 + 3 * eps / 2, 1 + eps / 2 + 2.0**-23, -1 - eps / 2, -0.0, math.nan, -math.inf]
+    expected = [1.0, 1 + 2 * eps, 1 + eps, -1.0, -0.0, math.nan, -math.inf]
+    spacing = eps * 2.0 ** math.floor(math.log2(largest))  # to what would be the next number
+    numbers += [largest + spacing / 2, largest + spacing / 4]
+    expected += [math.inf, largest]
+    # Once as a vector's elements, once as what is left over.
+    masters = [torch.tensor(numbers * 9, device=device), *torch.tensor(numbers, device=device).split(1)]
+    halves = [torch.empty_like(master, dtype=dtype) for master in masters]
 
-        extension_kernels.copy_to_half(tensors(wide), halves)
+    extension_kernels.copy_to_half(masters, halves)
 
-        assert_all_same(halves, [each.tensor.to(half.dtype) for each, half in zip(wide, halves, strict=True)])
-        for each in narrow:
-            each.assert_only_it_was_written()
-        for each in wide:
-            each.assert_unwritten()
-        torch_kernels.copy_to_half(tensors(wide), theirs)
-        assert_all_same(halves, theirs)
-
-    @on_each_device
-    @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
-    def test_midway_between_two_half_numbers(self, device, dtype):
-        eps = torch.finfo(dtype).eps
-        largest = torch.finfo(dtype).max
-        numbers = [1 + eps / 2, 1 + 3 * eps / 2, 1 + eps / 2 + 2.0**-23, -1 - eps / 2, -0.0, math.nan, -math.inf]
-        expected = [1.0, 1 + 2 * eps, 1 + eps, -1.0, -0.0, math.nan, -math.inf]
-        spacing = eps * 2.0 ** math.floor(math.log2(largest))  # to what would be the next number
-        numbers += [largest + spacing / 2, largest + spacing / 4]
-        expected += [math.inf, largest]
-        # Once as a vector's elements, once as what is left over.
-        masters = [torch.tensor(numbers * 9, device=device), *torch.tensor(numbers, device=device).split(1)]
-        halves = [torch.empty_like(master, dtype=dtype) for master in masters]
-
-        extension_kernels.copy_to_half(masters, halves)
-
-        wanted = torch.tensor(expected, dtype=dtype, device=device)
-        assert_same(halves[0], wanted.repeat(9))
-        assert_same(torch.cat(halves[1:]), wanted)
+    wanted = torch.tensor(expected, dtype=dtype, device=device)
+    assert_same(halves[0], wanted.repeat(9))
+    assert_same(torch.cat(halves[1:]), wanted)
 
 
 class TestUpdateScale:
@@ -673,7 +634,9 @@ class TestUpdateScale:
         hysteresis=st.integers(1, 3),
         bounds=st.sampled_from([(2.0**-24, 2.0**24), (1.0, 65536.0), (0.1, 3.4e38), (0.0, math.inf)]),
     )
-    def test_does_what_torch_does(self, device, scale, unskipped, left, found, factors, window, hysteresis, bounds):
+    def test_scale_and_counts_are_those_of_torchs_kernels(
+        self, device, scale, unskipped, left, found, factors, window, hysteresis, bounds
+    ):
         states = []
         for operators in (extension_kernels, torch_kernels):
             state = (scalar(scale, device), *(scalar(each, device, torch.int32) for each in (unskipped, left)))
@@ -689,7 +652,7 @@ class TestClipFactor:
     @on_each_device
     @pytest.mark.parametrize("found", [0.0, 1.0])
     @pytest.mark.parametrize("max_norm", [0.1, 1.0, 3.0, 1e30, math.inf])
-    def test_does_what_torch_does(self, device, found, max_norm):
+    def test_norm_and_factor_are_those_of_torchs_kernels(self, device, found, max_norm):
         for total in (0.0, 1e-30, 0.01, 0.99, 1.0, 1.1, 2.0, 9.0, 1e9, 1e70, math.inf, math.nan):
             results = []
             for operators in (extension_kernels, torch_kernels):
@@ -701,7 +664,7 @@ class TestClipFactor:
             assert_same(torch.tensor(ours), torch.tensor(theirs))
 
     @on_each_device
-    def test_clips_with_the_margin_of_torch(self, device):
+    def test_factor_has_the_margin_of_clip_grad_norm(self, device):
         parameters = [nn.Parameter(torch.zeros(3, device=device)) for _ in range(2)]
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 2.0)
@@ -712,14 +675,15 @@ class TestClipFactor:
 
 
 @on_each_device
-def test_an_empty_list_is_nothing_to_do(device: str) -> None:
+@with_each_implementation
+def test_empty_lists_change_no_flag_and_no_sum(device: str, operators: ModuleType) -> None:
     factor, flag, total = scalar(0.5, device), scalar(0.0, device), scalar(3.0, device, torch.float64)
 
-    extension_kernels.unscale_([], factor, flag)
-    extension_kernels.unscale_copy([], [], factor, flag, True)
-    extension_kernels.unscale_add([], [], factor, flag, True)
-    extension_kernels.found_inf_norm([], factor, flag, total)
-    extension_kernels.copy_to_half([], [])
+    operators.unscale_([], factor, flag)
+    operators.unscale_copy([], [], factor, flag, True)
+    operators.unscale_add([], [], factor, flag, True)
+    operators.found_inf_norm([], factor, flag, total)
+    operators.copy_to_half([], [])
 
     assert (factor.item(), flag.item(), total.item()) == (0.5, 0, 3)
 
@@ -791,7 +755,7 @@ def flat(arguments: list[object]) -> Iterator[Tensor]:
 
 @on_each_device
 @pytest.mark.parametrize(("operator", "arguments"), REFUSED.values(), ids=REFUSED)
-def test_what_an_operator_cannot_take_is_an_error_that_names_it_and_changes_nothing(device, operator, arguments):
+def test_invalid_arguments_are_an_error_that_changes_nothing(device, operator, arguments):
     def moved(value: object) -> object:
         if isinstance(value, list):
             return [moved(each) for each in value]
@@ -828,17 +792,26 @@ def in_inference_mode(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-# Operators of lists, called with these, a factor and a flag.
-WITH_LISTS: dict[str, Callable[[list[Tensor], list[Tensor], Tensor, Tensor], None]] = {
-    "unscale_": lambda narrow, _, factor, flag: extension_kernels.unscale_(narrow, factor, flag),
-    "unscale_copy": lambda *arguments: extension_kernels.unscale_copy(*arguments, False),
-    "unscale_add": lambda *arguments: extension_kernels.unscale_add(*arguments, True),
-    "found_inf_norm": lambda narrow, _, factor, flag: extension_kernels.found_inf_norm(
-        narrow, factor, flag, factor.double()
-    ),
-    "copy_to_half": lambda narrow, wide, *_: extension_kernels.copy_to_half(wide, narrow),
-    "copy_to_half_grads": lambda narrow, wide, *_: extension_kernels.copy_to_half_grads(wide, narrow),
-    "copy_edits": lambda narrow, wide, *_: extension_kernels.copy_differing(narrow, wide),
+def norm_on_lists(operators: ModuleType, narrow: list[Tensor], _: object, factor: Tensor, flag: Tensor) -> list[Tensor]:
+    total = factor.double()
+    operators.found_inf_norm(narrow, factor, flag, total)
+    return [total]
+
+
+def fingerprints_of_lists(
+    operators: ModuleType, narrow: list[Tensor], _wide: object, _factor: Tensor, flag: Tensor
+) -> list[Tensor]:
+    filled = [each for each in narrow if each.numel()]
+    found = torch.empty(len(filled), dtype=DOUBLE, device=flag.device)
+    operators.fingerprint(filled, found)
+    return [found]
+
+
+RUN_ON_LISTS = {
+    **{name: operator.run for name, operator in OPERATORS.items()},
+    "found_inf_norm": norm_on_lists,
+    "fingerprint": fingerprints_of_lists,
+    "copy_edits": lambda operators, narrow, wide, *_: operators.copy_differing(narrow, wide),
 }
 
 # Pairs of tensors.
@@ -874,7 +847,7 @@ LEFT: dict[str, Callable[[], tuple[Tensor, ...]]] = {
 
 
 class TestAddresses:
-    """Lists that operators get as addresses, which C++ has checked, do and are what lists of tensors do and are."""
+    """Operators get the addresses of tensors that C++ has checked, and do what they do with the tensors themselves."""
 
     @pytest.fixture
     def as_tensors(self, compiled_calls: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
@@ -886,39 +859,27 @@ class TestAddresses:
         return choose
 
     @on_each_device
-    @pytest.mark.parametrize("operator", WITH_LISTS)
+    @pytest.mark.parametrize("operator", RUN_ON_LISTS)
     @settings(draws, suppress_health_check=list(HealthCheck))
     @given(list_=drawn(("contiguous",), ("contiguous",)), seed=SEEDS, factor=FACTORS)
     @example(list_=ENDS, seed=1, factor=0.3)
     @example(list_=[Drawn((3, 50), HALF, "any bits", None, *[Lay("transposed")] * 2)] * 5, seed=1, factor=0.3)
-    def test_leave_the_same_bits_and_versions(self, compiled_calls, as_tensors, device, operator, list_, seed, factor):
+    def test_addresses_lead_to_the_same_bits_and_versions(
+        self, compiled_calls, as_tensors, device, operator, list_, seed, factor
+    ):
         left = []
         for choice in (True, False):
             as_tensors(choice)
             narrow, wide = lay_out(list_, seed, device)
             assert (compiled_calls.pieces(tensors(narrow), tensors(wide)) is None) == (len(list_) < 4)
             flag, inv_scale = scalar(0.0, device), scalar(factor, device)
-            WITH_LISTS[operator](tensors(narrow), tensors(wide), inv_scale, flag)
-            left.append([*tensors(narrow), *tensors(wide), flag])
+            results = RUN_ON_LISTS[operator](extension_kernels, tensors(narrow), tensors(wide), inv_scale, flag)
+            left.append([*tensors(narrow), *tensors(wide), flag, *(results or ())])
         assert_all_same(*left)
         assert [each._version for each in left[0]] == [each._version for each in left[1]]
 
-    @on_each_device
-    def test_leave_the_same_fingerprints_and_sums(self, as_tensors, device):
-        generator = torch.Generator().manual_seed(0)
-        halves = [torch.randn(count, generator=generator).half().to(device) for count in (1, 7, 33, CHUNK + 3, 2)]
-        found = []
-        for choice in (True, False):
-            as_tensors(choice)
-            numbers, flag = torch.zeros(len(halves), dtype=DOUBLE, device=device), scalar(0.0, device)
-            total = scalar(0.0, device, DOUBLE)
-            extension_kernels.fingerprint(halves, numbers)
-            extension_kernels.found_inf_norm(halves, scalar(0.5, device), flag, total)
-            found.append([numbers, total])
-        assert_all_same(*found)
-
     @pytest.mark.parametrize("pair", ACCEPTED.values(), ids=ACCEPTED)
-    def test_are_given_for_usual_tensors(self, compiled_calls, pair):
+    def test_addresses_are_those_of_ordinary_tensors(self, compiled_calls, pair):
         narrow, wide = [ones(5)] * 4 + [pair[0]], [ones(5)] * 4 + [pair[1]]
         assert compiled_calls.pieces(narrow, wide)[3:].tolist() == [
             [half.data_ptr(), full.data_ptr(), half.numel(), [torch.uint8, torch.float16].index(half.dtype) * 5]
@@ -928,7 +889,7 @@ class TestAddresses:
         assert len(compiled_calls.pieces(narrow, None)) == 3 + bool(pair[0].numel())
 
     @pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
-    def test_are_not_given_for_others_whose_results_and_errors_are_the_same(self, compiled_calls, as_tensors, make):
+    def test_other_tensors_have_no_addresses_and_the_same_results(self, compiled_calls, as_tensors, make):
         outcomes = []
         for choice in (True, False):
             as_tensors(choice)
@@ -948,43 +909,40 @@ class TestAddresses:
             outcomes.append(outcome)
         assert outcomes[0] == outcomes[1]
 
-    def test_are_not_given_for_lists_of_other_lengths_tuples_and_few_tensors(self, compiled_calls):
+    def test_unequal_or_short_lists_tuples_and_modes_get_no_addresses(self, compiled_calls):
         four = [ones(3) for _ in range(4)]
         assert compiled_calls.pieces(four, four) is not None
         for narrow, wide in ([four, [*four, ones(3)]], [tuple(four), four], [four, tuple(four)], [four[:3], four[:3]]):
             assert compiled_calls.pieces(narrow, wide) is None
-
-    def test_are_not_given_where_a_mode_has_to_see_the_tensors(self, compiled_calls):
-        four = [ones(3) for _ in range(4)]
         with NoMode():
-            assert compiled_calls.pieces(four, None) is None
+            assert compiled_calls.pieces(four, None) is None  # the mode has to see the tensors
         with torch.autocast("cpu"), torch.inference_mode():
             assert compiled_calls.pieces(four, None) is not None
 
     @pytest.mark.gpu
-    def test_are_not_given_for_tensors_of_two_devices(self, compiled_calls):
+    def test_tensors_of_two_devices_have_no_addresses(self, compiled_calls):
         four = [ones(3).cuda() for _ in range(4)]
         assert compiled_calls.pieces(four, four) is not None
         assert compiled_calls.pieces([*four, ones(3)], None) is None
         assert compiled_calls.pieces(four, [*four[:3], ones(3)]) is None
 
-    def test_of_a_lazy_copy_are_its_own(self, compiled_calls, as_tensors):
+    def test_addresses_of_a_lazy_copy_are_its_own(self, compiled_calls, as_tensors):
         as_tensors(False)
         origins = [ones(3) for _ in range(4)]
         extension_kernels.unscale_(list(map(torch._lazy_clone, origins)), scalar(0.5, "cpu"), scalar(0.0, "cpu"))
         assert_all_same(origins, [ones(3) for _ in range(4)])
 
-    def test_of_the_wrong_form_are_refused(self):
+    def test_addresses_of_the_wrong_shape_or_dtype_are_refused(self):
         for more in (ones(2, 4), ones(2, 3, dtype=torch.int64), ones(8, dtype=torch.int64)):
             with pytest.raises(RuntimeError, match="ampatch::unscale_"):
                 torch.ops.ampatch.unscale_([ones(2)], scalar(0.5, "cpu"), scalar(0.0, "cpu"), more)
 
     @pytest.mark.parametrize("operator", ["unscale_", "unscale_copy"])
-    def test_an_error_that_they_come_to_counts_no_write(self, as_tensors, operator):
+    def test_an_error_counts_no_write(self, as_tensors, operator):
         as_tensors(False)
         narrow, wide = ([ones(3) for _ in range(4)] for _ in range(2))
         with pytest.raises(RuntimeError, match=f"ampatch::{operator}: expected found_inf"):
-            WITH_LISTS[operator](narrow, wide, scalar(0.5, "cpu"), SUM)
+            RUN_ON_LISTS[operator](extension_kernels, narrow, wide, scalar(0.5, "cpu"), SUM)
         assert not any(each._version for each in (*narrow, *wide))
 
 
@@ -1012,7 +970,7 @@ torch.cuda.synchronize()
     assert (done.stdout, done.returncode) == ("refused\n", 0), done.stderr
 
 
-def test_what_has_several_elements_in_one_place_cannot_be_written() -> None:
+def test_an_expanded_tensor_cannot_be_unscaled() -> None:
     one = torch.ones(1)
     with pytest.raises(RuntimeError):
         extension_kernels.unscale_([one.expand(4)], scalar(0.5, "cpu"), scalar(0.0, "cpu"))
@@ -1036,7 +994,7 @@ def needs_memory(device: str, gib: int) -> None:
 class TestMoreElementsThanAnInt32Counts:
     COUNT = 2**31 + 5
 
-    def test_the_last_is_reached_and_an_infinity_there_is_found(self, device: str) -> None:
+    def test_the_last_element_is_unscaled_and_checked(self, device: str) -> None:
         needs_memory(device, 6)
         grad = torch.zeros(self.COUNT, dtype=torch.float16, device=device)
         grad[-3:] = torch.tensor([6.0, 8.0, 10.0])
@@ -1054,7 +1012,7 @@ class TestMoreElementsThanAnInt32Counts:
 
         assert found_inf == 1
 
-    def test_pairs_of_them(self, device: str) -> None:
+    def test_the_last_elements_of_pairs_are_unscaled_and_rounded(self, device: str) -> None:
         needs_memory(device, 15)
         grad = torch.zeros(self.COUNT, dtype=torch.bfloat16, device=device)
         master_grad = torch.empty(self.COUNT, device=device)
@@ -1074,15 +1032,15 @@ class TestMoreElementsThanAnInt32Counts:
         assert grad[-3:].tolist() == [0, 6, 7]
 
 
-# All of them, one after another
+# All operators, one after another
 
-# So many tensors does a launch on a GPU take at most, of few and of many, in csrc/cuda.cu.
+# The most tensors of a launch on a GPU, of few and of many, in csrc/cuda.cu.
 FEW, MOST = 64, 1024
 
 
 @dataclass
 class Work:
-    """The arguments of every operator: aligned tensors, others, and one that is not flat; each holds other values."""
+    """The arguments of every operator: tensors that are aligned or not, and one with gaps, all of different values."""
 
     device: torch.device
     count: int = 7
@@ -1127,7 +1085,7 @@ class Work:
 
 @on_each_device
 @pytest.mark.parametrize("count", [FEW, FEW + 1, MOST + 1, MOST + FEW + 1])
-def test_as_many_tensors_as_fill_a_launch_and_one_more(device: str, count: int) -> None:
+def test_lists_around_the_size_of_a_launch_agree_with_torch(device: str, count: int) -> None:
     ours, theirs = Work(torch.device(device), count), Work(torch.device(device), count)
     ours.run(extension_kernels)
     theirs.run(torch_kernels)
@@ -1160,7 +1118,7 @@ class TestOnAGpu:
         work.run(extension_kernels)
         work.assert_is(expected)
 
-    def test_a_stream_of_ones_own_is_kept_to(self, gpu: torch.device, expected: Work) -> None:
+    def test_operators_run_on_the_current_stream(self, gpu: torch.device, expected: Work) -> None:
         work = Work(gpu)
         late = [each.clone() for each in work.all()]
         for each in work.all():
@@ -1177,7 +1135,7 @@ class TestOnAGpu:
 
         work.assert_is(expected)
 
-    def test_the_current_device_need_not_be_that_of_the_tensors_and_stays(self, expected: Work) -> None:
+    def test_tensors_may_be_on_another_than_the_current_device(self, expected: Work) -> None:
         needs_two_gpus()
         work = Work(torch.device("cuda", 1))
         with torch.cuda.device(0):
@@ -1185,7 +1143,7 @@ class TestOnAGpu:
             assert torch.cuda.current_device() == 0
         work.assert_is(expected)
 
-    def test_a_graph_of_them_can_be_captured_and_replayed(self, gpu: torch.device, expected: Work) -> None:
+    def test_operators_can_be_captured_in_a_graph_and_replayed(self, gpu: torch.device, expected: Work) -> None:
         work = Work(gpu)
         before = [each.clone() for each in work.all()]
         graph = torch.cuda.CUDAGraph()
@@ -1230,7 +1188,7 @@ class TestOnAGpu:
 
         assert_all_same(rounds, [*expected] * 50)
 
-    def test_the_host_does_not_wait(self, gpu: torch.device, expected: Work) -> None:
+    def test_operators_do_not_synchronise(self, gpu: torch.device, expected: Work) -> None:
         work = Work(gpu)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
@@ -1240,22 +1198,15 @@ class TestOnAGpu:
             torch.cuda.set_sync_debug_mode("default")
         work.assert_is(expected)
 
-    @pytest.mark.parametrize("operator", ["unscale_", "unscale_copy", "unscale_add", "found_inf_norm", "copy_to_half"])
+    @pytest.mark.parametrize("operator", [*OPERATORS, "found_inf_norm"])
     def test_ten_thousand_small_tensors_take_few_launches(self, gpu: torch.device, operator: str) -> None:
         wide = list(torch.ones(10_000, 100, device=gpu).unbind())
         narrow = list(torch.ones(10_000, 100, device=gpu, dtype=torch.bfloat16).unbind())
         factor, flag = torch.full((), 0.5, device=gpu), torch.zeros((), device=gpu)
-        arguments: dict[str, tuple[object, ...]] = {
-            "unscale_": (narrow, factor, flag),
-            "unscale_copy": (narrow, wide, factor, flag, True),
-            "unscale_add": (narrow, wide, factor, flag, True),
-            "found_inf_norm": (narrow, factor, flag, torch.zeros((), device=gpu, dtype=torch.float64)),
-            "copy_to_half": (wide, narrow),
-        }
         torch.cuda.synchronize()
 
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            getattr(extension_kernels, operator)(*arguments[operator])
+            RUN_ON_LISTS[operator](extension_kernels, narrow, wide, factor, flag)
             torch.cuda.synchronize()
 
         # Kernels, copies and fills alike.
@@ -1263,7 +1214,7 @@ class TestOnAGpu:
         assert 1 <= len(ran) <= 20, ran
 
     @pytest.mark.slow
-    def test_compute_sanitizer_has_nothing_to_say(self) -> None:
+    def test_compute_sanitizer_finds_no_fault(self) -> None:
         places = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
         sanitizer = shutil.which("compute-sanitizer", path=places)
         if sanitizer is None:

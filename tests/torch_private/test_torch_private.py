@@ -1,6 +1,6 @@
-"""The private parts of torch: only `ampatch.torch_private` names them, and each still does what its comment says.
+"""The private parts of torch: only `ampatch.torch_private` names them, and each does what its comment says.
 
-The first to run under another torch: what fails here by name is what that torch has moved or changed.
+Run these tests first under another torch: the failures name what it has moved or changed.
 """
 
 from __future__ import annotations
@@ -176,18 +176,18 @@ def test_no_other_file_names_private_parts_of_torch(path: Path) -> None:
         "self._optimizer_state_dict_pre_hooks",
     ],
 )
-def test_a_private_name_would_be_seen(line: str) -> None:
+def test_a_private_name_of_torch_is_recognised(line: str) -> None:
     assert list(private_names(ast.parse(line))) != []
 
 
 @pytest.mark.parametrize(
     "line", ["tensor._version", "module._buffers", "sys._getframe(1)", "self._session", "a.__all__"]
 )
-def test_other_names_with_an_underscore_are_no_fault(line: str) -> None:
+def test_other_names_with_an_underscore_are_allowed(line: str) -> None:
     assert list(private_names(ast.parse(line))) == []
 
 
-def test_each_exception_is_needed() -> None:
+def test_every_allowed_name_is_used() -> None:
     text = "\n".join(path.read_text(encoding="utf-8") for path in files())
     assert [name for name in sorted(ALLOWED) if not re.search(rf"\b{name}\b", text)] == []
 
@@ -249,14 +249,10 @@ def oldest() -> str:
 
 
 @ALL
-def test_each_says_what_it_gives_and_when_it_can_go(entry: Entry) -> None:
+def test_every_name_has_a_comment_with_versions_and_a_link_to_torch(entry: Entry) -> None:
     assert len(entry.text.partition("Upstream:")[0].split()) >= 4
     assert entry.field("Seen in") == f"torch {oldest()} to {pinned()}"
     assert len(entry.field("Until").split()) >= 2
-
-
-@ALL
-def test_each_has_a_link_to_a_file_of_the_pinned_torch(entry: Entry) -> None:
     root = f"https://github.com/pytorch/pytorch/blob/v{pinned()}.0/"
     link = entry.field("Upstream")
     assert link.startswith(root)
@@ -283,16 +279,15 @@ def shows(module: str, *names: str) -> Callable[[Callable[[], None]], Callable[[
 
 
 @ALL
-def test_each_does_what_it_says(entry: Entry) -> None:
-    assert entry.path in CASES, "no function here is registered with @shows for this name"
+def test_every_name_does_what_it_says(entry: Entry) -> None:
     CASES[entry.path]()
 
 
-def test_no_case_is_of_a_name_that_is_gone() -> None:
+def test_every_name_has_a_case_that_is_registered_with_shows() -> None:
     assert set(CASES) == set(ENTRIES)
 
 
-def test_functions_of_torch_stand_there_themselves() -> None:
+def test_functions_of_torch_have_no_wrappers() -> None:
     """A wrapper in Python would cost a frame in each call."""
     written = {entry.path for entry in ENTRIES.values() if is_function(entry)}
     assert written == {
@@ -428,6 +423,11 @@ class NotingFunctions(torch.overrides.TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
+def noting(seen: list[Any], note: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that notes something of its arguments, and calls the original."""
+    return lambda *args, **kwargs: seen.append(note(*args)) or original(*args, **kwargs)
+
+
 @shows("modes", "TorchDispatchMode", "len_dispatch_stack", "dispatch_modes", "without_dispatch_modes")
 def dispatch_modes() -> None:
     assert modes.len_dispatch_stack() == 0
@@ -442,13 +442,15 @@ def dispatch_modes() -> None:
     assert outer.seen == inner.seen == [torch.ops.aten.add.Tensor]
 
 
-@shows("modes", "push_dispatch_mode", "pop_dispatch_mode")
-def pushed_dispatch_modes() -> None:
-    mode = Noting()
-    modes.push_dispatch_mode(mode)
-    assert modes.dispatch_modes() == [mode]
-    assert modes.pop_dispatch_mode() is mode
-    assert modes.len_dispatch_stack() == 0
+@shows("modes", "push_dispatch_mode", "pop_dispatch_mode", "push_function_mode", "pop_function_mode")
+def pushed_modes() -> None:
+    dispatch = modes.push_dispatch_mode, modes.dispatch_modes, modes.pop_dispatch_mode
+    function = modes.push_function_mode, modes.function_modes, modes.pop_function_mode
+    for mode, (push, stack, pop) in ((Noting(), dispatch), (NotingFunctions(), function)):
+        push(mode)
+        assert stack() == [mode]
+        assert pop() is mode
+        assert stack() == []
 
 
 @shows("modes", "len_function_stack", "is_function_mode_enabled", "function_modes")
@@ -462,15 +464,6 @@ def function_modes() -> None:
             torch.mul(tensor, 2)
         torch.add(tensor, 1)
     assert outer.seen == inner.seen == [torch.add]
-
-
-@shows("modes", "push_function_mode", "pop_function_mode")
-def pushed_function_modes() -> None:
-    mode = NotingFunctions()
-    modes.push_function_mode(mode)
-    assert modes.function_modes() == [mode]
-    assert modes.pop_function_mode() is mode
-    assert modes.len_function_stack() == 0
 
 
 @shows("modes", "is_traceable_wrapper_subclass")
@@ -1001,7 +994,7 @@ def schedulers() -> None:
 
 @shows("optimizers", "UNSCALE_GRADS", "MAYBE_OPT_STEP", "SCALE")
 def grad_scaler() -> None:
-    seen: list[str] = []
+    seen: list[Any] = []
     weight = nn.Parameter(ones(1))
     optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu", init_scale=4.0)
     assert getattr(scaler, optimizers.SCALE) is None
@@ -1009,25 +1002,11 @@ def grad_scaler() -> None:
     assert getattr(scaler, optimizers.SCALE).item() == 4
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (optimizers.UNSCALE_GRADS, optimizers.MAYBE_OPT_STEP):
-            patch.setattr(owner, name, noting(seen, name, getattr(owner, name), optimizer))
+            patch.setattr(
+                owner, name, noting(seen, lambda _, given, *__, name=name: (name, given), getattr(owner, name))
+            )
         scaler.step(optimizer)
-    assert seen == [optimizers.UNSCALE_GRADS[1], optimizers.MAYBE_OPT_STEP[1]]
-
-
-def noting_argument(seen: list[Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that notes its first argument, and calls the original."""
-    return lambda *args, **kwargs: seen.append(args[0]) or original(*args, **kwargs)
-
-
-def noting(seen: list[str], name: str, original: Callable[..., Any], first: Any) -> Callable[..., Any]:
-    """Returns a function that notes a name, checks the argument after ``self``, and calls the original."""
-
-    def noted(self: Any, given: Any, *args: Any, **kwargs: Any) -> Any:
-        assert given is first
-        seen.append(name)
-        return original(self, given, *args, **kwargs)
-
-    return noted
+    assert seen == [(optimizers.UNSCALE_GRADS[1], optimizer), (optimizers.MAYBE_OPT_STEP[1], optimizer)]
 
 
 @shows("optimizers", "GROUP_TENSORS", "GET_TOTAL_NORM")
@@ -1037,7 +1016,7 @@ def clipping() -> None:
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (optimizers.GROUP_TENSORS, optimizers.GET_TOTAL_NORM):
-            patch.setattr(owner, name, noting_argument(seen, getattr(owner, name)))
+            patch.setattr(owner, name, noting(seen, lambda first, *_: first, getattr(owner, name)))
         nn.utils.clip_grad_norm_([weight], 1.0)
     norm, lists, *_ = seen
     assert list(norm) == [weight.grad]
@@ -1195,19 +1174,14 @@ def torchscript() -> None:
             return F.max_pool1d(torch.relu(x), 1)
 
     seen: list[str] = []
+    functions = (compilers.FIND_BUILTIN, compilers.TRY_GET_DISPATCHED_FN, compilers.CREATE_SCRIPT_MODULE)
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in (compilers.FIND_BUILTIN, compilers.TRY_GET_DISPATCHED_FN, compilers.CREATE_SCRIPT_MODULE):
-            patch.setattr(owner, name, noting_name(seen, name, getattr(owner, name)))
+        for owner, name in functions:
+            patch.setattr(owner, name, noting(seen, lambda *_, name=name: name, getattr(owner, name)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # TorchScript is deprecated
             torch.jit.script(Scripted())
-    names = (compilers.FIND_BUILTIN[1], compilers.TRY_GET_DISPATCHED_FN[1], compilers.CREATE_SCRIPT_MODULE[1])
-    assert set(seen) == set(names)
-
-
-def noting_name(seen: list[str], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that notes a name, and calls the original."""
-    return lambda *args, **kwargs: seen.append(name) or original(*args, **kwargs)
+    assert set(seen) == {name for _, name in functions}
 
 
 # Of `traces`; a global, as what `comptime` calls must have no variables of functions around it.
