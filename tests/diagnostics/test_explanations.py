@@ -656,8 +656,12 @@ class TestCommand:
         (own, *_) = json.loads(ampatch(*asked, "--json").out)["spellings"][0]["rulings"]
         assert (own["treatment"], own["half_dtypes"], own["reason"]) == ("whitelist", ["float16"], "small here")
 
-    def test_modules_can_be_imported_first(self, package: Callable[..., None]) -> None:
+    def test_modules_can_be_imported_first(
+        self, package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         package("explained", functions="import torch\nproduct = torch.mm\n")
+        monkeypatch.chdir(tmp_path)
+        sys.path.remove(str(tmp_path))  # the command itself searches the current folder
         status, out, _ = ampatch("explain", "explained.functions.product", "--import", "explained.functions")
         assert status == 0
         assert "* explained.functions.product  whitelist" in out

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -671,6 +672,7 @@ class TestCommand:
     def _users_folder(self, package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         package("preflight_package", module=USERS_MODULE)
         monkeypatch.chdir(tmp_path)
+        sys.path.remove(str(tmp_path))  # the command itself searches the current folder
 
     def test_the_report_is_printed(self) -> None:
         status, out, _ = ampatch("preflight", "preflight_package.module:make", "--level", "O4", "--no-measure")
@@ -744,6 +746,7 @@ class TestCommand:
             assert f", at {place}:{number}: {USERS_MODULE.splitlines()[number - 1].strip()}. " in error
         # The code that it says to type raises the same.
         (code,) = shlex.split(error.partition("type: python -c ")[2])
+        sys.path.insert(0, "")
         with pytest.raises((Exception, SystemExit)) as caught:
             exec(code, {})
         assert f"{type(caught.value).__name__}: {caught.value}" in error

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import random
+import sys
 import threading
 import time
 import types
@@ -882,6 +883,7 @@ class TestCommand:
     def _users_folder(self, package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         package("tune_package", module=USERS_MODULE)
         monkeypatch.chdir(tmp_path)
+        sys.path.remove(str(tmp_path))  # the command itself searches the current folder
 
     def test_it_writes_a_list_that_loads(self) -> None:
         command = ["tune", "tune_package.module:options", "--out", "found.yaml"]
