@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from helpers import together
 from optimizers import backward
-from sample_reports import NUMBERS, small, step
+from sample_reports import NUMBERS, full, small, step
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -30,35 +30,13 @@ LONG = "encoder.layer.3.attention.self.query.weight"
 
 
 def full_report() -> dict[str, Any]:
-    """A report with something in each section."""
-    whole = small()
-    product = {"function": "torch.nn.functional.linear", "module": "head", "dtype": "float16", "calls": 3}
-    place = {"file": "m.py", "line": 3, "source": "x = self.fc(x)" * 9}
-    scales = [{"scale": 2.0**each, "zero": 0.1, "subnormal": 0.05, "overflow": 0.0} for each in range(8, 17)]
-    parameter = {"name": LONG, "elements": 1_234_567, "zeros": 9, "zero": 0.1, "exponents": []}
-    parameter |= {"rounded_to_zero": 0.25, "subnormal": 0.2}
-    return {
-        **whole,
-        "settings": SETTINGS,
-        "functions": [{**whole["functions"][0], "name": f"torch.nn.functional.f{each}"} for each in range(12)],
-        "lines": [{**whole["lines"][0], **place, "functions": {"torch.nn.functional.linear": 4}}],
-        "misaligned": [{**product, **place, "size": [512, 768, 30522], "pads": [512, 768, 30528]}],
-        "steps": [step(1, overflow=True, skipped=True, gradient_norm=None), *(step(each) for each in range(2, 9))],
-        "underflow": {
-            "half": "float16",
-            "scale": 1024.0,
-            "best_scale": 4096.0,
-            "seen": 8,
-            "lost": 0.15,
-            "scales": scales,
-            "exponents": [],
-            "zeros": 9,
-            "elements": 100,
-            "parameters": [parameter],
-        },
-        "advice": [{"kind": "x", "text": "Type amp.initialize(..., init_scale=1024.0). " * 4, "file": None}],
-        "notes": ["threads were not watched " * 9],
-    }
+    """A report with something in each section, long names and long sentences."""
+    whole = full()
+    whole["functions"] += whole["functions"]
+    whole["underflow"]["parameters"] = [{**whole["underflow"]["parameters"][0], "name": LONG, "elements": 1_234_567}]
+    whole["lines"][0]["source"] = "x = self.fc(x)" * 9
+    whole["notes"] = ["threads were not watched " * 9]
+    return whole
 
 
 @pytest.fixture(autouse=True)
@@ -296,18 +274,18 @@ class TestText:
         lines = text(full_report()).splitlines()
         assert max(map(len, lines)) <= width
         printed = "\n".join(lines)
-        for title in ("What to do", "Casts by function (10 of 12", "Casts by line", "Matrix products"):
+        for title in ("What to do", "Casts by function (10 of 14", "Casts by line", "Matrix products"):
             assert f"\n{title}" in printed
         assert "\nMemory by module" in printed
         # Numbers are whole, at every width.
-        assert "8 casts wrote 4.00 KiB in at most 100 ms; the cache saved 2 casts" in " ".join(printed.split())
-        assert "512, 768, 30528" in printed
+        assert "23,541 casts wrote 4.21 GiB in at most 4.98 s; the cache saved 1,200 casts" in " ".join(printed.split())
+        assert "4096, 768, 50264" in printed
         assert "1,234,567" in printed
 
     def test_columns_that_a_narrow_terminal_lacks_are_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "60")
         narrow = text(full_report())
-        assert "Casts by function (10 of 12; in a wider terminal also:" in narrow
+        assert "Casts by function (10 of 14; in a wider terminal also:" in narrow
         assert "whitelist" not in narrow
         monkeypatch.setenv("COLUMNS", "200")
         wide = text(full_report())
