@@ -829,38 +829,16 @@ def test_progress_is_a_line_for_each_run_with_the_time_left(capsys: pytest.Captu
 # The command
 
 USERS_MODULE = """
-import torch
-from torch import nn
-from ampatch import amp
+from test_tune import WHITELISTED, Probe, metric_of as evaluate, only_spread
 
-def spread(x):
-    return (x * x).mean() - x.mean() ** 2
-
-class Net(nn.Linear):
-    def forward(self, x, function=None):
-        return super().forward(x) if function is None else function(x)
-
-def train(amp_options):
-    model = Net(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **amp_options)
-    with amp.scale_loss(model(torch.randn(2, 4)).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    x = 30 + torch.rand(64, generator=torch.Generator().manual_seed(1))
-    model.off = abs(float(model(x, spread)) - float(x.double().var(correction=0)))
-    return model
-
-def evaluate(model):
-    return model.off
+train = Probe(only_spread).train
 
 def training():
     return train, evaluate
 
 def options():
-    lists = {"whitelist": {"tune_package.module": ["spread"]}}
-    return dict(train=train, evaluate=evaluate, cast_lists=lists, tolerance=0.01, higher_is_better=False, seeds=1,
-                half_dtype="bfloat16")
+    return dict(train=train, evaluate=evaluate, cast_lists=WHITELISTED, tolerance=0.01, higher_is_better=False,
+                seeds=1, half_dtype="bfloat16")
 
 def raising():
     def bad(model):
@@ -890,12 +868,12 @@ class TestCommand:
         status, out, _ = ampatch(*command)
         assert status == 0
         assert "Written to found.yaml." in out
-        assert yaml.safe_load(Path("found.yaml").read_text()) == {"blacklist": {"tune_package.module": ["spread"]}}
+        assert yaml.safe_load(Path("found.yaml").read_text()) == {"blacklist": {__name__: ["spread"]}}
         assert json.loads(Path("found.tune.json").read_text())["format"] == "ampatch tune journal"
         # Again, from the journal, over the file that it wrote itself.
         status, out, _ = ampatch(*command, "--json")
         data = json.loads(out)
-        assert (status, data["runs"], data["float32"]) == (0, 0, ["tune_package.module.spread"])
+        assert (status, data["runs"], data["float32"]) == (0, 0, [f"{__name__}.spread"])
 
     def test_arguments_come_from_the_command_line_too(self) -> None:
         options = ["--tolerance", "5%", "--lower-is-better", "--seeds", "0,2", "--half-dtype", "bfloat16", "--json"]
@@ -913,7 +891,7 @@ class TestCommand:
 
     def test_control_c_says_how_to_resume(self) -> None:
         stop = "calls = []\ndef evaluate(model):\n    calls.append(1)\n    if len(calls) == 3:\n"
-        stop += "        raise KeyboardInterrupt\n    return model.off\n"
+        stop += "        raise KeyboardInterrupt\n    return model.metric\n"
         Path("tune_package", "module.py").write_text(USERS_MODULE + stop)
         status, _, err = ampatch("tune", "tune_package.module:options")
         assert status == 130
