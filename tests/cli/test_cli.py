@@ -1,4 +1,4 @@
-"""The command `ampatch`: what it prints and where, its exit statuses, and how it ends when it is cut short."""
+"""The command `ampatch`: its output, its exit statuses, and how it ends when it is interrupted."""
 
 from __future__ import annotations
 

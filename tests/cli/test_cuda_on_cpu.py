@@ -1,4 +1,4 @@
-"""The CPU standing in for a GPU: what scripts written for CUDA do runs, and torch is what it was afterwards."""
+"""The CPU in place of a GPU: scripts for CUDA run, and torch is restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of the doctor's report: every fact in it, and that the process is after it what it was before."""
+"""The doctor's report: each of its facts, and that it changes nothing."""
 
 from __future__ import annotations
 

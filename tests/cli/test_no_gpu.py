@@ -1,4 +1,4 @@
-"""Which errors, on a machine without a GPU, say that a script may be tried on the CPU."""
+"""The hint at `ampatch run --cpu` in errors on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_adding_the_hint_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     assert notes_of(RuntimeError("CUDA")) == []
 
 
-class TestTorchItself:
+class TestLazyInit:
     def test_lazy_init_adds_the_hint_to_its_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "_lazy_init", Mock(side_effect=RuntimeError("No CUDA GPUs are available")))

@@ -1,4 +1,4 @@
-"""`ampatch run`: what a script sees is what plain Python would show it, and `apex` besides."""
+"""`ampatch run`: scripts run as under plain Python, and can import `apex`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_script(
     return ampatch_run([*options, "train.py", *arguments], folder, **settings)
 
 
-class TestAsUnderPlainPython:
+class TestSameAsPlainPython:
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -195,7 +195,7 @@ else:
 """
 
 
-class TestApexIsThere:
+class TestApex:
     def test_a_script_imports_apex_before_torch(self, tmp_path: Path) -> None:
         program = (
             "import ampatch, sys\n"
@@ -404,7 +404,7 @@ class TestOptionCpu:
         assert run_script(program, tmp_path).stdout == "torch.cuda\n"
 
 
-class TestTheCommandItself:
+class TestCommandLine:
     def test_help_shows_the_usage(self, tmp_path: Path) -> None:
         found = ampatch_run(["--help"], tmp_path)
         assert found.returncode == 0
@@ -455,7 +455,7 @@ class TestTheCommandItself:
         assert found.returncode == 0, found.stderr
 
 
-class TestTheEnvironment:
+class TestEnvironment:
     def test_the_startup_folder_comes_first_and_once(self) -> None:
         first = _environment({"PYTHONPATH": "a::b", "HOME": "h"}, {})
         assert first == {"PYTHONPATH": f"{_STARTUP}:a::b", "HOME": "h"}

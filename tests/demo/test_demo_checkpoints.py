@@ -1,4 +1,4 @@
-"""The file that Ctrl-C leaves: there whole or not at all, and one clear error where it cannot be resumed from."""
+"""The checkpoint that Ctrl-C leaves: complete or absent, and one clear error if it cannot be resumed."""
 
 from __future__ import annotations
 

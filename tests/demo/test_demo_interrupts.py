@@ -1,4 +1,4 @@
-"""Ctrl-C is noted, and raises nothing, while it is held back."""
+"""`interrupts.held_back` notes Ctrl-C instead of raising KeyboardInterrupt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peak memory in the demo's table: measured against sizes that are known."""
+"""The peak memory in the demo's table, measured against known sizes."""
 
 from __future__ import annotations
 

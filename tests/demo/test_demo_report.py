@@ -1,4 +1,4 @@
-"""`ampatch demo --report`: the page of one run, and what it says of an interrupted one."""
+"""`ampatch demo --report`: the page of one run, and of a resumed one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C saves, and `--resume` comes to the results that there would have been without it, bit for bit."""
+"""Ctrl-C saves the demo, and `--resume` gives the results of an uninterrupted demo, bit for bit."""
 
 from __future__ import annotations
 

@@ -346,7 +346,7 @@ class TestResult:
         assert "Calls above the noise" in text
 
 
-class TestNewcomers:
+class TestHints:
     def test_a_loss_function_of_two_arguments_is_told_how_it_is_called(self) -> None:
         with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
             compared(nn.Linear(4, 4), torch.randn(2, 4), "O0", "O1", lambda output, target: output)  # type: ignore[misc]
@@ -360,7 +360,7 @@ class TestNewcomers:
             amp.compare(read(watched), read(watched))
 
 
-class TestNothingChanges:
+class TestSideEffects:
     @pytest.mark.parametrize("raises", [False, True])
     def test_model_inputs_random_numbers_and_torch_stay(self, raises: bool) -> None:
         model, x = Disturbable(), torch.randn(8, 4)
@@ -391,27 +391,22 @@ class TestBadInput:
             compared(model)
 
     @pytest.mark.parametrize(
-        ("model", "inputs", "options", "told"),
+        ("model", "options", "told"),
         [
-            (nn.Linear(8, 8, device="meta"), None, {}, "is on 'meta'; expected the CPU or a GPU"),
-            (nn.Linear(8, 8).half(), None, {}, "the model's 'weight' is float16; expected float32"),
-            (3, None, {}, "found int as a model"),
-            (nn.Linear(8, 8), 3, {}, "inputs is 'int'"),
-            (nn.Linear(8, 8), None, {"loss_fn": None}, "loss_fn is 'NoneType'; expected a function"),
-            (nn.Linear(8, 8), None, {"loss_fn": lambda output: output}, "tensor of shape (4, 8)"),
-            (nn.Linear(8, 8), None, {"loss_fn": lambda _: 3.0}, "loss_fn returned 'float'; expected a scalar tensor"),
-            (nn.Linear(8, 8), None, {"b": "O7"}, "in b: opt_level is 'O7'"),
-            (nn.Linear(8, 8), None, {"a": 3}, "a is 3; expected an opt level ('O1'), or a mapping"),
-            (nn.Linear(8, 8), None, {"b": {"opt_levl": "O1"}}, "b has the key 'opt_levl'"),
-            (nn.Linear(8, 8), None, {"b": {"half_dtype": "float64"}}, "in b: half_dtype is 'float64'"),
-            (nn.Linear(8, 8), None, {"b": {"opt_level": "O4", "half_dtype": "float16"}}, "in b: half_dtype="),
-            (nn.Linear(8, 8), None, {"b": {"opt_level": "O2", "cast_lists": {}}}, "b has cast_lists, and O2 does not"),
+            (3, {}, "found int as a model"),
+            (nn.Linear(8, 8), {"loss_fn": None}, "loss_fn is 'NoneType'; expected a function"),
+            (nn.Linear(8, 8), {"b": "O7"}, "in b: opt_level is 'O7'"),
+            (nn.Linear(8, 8), {"a": 3}, "a is 3; expected an opt level ('O1'), or a mapping"),
+            (nn.Linear(8, 8), {"b": {"opt_levl": "O1"}}, "b has the key 'opt_levl'"),
+            (nn.Linear(8, 8), {"b": {"half_dtype": "float64"}}, "in b: half_dtype is 'float64'"),
+            (nn.Linear(8, 8), {"b": {"opt_level": "O4", "half_dtype": "float16"}}, "in b: half_dtype="),
+            (nn.Linear(8, 8), {"b": {"opt_level": "O2", "cast_lists": {}}}, "b has cast_lists, and O2 does not"),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
-    def test_bad_input_is_told(self, model: Any, inputs: Any, options: dict[str, Any], told: str) -> None:
+    def test_bad_input_is_told(self, model: Any, options: dict[str, Any], told: str) -> None:
         with pytest.raises(OptionError) as caught:
-            compared(model, inputs, **options)
+            compared(model, **options)
         assert told in str(caught.value)
 
     def test_faults_of_a_list_are_raised(self, tmp_path: Path) -> None:
@@ -516,7 +511,7 @@ class TestReports:
         assert err.startswith("ampatch: error: 'none.json' cannot be read")
 
 
-class TestCastsInsideRules:
+class TestDtypeArguments:
     """A function on the blacklist may get dtype=float32 for a cast, so that its operators have other arguments."""
 
     @pytest.mark.parametrize("name", ["sum", "cumsum"])

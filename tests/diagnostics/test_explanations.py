@@ -1,4 +1,4 @@
-"""Of `amp.explain`: what it says of functions, lists, places and calls."""
+"""`amp.explain`: what it tells of functions, lists, places, calls and modules."""
 
 from __future__ import annotations
 
@@ -508,7 +508,7 @@ class TestCalls:
         assert torch.equal(written, torch.ones(2, 2))
 
 
-class TestCalled:
+class TestInnerCalls:
     def test_listed_functions_inside_torchs_functions_are_told(self) -> None:
         inside = {each.path for each in amp.explain(F.multi_head_attention_forward).calls}
         assert {"torch.nn.functional.linear", "torch.nn.functional.softmax", "torch.bmm"} <= inside

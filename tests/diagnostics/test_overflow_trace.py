@@ -1,4 +1,4 @@
-"""``on_overflow="trace"``: which function it names for faults planted in every kind of place, and its remedies."""
+"""``on_overflow="trace"``: the functions that traces name for planted overflows, and the remedies."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ class TestForward:
         assert "square" in trace.source
 
 
-class TestIntendedInf:
+class TestMasks:
     def test_a_mask_is_not_blamed(self):
         mask = torch.tensor([False, True, True])
         assert "matmul" in trace_of(nn.Sequential(nn.Linear(8, 8), Attention(1000.0, mask))).function
@@ -285,7 +285,7 @@ class TestInputs:
         assert "the forward pass without gradients" in trace.remedies[0]
 
 
-class TestOtherLoops:
+class TestLoops:
     @pytest.mark.parametrize("teacher_is_first", [True, False])
     @pytest.mark.parametrize("mode", ["eval", "train"])
     @pytest.mark.parametrize("gradients", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])

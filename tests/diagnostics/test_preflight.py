@@ -511,7 +511,7 @@ class TestFailures:
         assert "O1 bfloat16 stands instead." in str(result)
 
 
-class TestNothingChanges:
+class TestSideEffects:
     @pytest.mark.parametrize("raises", [False, True])
     def test_model_inputs_random_numbers_and_torch_stay(self, raises: bool) -> None:
         model, x = Disturbable(), torch.randn(8, 4)

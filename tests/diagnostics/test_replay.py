@@ -1,4 +1,4 @@
-"""``overflow.save`` and ``amp.replay``: a skipped step again, in another process and at other opt levels."""
+"""``overflow.save`` and ``amp.replay``: a skipped step runs again, in another process and at other opt levels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`amp.report`: what it holds of a block, its text, and its advice, each of which is followed on a real model."""
+"""`amp.report`: its contents, its text, and its advice, which each test follows on a real model."""
 
 from __future__ import annotations
 
@@ -349,7 +349,7 @@ def times(factor: float) -> Any:
     return lambda output: mean_square(output) * factor
 
 
-class TestAdviceThatIsFollowed:
+class TestAdvice:
     @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
     def test_a_better_scale_loses_less(self, static: bool) -> None:
         name = "loss_scale" if static else "init_scale"

@@ -1,4 +1,4 @@
-"""What a report records of calls, casts, lines and modules; and that recording changes nothing."""
+"""The calls, casts, lines and modules of a report; and that recording changes nothing."""
 
 from __future__ import annotations
 

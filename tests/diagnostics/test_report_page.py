@@ -293,7 +293,7 @@ class TestText:
         assert parsed.of("html")[0]["lang"] == "en"
 
 
-class TestParts:
+class TestSections:
     def test_an_empty_report_says_what_was_not_seen(self) -> None:
         words = Parsed(page(sample_reports.empty())).words
         for sentence in ("amp was not set up", "No step", "No module was seen", "No gradient was seen", "no device"):
@@ -589,7 +589,7 @@ def file(tmp_path_factory: pytest.TempPathFactory, comparison: Any) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here; on Debian its package is chromium")
-class TestInABrowser:
+class TestBrowser:
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     @pytest.mark.parametrize("width", [1280, 360])
     def test_the_page_fits_and_has_enough_contrast(self, browser: Browser, file: Path, width: int, scheme: str) -> None:

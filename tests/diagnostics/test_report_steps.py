@@ -1,4 +1,4 @@
-"""The steps of a report: scale, overflow, skip and norm of each, and what a half type loses of the gradients."""
+"""The steps of a report: scale, overflow, skip and norm, and the gradients that a half type loses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A skipped step runs again for its trace: it finds what a watch of the first run finds, and leaves nothing behind."""
+"""Second runs of skipped steps: they find what a watch of the first run finds, and change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators that a `Watch` sees, what it knows of them, and that it changes nothing."""
+"""`Watch`: the operators that it records, their values and gradients, and that it changes nothing."""
 
 from __future__ import annotations
 
