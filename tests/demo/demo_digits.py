@@ -1,6 +1,6 @@
 """Few digits, on which the demo trains fast: a plugin for pytest, loaded by the tests that use them.
 
-Other processes of a test import it, too.
+Tests and their processes import it, too: PYTEST_DONT_REWRITE keeps pytest from warning of that.
 """
 
 from __future__ import annotations

@@ -49,11 +49,15 @@ def make_other():
 """
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The class of a model in a module in the current folder."""
     (tmp_path / "nets.py").write_text(MODULE, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nets", raising=False)
     return importlib.import_module("nets").Net
