@@ -341,11 +341,16 @@ def test_noise_beyond_the_tolerance_is_told_with_the_seeds_needed(tmp_path: Path
     tuning = noisy(1.0).tuned(0.9, seeds=3)
     assert (tuning.verdict, tuning.float32, tuning.runs) == ("cannot tell", (), 6)
     assert "cannot tell whether the metric stays within the tolerance" in str(tuning)
-    assert "standard deviation" in " ".join(noisy(1.0).tuned(0.01, seeds=3).notes)
     needed = math.floor(3 * (tuning.first.noise / (0.9 - tuning.first.worse)) ** 2 + 1)
     assert f"about seeds={needed}," in str(tuning)
     with pytest.raises(UsageError, match="cannot tell"):
         tuning.save(tmp_path / "casts.yaml")
+
+
+def test_noise_far_beyond_the_tolerance_is_told_without_a_number_of_seeds() -> None:
+    tuning = noisy(1.0).tuned(0.01, seeds=3)
+    assert "standard deviation" in " ".join(tuning.notes)
+    assert "Give more seeds, a larger tolerance, or a metric with less noise." in tuning.conclusion()
 
 
 def test_a_trial_that_fails_beyond_the_noise_stops_after_one_seed() -> None:
