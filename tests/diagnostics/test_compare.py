@@ -215,7 +215,7 @@ class TestCulprits:
         assert "O1 float16 with cast_lists has inf or NaN in loss or gradients, and O1 float16 has none." in told
         assert "It begins in the forward of exp, module 3, at " in told
 
-    def test_a_softmax_that_a_list_forces_to_half_is_named_and_not_the_logarithm_of_its_zeros(self) -> None:
+    def test_a_softmax_forced_to_half_is_named_and_not_the_logarithm_of_its_zeros(self) -> None:
         model = nn.Sequential(nn.Linear(8, 64), Probabilities())
         lists = {"whitelist": {"*": ["softmax"]}}
         result = compared(model, a=HALF, b={**HALF, "cast_lists": lists}, loss_fn=logarithm_of_chosen)
