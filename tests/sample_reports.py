@@ -149,6 +149,7 @@ def full(blocks: int = 2, steps: int = 120, seed: int = 0) -> dict[str, Any]:
         }
         for index, row in enumerate(functions)
     ]
+    product = {"function": "torch.nn.functional.linear", "file": "/home/ada/project/train.py", "line": 86}
     found = empty(
         about={
             "ampatch": "0.1.0",
@@ -177,9 +178,7 @@ def full(blocks: int = 2, steps: int = 120, seed: int = 0) -> dict[str, Any]:
         lines=lines,
         misaligned=[
             {
-                "function": "torch.nn.functional.linear",
-                "file": "/home/ada/project/train.py",
-                "line": 86,
+                **product,
                 "source": SOURCES[1],
                 "module": "head",
                 "dtype": "float16",
@@ -192,107 +191,76 @@ def full(blocks: int = 2, steps: int = 120, seed: int = 0) -> dict[str, Any]:
         steps=list(_steps(steps, draw)),
         underflow=_underflow(blocks, draw),
         advice=[
-            {
-                "kind": "underflow",
-                "text": "8.7 % of the gradients' elements underflow in float16. Start at a "
-                "greater scale: amp.initialize(..., init_scale=1048576).",
-                "file": None,
-                "line": None,
-                "function": None,
-            },
-            {
-                "kind": "misaligned",
-                "text": "Pad the output of this product from 50257 to 50264, a multiple of 8, so that tensor cores can "
+            _advice(
+                "underflow",
+                "8.7 % of the gradients' elements underflow in float16. Start at a greater scale: "
+                "amp.initialize(..., init_scale=1048576).",
+            ),
+            _advice(
+                "misaligned",
+                "Pad the output of this product from 50257 to 50264, a multiple of 8, so that tensor cores can "
                 "compute it.",
-                "file": "/home/ada/project/train.py",
-                "line": 86,
-                "function": "torch.nn.functional.linear",
-            },
-            {
-                "kind": "undone",
-                "text": "Half results are cast to float32 here and back to half at once: put softmax next to "
+                **product,
+            ),
+            _advice(
+                "undone",
+                "Half results are cast to float32 here and back to half at once: put softmax next to "
                 "cross_entropy, or take it from the blacklist.",
-                "file": lines[1]["file"],
-                "line": lines[1]["line"],
-                "function": "torch.nn.functional.softmax",
-            },
+                file=lines[1]["file"],
+                line=lines[1]["line"],
+                function="torch.nn.functional.softmax",
+            ),
         ],
     )
     found["notes"] = ["Calls of rank 1 to 3 are not in this report.", "2 steps of a captured CUDA graph were not seen."]
     return found
 
 
+def _advice(kind: str, text: str, **place: Any) -> dict[str, Any]:
+    return {"kind": kind, "text": text, "file": None, "line": None, "function": None, **place}
+
+
 def _modules(blocks: int, draw: random.Random) -> Any:
-    def module(name: str, kind: str, parent: str | None, **changes: Any) -> dict[str, Any]:
-        usual = {"in": {"float32": 240}, "out": {"float32": 240}, "operators": {}, "activation_bytes": {}}
+    size = 25_165_824
+    ids, half = {"int64": 240}, {"float16": 240}
+
+    def module(name: str, kind: str, parent: str | None, *, takes: Any = None, **changes: Any) -> dict[str, Any]:
+        usual = {"in": takes or {"float32": 240}, "out": {"float32": 240}, "operators": {}, "activation_bytes": {}}
         usual |= {"weight_bytes": {}, "saved_bytes": 0}
         return {"name": name, "class": kind, "parent": parent, **usual, **changes}
 
+    def in_half(name: str, kind: str, parent: str, size: int, calls: int = 240, **changes: Any) -> dict[str, Any]:
+        numbers = {"operators": {"float16": calls}, "activation_bytes": {"float16": size}, "saved_bytes": size}
+        return module(name, kind, parent, out=half, **numbers | changes)
+
     def linear(name: str, parent: str, size: int) -> dict[str, Any]:
         size += draw.randrange(0, size // 3)
-        return module(
-            name,
-            "Linear",
-            parent,
-            out={"float16": 240},
-            operators={"float16": 480},
-            activation_bytes={"float16": size},
-            weight_bytes={"float32": size // 4 * 3},
-            saved_bytes=size,
-        )
+        return in_half(name, "Linear", parent, size, 480, weight_bytes={"float32": size // 4 * 3})
 
     def norm(name: str, parent: str) -> dict[str, Any]:
-        return module(
-            name,
-            "LayerNorm",
-            parent,
-            operators={"float32": 240, "float16": 2},
-            activation_bytes={"float32": 25_165_824 + draw.randrange(1000), "float16": 640},
-            weight_bytes={"float32": 6144},
-            saved_bytes=640,
-        )
+        operators = {"float32": 240, "float16": 2}
+        activations = {"float32": size + draw.randrange(1000), "float16": 640}
+        numbers = {"operators": operators, "activation_bytes": activations, "saved_bytes": 640}
+        return module(name, "LayerNorm", parent, weight_bytes={"float32": 6144}, **numbers)
 
-    yield module("", "GPT", None, **{"in": {"int64": 240}}, operators={"float32": 240})
-    size = 25_165_824
-    yield module(
-        "wte",
-        "Embedding",
-        "",
-        **{"in": {"int64": 240}},
-        operators={"float32": 240},
-        activation_bytes={"float32": size},
-        weight_bytes={"float32": 154_389_504},
-    )
+    yield module("", "GPT", None, takes=ids, operators={"float32": 240})
+    memory = {"activation_bytes": {"float32": size}, "weight_bytes": {"float32": 154_389_504}}
+    yield module("wte", "Embedding", "", takes=ids, operators={"float32": 240}, **memory)
     yield module("blocks", "ModuleList", "", **{"in": {}}, out={})
     for index in range(blocks):
         own = f"blocks.{index}"
+        attention, mlp = f"{own}.attention", f"{own}.mlp"
         yield module(own, "Block", "blocks", operators={"float32": 480}, activation_bytes={"float32": size * 2})
         yield norm(f"{own}.norm1", own)
-        yield module(
-            f"{own}.attention",
-            "CausalSelfAttention",
-            own,
-            out={"float16": 240},
-            operators={"float16": 960, "float32": 12},
-            activation_bytes={"float16": size // 2},
-            saved_bytes=size // 2,
-        )
-        yield linear(f"{own}.attention.qkv", f"{own}.attention", size // 2 * 3)
-        yield linear(f"{own}.attention.out", f"{own}.attention", size // 2)
+        operators = {"float16": 960, "float32": 12}
+        yield in_half(attention, "CausalSelfAttention", own, size // 2, operators=operators)
+        yield linear(f"{attention}.qkv", attention, size // 2 * 3)
+        yield linear(f"{attention}.out", attention, size // 2)
         yield norm(f"{own}.norm2", own)
-        yield module(f"{own}.mlp", "Sequential", own, out={"float16": 240})
-        yield linear(f"{own}.mlp.0", f"{own}.mlp", size * 2)
-        yield module(
-            f"{own}.mlp.1",
-            "GELU",
-            f"{own}.mlp",
-            **{"in": {"float16": 240}},
-            out={"float16": 240},
-            operators={"float16": 240},
-            activation_bytes={"float16": size * 2},
-            saved_bytes=size * 2,
-        )
-        yield linear(f"{own}.mlp.2", f"{own}.mlp", size // 2)
+        yield module(mlp, "Sequential", own, out=half)
+        yield linear(f"{mlp}.0", mlp, size * 2)
+        yield in_half(f"{mlp}.1", "GELU", mlp, size * 2, takes=half)
+        yield linear(f"{mlp}.2", mlp, size // 2)
     yield norm("norm", "")
     yield linear("head", "", size * 12)
 
@@ -302,14 +270,8 @@ def _steps(count: int, draw: random.Random) -> Any:
     for number in range(1, count + 1):
         overflow = number in (1, 2) or (scale >= 65536 and draw.random() < 0.02)
         norm = 8.0 / math.sqrt(number / 10 + 1) * math.exp(draw.gauss(0, 0.25))
-        yield {
-            "step": number,
-            "loss_id": 0,
-            "scale": scale,
-            "overflow": overflow,
-            "skipped": overflow,
-            "gradient_norm": None if overflow else norm,
-        }
+        shown = None if overflow else norm
+        yield step(number, scale=scale, overflow=overflow, skipped=overflow, gradient_norm=shown)
         since = 0 if overflow else since + 1
         if overflow:
             scale /= 2

@@ -1,4 +1,4 @@
-"""Of the doctor's report: every fact in it, and that the process is after it what it was before."""
+"""The doctor's report: each of its facts, and that it changes nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,25 +107,18 @@ class TestReport:
     def test_sections_are_set_apart_by_an_empty_line(self):
         lines = list(doctor.report())
         headings = [index for index, line in enumerate(lines) if line and not line.startswith(" ")]
-        assert [lines[index] for index in headings] == [
-            "Versions",
-            "Devices",
-            "Kernels",
-            "Calls of patched functions",
-            OF_AMP,
-            NAMES,
-            OF_OTHERS,
-        ]
+        sections = ["Versions", "Devices", "Kernels", "Calls of patched functions", OF_AMP, NAMES, OF_OTHERS]
+        assert [lines[index] for index in headings] == sections
         assert [index for index, line in enumerate(lines) if not line] == [index - 1 for index in headings[1:]]
 
-    def test_says_nothing_in_detail_where_nothing_is_wrong(self):
+    def test_nothing_is_told_in_detail_where_nothing_is_wrong(self):
         with casts_on():
             lines = report()
         assert [line for line in lines[NAMES] + lines[OF_OTHERS] if line.startswith(" ")] == []
         assert max(map(len, lines.values())) < 20
 
     @pytest.mark.parametrize("live", [False, True], ids=["off", "on"])
-    def test_changes_nothing(self, live, monkeypatch):
+    def test_the_report_changes_nothing(self, live, monkeypatch):
         monkeypatch.setattr(F, "linear", fast_linear)
         with casts_on(enabled=live):
             list(doctor.report())
@@ -134,7 +128,7 @@ class TestReport:
             assert list(sys.modules) == modules
             assert amp_patches() == patches
 
-    def test_reads_nothing_off_a_device(self):
+    def test_the_report_reads_nothing_off_a_device(self):
         """A tensor on the meta device has no value to be read."""
         with amp.init(half_dtype=torch.float16):
             runtime.live.losses.scalers[0].scale(torch.ones((), device="meta"))
@@ -157,7 +151,7 @@ def amp_patches() -> list[object]:
 
 
 class TestVersions:
-    def test_of_all_that_counts(self):
+    def test_versions_of_the_packages_are_told(self):
         assert report()["Versions"] == [
             f"ampatch {ampatch.__version__}",
             f"torch {torch.__version__}",
@@ -173,7 +167,7 @@ class TestVersions:
         [(None, None, "CPU"), ("12.8", None, "CPU, CUDA 12.8"), (None, "6.4.1", "CPU, ROCm 6.4.1")],
         ids=["cpu", "cuda", "rocm"],
     )
-    def test_of_the_toolkit(self, cuda, hip, said, monkeypatch):
+    def test_the_toolkit_of_torch_is_told(self, cuda, hip, said, monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         monkeypatch.setattr(torch.version, "hip", hip)
         assert facts("Versions")["torch is built for"] == (said, [])
@@ -191,7 +185,7 @@ class TestVersions:
         ],
         ids=["closed", "open", "empty", "no-file"],
     )
-    def test_of_the_driver(self, content, said, tmp_path, monkeypatch):
+    def test_the_version_of_the_driver_is_told(self, content, said, tmp_path, monkeypatch):
         monkeypatch.setattr(doctor, "_NVIDIA_DRIVER", tmp_path / "version")
         if content is not None:
             (tmp_path / "version").write_text(content, encoding="utf-8")
@@ -209,22 +203,17 @@ class TestDevices:
         finally:
             torch.set_num_threads(before)
 
-    def test_without_a_gpu_it_says_so(self, monkeypatch):
+    def test_a_missing_gpu_is_told(self, monkeypatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)  # there, but without a driver
         assert report()["Devices"][1:] == ["GPU: none that torch can use"]
 
     def test_gpus_have_names(self, monkeypatch):
-        def get_device_name(index: int) -> str:
-            if index:
-                raise RuntimeError("Cannot re-initialize CUDA\n in forked subprocess.")
-            return "NVIDIA H100"
-
-        monkeypatch.setattr(
-            torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
-        )
+        names = ["NVIDIA H100", RuntimeError("Cannot re-initialize CUDA\n in forked subprocess.")]
+        gpu = torch.device("cuda")
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: gpu)
         monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-        monkeypatch.setattr(torch.cuda, "get_device_name", get_device_name)
+        monkeypatch.setattr(torch.cuda, "get_device_name", Mock(side_effect=names))
         assert report()["Devices"][1:] == [
             "GPU 0: NVIDIA H100",
             "GPU 1: its name cannot be read (Cannot re-initialize CUDA in forked subprocess.)",
@@ -236,16 +225,14 @@ class TestDevices:
         assert report()["Devices"][1:] == [f"GPU {index}: {name}" for index, name in enumerate(names)]
 
 
-def test_the_kernels_are_those_that_the_one_file_says():
+def test_the_kernels_in_use_are_told():
     assert report()["Kernels"] == [kernels.in_use()]
     assert kernels.in_use().startswith(("torch's own multi-tensor kernels, as ", "the compiled extension "))
 
 
 class TestPatchesByAmp:
-    def test_off(self):
+    def test_amp_that_is_off_is_told(self):
         assert report()[OF_AMP] == ["amp is not set up"]
-
-    def test_switched_off_by_a_flag(self):
         amp.initialize(nn.Linear(2, 2), enabled=False)
         assert report()[OF_AMP] == ["amp is not set up: initialize was called with enabled=False"]
 
@@ -258,7 +245,7 @@ class TestPatchesByAmp:
         expected = [f"{namespace}: {count}" for namespace, count in sorted(rules.items())]
         assert found["functions patched"] == (str(rules.total()), expected)
 
-    def test_a_level_that_patches_nothing(self):
+    def test_a_level_that_patches_nothing_has_no_functions(self):
         amp.initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
         assert facts(OF_AMP)["amp is set up"][0].startswith("O0, ")
         assert facts(OF_AMP)["functions patched"] == ("0", [])
@@ -278,20 +265,20 @@ class TestPatchesByAmp:
         with casts_on():
             assert "mine: 1" in facts(OF_AMP)["functions patched"][1]
 
-    def test_functions_that_wait_for_an_import(self, tmp_path, monkeypatch):
+    def test_functions_that_wait_for_an_import_are_counted(self, tmp_path, monkeypatch):
         monkeypatch.syspath_prepend(tmp_path)
         (tmp_path / "not_imported_yet.py").write_text("raise AssertionError('imported')")
         with casts_on(cast_lists={"whitelist": {"not_imported_yet": ["f", "g"]}}):
             assert facts(OF_AMP)["functions in modules that are not imported yet"] == ("2", ["not_imported_yet: 2"])
 
-    def test_what_amp_put_on_an_optimizer_counts(self):
+    def test_patches_of_an_optimizer_are_counted(self):
         with casts_on():
             before = int(facts(OF_AMP)["other attributes of torch, models and optimizers"][0])
         model = nn.Linear(2, 2)
         amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), half_dtype=torch.bfloat16, verbosity=0)
         assert int(facts(OF_AMP)["other attributes of torch, models and optimizers"][0]) > before
 
-    def test_casts_that_are_off_in_this_thread(self):
+    def test_casts_that_are_off_in_this_thread_are_told(self):
         with casts_on():
             assert "casts are off in this thread" not in report()[OF_AMP]
             with amp.disable_casts():
@@ -300,28 +287,29 @@ class TestPatchesByAmp:
 
 class TestNamesWithoutCasts:
     @pytest.mark.parametrize("level", [None, "O0"], ids=["off", "O0"])
-    def test_are_not_looked_for_where_nothing_is_patched(self, level):
+    def test_names_are_not_looked_for_where_nothing_is_patched(self, level):
         if level is not None:
             amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
         assert report()[NAMES] == ["not looked for: amp patches no functions now"]
 
-    def test_a_name_bound_before_or_since_by_import_is_none(self, module):
+    def test_a_name_imported_before_or_since_has_casts(self, module):
         module("early", "from torch.nn.functional import linear\n")
         with casts_on():
             module("late", "from torch.nn.functional import linear\nfrom torch import matmul\n")
             assert unreached() == []
 
-    def test_a_name_bound_since_to_what_lies_below(self, module):
+    def test_a_name_bound_since_to_torchs_inner_function_is_told(self, module, monkeypatch):
         """What torch.linalg.multi_dot is without amp stands in torch._C._linalg as well, which is left alone."""
         with casts_on():
             in_torch = facts(NAMES)["in torch's own modules, which are left alone"]
             late = module("late", "from torch._C._linalg import linalg_multi_dot\n")
             assert not is_wrapper(late.linalg_multi_dot)
+            monkeypatch.setitem(sys.modules, "late_again", late)  # which counts once
             assert unreached() == ["late.linalg_multi_dot: torch.linalg.multi_dot"]
             assert facts(NAMES)["in torch's own modules, which are left alone"] == in_torch
         assert report()[NAMES] == ["not looked for: amp patches no functions now"]
 
-    def test_a_name_that_the_sweep_could_not_rebind(self, monkeypatch):
+    def test_a_name_in_a_frozen_module_is_told(self, monkeypatch):
         class Frozen(types.ModuleType):
             def __setattr__(self, name: str, value: object) -> None:
                 raise AttributeError(name)
@@ -337,12 +325,6 @@ class TestNamesWithoutCasts:
         with casts_on():
             assert unreached() == []
             assert early.product(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
-
-    def test_a_name_under_two_entries_of_sys_modules_counts_once(self, module, monkeypatch):
-        with casts_on():
-            late = module("late", "from torch._C._linalg import linalg_multi_dot\n")
-            monkeypatch.setitem(sys.modules, "late_again", late)
-            assert unreached() == ["late.linalg_multi_dot: torch.linalg.multi_dot"]
 
     @pytest.mark.parametrize(
         ("definition", "line", "name"),
@@ -360,7 +342,7 @@ class TestNamesWithoutCasts:
             pytest.param("def f(x, acts={'a': [softmax]}): ...", 6, "acts", id="list in a dict"),
         ],
     )
-    def test_functions_that_hold_one_where_nothing_can_take_its_place(self, definition, line, name, module):
+    def test_closures_and_defaults_that_hold_a_function_are_told(self, definition, line, name, module):
         head = "from functools import partial\n\nimport torch\nfrom torch.nn.functional import softmax\n\n"
         early = module("early", f"{head}{definition}\nsoftmax = None\n")
         with casts_on():
@@ -369,22 +351,19 @@ class TestNamesWithoutCasts:
         (told,) = [detail for detail in details if f"({early.__file__}:" in detail]
         assert told.endswith(f"({early.__file__}:{line}): torch.nn.functional.softmax as {name}")
 
-    def test_functions_that_hold_others_are_no_fault(self, module):
+    def test_closures_and_defaults_with_other_functions_are_no_fault(self, module):
         early = module("early", "import torch\ndef f(x, act=torch.relu, ns=vars(torch), table=[1, torch.cat]): ...\n")
         with casts_on():
             _, details = facts(NAMES)["in closures and default arguments"]
         assert not [detail for detail in details if f"({early.__file__}:" in detail]
 
-    def test_torchs_own_modules_are_counted_only(self):
-        with casts_on():
+    def test_names_in_torchs_own_modules_are_counted_only(self, monkeypatch):
+        with casts_on(), monkeypatch.context() as patch:
             before = int(facts(NAMES)["in torch's own modules, which are left alone"][0])
             assert before > 0
-            torch.hub.kept = ORIGINAL.linear
-            try:
-                assert int(facts(NAMES)["in torch's own modules, which are left alone"][0]) == before + 1
-                assert unreached() == []
-            finally:
-                del torch.hub.kept
+            patch.setattr(torch.hub, "kept", ORIGINAL.linear, raising=False)
+            assert int(facts(NAMES)["in torch's own modules, which are left alone"][0]) == before + 1
+            assert unreached() == []
 
 
 class Tool:
@@ -443,7 +422,7 @@ class TestPatchesByOthers:
 
     @pytest.mark.slow
     @REPLACEMENTS
-    def test_beneath_amps_patch_it_is_found_as_well(self, replacement, said, monkeypatch):
+    def test_a_replacement_beneath_amps_patch_is_named(self, replacement, said, monkeypatch):
         # Has torch build a table of its functions, once in a process, by their names: some of these have none.
         with casts_on():
             pass
@@ -453,7 +432,7 @@ class TestPatchesByOthers:
             assert replaced() == []
 
     @REPLACEMENTS
-    def test_in_the_place_of_amps_patch_it_is_told_apart(self, replacement, said, monkeypatch):
+    def test_a_replacement_of_amps_patch_is_told_apart(self, replacement, said, monkeypatch):
         with casts_on(), monkeypatch.context() as patch:
             patched = int(facts(OF_AMP)["functions patched"][0])
             patch.setattr(F, "linear", replacement)
@@ -461,7 +440,7 @@ class TestPatchesByOthers:
             assert foreign() == []
             assert int(facts(OF_AMP)["functions patched"][0]) == patched - 1
 
-    def test_what_torch_makes_of_its_own_function_is_a_replacement(self, monkeypatch):
+    def test_a_decorated_or_compiled_torch_function_is_a_replacement(self, monkeypatch):
         monkeypatch.setattr(F, "layer_norm", torch.no_grad()(F.layer_norm))
         monkeypatch.setattr(F, "linear", torch.compile(F.linear, backend="eager"))
         compiled, no_grad = sorted(foreign(), reverse=True)
@@ -470,7 +449,7 @@ class TestPatchesByOthers:
         assert compiled.startswith("torch.nn.functional.linear: ")
         assert " of torch._dynamo." in compiled
 
-    def test_a_replaced_method(self, monkeypatch):
+    def test_a_replaced_method_is_named(self, monkeypatch):
         monkeypatch.setattr(torch.Tensor, "mm", Tool.linear)
         monkeypatch.setattr(torch.Tensor, "bmm", wrapt.FunctionWrapper(torch.Tensor.bmm, Tool.linear))
         expected = [
@@ -484,7 +463,7 @@ class TestPatchesByOthers:
     @pytest.mark.filterwarnings(
         "ignore:another library has replaced functions that amp had patched:ampatch.errors.AmpWarning"
     )
-    def test_a_proxy_around_amps_own_patch(self, monkeypatch):
+    def test_a_proxy_around_amps_patch_is_named(self, monkeypatch):
         """Asked for its globals it answers with those of amp's wrapper."""
         monkeypatch.setattr(F, "linear", F.linear)  # puts it back in the end
         said = [f"torch.nn.functional.linear: FunctionWrapper around {here(Tool.linear)}"]
@@ -495,11 +474,11 @@ class TestPatchesByOthers:
         with casts_on():
             assert (foreign(), replaced()) == (said, [])
 
-    def test_functions_that_are_not_in_the_lists_are_nobodys_business(self, monkeypatch):
+    def test_replacements_of_unlisted_functions_are_not_told(self, monkeypatch):
         monkeypatch.setattr(F, "dropout", fast_linear)
         assert foreign() == []
 
-    def test_a_patch_of_amps_that_was_taken_out_or_deleted(self, monkeypatch):
+    def test_patches_of_amps_that_were_removed_are_told(self, monkeypatch):
         with casts_on(), monkeypatch.context() as patch:
             patch.setattr(F, "linear", ORIGINAL.linear)
             patch.delattr(F, "layer_norm")
@@ -512,13 +491,13 @@ class TestPatchesByOthers:
                 "torch.nn.functional.linear: what it was before",
             ]
 
-    def test_a_value_that_is_no_function(self, monkeypatch):
+    def test_a_replaced_flag_has_its_value(self, monkeypatch):
         monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
         with casts_on(), monkeypatch.context() as patch:
             patch.setattr(torch.backends.mha, "_is_fastpath_enabled", True)
             assert replaced() == ["torch.backends.mha._is_fastpath_enabled: True"]
 
-    def test_a_replaced_name_of_another_module(self, module, monkeypatch):
+    def test_a_replaced_name_of_another_module_is_named(self, module, monkeypatch):
         early = module("early", "from torch.nn.functional import linear\n")
         with casts_on(), monkeypatch.context() as patch:
             patch.setattr(early, "linear", fast_linear)
@@ -527,7 +506,7 @@ class TestPatchesByOthers:
     @pytest.mark.filterwarnings(
         "ignore:another library has replaced functions that amp had patched:ampatch.errors.AmpWarning"
     )
-    def test_the_step_of_an_optimizer(self):
+    def test_a_replaced_step_of_an_optimizer_is_named(self):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(model, optimizer, half_dtype=torch.bfloat16, verbosity=0)
@@ -537,7 +516,7 @@ class TestPatchesByOthers:
         assert replaced() == [f"torch.optim.sgd.SGD.step: method around {here(Tool.linear)}"]
         amp.deinitialize()
 
-    def test_lists_that_do_not_load_for_what_another_tool_did(self, monkeypatch):
+    def test_lists_that_do_not_load_for_a_replacement_are_told(self, monkeypatch):
         def interpolate(*args: object, **kwargs: object) -> None: ...
 
         shipped.cache_clear()

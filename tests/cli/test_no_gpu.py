@@ -1,8 +1,9 @@
-"""Which errors, on a machine without a GPU, say that a script may be tried on the CPU."""
+"""The hint at `ampatch run --cpu` in errors on a machine without a GPU."""
 
 from __future__ import annotations
 
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ class TestErrors:
         ],
         ids=str,
     )
-    def test_that_ask_for_a_gpu_have_the_hint_once(self, error: Exception) -> None:
+    def test_errors_for_want_of_a_gpu_have_the_hint_once(self, error: Exception) -> None:
         assert notes_of(error) == [HINT]
         assert notes_of(error) == [HINT]
 
@@ -58,10 +59,10 @@ class TestErrors:
         ],
         ids=repr,
     )
-    def test_others_have_none(self, error: Exception) -> None:
+    def test_other_errors_have_no_hint(self, error: Exception) -> None:
         assert notes_of(error) == []
 
-    def test_the_cause_counts_however_deep_it_is(self) -> None:
+    def test_the_cause_of_an_error_counts_at_any_depth(self) -> None:
         error = ValueError("bad")
         error.__cause__ = KeyError("worse")
         error.__cause__.__context__ = AssertionError("Torch not compiled with CUDA enabled")
@@ -71,7 +72,7 @@ class TestErrors:
         loop.__cause__.__context__ = loop
         assert notes_of(loop) == []
 
-    def test_the_line_of_an_assertion_counts(self) -> None:
+    def test_the_source_line_of_an_assertion_counts(self) -> None:
         with pytest.raises(AssertionError) as raised:
             exec("assert False")
         assert notes_of(raised.value) == []
@@ -84,33 +85,30 @@ class TestErrors:
             asks()
         assert notes_of(raised.value) == [HINT]
 
-    def test_what_a_worker_has_said_is_not_said_again(self) -> None:
+    def test_the_hint_of_a_worker_is_not_repeated(self) -> None:
         assert notes_of(RuntimeError(f"in a worker: Torch not compiled with CUDA enabled\n{HINT}")) == []
 
 
-def test_with_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_on_a_machine_with_a_gpu_have_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert notes_of(RuntimeError("CUDA out of memory")) == []
 
 
-def test_it_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_the_hint_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.cuda, "is_available")
     assert notes_of(RuntimeError("CUDA")) == []
 
 
-class TestTorchItself:
-    def test_says_it_where_it_finds_no_gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fails() -> None:
-            raise RuntimeError("No CUDA GPUs are available")
-
+class TestLazyInit:
+    def test_lazy_init_adds_the_hint_to_its_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        monkeypatch.setattr(torch.cuda, "_lazy_init", fails)
+        monkeypatch.setattr(torch.cuda, "_lazy_init", Mock(side_effect=RuntimeError("No CUDA GPUs are available")))
         no_gpu.add_hint_to_torch_errors()
         with pytest.raises(RuntimeError, match=re.escape("No CUDA GPUs")) as raised:
             torch.cuda._lazy_init()
         assert raised.value.__notes__ == [HINT]
 
-    def test_is_as_it_was_once_it_has_found_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_lazy_init_is_restored_once_it_succeeds(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def succeeds() -> None: ...
 
         monkeypatch.setattr(torch.cuda, "_lazy_init", succeeds)

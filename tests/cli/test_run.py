@@ -1,4 +1,4 @@
-"""`ampatch run`: what a script sees is what plain Python would show it, and `apex` besides."""
+"""`ampatch run`: scripts run as under plain Python, and can import `apex`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,15 @@ def ampatch_run(arguments: Sequence[str], folder: Path, **options: object) -> su
     return python(["-m", "ampatch", "run", *arguments], folder, **options)
 
 
-class TestAsUnderPlainPython:
+def run_script(
+    program: str, folder: Path, *arguments: str, options: Sequence[str] = (), **settings: object
+) -> subprocess.CompletedProcess[str]:
+    """Runs `ampatch run OPTIONS train.py ARGUMENTS`."""
+    (folder / "train.py").write_text(program)
+    return ampatch_run([*options, "train.py", *arguments], folder, **settings)
+
+
+class TestSameAsPlainPython:
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -61,17 +69,17 @@ class TestAsUnderPlainPython:
     def test_arguments_main_and_path(self, arguments: list[str], tmp_path: Path) -> None:
         (tmp_path / "package").mkdir()
         (tmp_path / "folder").mkdir()
-        for name in ("train.py", "package/__init__.py", "package/train.py", "folder/__main__.py"):
-            (tmp_path / name).write_text("" if name.endswith("__init__.py") else REPORT)
+        (tmp_path / "package" / "__init__.py").touch()
+        for name in ("train.py", "package/train.py", "folder/__main__.py"):
+            (tmp_path / name).write_text(REPORT)
         assert json.loads(ampatch_run(arguments, tmp_path).stdout) == json.loads(python(arguments, tmp_path).stdout)
 
-    def test_the_interpreters_own_options(self, tmp_path: Path) -> None:
+    def test_options_of_the_interpreter(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(REPORT)
         options = ["-u", "-X", "dev", "-O"]
-        expected = python([*options, "train.py"], tmp_path)
-        assert json.loads(expected.stdout)["flags"] == [True, 1]
-        found = python([*options, "-m", "ampatch", "run", "train.py"], tmp_path)
-        assert json.loads(found.stdout) == json.loads(expected.stdout)
+        expected = json.loads(python([*options, "train.py"], tmp_path).stdout)
+        assert expected["flags"] == [True, 1]
+        assert json.loads(python([*options, "-m", "ampatch", "run", "train.py"], tmp_path).stdout) == expected
 
     @pytest.mark.parametrize(
         ("program", "status"),
@@ -87,18 +95,16 @@ class TestAsUnderPlainPython:
         ],
     )
     def test_exit_status_and_traceback(self, program: str, status: int, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(program)
-        expected, found = python(["train.py"], tmp_path), ampatch_run(["train.py"], tmp_path)
+        found, expected = run_script(program, tmp_path), python(["train.py"], tmp_path)
         assert expected.returncode == status
         assert (found.returncode, found.stdout, found.stderr) == (status, expected.stdout, expected.stderr)
 
-    def test_a_script_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_a_missing_script_is_the_interpreters_error(self, tmp_path: Path) -> None:
         expected, found = python(["nowhere.py"], tmp_path), ampatch_run(["nowhere.py"], tmp_path)
         assert (found.returncode, found.stderr) == (expected.returncode, expected.stderr)
 
-    def test_standard_input(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text("print(input())")
-        assert ampatch_run(["train.py"], tmp_path, input="typed\n").stdout == "typed\n"
+    def test_standard_input_is_the_scripts(self, tmp_path: Path) -> None:
+        assert run_script("print(input())", tmp_path, input="typed\n").stdout == "typed\n"
 
     def test_ctrl_c_reaches_the_script(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(
@@ -111,30 +117,27 @@ class TestAsUnderPlainPython:
             "    print('saved', flush=True)\n"
             "    raise\n"
         )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ampatch", "run", "train.py"],
-            cwd=tmp_path,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "there\n"
-        time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
-        assert output == "saved\n"
-        assert process.returncode == -signal.SIGINT
+        command = [sys.executable, "-m", "ampatch", "run", "train.py"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with subprocess.Popen(command, cwd=tmp_path, text=True, **pipes) as process:
+            assert process.stdout.readline() == "there\n"
+            time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=60)
+        assert (process.returncode, output) == (-signal.SIGINT, "saved\n")
         assert "ampatch" not in errors
 
     def test_the_sitecustomize_of_the_environment_still_runs(self, tmp_path: Path) -> None:
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text("import builtins; builtins.customized = __file__\n")
-        (tmp_path / "train.py").write_text("import sys; print(customized, sys.modules['sitecustomize'].__file__)")
         environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-        expected = python(["train.py"], tmp_path, env=environment)
+        program = "import sys; print(customized, sys.modules['sitecustomize'].__file__)"
+        found, expected = (
+            run_script(program, tmp_path, env=environment),
+            python(["train.py"], tmp_path, env=environment),
+        )
         assert expected.stdout.split() == [str(tmp_path / "site" / "sitecustomize.py")] * 2
-        assert ampatch_run(["train.py"], tmp_path, env=environment).stdout == expected.stdout
+        assert found.stdout == expected.stdout
 
 
 # The first three run every day.
@@ -192,9 +195,9 @@ else:
 """
 
 
-class TestApexIsThere:
-    def test_in_the_script(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
+class TestApex:
+    def test_a_script_imports_apex_before_torch(self, tmp_path: Path) -> None:
+        program = (
             "import ampatch, sys\n"
             "assert 'torch' not in sys.modules\n"
             "assert ampatch.amp.initialize\n"
@@ -203,12 +206,11 @@ class TestApexIsThere:
             "import amp_C\n"
             "print('ok')\n"
         )
-        assert ampatch_run(["train.py"], tmp_path).stdout == "ok\n"
+        assert run_script(program, tmp_path).stdout == "ok\n"
 
-    def test_however_it_is_imported(self, tmp_path: Path, subtests: pytest.Subtests) -> None:
+    def test_every_form_of_import_works_after_torch(self, tmp_path: Path, subtests: pytest.Subtests) -> None:
         programs = dict(itertools.islice(IMPORTS.items(), 3))
-        (tmp_path / "train.py").write_text(IN_FORKS.format(programs=programs))
-        found = ampatch_run(["train.py"], tmp_path)
+        found = run_script(IN_FORKS.format(programs=programs), tmp_path)
         statuses = json.loads(found.stdout)
 
         def check(status: int) -> None:
@@ -219,14 +221,13 @@ class TestApexIsThere:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("program", IMPORTS.values(), ids=IMPORTS)
-    def test_however_it_is_imported_where_torch_is_not_there_yet(self, program: str, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(program)
-        found = ampatch_run(["train.py"], tmp_path)
+    def test_every_form_of_import_works_before_torch(self, program: str, tmp_path: Path) -> None:
+        found = run_script(program, tmp_path)
         assert (found.returncode, found.stderr) == (0, "")
 
     @pytest.mark.slow
-    def test_two_threads_may_import_it_and_torch_at_once(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
+    def test_threads_may_import_apex_and_torch_at_once(self, tmp_path: Path) -> None:
+        program = (
             "import faulthandler, importlib, threading\n"
             "faulthandler.dump_traceback_later(60, exit=True)\n"
             "names = ['torch', 'apex', 'amp_C', 'apex.amp']\n"
@@ -235,26 +236,28 @@ class TestApexIsThere:
             "for thread in threads: thread.join()\n"
             "import apex, amp_C\n"
         )
-        found = ampatch_run(["train.py"], tmp_path)
+        found = run_script(program, tmp_path)
         assert (found.returncode, found.stderr) == (0, "")
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("launched", ["by the command", pytest.param("by the script", marks=pytest.mark.slow)])
-    def test_its_launcher_names_torchrun(self, launched: str, tmp_path: Path) -> None:
-        (tmp_path / "start.py").write_text(
+    @pytest.mark.parametrize("launched", ["by the command", "by the script"])
+    def test_the_launcher_of_apex_names_torchrun(self, launched: str, tmp_path: Path) -> None:
+        program = (
             "import subprocess, sys\n"
             "import apex.parallel.multiproc\n"
             "sys.exit(subprocess.call([sys.executable, '-m', 'apex.parallel.multiproc', 'train.py']))\n"
         )
-        arguments = ["-m", "apex.parallel.multiproc", "train.py"] if launched == "by the command" else ["start.py"]
-        found = ampatch_run(arguments, tmp_path)
+        if launched == "by the command":
+            found = ampatch_run(["-m", "apex.parallel.multiproc", "train.py"], tmp_path)
+        else:
+            found = run_script(program, tmp_path)
         assert found.returncode == 1
         assert found.stderr.startswith("apex.parallel.multiproc starts no processes any more")
 
     @pytest.mark.slow
     @pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-    def test_in_the_processes_that_it_starts(self, method: str, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
+    def test_processes_that_the_script_starts_import_apex(self, method: str, tmp_path: Path) -> None:
+        program = (
             "import multiprocessing, subprocess, sys\n"
             "def work(queue):\n"
             "    from apex import amp\n"
@@ -269,21 +272,20 @@ class TestApexIsThere:
             "    subprocess.run([sys.executable, '-c', 'from apex import amp; print(amp.__name__)'], check=True)\n"
         )
         main = "__main__" if method == "fork" else "__mp_main__"
-        found = ampatch_run(["train.py"], tmp_path)
+        found = run_script(program, tmp_path)
         assert found.stdout == f"ampatch.apex.amp {main}\nampatch.apex.amp\n", found.stderr
 
     @pytest.mark.slow
-    def test_not_where_a_real_one_has_amp_unless_forced(self, tmp_path: Path) -> None:
+    def test_a_real_apex_with_amp_stays_unless_forced(self, tmp_path: Path) -> None:
         (tmp_path / "apex" / "amp").mkdir(parents=True)
-        (tmp_path / "apex" / "__init__.py").write_text("")
-        (tmp_path / "apex" / "amp" / "__init__.py").write_text("")
-        (tmp_path / "train.py").write_text("from apex import amp; print(amp.__file__)")
-        (tmp_path / "asks.py").write_text("import ampatch.apex; print(ampatch.apex.install())")
-        assert ampatch_run(["asks.py"], tmp_path).stdout == "False\n"
-        left = ampatch_run(["train.py"], tmp_path)
+        (tmp_path / "apex" / "__init__.py").touch()
+        (tmp_path / "apex" / "amp" / "__init__.py").touch()
+        program = "from apex import amp; print(amp.__file__)"
+        assert run_script("import ampatch.apex; print(ampatch.apex.install())", tmp_path).stdout == "False\n"
+        left = run_script(program, tmp_path)
         assert left.stdout == f"{tmp_path / 'apex' / 'amp' / '__init__.py'}\n"
         assert "type ampatch run --force" in left.stderr
-        forced = ampatch_run(["--force", "train.py"], tmp_path)
+        forced = run_script(program, tmp_path, options=["--force"])
         assert forced.stdout != left.stdout
         assert forced.stderr == ""
 
@@ -300,94 +302,70 @@ for level in sys.argv[1:]:
 """
 
 
-class TestTheLineThatSaysSo:
+@pytest.mark.slow
+class TestNoticeOfTheLevel:
     @pytest.mark.parametrize(
         ("levels", "said"),
         [
-            pytest.param(["O1"], "opt_level O1 in float16", marks=pytest.mark.slow),
-            pytest.param(["O2", "O1"], "opt_level O2 in float16", marks=pytest.mark.slow),
-            pytest.param(["O0"], "opt_level O0 in float32", marks=pytest.mark.slow),
-            pytest.param(["O5"], "opt_level O5 in bfloat16", marks=pytest.mark.slow),
-            pytest.param(["init"], "opt_level O1 in float16", marks=pytest.mark.slow),
+            (["O1"], "opt_level O1 in float16"),
+            (["O2", "O1"], "opt_level O2 in float16"),
+            (["O0"], "opt_level O0 in float32"),
+            (["O5"], "opt_level O5 in bfloat16"),
+            (["init"], "opt_level O1 in float16"),
         ],
         ids=str,
     )
-    def test_names_the_level_once(self, levels: list[str], said: str, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(TRAINING.format(first=""))
-        found = ampatch_run(["train.py", *levels], tmp_path)
-        assert (found.returncode, found.stdout) == (0, "")
-        assert found.stderr == f"ampatch: stands in for apex, at {said}.\n"
+    def test_the_first_level_is_told_once(self, levels: list[str], said: str, tmp_path: Path) -> None:
+        found = run_script(TRAINING.format(first=""), tmp_path, *levels)
+        told = f"ampatch: stands in for apex, at {said}.\n"
+        assert (found.returncode, found.stdout, found.stderr) == (0, "", told)
 
     @pytest.mark.parametrize(
-        "first",
+        "program",
         [
-            pytest.param("import logging; logging.basicConfig()", marks=pytest.mark.slow),
-            pytest.param(
-                "import logging; logging.getLogger('ampatch').addHandler(logging.NullHandler())", marks=pytest.mark.slow
-            ),
-            pytest.param("os.environ['RANK'] = '1'", marks=pytest.mark.slow),
+            TRAINING.format(first="import logging; logging.basicConfig()"),
+            TRAINING.format(first="import logging; logging.getLogger('ampatch').addHandler(logging.NullHandler())"),
+            TRAINING.format(first="os.environ['RANK'] = '1'"),
+            "import torch\nfrom apex import amp\namp.initialize(torch.nn.Linear(2, 2), enabled=False)\n",
+            "import torch\nfrom apex import amp\namp.initialize(torch.nn.Linear(2, 2), verbosity=0)\n",
+            "import torch\nfrom ampatch.apex import amp\namp.initialize(torch.nn.Linear(2, 2))\n",
         ],
+        ids=["logging configured", "a handler", "rank 1", "disabled", "verbosity 0", "imported from ampatch"],
     )
-    def test_is_not_for_who_has_configured_logging_nor_for_other_ranks(self, first: str, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(TRAINING.format(first=first))
-        found = ampatch_run(["train.py", "O1"], tmp_path)
+    def test_no_notice_where_it_is_unasked_for(self, program: str, tmp_path: Path) -> None:
+        found = run_script(program, tmp_path, "O1")
         assert (found.returncode, found.stderr) == (0, "")
 
-    @pytest.mark.slow
-    def test_is_not_said_with_verbosity_0_nor_where_nothing_is_done(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
-            "import torch\n"
-            "from apex import amp\n"
-            "amp.initialize(torch.nn.Linear(2, 2), enabled=False)\n"
-            "amp.initialize(torch.nn.Linear(2, 2), verbosity=0)\n"
-        )
-        assert ampatch_run(["train.py"], tmp_path).stderr == ""
 
-    @pytest.mark.slow
-    def test_is_not_for_who_imports_it_from_ampatch(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
-            "import torch\nfrom ampatch.apex import amp\namp.initialize(torch.nn.Linear(2, 2))\n"
-        )
-        assert ampatch_run(["train.py"], tmp_path).stderr == ""
+NO_GPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
 
 
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
-
-
-class TestAScriptThatAsksForAGpuWhereThereIsNone:
-    @pytest.mark.slow
+@pytest.mark.slow
+class TestHintWithoutAGpu:
     @pytest.mark.parametrize(
         "question",
         [
             "torch.ones(1).cuda()",
-            *(
-                pytest.param(question, marks=pytest.mark.slow)
-                for question in (
-                    "assert torch.cuda.is_available()",
-                    "torch.nn.Linear(2, 2).to('cuda')",
-                    "torch.cuda.set_device(0)",
-                    "torch.distributed.init_process_group('nccl', 'tcp://127.0.0.1:1', rank=0, world_size=1)",
-                    "import threading; threading.Thread(target=torch.ones(1).cuda).start()",
-                    "from apex import amp; torch.multiprocessing.spawn(torch.cuda.set_device)",
-                    "from apex import amp; p = multiprocessing.Process(target=torch.ones(1).cuda); p.start(); p.join()",
-                )
-            ),
+            "assert torch.cuda.is_available()",
+            "torch.nn.Linear(2, 2).to('cuda')",
+            "torch.cuda.set_device(0)",
+            "torch.distributed.init_process_group('nccl', 'tcp://127.0.0.1:1', rank=0, world_size=1)",
+            "import threading; threading.Thread(target=torch.ones(1).cuda).start()",
+            "from apex import amp; torch.multiprocessing.spawn(torch.cuda.set_device)",
+            "from apex import amp; p = multiprocessing.Process(target=torch.ones(1).cuda); p.start(); p.join()",
         ],
     )
-    def test_is_told_of_the_option(self, question: str, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
-            f"import multiprocessing, torch\nif __name__ == '__main__':\n    {question}\n"
-        )
-        found = ampatch_run(["train.py"], tmp_path, env={**os.environ, **NO_GPU})
+    def test_an_error_for_want_of_a_gpu_hints_at_the_option_cpu(self, question: str, tmp_path: Path) -> None:
+        program = f"import multiprocessing, torch\nif __name__ == '__main__':\n    {question}\n"
+        found = run_script(program, tmp_path, env=NO_GPU)
         assert found.stderr.endswith(f"\n{HINT}\n")
         assert found.stderr.count(HINT) == 1
         if "apex" not in question:
-            expected = python(["train.py"], tmp_path, env={**os.environ, **NO_GPU})
+            expected = python(["train.py"], tmp_path, env=NO_GPU)
             assert (found.returncode, found.stderr.replace(f"{HINT}\n", "")) == (expected.returncode, expected.stderr)
 
-    @pytest.mark.slow
-    def test_is_told_where_it_catches_the_error_and_prints_it(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
+    def test_an_error_that_the_script_prints_has_the_hint(self, tmp_path: Path) -> None:
+        program = (
             "import traceback, torch\n"
             "from apex import amp\n"
             "try:\n"
@@ -395,20 +373,19 @@ class TestAScriptThatAsksForAGpuWhereThereIsNone:
             "except Exception:\n"
             "    traceback.print_exc()\n"
         )
-        assert HINT in ampatch_run(["train.py"], tmp_path, env={**os.environ, **NO_GPU}).stderr
+        assert HINT in run_script(program, tmp_path, env=NO_GPU).stderr
 
-    @pytest.mark.slow
-    def test_and_of_no_option_after_another_error(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text("import torch\nfrom apex import amp\ntorch.ones(2, 3) @ torch.ones(2, 3)\n")
-        found = ampatch_run(["train.py"], tmp_path, env={**os.environ, **NO_GPU})
+    def test_other_errors_have_no_hint(self, tmp_path: Path) -> None:
+        program = "import torch\nfrom apex import amp\ntorch.ones(2, 3) @ torch.ones(2, 3)\n"
+        found = run_script(program, tmp_path, env=NO_GPU)
         assert found.returncode == 1
         assert "ampatch:" not in found.stderr
 
 
 @pytest.mark.slow
-class TestWithoutAGpu:
-    def test_what_goes_to_a_gpu_stays_on_the_cpu_and_that_is_said_once(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(
+class TestOptionCpu:
+    def test_tensors_for_a_gpu_stay_on_the_cpu_which_is_told_once(self, tmp_path: Path) -> None:
+        program = (
             "import multiprocessing, torch\n"
             "def work():\n"
             "    print(torch.ones(2).cuda().device, flush=True)\n"
@@ -418,81 +395,74 @@ class TestWithoutAGpu:
             "    process.start()\n"
             "    process.join()\n"
         )
-        found = ampatch_run(["--cpu", "train.py"], tmp_path)
+        found = run_script(program, tmp_path, options=["--cpu"])
         assert found.stdout == "cpu\ncpu\n", found.stderr
         assert found.stderr.count("stays on the CPU") == 1
 
-    def test_without_the_option_torch_is_as_it_is(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text("import torch; print(torch.cuda.is_available.__module__)")
-        assert ampatch_run(["train.py"], tmp_path).stdout == "torch.cuda\n"
+    def test_without_the_option_torch_is_unpatched(self, tmp_path: Path) -> None:
+        program = "import torch; print(torch.cuda.is_available.__module__)"
+        assert run_script(program, tmp_path).stdout == "torch.cuda\n"
 
 
-class TestTheCommandItself:
-    def test_help(self, tmp_path: Path) -> None:
+class TestCommandLine:
+    def test_help_shows_the_usage(self, tmp_path: Path) -> None:
         found = ampatch_run(["--help"], tmp_path)
         assert found.returncode == 0
         assert "(SCRIPT | -m MODULE)" in found.stdout
 
-    @pytest.mark.parametrize("arguments", [[], ["-m"], [""]], ids=str)
-    def test_a_wrong_command_line(self, arguments: list[str], tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            ([], ""),
+            (["-m"], ""),
+            ([""], ""),
+            (["--nonsense", "train.py"], "--nonsense. Python's own go in front: python -u -m ampatch run"),
+        ],
+        ids=str,
+    )
+    def test_a_wrong_command_line_is_status_2(self, arguments: list[str], told: str, tmp_path: Path) -> None:
         found = ampatch_run(arguments, tmp_path)
         assert found.returncode == 2
         assert found.stderr.startswith("usage: ampatch run")
+        assert told in found.stderr
 
-    def test_an_option_that_it_has_not(self, tmp_path: Path) -> None:
-        found = ampatch_run(["--nonsense", "train.py"], tmp_path)
-        assert found.returncode == 2
-        assert found.stderr.startswith("usage: ampatch run")
-        assert "unrecognized arguments: --nonsense. Python's own go in front: python -u -m ampatch run" in found.stderr
-
-    def test_torch_is_left_to_the_script(self, tmp_path: Path) -> None:
+    def test_the_command_imports_no_torch(self, tmp_path: Path) -> None:
         program = "import ampatch.cli.main, sys; assert 'torch' not in sys.modules"
         assert python(["-c", program], tmp_path).returncode == 0
 
     @pytest.mark.slow
-    @pytest.mark.parametrize(
-        "option", ["-E", *(pytest.param(option, marks=pytest.mark.slow) for option in ("-I", "-S"))]
-    )
-    def test_a_python_that_would_not_heed_the_environment(self, option: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("option", ["-E", "-I", "-S"])
+    def test_a_python_that_ignores_the_environment_is_refused(self, option: str, tmp_path: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)} if option == "-S" else None
         found = python([option, "-m", "ampatch", "run", "train.py"], tmp_path, env=environment)
         assert found.returncode == 1
         assert "ampatch: error: python was started with -E, -I or -S" in found.stderr
 
-    def test_a_checkout_that_is_not_installed(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("in_path", [False, True], ids=["in the current folder", "in PYTHONPATH, with -P"])
+    def test_a_checkout_counts_as_installed_only_from_pythonpath(self, in_path: bool, tmp_path: Path) -> None:
         (tmp_path / "ampatch").symlink_to(Path(ampatch.__file__).parent)
         program = (
             "import sys\n"
-            f"sys.path[:] = [{str(tmp_path)!r}, *(p for p in sys.path[1:] if not (Path(p) / 'ampatch').is_dir())]\n"
-            "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
-            "from ampatch.cli.run import _is_installed\n"
-            "assert not _is_installed()\n"
-        )
-        found = python(["-c", "from pathlib import Path\n" + program], tmp_path)
-        assert found.returncode == 0, found.stderr
-
-    def test_a_checkout_in_the_path_of_a_python_that_adds_no_folder(self, tmp_path: Path) -> None:
-        (tmp_path / "ampatch").symlink_to(Path(ampatch.__file__).parent)
-        program = (
-            "import sys\n"
+            "from pathlib import Path\n"
             "sys.path[1:] = [p for p in sys.path[1:] if not (Path(p) / 'ampatch').is_dir()]\n"
+            f"sys.path[0] = {str(tmp_path)!r}\n"
             "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in getattr(f, '__module__', '')]\n"
             "from ampatch.cli.run import _is_installed\n"
-            "assert _is_installed()\n"
+            f"assert _is_installed() is {in_path}\n"
         )
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        found = python(["-P", "-c", "from pathlib import Path\n" + program], tmp_path, env=environment)
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)} if in_path else None
+        found = python([*(["-P"] if in_path else []), "-c", program], tmp_path, env=environment)
         assert found.returncode == 0, found.stderr
 
 
-class TestTheEnvironment:
-    def test_the_folder_comes_first_and_once(self) -> None:
+class TestEnvironment:
+    def test_the_startup_folder_comes_first_and_once(self) -> None:
         first = _environment({"PYTHONPATH": "a::b", "HOME": "h"}, {})
         assert first == {"PYTHONPATH": f"{_STARTUP}:a::b", "HOME": "h"}
         assert _environment(first, {}) == first
         assert _environment({}, {}) == {"PYTHONPATH": _STARTUP}
 
-    def test_what_is_asked_for_stays_for_runs_within(self) -> None:
+    def test_settings_stay_for_runs_within_a_run(self) -> None:
         outer = _environment({}, {"AMPATCH_RUN_FORCE": "1", "AMPATCH_RUN_CPU": "1"})
         assert _environment(outer, {}) == outer
         assert set(outer) == {"PYTHONPATH", "AMPATCH_RUN_FORCE", "AMPATCH_RUN_CPU"}
@@ -513,10 +483,10 @@ class TestInterpreterOptions:
             ("python -X dev -c main() run t.py", ["-X", "dev"]),
         ],
     )
-    def test_those_of_this_process_are_those_of_the_next(self, command: str, expected: list[str]) -> None:
+    def test_interpreter_options_are_handed_on(self, command: str, expected: list[str]) -> None:
         assert _options(command.split(), ["ampatch", "run", "t.py"]) == expected
 
-    def test_a_process_that_was_started_otherwise_has_none(self) -> None:
+    def test_an_embedded_interpreter_has_no_options(self) -> None:
         assert _options(["python"], [""]) == []
 
 
@@ -535,15 +505,13 @@ for _ in range(2):
 """
 
 
-class TestTraceOverflow:
-    @pytest.mark.slow  # it imports torch's compiler, to have compiled code run uncompiled
-    def test_says_where_it_began(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(OVERFLOWS)
-        said = ampatch_run(["--trace-overflow", "train.py"], tmp_path)
-        assert said.returncode == 0, said.stderr
-        assert "the next steps are watched as they run" in said.stderr  # the loss is no part of the model
-        assert "First inf: in torch.log." in said.stderr
-        assert "train.py:8: loss = torch.log(model(torch.ones(2, 4)) * 0).sum()" in said.stderr
+@pytest.mark.slow  # it imports torch's compiler, to have compiled code run uncompiled
+def test_trace_overflow_names_the_function_and_its_line(tmp_path: Path) -> None:
+    said = run_script(OVERFLOWS, tmp_path, options=["--trace-overflow"])
+    assert said.returncode == 0, said.stderr
+    assert "the next steps are watched as they run" in said.stderr  # the loss is no part of the model
+    assert "First inf: in torch.log." in said.stderr
+    assert "train.py:8: loss = torch.log(model(torch.ones(2, 4)) * 0).sum()" in said.stderr
 
 
 TRAINS = """
@@ -560,21 +528,19 @@ for _ in range(3):
 WROTE = "ampatch: --report: wrote "
 
 
-def written_by(program: str, folder: Path, *before: str, **options: object) -> subprocess.CompletedProcess[str]:
-    (folder / "train.py").write_text(program)
-    return ampatch_run(["--report", "report.json", *before, "train.py"], folder, **options)
+def written_by(program: str, folder: Path, *arguments: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    return run_script(program, folder, *arguments, options=["--report", "report.json"], **settings)
 
 
 def report_in(folder: Path, name: str = "report.json") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / name).read_text(encoding="utf-8"))
-    return found
+    return json.loads((folder / name).read_text(encoding="utf-8"))
 
 
 class TestReport:
     @pytest.mark.slow
-    def test_covers_the_whole_script_and_its_path_is_told(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(TRAINS + "print(*sys.argv[1:])\nos.chdir('/')\n")
-        said = ampatch_run(["--report", "report.json", "train.py", "--report", "x"], tmp_path)
+    def test_the_report_covers_the_whole_script_and_its_path_is_told(self, tmp_path: Path) -> None:
+        program = TRAINS + "print(*sys.argv[1:])\nos.chdir('/')\n"
+        said = written_by(program, tmp_path, "--report", "x")
         assert (said.returncode, said.stdout) == (0, "--report x\n")
         assert said.stderr.endswith(f"{WROTE}{tmp_path}/report.json\n")
         report = report_in(tmp_path)
@@ -588,7 +554,7 @@ class TestReport:
         ("ends", "status"),
         [("1 / 0", 1), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -signal.SIGINT), ("amp.deinitialize()", 0)],
     )
-    def test_however_the_script_ends(self, ends: str, status: int, tmp_path: Path) -> None:
+    def test_the_report_is_written_however_the_script_ends(self, ends: str, status: int, tmp_path: Path) -> None:
         said = written_by(TRAINS + ends, tmp_path)
         assert said.returncode == status
         assert said.stderr.endswith(f"{WROTE}{tmp_path}/report.json\n")
@@ -596,7 +562,7 @@ class TestReport:
         assert (len(report["steps"]), report["settings"]["opt_level"]) == (3, "O1")
 
     @pytest.mark.slow
-    def test_of_a_script_that_the_user_interrupts(self, tmp_path: Path) -> None:
+    def test_ctrl_c_leaves_the_report_of_the_steps_so_far(self, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(TRAINS + "print('ready', flush=True)\nimport time; time.sleep(100)\n")
         command = [sys.executable, "-m", "ampatch", "run", "--report=report.json", "train.py"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -608,19 +574,18 @@ class TestReport:
         assert len(report_in(tmp_path)["steps"]) == 3
 
     @pytest.mark.slow
-    def test_as_a_page(self, tmp_path: Path) -> None:
-        (tmp_path / "train.py").write_text(TRAINS)
-        assert WROTE in ampatch_run(["--report", "report.html", "train.py"], tmp_path).stderr
+    def test_the_report_may_be_a_page(self, tmp_path: Path) -> None:
+        assert WROTE in run_script(TRAINS, tmp_path, options=["--report", "report.html"]).stderr
         assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
 
     @pytest.mark.slow
     @pytest.mark.parametrize("first", ["import torch", "from ampatch import amp", "from ampatch import GradScaler"])
-    def test_whatever_is_imported_first(self, first: str, tmp_path: Path) -> None:
+    def test_the_report_is_written_whatever_is_imported_first(self, first: str, tmp_path: Path) -> None:
         said = written_by(f"{first}\nimport torch\ntorch.ones(2) + 1\n", tmp_path)
         assert WROTE in said.stderr, said.stderr
         assert report_in(tmp_path)["settings"] is None
 
-    def test_a_script_without_torch_has_none_and_imports_none(self, tmp_path: Path) -> None:
+    def test_a_script_without_torch_has_no_report_and_still_no_torch(self, tmp_path: Path) -> None:
         said = written_by("import sys; print('torch' in sys.modules)", tmp_path)
         assert said.stdout == "False\n"
         assert said.stderr == "ampatch: --report: no report, as the script did not import torch.\n"
@@ -645,17 +610,17 @@ class TestReport:
         assert fault in said.stderr
 
     @pytest.mark.slow
-    def test_goes_elsewhere_if_its_folder_is_gone(self, tmp_path: Path) -> None:
+    def test_the_report_goes_elsewhere_if_its_folder_is_gone(self, tmp_path: Path) -> None:
         (tmp_path / "there").mkdir()
-        (tmp_path / "train.py").write_text("import os, torch; os.rmdir('there'); torch.ones(2) + 1")
-        said = ampatch_run(["--report", "there/report.json", "train.py"], tmp_path)
+        program = "import os, torch; os.rmdir('there'); torch.ones(2) + 1"
+        said = run_script(program, tmp_path, options=["--report", "there/report.json"])
         assert "there is no folder" in said.stderr
         path = Path(said.stderr.partition(WROTE)[2].strip())
         assert json.loads(path.read_text(encoding="utf-8"))["format"] == "ampatch report"
 
     @pytest.mark.slow
     @pytest.mark.parametrize("rank", [None, "0"])
-    def test_processes_that_the_script_starts_write_none(self, rank: str | None, tmp_path: Path) -> None:
+    def test_processes_that_the_script_starts_write_no_report(self, rank: str | None, tmp_path: Path) -> None:
         program = (
             f"import multiprocessing, os, subprocess\nfrom pathlib import Path\n{TRAINS}"
             "def work():\n    torch.ones(2) + 1\n"
@@ -676,7 +641,7 @@ class TestReport:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("launched", ["by torchrun", "by the command"])
-    def test_each_rank_writes_its_own(self, launched: str, tmp_path: Path) -> None:
+    def test_each_rank_writes_its_own_report(self, launched: str, tmp_path: Path) -> None:
         (tmp_path / "train.py").write_text(
             TRAINS.replace("model = torch", "torch.distributed.init_process_group('gloo')\nmodel = torch", 1)
             + "torch.distributed.destroy_process_group()\n"
@@ -691,19 +656,14 @@ class TestReport:
             assert len(report_in(tmp_path, name)["steps"]) == 3
 
     @pytest.mark.slow
-    def test_a_script_that_opens_one_itself_is_told_what_to_leave_out(self, tmp_path: Path) -> None:
+    def test_a_script_that_opens_a_report_itself_is_told_to_leave_one_out(self, tmp_path: Path) -> None:
         said = written_by("from ampatch import amp\nwith amp.report(): pass\n", tmp_path)
         assert said.returncode == 1
         assert "leave out one of the two" in said.stderr
 
     @pytest.mark.slow
-    def test_with_a_library_in_place_of_a_gpu(self, tmp_path: Path) -> None:
-        said = written_by(
-            TRAINS.replace("model = torch.nn.Linear(4, 4)", "model = torch.nn.Linear(4, 4).cuda()").replace(
-                "torch.ones(2, 4)", "torch.ones(2, 4).cuda()"
-            ),
-            tmp_path,
-            "--cpu",
-        )
+    def test_the_options_cpu_and_report_go_together(self, tmp_path: Path) -> None:
+        program = TRAINS.replace("Linear(4, 4)", "Linear(4, 4).cuda()").replace("ones(2, 4)", "ones(2, 4).cuda()")
+        said = run_script(program, tmp_path, options=["--cpu", "--report", "report.json"])
         assert said.returncode == 0, said.stderr
         assert len(report_in(tmp_path)["steps"]) == 3

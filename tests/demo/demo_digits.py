@@ -1,13 +1,15 @@
 """Few digits, on which the demo trains fast: a plugin for pytest, loaded by the tests that use them.
 
-Other processes of a test import it, too.
+Tests and their processes import it, too: PYTEST_DONT_REWRITE keeps pytest from warning of that.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ import torch
 
 from ampatch import demo
 from ampatch.demo import digits
+
+STEPS_OF_A_RUN = 10  # of two epochs
+CHECKPOINT = "ampatch-demo.pt"
 
 
 @contextmanager
@@ -27,7 +32,7 @@ def few() -> Iterator[None]:
         yield
 
 
-def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, steps: int, times: int) -> None:
+def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, steps: int, times: int = 1) -> None:
     """Presses Ctrl-C once or several times, that many steps from now."""
     after_step, left = demo._after_step, [steps]
 
@@ -39,6 +44,22 @@ def press_ctrl_c(monkeypatch: pytest.MonkeyPatch, steps: int, times: int) -> Non
         after_step(*arguments)
 
     monkeypatch.setattr(demo, "_after_step", press)
+
+
+def results(path: str | Path = "results.json") -> list[dict[str, Any]]:
+    """Returns the results of a JSON report without their times, which no two runs have in common."""
+    entries = json.loads(Path(path).read_text())
+    return [{key: value for key, value in entry.items() if key != "ms_per_step"} for entry in entries]
+
+
+@pytest.fixture
+def ctrl_c_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs a test in a folder of its own, where Ctrl-C raises as it does at a terminal, whoever started pytest."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -7,19 +7,20 @@ import gzip
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from command_line import ampatch
 
 from ampatch import demo
 from ampatch.demo import digits, report, training
 from ampatch.demo.network import DigitsNetwork
 from ampatch.demo.plan import OPT_LEVELS, SETTINGS, Plan, Run
-from ampatch.demo.training import Result, State
+from ampatch.demo.training import Result
 from ampatch.opt_levels import LEVELS
 
 pytest_plugins = ["demo_digits"]
@@ -58,43 +59,34 @@ def column(table: str, title: str) -> list[str]:
 
 
 class TestDigits:
-    def test_the_file_is_the_one_its_readme_describes(self) -> None:
+    def test_the_checksum_of_the_digits_is_in_their_readme(self) -> None:
         folder = files("ampatch.demo") / "data"
         checksum = hashlib.sha256(gzip.decompress((folder / "digits.csv.gz").read_bytes())).hexdigest()
 
         assert checksum in (folder / "README.md").read_text()
 
-    def test_there_are_1797_images_with_labels(self) -> None:
+    def test_there_are_1797_images_the_right_way_up_with_labels(self) -> None:
         loaded = digits.load()
-
         assert loaded.images.shape == (1797, 1, 8, 8)
         assert loaded.images.dtype is torch.float32
         assert set(loaded.images.unique().tolist()) == {ink / 16 for ink in range(17)}
+        assert (16 * loaded.images[0, 0, 0]).tolist() == [0, 0, 5, 13, 9, 1, 0, 0]
+        assert loaded.labels[0] == 0
         assert loaded.labels.dtype is torch.int64
         assert loaded.labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 
-    def test_the_first_image_is_a_zero_the_right_way_up(self) -> None:
-        loaded = digits.load()
-
-        assert loaded.labels[0] == 0
-        assert (16 * loaded.images[0, 0, 0]).tolist() == [0, 0, 5, 13, 9, 1, 0, 0]
-
-    def test_the_split_is_the_same_every_time_whatever_the_seed(self) -> None:
-        torch.manual_seed(1)
-        first = digits.split(digits.load())
-        torch.manual_seed(2)
-        second = digits.split(digits.load())
-
-        for one, other in zip(first, second, strict=True):
-            assert torch.equal(one.images, other.images)
-            assert torch.equal(one.labels, other.labels)
-
-    def test_no_digit_is_both_trained_and_tested_on(self) -> None:
+    def test_the_split_depends_on_no_seed_and_is_disjoint(self) -> None:
         # Stands in for the images, no two of which need be different, a number of its own for each digit.
         numbers = torch.arange(1797)
-        train, test = digits.split(digits.Digits(numbers, digits.load().labels))
-
+        splits = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            splits.append(digits.split(digits.Digits(numbers, digits.load().labels)))
+        (train, test), others = splits
         assert sorted(torch.cat([train.images, test.images]).tolist()) == numbers.tolist()
+        for one, other in zip((train, test), others, strict=True):
+            assert torch.equal(one.images, other.images)
+            assert torch.equal(one.labels, other.labels)
 
     def test_a_fifth_of_every_class_is_tested_on(self) -> None:
         loaded = digits.load()
@@ -104,27 +96,20 @@ class TestDigits:
         assert torch.allclose(share, torch.full((10,), 0.2), atol=0.005)
 
 
-class TestNetwork:
-    def test_it_gives_ten_scores_an_image_and_a_gradient_to_every_parameter(self) -> None:
-        network = DigitsNetwork()
-
-        scores = network(torch.rand(3, 1, 8, 8))
-        scores.square().sum().backward()
-
-        assert scores.shape == (3, 10)
-        assert all(parameter.grad is not None for parameter in network.parameters())
-
-    def test_it_has_every_kind_of_layer_that_the_lists_tell_apart(self) -> None:
-        kinds = {type(module) for module in DigitsNetwork().modules()}
-
-        assert {torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.LayerNorm, torch.nn.Linear} <= kinds
+def test_the_network_has_every_kind_of_layer_that_the_lists_tell_apart() -> None:
+    network = DigitsNetwork()
+    scores = network(torch.rand(3, 1, 8, 8))
+    scores.square().sum().backward()
+    kinds = {type(module) for module in network.modules()}
+    assert {torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.LayerNorm, torch.nn.Linear} <= kinds
+    assert scores.shape == (3, 10)
+    assert all(parameter.grad is not None for parameter in network.parameters())
 
 
 class TestReport:
     def test_the_table_has_a_line_a_run(self) -> None:
         table = report.table([FLOAT32, MIXED])
-
-        assert column(table, "level") == ["O0", "O1"]
+        assert [line.split()[:2] for line in table.splitlines()[1:]] == [["O0", "-"], ["O1", "float16"]]
         assert column(table, "test accuracy") == ["99.44%", "100.00%"]
         assert column(table, "final loss") == ["0.0084", "0.0123"]
         assert column(table, "ms a step") == ["7.13", "45.00"]
@@ -134,20 +119,10 @@ class TestReport:
         assert column(table, "skipped steps") == ["0", "2"]
         assert column(table, "loss scale") == ["1", "16384"]
 
-    def test_a_level_without_a_half_type_shows_a_dash(self) -> None:
-        _, float32, mixed = report.table([FLOAT32, MIXED]).splitlines()
-
-        assert float32.split()[:2] == ["O0", "-"]
-        assert mixed.split()[:2] == ["O1", "float16"]
-
-    def test_the_json_holds_the_same(self) -> None:
-        float32, mixed = json.loads(report.as_json([FLOAT32, MIXED]))
-
-        assert list(float32) == list(mixed) == KEYS
-        assert float32["half_dtype"] is None
-        assert mixed == dict(
-            zip(KEYS, ["O1", "float16", 1.0, 0.01234, 45.0, 4.35, 31.25, 4.5, 2, 16384.0], strict=True)
-        )
+    def test_the_json_has_a_mapping_a_run(self) -> None:
+        entries = json.loads(report.as_json([FLOAT32, MIXED]))
+        assert [list(entry) for entry in entries] == [KEYS, KEYS]
+        assert [Result(**entry) for entry in entries] == [FLOAT32, MIXED]
 
     def test_json_has_no_nan(self) -> None:
         (diverged,) = json.loads(report.as_json([replace(MIXED, final_loss=math.nan)]), parse_constant=pytest.fail)
@@ -155,28 +130,20 @@ class TestReport:
         assert diverged["final_loss"] is None
 
 
+def names_of(plan: Plan) -> str:
+    return ", ".join(map(str, plan.runs()))
+
+
 class TestArguments:
-    def test_by_default_five_runs_show_what_the_levels_are_for(self) -> None:
-        assert [str(planned) for planned in Plan().runs()] == [
-            "O0",
-            "O1 float16",
-            "O1 bfloat16",
-            "O2 float16",
-            "O5 bfloat16",
-        ]
+    def test_five_runs_by_default(self) -> None:
+        assert set(vars(parsed()).values()) == {None}
+        assert names_of(Plan()) == "O0, O1 float16, O1 bfloat16, O2 float16, O5 bfloat16"
 
     def test_a_level_alone_runs_in_each_half_type_that_it_has(self) -> None:
-        assert [str(planned) for planned in Plan(list(OPT_LEVELS)).runs()] == [
-            "O0",
-            "O1 float16",
-            "O1 bfloat16",
-            "O2 float16",
-            "O2 bfloat16",
-            "O3 float16",
-            "O3 bfloat16",
-            "O4 bfloat16",
-            "O5 bfloat16",
-        ]
+        assert names_of(Plan(list(OPT_LEVELS))) == (
+            "O0, O1 float16, O1 bfloat16, O2 float16, O2 bfloat16, O3 float16, O3 bfloat16, O4 bfloat16, O5 bfloat16"
+        )
+        assert names_of(Plan(["O4", "O0"], ["float16"])) == "O4 bfloat16, O0"
 
     def test_the_levels_are_those_of_amp_with_the_half_types_that_they_allow(self) -> None:
         fixed = {name: level.half_dtype for name, level in LEVELS.items()}
@@ -185,24 +152,16 @@ class TestArguments:
         for planned in SETTINGS.values():
             assert fixed[planned.opt_level] in (None, planned.dtype)
 
-    def test_what_is_not_given_is_none(self) -> None:
-        assert set(vars(parsed()).values()) == {None}
-
     @pytest.mark.parametrize("name", SETTINGS)
-    def test_a_setting_is_one_run_whatever_half_types_are_for_the_others(self, name: str) -> None:
-        (planned,) = Plan(parsed("--opt-levels", name).opt_levels, ["bfloat16"]).runs()
-
-        assert str(planned) == name.replace(":", " ")
+    def test_a_setting_is_one_run_in_its_own_half_type(self, name: str) -> None:
+        assert names_of(Plan(parsed("--opt-levels", name).opt_levels, ["bfloat16"])) == name.replace(":", " ")
 
     def test_a_half_type_alone_is_that_of_the_default_levels(self) -> None:
         start = demo._start(parsed("--half-dtype", "bfloat16"))
+        assert names_of(start.plan) == "O0, O1 bfloat16, O2 bfloat16, O5 bfloat16"
 
-        assert [str(planned) for planned in start.plan.runs()] == ["O0", "O1 bfloat16", "O2 bfloat16", "O5 bfloat16"]
-
-    def test_a_run_that_is_named_in_two_ways_comes_once(self) -> None:
-        assert Plan(["O2:bfloat16", "O2"]).runs() == [Run("O2", "bfloat16"), Run("O2", "float16")]
-
-    def test_a_name_that_comes_twice_counts_once(self) -> None:
+    def test_a_run_that_is_named_twice_comes_once(self) -> None:
+        assert names_of(Plan(["O2:bfloat16", "O2"])) == "O2 bfloat16, O2 float16"
         assert parsed("--opt-levels", "O1, O0,O1").opt_levels == ["O1", "O0"]
 
     @pytest.mark.parametrize(
@@ -219,10 +178,7 @@ class TestArguments:
             (["--epochs", "many"], "argument --epochs: 'many' is not a whole number from 1 to 1000"),
             (["--device", "gpu"], "argument --device: 'gpu' is not one of cpu, cuda. Type for example cpu"),
             (["--seed", "-1"], "argument --seed: '-1' is not a whole number from 0 to 4294967295"),
-            (
-                ["--json", "no/such/folder/out.json"],
-                "argument --json: 'no/such/folder/out.json' cannot be written",
-            ),
+            (["--json", "no/such/folder/out.json"], "argument --json: 'no/such/folder/out.json' cannot be written"),
             (["--json", "."], "argument --json: '.' cannot be written: it is a folder"),
             (["--save", "no/such/folder/demo.pt"], "argument --save: 'no/such/folder/demo.pt' cannot be written"),
             (["--save", "."], "argument --save: '.' cannot be written: it is a folder"),
@@ -231,35 +187,21 @@ class TestArguments:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_a_bad_one_is_one_clear_line(
-        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        with pytest.raises(SystemExit) as exit_:
-            parsed(*arguments)
-
-        assert exit_.value.code == 2
-        assert capsys.readouterr().err.splitlines()[-1].startswith(f"ampatch demo: error: {message}")
+    def test_a_bad_argument_is_one_clear_line(self, arguments: list[str], message: str) -> None:
+        status, _, err = ampatch("demo", *arguments)
+        assert status == 2
+        assert err.splitlines()[-1].startswith(f"ampatch demo: error: {message}")
 
 
 class TestRun:
-    def test_it_prints_one_table_and_writes_the_same_as_json(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_table_and_the_json_have_the_same_results(self, tmp_path: Path) -> None:
         target = tmp_path / "results.json"
-
-        status = demo.run(
-            parsed(
-                *("--opt-levels", "O0,O1", "--half-dtype", "bfloat16", "--epochs", "1"),
-                *("--device", "cpu", "--json", str(target)),
-            )
-        )
-
-        assert status == 0
+        chosen = ["--opt-levels", "O0,O1", "--half-dtype", "bfloat16", "--epochs", "1", "--device", "cpu"]
+        status, out, err = ampatch("demo", *chosen, "--json", target)
         results = [Result(**entry) for entry in json.loads(target.read_text())]
         float32, mixed = results
-        printed = capsys.readouterr()
-        assert printed.out == report.table(results) + "\n"
-        assert "\r" not in printed.err, "a progress bar is for terminals"
+        assert (status, out) == (0, report.table(results) + "\n")
+        assert "\r" not in err, "a progress bar is for terminals"
         assert (float32.opt_level, float32.half_dtype) == ("O0", None)
         assert (float32.casts_per_step, float32.cache_hits_per_step) == (0, 0)
         assert (mixed.opt_level, mixed.half_dtype) == ("O1", "bfloat16")
@@ -269,46 +211,27 @@ class TestRun:
         assert min(result.test_accuracy for result in results) > 0.7
 
     @pytest.mark.usefixtures("few_digits")
-    def test_a_level_that_names_its_half_type_has_that_one(self, tmp_path: Path) -> None:
-        target = tmp_path / "results.json"
-        chosen = ("--opt-levels", "O4,O0", "--half-dtype", "float16")
-
-        demo.run(parsed(*chosen, "--epochs", "1", "--json", str(target)))
-
-        found = [(entry["opt_level"], entry["half_dtype"]) for entry in json.loads(target.read_text())]
-        assert found == [("O4", "bfloat16"), ("O0", None)]
-
-    @pytest.mark.usefixtures("few_digits")
-    def test_a_report_that_cannot_be_written_after_all_does_not_lose_the_table(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    def test_json_that_cannot_be_written_leaves_the_table(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def full(*_: object) -> None:
-            raise OSError("No space left on device")
-
-        monkeypatch.setattr(demo.json_files, "write_text", full)
-        arguments = parsed("--opt-levels", "O0", "--epochs", "1", "--json", str(tmp_path / "results.json"))
-
-        assert demo.run(arguments) == 1
-        printed = capsys.readouterr()
-        assert column(printed.out, "level") == ["O0"]
-        assert printed.err.splitlines()[-1].startswith("The results could not be written")
+        monkeypatch.setattr(demo.json_files, "write_text", Mock(side_effect=OSError("No space left on device")))
+        status, out, err = ampatch("demo", "--opt-levels", "O0", "--epochs", "1", "--json", tmp_path / "results.json")
+        assert status == 1
+        assert column(out, "level") == ["O0"]
+        assert err.splitlines()[-1].startswith("The results could not be written")
 
 
 @pytest.mark.usefixtures("few_digits")
 class TestDevice:
-    def test_without_a_gpu_cuda_is_one_clear_line(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_cuda_without_a_gpu_is_one_clear_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        with pytest.raises(SystemExit, match="2"):
-            parsed("--device", "cuda")
-        assert capsys.readouterr().err.splitlines()[-1] == (
-            "ampatch demo: error: argument --device: torch sees no GPU here. Type cpu, or leave --device out"
-        )
+        status, _, err = ampatch("demo", "--device", "cuda")
+        told = "argument --device: torch sees no GPU here. Type cpu, or leave --device out"
+        assert (status, err.splitlines()[-1]) == (2, f"ampatch demo: error: {told}")
 
     @pytest.mark.parametrize(("default", "named"), [("cpu", "the CPU"), ("cuda", "the GPU (NVIDIA X1)")])
-    def test_it_says_which_one_it_used_and_whose_times_these_are(
-        self, default: str, named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    def test_the_device_and_the_origin_of_the_times_are_told(
+        self, default: str, named: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Stands the CPU in for a GPU."""
         asked = []
@@ -316,21 +239,17 @@ class TestDevice:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X1")
         monkeypatch.setattr(digits.Digits, "to", lambda self, device: asked.append(device) or self)
 
-        demo.run(parsed("--opt-levels", "O0", "--epochs", "1"))
-
-        first, *_, last = capsys.readouterr().err.splitlines()
+        first, *_, last = ampatch("demo", "--opt-levels", "O0", "--epochs", "1").err.splitlines()
         assert f", on {named}, 1 epoch a run." in first
         assert last.startswith(f"The times are those of this {default.replace('cuda', 'GPU').replace('cpu', 'CPU')}.")
         assert asked == [default, default]
 
     @pytest.mark.gpu
-    def test_on_a_gpu_every_run_learns_there_and_shows_its_memory(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_runs_on_a_gpu_learn_and_their_memory_is_measured(self, tmp_path: Path) -> None:
         target = tmp_path / "results.json"
-        demo.run(parsed("--opt-levels", "O0,O1,O2:float16", "--epochs", "3", "--device", "cuda", "--json", str(target)))
-
-        assert f"on the GPU ({torch.cuda.get_device_name()})" in capsys.readouterr().err
+        chosen = ["--opt-levels", "O0,O1,O2:float16", "--epochs", "3", "--device", "cuda"]
+        err = ampatch("demo", *chosen, "--json", target).err
+        assert f"on the GPU ({torch.cuda.get_device_name()})" in err
         float32, *mixed = [Result(**entry) for entry in json.loads(target.read_text())]
         for result in mixed:
             assert result.final_loss == pytest.approx(float32.final_loss, rel=0.1)
@@ -350,25 +269,19 @@ class TestTraining:
         assert losses[:4] == losses[4:]
         assert len(losses) == 2 * training.steps_per_epoch(few) == 8
 
-    def test_amp_is_taken_out_when_a_run_raises(self) -> None:
+    def test_amp_is_deinitialized_when_a_run_raises(self) -> None:
         train, test = digits.split(digits.load())
         untouched = torch.nn.functional.linear
-
-        def fail(_loss: float, _state: Callable[[], State]) -> None:
-            raise RuntimeError("in the middle")
-
+        fail = Mock(side_effect=RuntimeError("in the middle"))
         with pytest.raises(RuntimeError, match="in the middle"):
             training.run(train, test, "O1", torch.bfloat16, epochs=1, seed=0, on_step=fail)
-
         assert torch.nn.functional.linear is untouched
 
 
 class TestFewEpochs:
     @pytest.mark.usefixtures("few_digits")
-    def test_a_sentence_says_why_the_accuracies_are_low(self, capsys: pytest.CaptureFixture[str]) -> None:
-        demo.run(parsed("--opt-levels", "O0", "--epochs", "1"))
-
-        lines = capsys.readouterr().err.splitlines()
+    def test_low_accuracies_after_few_epochs_are_explained(self) -> None:
+        lines = ampatch("demo", "--opt-levels", "O0", "--epochs", "1").err.splitlines()
         (note,) = (line for line in lines if "still learning" in line)
         assert note.startswith("After 1 epoch the network is still learning, in float32 (O0) as in mixed precision.")
         assert note.endswith(f"type --epochs {Plan().epochs} or more.")
@@ -378,7 +291,7 @@ class TestFewEpochs:
         [(1, [0.97, 0.98]), (Plan().epochs, [0.98, 0.1])],
         ids=["where_they_are_not_low", "where_epochs_are_not_the_reason"],
     )
-    def test_and_none_does(self, epochs: int, accuracies: list[float]) -> None:
+    def test_other_accuracies_are_not_explained(self, epochs: int, accuracies: list[float]) -> None:
         results = [replace(MIXED, test_accuracy=accuracy) for accuracy in accuracies]
 
         assert demo._still_learning(Plan(epochs=epochs), results) is None
@@ -388,7 +301,7 @@ class TestFewEpochs:
 def accuracies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
     """The test accuracy of every run that `ampatch demo` offers, with its own number of epochs."""
     target = tmp_path_factory.mktemp("claims") / "results.json"
-    demo.run(parsed("--opt-levels", ",".join(OPT_LEVELS), "--device", "cpu", "--json", str(target)))
+    ampatch("demo", "--opt-levels", ",".join(OPT_LEVELS), "--device", "cpu", "--json", target)
     results = [Result(**entry) for entry in json.loads(target.read_text())]
     return {str(Run(result.opt_level, result.half_dtype)): result.test_accuracy for result in results}
 
@@ -397,14 +310,14 @@ def accuracies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 class TestClaims:
     """What the documentation says of `ampatch demo`, of the runs that it has by default and of all others."""
 
-    def test_it_covers_every_run(self, accuracies: dict[str, float]) -> None:
+    def test_every_run_is_covered(self, accuracies: dict[str, float]) -> None:
         assert list(accuracies) == [str(planned) for planned in SETTINGS.values()]
 
     # O3 has neither masters nor a loss scale: nothing is claimed of it.
     @pytest.mark.parametrize(
         "run", [str(planned) for planned in SETTINGS.values() if planned.opt_level not in ("O0", "O3")]
     )
-    def test_mixed_precision_recognises_97_percent_and_within_a_point_of_float32(
+    def test_mixed_precision_is_97_percent_accurate_and_within_a_point_of_float32(
         self, run: str, accuracies: dict[str, float]
     ) -> None:
         assert accuracies[run] >= demo.GOAL == 0.97

@@ -1,4 +1,4 @@
-"""The file that Ctrl-C leaves: there whole or not at all, and one clear error where it cannot be resumed from."""
+"""The checkpoint that Ctrl-C leaves: complete or absent, and one clear error if it cannot be resumed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import ampatch
 
-from ampatch.cli import main as cli
 from ampatch.demo import checkpoints, training
 from ampatch.demo.checkpoints import Checkpoint, CheckpointError
 from ampatch.demo.plan import Plan
@@ -30,7 +30,7 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 class TestSave:
-    def test_what_is_loaded_is_what_was_saved(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_loads_as_it_was_saved(self, tmp_path: Path) -> None:
         checkpoints.save(CHECKPOINT, tmp_path / "demo.pt")
         loaded = checkpoints.load(tmp_path / "demo.pt")
 
@@ -40,13 +40,13 @@ class TestSave:
         assert (loaded.running["losses"], loaded.running["seconds"]) == ([2.5], [0.01])
         assert torch.equal(loaded.running["parts"]["model"], torch.ones(3))
 
-    def test_between_two_runs_there_is_no_state(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_between_two_runs_has_no_state(self, tmp_path: Path) -> None:
         between = Checkpoint(PLAN, None, [FLOAT32], None)
         checkpoints.save(between, tmp_path / "demo.pt")
 
         assert checkpoints.load(tmp_path / "demo.pt") == between
 
-    def test_it_says_in_plain_values_what_it_is(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_has_its_format_and_arguments_in_plain_values(self, tmp_path: Path) -> None:
         checkpoints.save(CHECKPOINT, tmp_path / "demo.pt")
         content = contents(tmp_path / "demo.pt")
 
@@ -71,7 +71,7 @@ class TestSave:
 
     @pytest.mark.parametrize("there", [None, b"an earlier one"], ids=["nothing_there", "a_file_there"])
     @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
-    def test_one_that_fails_leaves_things_as_they_were(
+    def test_a_failed_save_leaves_the_folder_as_it_was(
         self, error: BaseException, there: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         target = tmp_path / "demo.pt"
@@ -83,14 +83,13 @@ class TestSave:
             raise error
 
         monkeypatch.setattr(torch, "save", fail)
-
         with pytest.raises(type(error)):
             checkpoints.save(CHECKPOINT, target)
 
         assert [path.read_bytes() for path in tmp_path.iterdir()] == ([] if there is None else [there])
 
     @pytest.mark.parametrize("target", [".", "/dev/null", "no/such/folder/demo.pt"])
-    def test_it_takes_the_place_of_nothing_but_a_file(
+    def test_a_checkpoint_replaces_an_ordinary_file_only(
         self, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
@@ -99,21 +98,12 @@ class TestSave:
             checkpoints.save(CHECKPOINT, Path(target))
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
+def spoiled(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-def cut_short(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def first_half(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
-def text(path: Path) -> None:
-    path.write_text("opt_level: O1\n")
+def saved(content: object) -> Callable[[Path], None]:
+    return lambda path: torch.save(content, path)
 
 
 def a_folder(path: Path) -> None:
@@ -121,47 +111,28 @@ def a_folder(path: Path) -> None:
     path.mkdir()
 
 
-def missing(path: Path) -> None:
-    path.unlink()
-
-
-def somebody_elses(path: Path) -> None:
-    torch.save({"model": torch.ones(3)}, path)
-
-
-def a_module(path: Path) -> None:
-    torch.save(torch.nn.Linear(1, 1), path)
-
-
-def a_tensor(path: Path) -> None:
-    torch.save(torch.ones(3), path)
-
-
 def a_compiled_script(path: Path) -> None:
     torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1, 1)), path)
 
 
 def changed(**changes: object) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        torch.save(contents(path) | changes, path)
-
-    return change
+    return lambda path: torch.save(contents(path) | changes, path)
 
 
 # Those of `CHECKPOINT`, so that a case is wrong in nothing but what it changes.
 ARGUMENTS = {**dataclasses.asdict(PLAN), "json": CHECKPOINT.json, "report": CHECKPOINT.report}
 
-BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "missing": (missing, "cannot be read (No such file or directory)"),
-    "empty": (empty, "is no whole checkpoint"),
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (Path.unlink, "cannot be read (No such file or directory)"),
     "a_folder": (a_folder, "cannot be read (Is a directory)"),
-    "cut_short": (cut_short, "is no whole checkpoint"),
-    "first_half": (first_half, "is no whole checkpoint"),
-    "text": (text, "is no whole checkpoint"),
-    "a_module": (a_module, "is no whole checkpoint"),
+    "empty": (spoiled(lambda _: b""), "is no whole checkpoint"),
+    "cut_short": (spoiled(lambda content: content[:-100]), "is no whole checkpoint"),
+    "first_half": (spoiled(lambda content: content[: len(content) // 2]), "is no whole checkpoint"),
+    "text": (spoiled(lambda _: b"opt_level: O1"), "is no whole checkpoint"),
+    "a_module": (saved(torch.nn.Linear(1, 1)), "is no whole checkpoint"),
     "a_compiled_script": (a_compiled_script, "is no whole checkpoint"),
-    "somebody_elses": (somebody_elses, "was not written by `ampatch demo`"),
-    "a_tensor": (a_tensor, "was not written by `ampatch demo`"),
+    "another_checkpoint": (saved({"model": torch.ones(3)}), "was not written by `ampatch demo`"),
+    "a_tensor": (saved(torch.ones(3)), "was not written by `ampatch demo`"),
     "an_older_format": (changed(version=1), "the format of another version of ampatch: found 1, expected 4"),
     "a_newer_format": (changed(version=5), "the format of another version of ampatch: found 5, expected 4"),
     "without_arguments": (changed(arguments=None), "has been changed since"),
@@ -175,22 +146,19 @@ class TestLoad:
     @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
     @pytest.mark.parametrize("name", BAD)
     def test_a_bad_file_is_one_clear_error_and_nothing_is_trained(
-        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         spoil, message = BAD[name]
         path = tmp_path / "demo.pt"
         checkpoints.save(CHECKPOINT, path)
         spoil(path)
         monkeypatch.setattr(training, "run", lambda *_args, **_kwargs: pytest.fail("trained"))
-
         with pytest.raises(CheckpointError):
             checkpoints.load(path)
-        assert cli.main(["demo", "--resume", str(path)]) == 1
-
-        printed = capsys.readouterr()
-        (line,) = printed.err.splitlines()
+        status, out, err = ampatch("demo", "--resume", path)
+        (line,) = err.splitlines()
+        assert (status, out) == (1, "")
         assert line.startswith(f"ampatch: error: '{path}' ")
         assert message in line
         assert "expected a file that `ampatch demo` saved" in line
         assert "leave --resume out" in line
-        assert printed.out == ""

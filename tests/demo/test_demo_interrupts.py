@@ -1,26 +1,19 @@
-"""Ctrl-C is noted, and raises nothing, while it is held back."""
+"""`interrupts.held_back` notes Ctrl-C instead of raising KeyboardInterrupt."""
 
 from __future__ import annotations
 
 import signal
-import threading
-from collections.abc import Iterator
 
 import pytest
+from helpers import together
 
 from ampatch.demo import interrupts
 
-
-@pytest.fixture(autouse=True)
-def ctrl_c_raises() -> Iterator[None]:
-    """As in a program that was started at a terminal, whoever started these tests."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
+pytest_plugins = ["demo_digits"]
+pytestmark = pytest.mark.usefixtures("ctrl_c_raises")
 
 
-def test_it_is_noted_however_often() -> None:
+def test_ctrl_c_is_noted_while_it_is_held_back() -> None:
     with interrupts.held_back() as interrupt:
         assert not interrupt.requested
         signal.raise_signal(signal.SIGINT)
@@ -29,7 +22,7 @@ def test_it_is_noted_however_often() -> None:
         assert interrupt.requested
 
 
-def test_afterwards_it_raises_again() -> None:
+def test_ctrl_c_raises_again_afterwards() -> None:
     with pytest.raises(RuntimeError), interrupts.held_back():
         raise RuntimeError
 
@@ -48,15 +41,12 @@ def test_another_handler_is_left_alone(handler: signal.Handlers) -> None:
     assert not interrupt.requested
 
 
-def test_in_another_thread_there_is_nothing_to_hold_back() -> None:
+def test_in_another_thread_the_handler_stays() -> None:
     found = []
 
     def elsewhere() -> None:
         with interrupts.held_back() as interrupt:
             found.append((interrupt.requested, signal.getsignal(signal.SIGINT)))
 
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join()
-
+    together([elsewhere])
     assert found == [(False, signal.default_int_handler)]

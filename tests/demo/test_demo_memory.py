@@ -1,4 +1,4 @@
-"""The peak memory in the demo's table: measured against sizes that are known."""
+"""The peak memory in the demo's table, measured against known sizes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def peak(work: Callable[[], object]) -> float:
 
 
 class TestPeakAllocated:
-    def test_what_is_freed_no_longer_counts(self) -> None:
+    def test_freed_memory_no_longer_counts(self) -> None:
         def work() -> None:
             for mebibytes in (1, 3, 2):
                 tensor(mebibytes)
 
         assert peak(work) == 3
 
-    def test_what_lives_at_the_same_time_adds_up(self) -> None:
+    def test_tensors_that_live_at_the_same_time_add_up(self) -> None:
         def work() -> None:
             kept = [tensor(1), tensor(3)]
             del kept[1]
@@ -45,10 +45,10 @@ class TestPeakAllocated:
 
         assert peak(work) == 4
 
-    def test_a_view_takes_nothing(self) -> None:
+    def test_a_view_takes_no_memory(self) -> None:
         assert peak(lambda: tensor(2).view(2, -1)[0]) == 2
 
-    def test_what_was_prepared_counts_while_it_lives_and_its_own_peak_does_not(self) -> None:
+    def test_prepared_tensors_count_while_they_live_without_their_own_peak(self) -> None:
         def prepare() -> Callable[[], object]:
             tensor(8)
             kept = [tensor(2)]
@@ -62,7 +62,7 @@ class TestPeakAllocated:
 
         assert peak_allocated(prepare) == 3 * MIB
 
-    def test_what_was_there_before_does_not_count(self) -> None:
+    def test_earlier_tensors_do_not_count(self) -> None:
         # So large that malloc maps memory of its own for it. At an address used before, torch's profiler takes it for a
         # tensor of an earlier measurement, and reports that one's size.
         there = [tensor(64)]
@@ -73,7 +73,7 @@ class TestPeakAllocated:
 
         assert peak(work) == 1
 
-    def test_what_an_earlier_measurement_left_in_cycles_is_not_subtracted(self) -> None:
+    def test_cycles_of_an_earlier_measurement_are_not_subtracted(self) -> None:
         def leave_cycle() -> None:
             cycle: list[object] = [tensor(4)]
             cycle.append(cycle)
@@ -86,7 +86,7 @@ class TestPeakAllocated:
 
         assert peak(collect_and_work) == 1
 
-    def test_what_autograd_keeps_for_backward_counts(self) -> None:
+    def test_tensors_that_autograd_saves_count(self) -> None:
         def prepare() -> Callable[[], object]:
             x = torch.ones(MIB // 4, requires_grad=True)  # 1 MiB
 
@@ -97,7 +97,7 @@ class TestPeakAllocated:
 
         assert peak_allocated(prepare) == 4 * MIB
 
-    def test_nothing_is_left_in_the_environment(self) -> None:
+    def test_the_environment_stays(self) -> None:
         before = dict(os.environ)
 
         peak(lambda: torch.ones(2))
@@ -124,7 +124,7 @@ class TestPeakOfAStep:
     def peak(self, opt_level: str, half_dtype: torch.dtype | None) -> int:
         return training.peak_memory(self.train, opt_level, half_dtype, seed=0)
 
-    def test_in_float32_it_is_at_least_weights_gradients_moments_and_the_activations_of_the_first_layers(self) -> None:
+    def test_a_float32_step_holds_weights_gradients_moments_and_activations(self) -> None:
         weights = 4 * sum(parameter.numel() for parameter in DigitsNetwork().parameters())
         activation = 4 * training.BATCH_SIZE * 32 * 8 * 8
         found = self.peak("O0", None)
@@ -133,20 +133,15 @@ class TestPeakOfAStep:
         assert found > 4 * weights + 6 * activation
         assert found < 4 * weights + 20 * activation
 
-    def test_it_is_the_same_every_time(self) -> None:
+    def test_the_peak_is_the_same_every_time(self) -> None:
         assert self.peak("O1", torch.bfloat16) == self.peak("O1", torch.bfloat16)
 
-    def test_activations_in_half_take_less(self) -> None:
-        assert self.peak("O1", torch.bfloat16) < 0.75 * self.peak("O0", None)
+    def test_half_activations_and_weights_take_less_and_masters_more(self) -> None:
+        float32, o1, o2, o3 = (self.peak(level, torch.bfloat16) for level in ("O0", "O1", "O2", "O3"))
+        assert o1 < 0.75 * float32
+        assert o3 < o2 < 0.75 * float32
 
-    @pytest.mark.parametrize("opt_level", ["O2", "O3"])
-    def test_weights_in_half_take_less_than_in_float32(self, opt_level: str) -> None:
-        assert self.peak(opt_level, torch.bfloat16) < 0.75 * self.peak("O0", None)
-
-    def test_masters_take_memory(self) -> None:
-        assert self.peak("O3", torch.bfloat16) < self.peak("O2", torch.bfloat16)
-
-    def test_measuring_it_takes_no_part_in_the_training(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_measuring_the_peak_changes_no_loss(self, monkeypatch: pytest.MonkeyPatch) -> None:
         losses: list[list[float]] = []
         few = self.train[torch.arange(256)]
         for measure in (training.peak_memory, lambda *_args, **_kwargs: 0):

@@ -9,8 +9,9 @@ from contextlib import contextmanager, redirect_stderr
 
 import pytest
 import torch
+from command_line import ampatch
 
-from ampatch.cli import main as cli
+from ampatch.cli.main import main
 from ampatch.demo import digits, progress, training
 from ampatch.demo.plan import Run
 
@@ -46,7 +47,7 @@ def percentages(bars: list[str]) -> list[int]:
 
 
 class TestBar:
-    def test_a_step_counts_as_the_time_that_it_takes(self) -> None:
+    def test_a_step_moves_the_bar_by_the_time_that_it_takes(self) -> None:
         with (
             at_a_terminal() as terminal,
             progress.shown({FLOAT32: 1.0, HALF: 4.0}, 10, finished=0, steps_done=0) as shown,
@@ -62,7 +63,7 @@ class TestBar:
         assert "loss=0.5000" in last
 
     @pytest.mark.parametrize(("finished", "steps_done", "done"), [(0, 3, 3), (1, 0, 10), (1, 3, 22), (2, 0, 50)])
-    def test_it_goes_on_where_an_earlier_one_stopped(self, finished: int, steps_done: int, done: int) -> None:
+    def test_the_bar_of_a_resumed_demo_begins_where_it_stopped(self, finished: int, steps_done: int, done: int) -> None:
         times = {FLOAT32: 1.0, HALF: 4.0}
         with at_a_terminal(), progress.shown(times, 10, finished=finished, steps_done=steps_done) as shown:
             assert shown.bar.n == done
@@ -82,9 +83,9 @@ class TestBar:
 
 @pytest.mark.usefixtures("few_digits")
 class TestDemo:
-    def test_on_a_terminal_there_is_one_bar_for_all_runs(self) -> None:
+    def test_one_bar_on_a_terminal_counts_all_runs(self) -> None:
         with at_a_terminal() as terminal:
-            assert cli.main(list(CHOSEN)) == 0
+            assert main(CHOSEN) == 0
 
         found = percentages(terminal.bars())
         assert found == sorted(found), "it begins again with none of the runs"
@@ -93,16 +94,12 @@ class TestDemo:
         lines = re.split(r"[\r\n]+", terminal.getvalue())
         assert sum("of the test digits recognised" in line for line in lines) == 2
 
-    def test_elsewhere_there_are_lines_alone(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_without_a_terminal_there_are_lines_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(training, "seconds_per_step", lambda *_args, **_kwargs: pytest.fail("measured for no bar"))
-
-        assert cli.main(list(CHOSEN)) == 0
-
-        printed = capsys.readouterr().err
-        assert "\r" not in printed
-        begins, float32, mixed, *_ = printed.splitlines()
+        status, _, err = ampatch(*CHOSEN)
+        begins, float32, mixed, *_ = err.splitlines()
+        assert status == 0
+        assert "\r" not in err
         assert begins.startswith("Training on ")
         assert float32.startswith("O0: ")
         assert mixed.startswith("O4 bfloat16: ")

@@ -1,4 +1,4 @@
-"""Ctrl-C saves, and `--resume` comes to the results that there would have been without it, bit for bit."""
+"""Ctrl-C saves the demo, and `--resume` gives the results of an uninterrupted demo, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,35 +14,27 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import demo_digits
 import pytest
 import torch
+from command_line import ampatch
+from demo_digits import CHECKPOINT, STEPS_OF_A_RUN, results
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from ampatch import demo
-from ampatch.cli import main as cli
+from ampatch.cli import main
 from ampatch.demo import checkpoints, digits, report, training
 from ampatch.demo.checkpoints import Checkpoint
 from ampatch.demo.plan import SETTINGS, Plan, Run
 from ampatch.demo.training import Result, State
 
-pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+pytest_plugins = ["demo_digits"]
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("ctrl_c_raises")]  # once: without the compiled libraries
 
 CHOSEN = ("--opt-levels", "O0,O4", "--epochs", "2", "--seed", "1")
-STEPS_OF_A_RUN = 10
-DEFAULT = "ampatch-demo.pt"
-
-
-@pytest.fixture(autouse=True)
-def at_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In a folder of its own; and Ctrl-C raises, as it does at a terminal, whoever started these tests."""
-    monkeypatch.chdir(tmp_path)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,21 +47,14 @@ def few_digits() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     target = tmp_path_factory.mktemp("uninterrupted") / "results.json"
-    assert cli.main(["demo", *CHOSEN, "--json", str(target)]) == 0
-    return without_times(target)
+    assert ampatch("demo", *CHOSEN, "--json", target).status == 0
+    return results(target)
 
 
 @pytest.fixture
 def ctrl_c_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Has somebody press Ctrl-C twice in the so-and-so-many-th step from now."""
+    """Presses Ctrl-C twice, so many steps from now."""
     return lambda steps: demo_digits.press_ctrl_c(monkeypatch, steps, times=2)
-
-
-def without_times(path: Path) -> list[dict[str, Any]]:
-    """The results of a JSON report, but for what no two runs have in common."""
-    return [
-        {key: value for key, value in entry.items() if key != "ms_per_step"} for entry in json.loads(path.read_text())
-    ]
 
 
 def same(state: State, other: State) -> bool:
@@ -83,35 +68,27 @@ def same(state: State, other: State) -> bool:
     )
 
 
-def last_line(capsys: pytest.CaptureFixture[str]) -> str:
-    return capsys.readouterr().err.splitlines()[-1]
-
-
 class TestInterrupting:
     @pytest.mark.parametrize(
         "steps",
         [1, pytest.param(STEPS_OF_A_RUN, marks=pytest.mark.slow), STEPS_OF_A_RUN + 3],
         ids=["at_once", "at_the_end_of_a_run", "within_the_second_run"],
     )
-    def test_the_results_are_the_same_bit_for_bit(
-        self,
-        steps: int,
-        uninterrupted: list[dict[str, Any]],
-        ctrl_c_after: Callable[[int], None],
-        capsys: pytest.CaptureFixture[str],
+    def test_resumed_results_are_those_of_an_uninterrupted_demo(
+        self, steps: int, uninterrupted: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]
     ) -> None:
         ctrl_c_after(steps)
-
-        assert cli.main(["demo", *CHOSEN, "--json", "results.json"]) == 130
+        status, _, err = ampatch("demo", *CHOSEN, "--json", "results.json")
+        assert status == 130
         assert not Path("results.json").exists()
-        *program, demo_, resume, file = shlex.split(last_line(capsys).removeprefix("Interrupted. To go on, type: "))
+        *program, demo_, resume, file = shlex.split(err.splitlines()[-1].removeprefix("Interrupted. To go on, type: "))
         command = [demo_, resume, file]
-        assert (program, command) == ([sys.executable, "-m", "ampatch"], ["demo", "--resume", DEFAULT])
-        assert cli.main(command) == 0
-
-        assert without_times(Path("results.json")) == uninterrupted
-        results = [Result(**entry) for entry in json.loads(Path("results.json").read_text())]
-        assert capsys.readouterr().out == report.table(results) + "\n"
+        assert (program, command) == ([sys.executable, "-m", "ampatch"], ["demo", "--resume", CHECKPOINT])
+        status, out, _ = ampatch(*command)
+        assert status == 0
+        assert results() == uninterrupted
+        entries = json.loads(Path("results.json").read_text())
+        assert out == report.table([Result(**entry) for entry in entries]) + "\n"
 
     @pytest.mark.gpu
     @pytest.mark.parametrize(("device", "other"), [("cuda", "cpu"), ("cpu", "cuda")], ids=["to_the_cpu", "to_the_gpu"])
@@ -119,61 +96,57 @@ class TestInterrupting:
         self, device: str, other: str, uninterrupted: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]
     ) -> None:
         ctrl_c_after(STEPS_OF_A_RUN + 3)
-        assert cli.main(["demo", *CHOSEN, "--device", device]) == 130
-        assert cli.main(["demo", "--resume", DEFAULT, "--device", other, "--json", "results.json"]) == 0
-        for found, right in zip(without_times(Path("results.json")), uninterrupted, strict=True):
+        assert ampatch("demo", *CHOSEN, "--device", device).status == 130
+        assert ampatch("demo", "--resume", CHECKPOINT, "--device", other, "--json", "results.json").status == 0
+        for found, right in zip(results(), uninterrupted, strict=True):
             assert found["final_loss"] == pytest.approx(right["final_loss"], rel=0.1)
 
     def test_the_line_to_type_names_a_device_that_is_not_the_default(
-        self, ctrl_c_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, ctrl_c_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(demo, "_default_device", lambda: "cuda")
         ctrl_c_after(1)
-        assert cli.main(["demo", *CHOSEN, "--device", "cpu"]) == 130
-        assert last_line(capsys).endswith(f"demo --resume {DEFAULT} --device cpu")
+        status, _, err = ampatch("demo", *CHOSEN, "--device", "cpu")
+        assert status == 130
+        assert err.endswith(f"demo --resume {CHECKPOINT} --device cpu\n")
 
     @pytest.mark.slow
-    def test_again_and_again(self, uninterrupted: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]) -> None:
+    def test_a_demo_may_be_interrupted_several_times(
+        self, uninterrupted: list[dict[str, Any]], ctrl_c_after: Callable[[int], None]
+    ) -> None:
         ctrl_c_after(6)
-        assert cli.main(["demo", *CHOSEN, "--save", "mine.pt"]) == 130
+        assert ampatch("demo", *CHOSEN, "--save", "mine.pt").status == 130
         for _ in range(2):
             ctrl_c_after(6)
-            assert cli.main(["demo", "--resume", "mine.pt"]) == 130
+            assert ampatch("demo", "--resume", "mine.pt").status == 130
         ctrl_c_after(6)
-        assert cli.main(["demo", "--resume", "mine.pt", "--json", "results.json"]) == 0
+        assert ampatch("demo", "--resume", "mine.pt", "--json", "results.json").status == 0
+        assert results() == uninterrupted
+        assert not Path(CHECKPOINT).exists()
 
-        assert without_times(Path("results.json")) == uninterrupted
-        assert not Path(DEFAULT).exists()
-
-    def test_it_ends_with_nothing_printed_and_amp_taken_out(
+    def test_an_interrupted_demo_prints_no_table_and_deinitializes_amp(
         self, ctrl_c_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
     ) -> None:
         untouched = torch.nn.functional.linear
         threads = torch.get_num_threads()
         ctrl_c_after(2)
-
         with pytest.raises(KeyboardInterrupt):
-            cli._run(["demo", "--opt-levels", "O4"])
-
+            main._run(["demo", "--opt-levels", "O4"])
         assert capsys.readouterr().out == ""
         assert torch.nn.functional.linear is untouched
         assert torch.get_num_threads() == threads
 
-    def test_what_cannot_be_saved_is_said_and_the_status_stays(
-        self, ctrl_c_after: Callable[[int], None], capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        Path(DEFAULT).mkdir()
+    def test_a_checkpoint_that_cannot_be_saved_is_told(self, ctrl_c_after: Callable[[int], None]) -> None:
+        Path(CHECKPOINT).mkdir()
         ctrl_c_after(1)
-
-        assert cli.main(["demo", "--opt-levels", "O0"]) == 130
-
-        line = last_line(capsys)
-        assert line.startswith(
-            f"Interrupted, and the progress could not be saved: '{DEFAULT}' cannot be written: it is a"
-        )
+        status, _, err = ampatch("demo", "--opt-levels", "O0")
+        line = err.splitlines()[-1]
+        told = f"Interrupted, and the progress could not be saved: '{CHECKPOINT}' cannot be written: it is a"
+        assert status == 130
+        assert line.startswith(told)
         assert "--save" in line
 
-    def test_one_that_comes_while_it_is_being_saved_changes_nothing(
+    def test_ctrl_c_while_the_checkpoint_is_saved_changes_nothing(
         self, ctrl_c_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         save = torch.save
@@ -184,12 +157,11 @@ class TestInterrupting:
 
         monkeypatch.setattr(torch, "save", pressed_meanwhile)
         ctrl_c_after(3)
-
-        assert cli.main(["demo", "--opt-levels", "O0"]) == 130
-        running = checkpoints.load(Path(DEFAULT)).running
+        assert ampatch("demo", "--opt-levels", "O0").status == 130
+        running = checkpoints.load(Path(CHECKPOINT)).running
         assert running is not None
         assert training.steps_done(running) == 3
-        assert [path.name for path in Path().iterdir()] == [DEFAULT]
+        assert [path.name for path in Path().iterdir()] == [CHECKPOINT]
 
     def test_between_two_runs_no_state_is_saved(
         self, uninterrupted: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
@@ -201,28 +173,19 @@ class TestInterrupting:
             return accuracy(*arguments)
 
         monkeypatch.setattr(training, "accuracy", pressed_while_testing)
-        assert cli.main(["demo", *CHOSEN]) == 130
-        assert checkpoints.load(Path(DEFAULT)).running is None
-        assert cli.main(["demo", "--resume", DEFAULT]) == 130
-        assert cli.main(["demo", "--resume", DEFAULT, "--json", "results.json"]) == 0
+        assert ampatch("demo", *CHOSEN).status == 130
+        assert checkpoints.load(Path(CHECKPOINT)).running is None
+        assert ampatch("demo", "--resume", CHECKPOINT).status == 130
+        assert ampatch("demo", "--resume", CHECKPOINT, "--json", "results.json").status == 0
+        assert results() == uninterrupted
 
-        assert without_times(Path("results.json")) == uninterrupted
-
-    def test_where_ctrl_c_cannot_be_held_back_it_still_ends_with_a_plain_line(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        def interrupted(*_arguments: object) -> None:
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(demo, "_after_step", interrupted)
-
-        assert cli.main(["demo", "--opt-levels", "O0"]) == 130
-        assert last_line(capsys) == "Interrupted: nothing was saved."
+    def test_ctrl_c_that_cannot_be_held_back_ends_with_a_plain_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(demo, "_after_step", Mock(side_effect=KeyboardInterrupt))
+        status, _, err = ampatch("demo", "--opt-levels", "O0")
+        assert (status, err.splitlines()[-1]) == (130, "Interrupted: nothing was saved.")
 
     @pytest.mark.slow
-    def test_a_real_one_from_outside(
-        self, uninterrupted: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_sigint_from_another_process_interrupts(self, uninterrupted: list[dict[str, Any]]) -> None:
         # A process that is started in the background may have it ignored.
         program = """
 import signal, sys
@@ -247,10 +210,10 @@ with demo_digits.few():
 
         assert (running.returncode, out) == (130, "")
         assert err.splitlines() == [
-            f"Interrupted. To go on, type: {shlex.quote(sys.executable)} -m ampatch demo --resume {DEFAULT}"
+            f"Interrupted. To go on, type: {shlex.quote(sys.executable)} -m ampatch demo --resume {CHECKPOINT}"
         ]
-        assert cli.main(["demo", "--resume", DEFAULT, "--json", "results.json"]) == 0
-        assert without_times(Path("results.json")) == uninterrupted
+        assert ampatch("demo", "--resume", CHECKPOINT, "--json", "results.json").status == 0
+        assert results() == uninterrupted
 
 
 class TestResuming:
@@ -259,62 +222,50 @@ class TestResuming:
         """A checkpoint of a demo that had finished all of its runs."""
         finished = Result("O0", None, 0.99, 0.0084, 7.1, 7.06, 0.0, 0.0, 0, 1.0)
         plan = Plan(["O0"], ["bfloat16"], epochs=2, seed=3)
-        checkpoints.save(Checkpoint(plan, str(tmp_path / "first.json"), [finished], None), Path(DEFAULT))
-        return Path(DEFAULT)
+        checkpoints.save(Checkpoint(plan, str(tmp_path / "first.json"), [finished], None), Path(CHECKPOINT))
+        return Path(CHECKPOINT)
 
     @pytest.mark.parametrize(
-        ("given", "message"),
+        ("given", "saved_with"),
         [
-            (
-                ["--opt-levels", "O0,O1"],
-                "--opt-levels O0,O1 contradicts 'ampatch-demo.pt', which began with --opt-levels O0",
-            ),
-            (["--half-dtype", "float16"], "--half-dtype float16 contradicts 'ampatch-demo.pt', which began with"),
-            (
-                ["--epochs", "10"],
-                "--epochs 10 contradicts 'ampatch-demo.pt', which began with --epochs 2. Leave --epochs",
-            ),
-            (["--seed", "0"], "--seed 0 contradicts 'ampatch-demo.pt', which began with --seed 3. Leave --seed out"),
+            (["--opt-levels", "O0,O1"], "--opt-levels O0"),
+            (["--half-dtype", "float16"], "--half-dtype bfloat16"),
+            (["--epochs", "10"], "--epochs 2"),
+            (["--seed", "0"], "--seed 3"),
         ],
-        ids=lambda value: value[0] if isinstance(value, list) else "",
+        ids=str,
     )
     def test_an_argument_that_contradicts_the_file_is_one_clear_error(
-        self, given: list[str], message: str, saved: Path, capsys: pytest.CaptureFixture[str]
+        self, given: list[str], saved_with: str, saved: Path
     ) -> None:
-        assert cli.main(["demo", "--resume", str(saved), *given]) == 1
+        status, out, err = ampatch("demo", "--resume", saved, *given)
+        (line,) = err.splitlines()
+        told = f"{' '.join(given)} contradicts 'ampatch-demo.pt', which began with {saved_with}. Leave {given[0]} out"
+        assert (status, out) == (1, "")
+        assert line.startswith(f"ampatch: error: {told}")
 
-        printed = capsys.readouterr()
-        (line,) = printed.err.splitlines()
-        assert line.startswith(f"ampatch: error: {message}")
-        assert printed.out == ""
-
-    def test_the_same_arguments_again_are_welcome(self, saved: Path) -> None:
+    def test_the_same_arguments_may_be_given_again(self, saved: Path) -> None:
         same = ("--opt-levels", "O0", "--half-dtype", "bfloat16", "--epochs", "2", "--seed", "3")
+        assert ampatch("demo", "--resume", saved, *same).status == 0
 
-        assert cli.main(["demo", "--resume", str(saved), *same]) == 0
-
-    def test_the_report_goes_where_it_was_to_go_from_whatever_folder(
+    def test_the_json_path_is_that_of_the_first_command_from_any_folder(
         self, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
-
-        assert cli.main(["demo", "--resume", f"../{saved}"]) == 0
+        assert ampatch("demo", "--resume", f"../{saved}").status == 0
         assert json.loads((tmp_path / "first.json").read_text())[0]["opt_level"] == "O0"
 
-    def test_or_to_another_file(self, saved: Path, tmp_path: Path) -> None:
-        assert cli.main(["demo", "--resume", str(saved), "--json", "second.json"]) == 0
-
+    def test_another_json_path_takes_the_place_of_the_first(self, saved: Path) -> None:
+        assert ampatch("demo", "--resume", saved, "--json", "second.json").status == 0
         assert Path("second.json").exists()
-        assert not (tmp_path / "first.json").exists()
+        assert not Path("first.json").exists()
 
-    def test_a_report_that_can_no_longer_be_written_is_said_before_any_training(
-        self, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (tmp_path / "first.json").mkdir()
-
-        assert cli.main(["demo", "--resume", str(saved)]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
+    def test_a_json_path_that_became_a_folder_is_told_before_any_training(self, saved: Path) -> None:
+        Path("first.json").mkdir()
+        status, _, err = ampatch("demo", "--resume", saved)
+        (line,) = err.splitlines()
+        assert status == 1
         assert line.startswith("ampatch: error: the demo began with --json: ")
         assert line.endswith("it is a folder. Give another name. Or type --json with another file.")
 
@@ -332,16 +283,8 @@ class TestStates:
         monkeypatch.setattr(training, "peak_memory", lambda *_args, **_kwargs: 0)
 
     def trained(self, planned: Run, on_step: Callable[[float, Callable[[], State]], None], **resumed: Any) -> Result:
-        result = training.run(
-            self.train,
-            self.test,
-            planned.opt_level,
-            planned.dtype,
-            epochs=self.EPOCHS,
-            seed=5,
-            on_step=on_step,
-            **resumed,
-        )
+        options = {"epochs": self.EPOCHS, "seed": 5, "on_step": on_step, **resumed}
+        result = training.run(self.train, self.test, planned.opt_level, planned.dtype, **options)
         return replace(result, ms_per_step=0.0)
 
     def resumes_exactly(self, planned: Run, steps: int, path: Path) -> None:
@@ -374,15 +317,15 @@ class TestStates:
         assert same(last[0], last[-1])
 
     @pytest.mark.parametrize("planned", SETTINGS.values(), ids=str)
-    def test_at_every_level(self, planned: Run, tmp_path: Path) -> None:
+    def test_a_run_of_any_level_resumes_exactly(self, planned: Run, tmp_path: Path) -> None:
         self.resumes_exactly(planned, 3, tmp_path / "demo.pt")
 
     @pytest.mark.parametrize("steps", [1, 4, 5, 8])
-    def test_after_any_step_of_an_epoch(self, steps: int, tmp_path: Path) -> None:
+    def test_a_run_resumes_exactly_after_any_step_of_an_epoch(self, steps: int, tmp_path: Path) -> None:
         self.resumes_exactly(Run("O4", "bfloat16"), steps, tmp_path / "demo.pt")
 
     @pytest.mark.parametrize("opt_level", ["O1", "O2"])
-    def test_with_a_loss_scale_that_has_backed_off(
+    def test_a_run_whose_loss_scale_has_backed_off_resumes_exactly(
         self, opt_level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # With losses so large the first steps overflow at 2**16, and are skipped.

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import ampatch
 from helpers import Disturbable, undisturbed
 from sample_reports import small, step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampatch import amp
-from ampatch.cli import main as cli
 from ampatch.errors import CastListError, OptionError, UsageError
 
 HALF = {"opt_level": "O1", "half_dtype": "float16"}
@@ -56,17 +56,13 @@ def convolutions() -> tuple[nn.Module, Any]:
     return nn.Sequential(*body, nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(100, 4)), torch.randn(4, 3, 16, 16)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.LSTM(8, 16, 2, batch_first=True), nn.Linear(16, 4)
-
+class Recurrent(nn.LSTM):
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0])
+        return super().forward(x)[0]
 
 
 def recurrent() -> tuple[nn.Module, Any]:
-    return Recurrent(), torch.randn(2, 5, 8)
+    return nn.Sequential(Recurrent(8, 16, 2, batch_first=True), nn.Linear(16, 4)), torch.randn(2, 5, 8)
 
 
 class Operators(TorchDispatchMode):
@@ -92,7 +88,7 @@ class TestSoundModels:
     @pytest.mark.parametrize("half", HALF_TYPES)
     @pytest.mark.parametrize("level", ["O1", "O2"])
     @pytest.mark.parametrize("make", [transformer, convolutions, recurrent])
-    def test_rounding_explains_all(self, make: Any, level: str, half: str) -> None:
+    def test_sound_models_are_within_the_noise_of_rounding(self, make: Any, level: str, half: str) -> None:
         model, inputs = make()
         result = compared(model, inputs, "O0", {"opt_level": level, "half_dtype": half}, distance_to_noise)
         assert result.verdict.startswith(f"{level} {half} is within the noise of {half}: ")
@@ -111,34 +107,30 @@ class TestSoundModels:
         assert {row.error for row in result.rows} == {0.0}
 
     @pytest.mark.parametrize("half", HALF_TYPES)
-    def test_dropout_is_the_same_in_both(self, half: str) -> None:
+    def test_dropout_draws_the_same_mask_in_both_steps(self, half: str) -> None:
         model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5))
         (row,) = rows(compared(model, b={"opt_level": "O2", "half_dtype": half}), "bernoulli_")
         assert (row.type_a, row.type_b, row.error) == ("float32", half, 0.0)
 
-    def test_lines_of_torchs_own_modules_are_not_taken_for_the_call_of_compare(self) -> None:
+    def test_calls_inside_of_torchs_modules_have_no_line(self) -> None:
         model, inputs = transformer()
         own = [row for row in compared(model, inputs).rows if row.module]
         assert {row.file for row in own} == {None}
         assert {row.file for row in compared(around(Offset())).rows if row.module == "3"} == {__file__}
 
-    def test_two_half_types(self) -> None:
+    def test_two_half_types_are_compared(self) -> None:
         result = compared(nn.Linear(8, 8), None, HALF, "O1")
         assert result.title == "Linear: O1 float16 (a) and O1 bfloat16 (b)"
         (row,) = [row for row in rows(result, "linear") if row.operator == "addmm"]
         assert (row.type_a, row.type_b) == ("float16", "bfloat16")
 
-    def test_a_sum_that_is_zero_but_for_rounding_says_nothing(self) -> None:
-        class Keys(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.key = nn.Linear(8, 8)
-
+    def test_gradients_that_cancel_to_rounding_noise_do_not_count(self) -> None:
+        class Keys(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
-                return (x @ self.key(x).transpose(-1, -2)).softmax(-1) @ x
+                return (x @ super().forward(x).transpose(-1, -2)).softmax(-1) @ x
 
-        result = compared(Keys(), torch.randn(2, 6, 8), loss_fn=distance_to_noise)
-        bias = next(each for each in result.gradients if each.parameter == "key.bias")
+        result = compared(Keys(8, 8), torch.randn(2, 6, 8), loss_fn=distance_to_noise)
+        bias = next(each for each in result.gradients if each.parameter == "bias")
         assert bias.cancelled
         assert bias.error > 1000
         assert result.first is None
@@ -223,7 +215,7 @@ class TestCulprits:
         assert "O1 float16 with cast_lists has inf or NaN in loss or gradients, and O1 float16 has none." in told
         assert "It begins in the forward of exp, module 3, at " in told
 
-    def test_a_softmax_that_a_list_forces_to_half_is_named_and_not_the_logarithm_of_its_zeros(self) -> None:
+    def test_a_softmax_forced_to_half_is_named_and_not_the_logarithm_of_its_zeros(self) -> None:
         model = nn.Sequential(nn.Linear(8, 64), Probabilities())
         lists = {"whitelist": {"*": ["softmax"]}}
         result = compared(model, a=HALF, b={**HALF, "cast_lists": lists}, loss_fn=logarithm_of_chosen)
@@ -239,7 +231,7 @@ class TestCulprits:
     @pytest.mark.parametrize(
         ("culprit", "phase"), [(Offset(), "forward"), (InBackward(), "backward")], ids=["forward", "backward"]
     )
-    def test_a_difference_of_large_numbers(self, culprit: nn.Module, phase: str) -> None:
+    def test_a_difference_of_large_numbers_is_found_in_its_pass(self, culprit: nn.Module, phase: str) -> None:
         result = compared(around(culprit), b="O2", loss_fn=distance_to_noise)
         assert result.verdict.startswith("O2 bfloat16 is beyond the noise of bfloat16: ")
         assert (result.first.phase, result.first.operator) == (phase, "sub")
@@ -251,7 +243,7 @@ class TestCulprits:
         assert after.own_error < 0.01
         assert not after.starts
 
-    def test_the_first_of_two(self) -> None:
+    def test_the_first_of_two_culprits_is_named(self) -> None:
         model = nn.Sequential(nn.Linear(8, 8), Offset(), nn.Linear(8, 8), Offset())
         result = compared(model, b="O2", loss_fn=distance_to_noise)
         assert [row.module for row in result.rows if row.starts and row.operator == "sub"] == ["1", "3"]
@@ -287,7 +279,7 @@ class TestCulprits:
         assert (result.first.phase, result.first.operator) == ("backward", "mul")
         assert result.loss_scale == 2**16
 
-    def test_float32_that_overflows_in_both(self) -> None:
+    def test_no_precision_is_blamed_for_an_overflow_in_both_steps(self) -> None:
         result = compared(around(Gate()), torch.full((2, 8), 1e30))
         assert "of both steps have inf or NaN, so that no precision is to blame" in result.verdict
 
@@ -311,18 +303,14 @@ class TestMatching:
         others = [row for row in result.rows if row.unmatched and row.operator != "cast"]
         assert f"{len(others)} others" in str(result)
 
-    def test_a_loop_that_runs_less_often(self) -> None:
-        class Loop(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = nn.Linear(8, 8)
-
+    def test_calls_of_a_loop_that_runs_less_often_are_matched(self) -> None:
+        class Loop(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
-                for count in range(2 if self.layer.weight.dtype is torch.bfloat16 else 3):
-                    x = self.layer(x)[: 4 - count]
+                for count in range(2 if self.weight.dtype is torch.bfloat16 else 3):
+                    x = super().forward(x)[: 4 - count]
                 return x
 
-        result = compared(Loop(), b="O2")
+        result = compared(Loop(8, 8), b="O2")
         calls = [row for row in rows(result, "linear") if row.operator == "addmm"]
         assert [row.unmatched for row in calls] == [0, 0, 1]
         assert calls[1].error < 0.05
@@ -335,22 +323,21 @@ class TestMatching:
 
 
 class TestResult:
-    def test_it_is_plain_data(self) -> None:
+    def test_to_dict_is_plain_data(self) -> None:
         result = compared(around(Gate()), a=HALF, b={"opt_level": "O3", "half_dtype": "float16"})
         data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
         assert data["loss"] == {"a": result.loss_a, "b": "nan"}
         assert data["first"]["error"] == "inf"
         assert {"number", "phase", "function", "module", "file", "line", "source"} <= data["rows"][0].keys()
         assert {"type_a", "type_b", "error", "max_error", "finite_a", "finite_b", "unmatched"} <= data["worst"].keys()
-        assert {each["parameter"] for each in data["gradients"]} == {
-            f"{module}.{name}" for module in (0, 2, 4) for name in ("weight", "bias")
-        }
+        parameters = {f"{module}.{name}" for module in (0, 2, 4) for name in ("weight", "bias")}
+        assert {each["parameter"] for each in data["gradients"]} == parameters
         exp = next(each for each in data["functions"] if each["name"] == "torch.Tensor.exp")
         assert (exp["calls"], exp["above"], exp["error"]) == (2, 2, "inf")
         assert {each["name"] for each in data["modules"]} >= {*map(str, range(5))}
 
     @pytest.mark.parametrize("columns", [60, 80, 120])
-    def test_it_fits_the_terminal(self, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_text_fits_the_terminal(self, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
         result = compared(around(Gate()), b={"opt_level": "O3", "half_dtype": "float16"})
         monkeypatch.setenv("COLUMNS", str(columns))
         text = str(result)
@@ -359,25 +346,23 @@ class TestResult:
         assert "Calls above the noise" in text
 
 
-class TestNewcomers:
+class TestHints:
     def test_a_loss_function_of_two_arguments_is_told_how_it_is_called(self) -> None:
         with pytest.raises(TypeError, match="missing 1 required positional argument") as caught:
             compared(nn.Linear(4, 4), torch.randn(2, 4), "O0", "O1", lambda output, target: output)  # type: ignore[misc]
         assert "loss_fn is called with the model's output alone, here a Tensor." in caught.value.__notes__[0]
 
-    @pytest.mark.parametrize(
-        "read", [lambda watched: watched, lambda watched: watched.to_dict()], ids=["report", "dict"]
-    )
-    def test_reports_that_are_not_saved(self, read: Any) -> None:
+    @pytest.mark.parametrize("read", [lambda report: report, amp.Report.to_dict], ids=["report", "dict"])
+    def test_reports_that_are_not_saved_are_refused(self, read: Any) -> None:
         with amp.report() as watched:
             pass
         with pytest.raises(OptionError, match=r"Type report\.save\('a\.json'\) for each report, then amp\.compare"):
             amp.compare(read(watched), read(watched))
 
 
-class TestNothingChanges:
+class TestSideEffects:
     @pytest.mark.parametrize("raises", [False, True])
-    def test_model_inputs_random_numbers_and_torch(self, raises: bool) -> None:
+    def test_model_inputs_random_numbers_and_torch_stay(self, raises: bool) -> None:
         model, x = Disturbable(), torch.randn(8, 4)
         model(x.clone()).sum().backward()
 
@@ -394,42 +379,37 @@ class TestNothingChanges:
             else:
                 assert compared(model, {"x": x, "bias": 1.0}, "O1", "O2", loss).gradient_error < 0.2
 
-    def test_a_live_session_goes_on(self) -> None:
+    def test_compare_is_refused_while_amp_is_set_up(self) -> None:
         with amp.init(half_dtype=torch.bfloat16), pytest.raises(UsageError, match=r"amp\.deinitialize\(\)"):
             compared(nn.Linear(8, 8))
 
 
 class TestBadInput:
-    def test_a_model_that_amp_converted(self) -> None:
+    def test_a_model_that_amp_converted_is_refused(self) -> None:
         model = amp.initialize(nn.Linear(8, 8), opt_level="O2", half_dtype=torch.bfloat16, verbosity=0)
         with pytest.raises(OptionError, match=r"is bfloat16; expected float32.* Type amp\.deinitialize\(\) first"):
             compared(model)
 
     @pytest.mark.parametrize(
-        ("model", "inputs", "options", "told"),
+        ("model", "options", "told"),
         [
-            (nn.Linear(8, 8, device="meta"), None, {}, "is on 'meta'; expected the CPU or a GPU"),
-            (nn.Linear(8, 8).half(), None, {}, "the model's 'weight' is float16; expected float32"),
-            (3, None, {}, "found int as a model"),
-            (nn.Linear(8, 8), 3, {}, "inputs is 'int'"),
-            (nn.Linear(8, 8), None, {"loss_fn": None}, "loss_fn is 'NoneType'; expected a function"),
-            (nn.Linear(8, 8), None, {"loss_fn": lambda output: output}, "tensor of shape (4, 8)"),
-            (nn.Linear(8, 8), None, {"loss_fn": lambda _: 3.0}, "loss_fn returned 'float'; expected a scalar tensor"),
-            (nn.Linear(8, 8), None, {"b": "O7"}, "in b: opt_level is 'O7'"),
-            (nn.Linear(8, 8), None, {"a": 3}, "a is 3; expected an opt level ('O1'), or a mapping"),
-            (nn.Linear(8, 8), None, {"b": {"opt_levl": "O1"}}, "b has the key 'opt_levl'"),
-            (nn.Linear(8, 8), None, {"b": {"half_dtype": "float64"}}, "in b: half_dtype is 'float64'"),
-            (nn.Linear(8, 8), None, {"b": {"opt_level": "O4", "half_dtype": "float16"}}, "in b: half_dtype="),
-            (nn.Linear(8, 8), None, {"b": {"opt_level": "O2", "cast_lists": {}}}, "b has cast_lists, and O2 does not"),
+            (3, {}, "found int as a model"),
+            (nn.Linear(8, 8), {"loss_fn": None}, "loss_fn is 'NoneType'; expected a function"),
+            (nn.Linear(8, 8), {"b": "O7"}, "in b: opt_level is 'O7'"),
+            (nn.Linear(8, 8), {"a": 3}, "a is 3; expected an opt level ('O1'), or a mapping"),
+            (nn.Linear(8, 8), {"b": {"opt_levl": "O1"}}, "b has the key 'opt_levl'"),
+            (nn.Linear(8, 8), {"b": {"half_dtype": "float64"}}, "in b: half_dtype is 'float64'"),
+            (nn.Linear(8, 8), {"b": {"opt_level": "O4", "half_dtype": "float16"}}, "in b: half_dtype="),
+            (nn.Linear(8, 8), {"b": {"opt_level": "O2", "cast_lists": {}}}, "b has cast_lists, and O2 does not"),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
-    def test_it_is_told(self, model: Any, inputs: Any, options: dict[str, Any], told: str) -> None:
+    def test_bad_input_is_told(self, model: Any, options: dict[str, Any], told: str) -> None:
         with pytest.raises(OptionError) as caught:
-            compared(model, inputs, **options)
+            compared(model, **options)
         assert told in str(caught.value)
 
-    def test_faults_of_a_list(self, tmp_path: Path) -> None:
+    def test_faults_of_a_list_are_raised(self, tmp_path: Path) -> None:
         (tmp_path / "casts.yaml").write_text("blacklist: {torch: [no_such_function]}", encoding="utf-8")
         with pytest.raises(CastListError, match="no_such_function"):
             compared(nn.Linear(8, 8), b={"cast_lists": str(tmp_path / "casts.yaml")})
@@ -457,14 +437,14 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class TestReports:
-    def test_that_agree(self, saved: Any) -> None:
+    def test_reports_that_agree_are_told_to(self, saved: Any) -> None:
         other = small(cost={"seconds": 9.0, "recording_seconds": 1.0, "operators": 9})
         result = amp.compare(saved("a.json", small()), saved("b.json", other))
         assert result.title == "Two reports: a.json (a) and b.json (b)"
         assert result.verdict.startswith("The reports agree in all ")
         assert (result.first, result.worst, result.notes) == (None, None, ())
 
-    def test_the_greatest_difference_and_the_first_step(self, saved: Any) -> None:
+    def test_the_greatest_difference_and_the_first_differing_step_are_told(self, saved: Any) -> None:
         steps = [step(1), step(2, overflow=True, skipped=True, gradient_norm="inf"), step(3, scale=32768.0)]
         function = {**small()["functions"][0], "casts": 2, "cast_bytes": 1024}
         other = small(steps=steps, functions=[function], settings={"opt_level": "O2"})
@@ -486,7 +466,7 @@ class TestReports:
         a, b = (small(functions=each) for each in functions)
         assert amp.compare(saved("a.json", a), saved("b.json", b)).worst.function == linear["name"]
 
-    def test_what_one_has_only(self, saved: Any) -> None:
+    def test_rows_of_one_report_only_are_unmatched(self, saved: Any) -> None:
         underflow = {"lost": 0.25, "best_scale": 1024.0, "parameters": [{"name": "w", "zero": 0.5, "subnormal": 0.1}]}
         result = amp.compare(saved("a.json", small()), saved("b.json", small(underflow=underflow, functions=[])))
         unmatched = {(row.quantity, row.value_a, row.value_b) for row in result.rows if row.unmatched}
@@ -507,13 +487,13 @@ class TestReports:
         ],
         ids=["json", "list", "format", "version", "about", "section", "field", "number", "settings"],
     )
-    def test_another_file(self, saved: Any, content: Any, told: str) -> None:
+    def test_another_file_is_refused(self, saved: Any, content: Any, told: str) -> None:
         with pytest.raises(OptionError) as caught:
             amp.compare(saved("a.json", small()), saved("b.json", content))
         assert str(caught.value).startswith("b.json is ")
         assert told in str(caught.value)
 
-    def test_other_arguments(self, saved: Any) -> None:
+    def test_other_arguments_are_refused(self, saved: Any) -> None:
         a = saved("a.json", small())
         with pytest.raises(OptionError, match=r"'none\.json' cannot be read: No such file"):
             amp.compare(a, "none.json")
@@ -522,21 +502,20 @@ class TestReports:
         with pytest.raises(OptionError, match="or two files of reports and nothing else"):
             amp.compare(a, a, mean_square)
 
-    def test_from_a_shell(self, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_saved_reports_are_compared_by_the_command(self, saved: Any) -> None:
         files = [saved("a.json", small()), saved("b.json", small(steps=[step(1, scale=1.0)]))]
-        assert cli.main(["compare", *files]) == 0
-        assert "What differs most" in capsys.readouterr().out
-        assert cli.main(["compare", *files, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["first"]["step"] == 1
-        assert cli.main(["compare", files[0], "none.json"]) == 1
-        assert capsys.readouterr().err.startswith("ampatch: error: 'none.json' cannot be read")
+        assert "What differs most" in ampatch("compare", *files).out
+        assert json.loads(ampatch("compare", *files, "--json").out)["first"]["step"] == 1
+        status, _, err = ampatch("compare", files[0], "none.json")
+        assert status == 1
+        assert err.startswith("ampatch: error: 'none.json' cannot be read")
 
 
-class TestCastsInsideRules:
+class TestDtypeArguments:
     """A function on the blacklist may get dtype=float32 for a cast, so that its operators have other arguments."""
 
     @pytest.mark.parametrize("name", ["sum", "cumsum"])
-    def test_the_function_whose_list_differs_is_the_first(self, name: str) -> None:
+    def test_the_function_whose_list_differs_is_the_culprit(self, name: str) -> None:
         class Total(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -547,8 +526,7 @@ class TestCastsInsideRules:
                 return totals.float() - 1.0
 
         lists = {"cast_lists": {"unlisted": {"*": [name]}}}
-        a, b = ({"opt_level": "O1", "half_dtype": "float16", **options} for options in ({}, lists))
-        found = amp.compare(Total(), torch.ones(2, 64), lambda output: output.mean(), a, b)
+        found = compared(Total(), torch.ones(2, 64), HALF, HALF | lists, torch.mean)
         assert found.first is not None
         assert (found.first.function, found.first.finite_a, found.first.finite_b) == (f"torch.{name}", True, False)
         assert found.first.own_error == float("inf")

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import SGD, backward
+from planted_overflows import Amplified
 from torch import Tensor, nn
 
 import ampatch
@@ -39,10 +41,10 @@ def log(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return lambda: [each.getMessage() for each in caplog.records if not each.getMessage().startswith("Gradient")]
 
 
-def run(*steps: tuple[float, float], **options: Any) -> torch.optim.Optimizer:
+def run(*steps: tuple[float, float], model: nn.Module | None = None, **options: Any) -> torch.optim.Optimizer:
     torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model = model or Net()
+    optimizer = SGD(model.parameters(), lr=1e-4)
     given = {"half_dtype": "float16", "init_scale": 64.0, "verbosity": 1, **options}
     amp.initialize(model, optimizer, **given)
     return go_on(model, optimizer, *steps)
@@ -51,9 +53,7 @@ def run(*steps: tuple[float, float], **options: Any) -> torch.optim.Optimizer:
 def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: tuple[float, float]) -> torch.optim.Optimizer:
     for in_model, in_loss in steps:
         optimizer.zero_grad()
-        loss = model(torch.ones(3, 4), in_model).float().sum() * in_loss
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(3, 4), in_model).float().sum() * in_loss, optimizer)
         optimizer.step()
     return optimizer
 
@@ -69,13 +69,13 @@ def quiet_initialize(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestOrdinarySteps:
-    def test_are_not_noted(self, log):
+    def test_ordinary_steps_are_not_explained(self, log):
         run(FINE, FINE)
         assert recorder() is None
         assert log() == []
 
     @pytest.mark.parametrize("options", [{}, {"opt_level": "O2"}])
-    def test_nor_are_those_of_the_first_search_of_the_scale(self, options, log):
+    def test_the_first_search_of_the_scale_is_not_explained(self, options, log):
         optimizer = run(*[FINE] * 6, init_scale=2.0**30, max_loss_scale=2.0**30, **options)
         assert amp.skipped_steps(optimizer) == 6
         assert recorder() is None
@@ -83,49 +83,37 @@ class TestOrdinarySteps:
 
 
 class TestExplained:
-    def test_is_the_second_step_whose_loss_is_not_finite(self, log):
+    def test_the_second_loss_that_is_not_finite_is_explained_once(self, log):
         run(FINE, IN_MODEL, IN_MODEL, IN_MODEL)
         (told,) = log()  # and not a second time
         assert told.startswith("First inf: in torch.Tensor.mul.")
         assert "(tried)" in told
         assert "on_overflow='explain', the default, looks for the cause" in told
 
-    def test_names_the_graph_between_loss_and_model(self, log):
+    def test_the_graph_between_loss_and_model_is_told(self, log):
         run(FINE, IN_LOSS, IN_LOSS)
         (told,) = log()
         assert "Between the loss and the model: MulBackward0, SumBackward0, ToCopyBackward0" in told
 
     @pytest.mark.parametrize(("ran", "most"), [(True, 3), (False, 8)])
-    def test_is_the_third_skip_in_a_row_and_the_eighth_at_the_start(self, ran, most, log):
-        class Amplified(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-                ctx.factor = factor
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-                return grad * ctx.factor, None
-
+    def test_the_third_skip_in_a_row_and_the_eighth_at_the_start_are_explained(self, ran, most, log):
         class Model(Net):
             def forward(self, x: Tensor, factor: float) -> Tensor:
                 return self.last(Amplified.apply(self.first(x), factor))
 
         model = Model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        amp.initialize(model, optimizer, half_dtype="float16", init_scale=64.0)
-        go_on(model, optimizer, *[FINE] * ran, *[(1e9, 1.0)] * (most - 1))
+        optimizer = run(*[FINE] * ran, *[(1e9, 1.0)] * (most - 1), model=model)
         assert log() == []
         go_on(model, optimizer, (1e9, 1.0))
         (told,) = log()
         assert told.startswith("First inf: in the backward of Amplified (operator mul).")
 
-    def test_is_a_static_scale_that_steps_check(self, log):
+    def test_a_skip_under_a_checked_static_scale_is_explained(self, log):
         run(FINE, IN_MODEL, IN_MODEL, loss_scale=8.0, check_finite=True)
         (told,) = log()
         assert told.startswith("First inf: in torch.Tensor.mul.")
 
-    def test_ends_after_a_hundred_steps(self, log):
+    def test_recording_ends_after_a_hundred_steps(self, log):
         run(FINE, IN_MODEL, *[FINE] * 99)
         assert recorder() is not None
         amp.deinitialize()
@@ -133,7 +121,7 @@ class TestExplained:
         assert recorder() is None
         assert log() == []
 
-    def test_changes_no_weight(self):
+    def test_explaining_changes_no_weight(self):
         def weights(on_overflow: str) -> list[Tensor]:
             optimizer = run(FINE, IN_MODEL, IN_BOTH, FINE, IN_LOSS, FINE, on_overflow=on_overflow)
             found = [each.detach().clone() for each in optimizer.param_groups[0]["params"]]
@@ -143,12 +131,10 @@ class TestExplained:
         assert all(map(torch.equal, weights("explain"), weights("log")))
 
 
-class TestByGradScaler:
-    def test_is_the_third_skip_in_a_row(self, log):
-        torch.manual_seed(0)
+class TestGradScaler:
+    def test_the_third_skip_of_a_grad_scaler_in_a_row_is_explained(self, log):
         model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        amp.initialize(model, optimizer, half_dtype="float16")
+        optimizer = run(model=model)
         scaler = ampatch.GradScaler("cpu", init_scale=64.0)
         for factor in (1.0, 1e6, 1e6, 1e6):
             assert log() == []
@@ -160,9 +146,9 @@ class TestByGradScaler:
         assert told.startswith("First inf: in torch.Tensor.mul.")
 
 
-class TestNot:
+class TestTurnedOff:
     @pytest.mark.parametrize("options", [{"on_overflow": "log"}, {"verbosity": 0}])
-    def test_where_it_is_turned_off(self, options, log):
+    def test_no_skip_is_explained_where_that_is_turned_off(self, options, log):
         run(FINE, *[IN_MODEL] * 5, **options)
         assert recorder() is None
         assert log() == []

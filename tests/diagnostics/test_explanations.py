@@ -1,9 +1,8 @@
-"""Of `amp.explain`: what it says of functions, lists, places and calls."""
+"""`amp.explain`: what it tells of functions, lists, places, calls and modules."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import operator
 import re
@@ -16,11 +15,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import ampatch
 from helpers import HALF_DTYPES, casts_on, check_rows, dtype_name
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.cli import main as cli
 from ampatch.diagnostics.explain.result import Explanation, Ruling, Spelling
 from ampatch.diagnostics.explain.rulings import Rulings
 from ampatch.diagnostics.explain.subjects import Subject, subject_of
@@ -113,23 +112,20 @@ def neighbour(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def overlay(tmp_path: Path) -> Path:
     file = tmp_path / "mine.yaml"
     file.write_text(
-        "whitelist:\n"
-        '  "*": [softmax]  # small here\n'
-        "blacklist:\n"
-        "  torch:\n"
-        "    # overflows in our head\n"
-        '    - {name: mm, since: "2.0"}\n'
-        '    - {name: bmm, since: "99.0"}\n'
-        "unlisted:\n"
-        "  # fine for us\n"
-        "  torch: [exp]\n"
+        """\
+whitelist:
+  "*": [softmax]  # small here
+blacklist:
+  torch:
+    # overflows in our head
+    - {name: mm, since: "2.0"}
+    - {name: bmm, since: "99.0"}
+unlisted:
+  # fine for us
+  torch: [exp]
+"""
     )
     return file
-
-
-def readable(value: object) -> str | None:
-    """Returns the id of a case: without addresses, which differ between processes."""
-    return None if callable(value) else str(value)
 
 
 class TestForms:
@@ -162,33 +158,23 @@ class TestForms:
         ("torch.nn.Parameter.softmax", ["torch.nn.Parameter.softmax", "torch.Tensor.softmax"]),
     ]
 
-    @pytest.mark.parametrize(("given", "paths"), FORMS, ids=readable)
-    def test_lead_to_the_function_among_its_spellings(self, given: Any, paths: list[str]) -> None:
-        assert asked_paths(given) == sorted(paths)
-
-    def test_lead_there_with_amp_on(self, subtests: pytest.Subtests) -> None:
-        amp.init(half_dtype=torch.float16)
-
+    @pytest.mark.parametrize("is_on", [False, True], ids=["off", "on"])
+    def test_each_form_leads_to_the_function(self, is_on: bool, subtests: pytest.Subtests) -> None:
         def check(given: Any, paths: list[str]) -> None:
             assert asked_paths(given) == sorted(paths)
 
+        if is_on:
+            amp.init(half_dtype=torch.float16)
         check_rows(subtests, ((repr(given), given, paths) for given, paths in self.FORMS), check)
 
-    def test_every_spelling_is_there_with_operators_and_in_place_forms(self) -> None:
-        assert [str(each.path) for each in subject("@").spelled] == [
-            "torch.matmul",
-            "torch.Tensor.matmul",
-            "torch.linalg.matmul",
-            "torch.Tensor.__matmul__",
-            "torch.Tensor.__rmatmul__",
-        ]
-        assert {str(each.path) for each in subject(torch.exp).spelled} == {
-            "torch.exp",
-            "torch.Tensor.exp",
-            "torch.exp_",
-            "torch.Tensor.exp_",
-        }
-        assert "torch._VF.lstm" in {str(each.path) for each in subject("lstm").spelled}
+    def test_operators_and_in_place_forms_are_spellings_of_a_function(self) -> None:
+        def paths(given: object) -> list[str]:
+            return [str(each.path) for each in subject(given).spelled]
+
+        products = ["matmul", "Tensor.matmul", "linalg.matmul", "Tensor.__matmul__", "Tensor.__rmatmul__"]
+        assert paths("@") == [f"torch.{name}" for name in products]
+        assert set(paths(torch.exp)) == {"torch.exp", "torch.Tensor.exp", "torch.exp_", "torch.Tensor.exp_"}
+        assert "torch._VF.lstm" in paths("lstm")
 
     def test_a_patched_function_is_found_through_its_wrapper(self) -> None:
         amp.init()
@@ -214,28 +200,22 @@ class TestForms:
         ],
         ids=str,
     )
-    def test_what_is_no_function_is_one_clear_error(self, given: Any, message: str) -> None:
+    def test_anything_but_a_function_is_one_clear_error(self, given: Any, message: str) -> None:
         with pytest.raises(amp.OptionError, match=message) as raised:
             amp.explain(given)
         assert "\n" not in str(raised.value)
 
-    @pytest.fixture
-    def later(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-        (tmp_path / "imported_later.py").write_text(
-            "def product(a, b, name='a'): return a @ b if name == 'a' else name + 'b'\n"
-        )
-        monkeypatch.syspath_prepend(tmp_path)
-        importlib.invalidate_caches()
-        return "imported_later.product"
-
-    def test_a_function_of_a_module_that_is_not_imported(self, later: str) -> None:
-        with pytest.raises(amp.OptionError, match="imported_later is not imported, and no list names"):
+    def test_a_function_of_a_module_that_is_not_imported_is_known_from_its_list(
+        self, package: Callable[..., None]
+    ) -> None:
+        package("imported_later", math="def product(a, b): return a @ b\n")
+        later = "imported_later.math.product"
+        with pytest.raises(amp.OptionError, match=r"imported_later.math is not imported, and no list names"):
             amp.explain(later)
-        amp.init(cast_lists={"whitelist": {"imported_later": ["product"]}})
+        amp.init(cast_lists={"whitelist": {"imported_later.math": ["product"]}})
         for name in (later, "product"):
-            found = amp.explain(name)
-            assert ruling(found, later).treatment == "whitelist"
-        assert "imported_later is not imported yet; amp patches it then." in amp.explain(later).state
+            assert ruling(amp.explain(name), later).treatment == "whitelist"
+        assert "imported_later.math is not imported yet; amp patches it then." in amp.explain(later).state
         with pytest.raises(amp.OptionError, match="before its module is imported"):
             amp.explain(later, torch.ones(2, 2))
         assert "imported_later" not in sys.modules
@@ -262,14 +242,14 @@ class TestRules:
             ("float16", "bfloat16")
         ]
 
-    def test_conditions_and_advice(self) -> None:
+    def test_a_rule_has_its_condition_and_advice(self) -> None:
         found = decided(F.interpolate, "torch.nn.functional.interpolate")
         assert found.when == (("mode", ("area", "bicubic", "bilinear", "linear", "trilinear")),)
         assert "binary_cross_entropy_with_logits" in str(
             decided(F.binary_cross_entropy, "torch.nn.functional.binary_cross_entropy").instead
         )
 
-    def test_limits_to_versions_of_torch(self, overlay: Path) -> None:
+    def test_rules_for_other_versions_of_torch_are_notes(self, overlay: Path) -> None:
         amp.init(cast_lists=overlay)
         assert decided("mm", "torch.mm").since == "2.0"
         batched = amp.explain("bmm")
@@ -305,7 +285,7 @@ class TestRules:
         assert ruling(found, "torch.exp").source == f"{overlay}:10"
         assert len(found.notes) == 2
 
-    def test_a_mapping_has_no_reasons(self) -> None:
+    def test_rules_of_a_mapping_have_no_reasons(self) -> None:
         amp.init(cast_lists={"blacklist": {"torch": ["mm"]}, "unlisted": {"torch": ["bmm"]}})
         for name, treatment in (("mm", "blacklist"), ("bmm", "unlisted")):
             found = decided(name, f"torch.{name}")
@@ -316,13 +296,13 @@ class TestRules:
     def test_a_users_file_may_have_the_name_of_a_shipped_one(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        shipped_source = str(decided("log", "torch.log").source)
-        name, _, line = shipped_source.partition(":")
+        source = str(decided("log", "torch.log").source)
+        name, _, line = source.partition(":")
         monkeypatch.chdir(tmp_path)
-        (tmp_path / name).write_text("\n" * (int(line) - 1) + "blacklist: {torch: [log]}  # ours\n")
+        Path(name).write_text("\n" * (int(line) - 1) + "blacklist: {torch: [log]}  # ours\n")
         amp.init(cast_lists=name)
         found = decided("log", "torch.log")
-        assert (found.source, found.reason) == (shipped_source, "ours")
+        assert (found.source, found.reason) == (source, "ours")
 
     def test_an_edit_that_an_inner_call_undoes_is_noted(self) -> None:
         with pytest.warns(amp.AmpWarning, match="functions that undo this"):
@@ -346,7 +326,7 @@ class TestRules:
             amp.deinitialize()
             amp.init(half_dtype=torch.float16)
 
-    def test_the_method_of_a_class_is_registered_for_its_heirs_too(self) -> None:
+    def test_a_registered_method_counts_for_its_class_only(self) -> None:
         amp.register_half_function(nn.Bilinear, "forward")
         assert decided(nn.Bilinear.forward, "torch.nn.modules.linear.Bilinear.forward").source
         other = amp.explain(nn.Linear.forward)
@@ -360,7 +340,7 @@ class TestRules:
         assert decided("neighbour.soft", "neighbour.soft").treatment == "blacklist"
         assert decided("neighbour.Holder.act", "neighbour.Holder.act").treatment == "unlisted"
 
-    def test_another_tools_patch_on_top_is_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_another_tools_patch_over_amps_is_noted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with casts_on():
             assert spelling(amp.explain("linear"), "torch.nn.functional.linear").note is None
             with monkeypatch.context() as other_tool:
@@ -368,21 +348,24 @@ class TestRules:
                 assert spelling(amp.explain("linear"), "torch.nn.functional.linear").note is not None
 
 
+APPLIES_ONLY = "applies only what is marked needs_float32, and beside a half weight other arguments become half."
+
+
 class TestState:
     """On relu where the function does not matter: it is on no list, so no places are searched."""
 
-    def test_off(self) -> None:
+    def test_amp_that_is_off_is_told(self) -> None:
         assert amp.explain("relu").state == ("amp is off; this is what the shipped lists would do.",)
         amp.initialize(nn.Linear(2, 2), enabled=False)
         assert amp.explain("relu").state[0].startswith("amp is off (enabled=False)")
 
-    def test_live(self, overlay: Path) -> None:
+    def test_the_live_settings_are_told(self, overlay: Path) -> None:
         amp.init(half_dtype=torch.float16, cast_lists=overlay)
         found = amp.explain("relu")
         assert found.state == (f"amp is on at O1 in float16, with the shipped lists and {overlay}.",)
         assert found.policy["cast_lists"] == [str(overlay)]
 
-    def test_casts_are_off_here(self) -> None:
+    def test_disabled_casts_are_told(self) -> None:
         amp.init()
         with amp.disable_casts():
             found = amp.explain(torch.mm, torch.ones(2, 2), torch.ones(2, 2))
@@ -394,27 +377,18 @@ class TestState:
         ("level", "state", "why"),
         [
             ("O0", "O0 patches no functions, so none of this is applied.", "O0 patches no functions"),
-            *[
-                (
-                    level,
-                    (
-                        f"{level} applies only what is marked needs_float32, and beside a half weight other arguments "
-                        "become half."
-                    ),
-                    f"{level} patches no functions but those that need float32",
-                )
-                for level in ("O2", "O3")
-            ],
+            ("O2", f"O2 {APPLIES_ONLY}", "O2 patches no functions but those that need float32"),
+            ("O3", f"O3 {APPLIES_ONLY}", "O3 patches no functions but those that need float32"),
         ],
     )
-    def test_a_level_that_does_not_patch_the_function(self, level: str, state: str, why: str) -> None:
+    def test_a_level_that_does_not_patch_the_function_is_told(self, level: str, state: str, why: str) -> None:
         amp.initialize(nn.Linear(2, 2), opt_level=level, half_dtype="bfloat16", verbosity=0)
         found = amp.explain(torch.mm, torch.ones(2, 2), torch.ones(2, 2))
         assert state in found.state
         assert reasons(found) == [why] * 2
         assert found.places == ()
 
-    def test_allowed_banned_functions(self) -> None:
+    def test_allowed_banned_functions_are_computed_in_float32(self) -> None:
         half = torch.ones(2, dtype=torch.bfloat16)
         amp.init(allow_banned=True, half_dtype="bfloat16")
         found = amp.explain(F.binary_cross_entropy, half, half)
@@ -445,14 +419,14 @@ class TestCalls:
         with casts_on(half):
             check_rows(subtests, ((name, name, args) for name, args in calls.items()), check)
 
-    def test_without_amp_the_default_half_type_counts(self) -> None:
+    def test_without_amp_a_call_is_predicted_in_the_default_half_type(self) -> None:
         found = amp.explain(torch.mm, torch.ones(2, 2), mat2=torch.ones(2, 2))
         assert found.call is not None
         half = "float16" if torch.cuda.is_available() else "bfloat16"
         assert found.call.half_dtype == half
         assert changes(found) == {"input": ("float32", half), "mat2": ("float32", half)}
 
-    def test_the_tensor_of_a_bound_method_and_the_arguments_of_a_partial_count(self) -> None:
+    def test_arguments_of_bound_methods_and_partials_count(self) -> None:
         amp.init(half_dtype=torch.float16)
         half = torch.ones(2, 2, dtype=torch.float16)
         assert changes(amp.explain(half.log)) == {"input": ("float16", "float32")}
@@ -466,7 +440,7 @@ class TestCalls:
         amp.init()
         assert reasons(amp.explain(torch.relu, torch.ones(2))) == ["the function is on no list"]
 
-    def test_a_call_that_would_raise(self) -> None:
+    def test_a_call_that_would_raise_has_the_error(self) -> None:
         half = torch.ones(2, dtype=torch.float16)
         amp.init(half_dtype=torch.float16)
         for function, args in ((F.binary_cross_entropy, (half, half)), (torch.Tensor.exp_, (half,))):
@@ -486,7 +460,7 @@ class TestCalls:
             assert sum("bound before amp was set up" in sentence for sentence in found.state) == 1
         assert "bound before" not in str(amp.explain(F.linear))
 
-    def test_a_decorated_function(self) -> None:
+    def test_a_call_of_a_decorated_function_is_predicted(self) -> None:
         @amp.half_function
         def product(a: Tensor, b: Tensor) -> Tensor:
             return torch.mm(a, b)
@@ -508,7 +482,7 @@ class TestCalls:
             (amp.bfloat16_function, "whitelist", "bfloat16"),
         ],
     )
-    def test_each_decorator(self, decorate: Any, treatment: str, casts_to: str | None) -> None:
+    def test_each_decorator_has_its_ruling(self, decorate: Any, treatment: str, casts_to: str | None) -> None:
         @decorate
         def function(x: Tensor) -> Tensor:
             return x
@@ -516,7 +490,7 @@ class TestCalls:
         (own,) = amp.explain(function).spellings[0].rulings
         assert (own.treatment, own.source, own.casts_to) == (treatment, "decorated", casts_to)
 
-    def test_nothing_runs_and_nothing_changes(self, neighbour: types.ModuleType) -> None:
+    def test_explain_runs_nothing_and_changes_nothing(self, neighbour: types.ModuleType) -> None:
         def fails(x: Tensor) -> Tensor:
             raise AssertionError("it was called")
 
@@ -534,12 +508,12 @@ class TestCalls:
         assert torch.equal(written, torch.ones(2, 2))
 
 
-class TestCalled:
-    def test_listed_functions_inside_compositions(self) -> None:
+class TestInnerCalls:
+    def test_listed_functions_inside_torchs_functions_are_told(self) -> None:
         inside = {each.path for each in amp.explain(F.multi_head_attention_forward).calls}
         assert {"torch.nn.functional.linear", "torch.nn.functional.softmax", "torch.bmm"} <= inside
 
-    def test_in_functions_of_users(self, neighbour: types.ModuleType) -> None:
+    def test_listed_functions_inside_users_functions_are_told(self, neighbour: types.ModuleType) -> None:
         calls = amp.explain(neighbour.loss).calls
         assert {each.caller for each in calls} == {"neighbour.loss"}
         assert {each.path: each.rulings[0].treatment for each in calls} == {
@@ -548,7 +522,7 @@ class TestCalled:
             "torch.nn.functional.linear": "whitelist",
         }
 
-    def test_operators_in_functions_of_users(self, neighbour: types.ModuleType) -> None:
+    def test_operators_inside_users_functions_are_told(self, neighbour: types.ModuleType) -> None:
         explained = amp.explain(neighbour.product)
         assert [(each.path, each.operator, each.rulings[0].treatment) for each in explained.calls] == [
             ("torch.Tensor.__matmul__", "@", "whitelist")
@@ -557,7 +531,7 @@ class TestCalled:
         assert "torch.Tensor.__matmul__ (@)  whitelist" in str(explained)
         assert "The code does not show types" in str(explained)
 
-    def test_the_method_of_the_right_operand_if_another_rule_decides(self, neighbour: types.ModuleType) -> None:
+    def test_the_method_of_the_right_operand_is_told_if_its_rule_differs(self, neighbour: types.ModuleType) -> None:
         with amp.init(cast_lists={"blacklist": {"torch.Tensor": ["__matmul__"]}}):
             calls = amp.explain(neighbour.product).calls
         assert [(each.path, each.rulings[0].treatment) for each in calls] == [
@@ -565,7 +539,7 @@ class TestCalled:
             ("torch.Tensor.__rmatmul__", "whitelist"),
         ]
 
-    def test_types_are_known_in_functions_of_torch_and_of_modules(self, neighbour: types.ModuleType) -> None:
+    def test_calls_of_torchs_functions_are_known_for_certain(self, neighbour: types.ModuleType) -> None:
         assert "does not show types" not in str(amp.explain(F.softmax))
         assert "does not show types" not in str(amp.explain(neighbour.default_log))
 
@@ -579,7 +553,7 @@ class TestPlaces:
             if "neighbour" in place.where or "default" in place.where or "Keeping" in place.where
         }
 
-    def test_with_amp_off_they_are_those_that_would_be_found(self, neighbour: types.ModuleType) -> None:
+    def test_places_are_predicted_with_amp_off(self, neighbour: types.ModuleType) -> None:
         noted = self.noted(F.softmax)
         assert noted["neighbour.soft"] == (True, "would be patched")
         assert not noted["neighbour.table"][0]
@@ -587,7 +561,7 @@ class TestPlaces:
         assert noted["neighbour.Holder.act"] == (False, "would stay uncast")
         assert noted["act of default"] == (False, "would stay uncast")
 
-    def test_with_amp_on_they_are_patched_or_keep_the_function(self, neighbour: types.ModuleType) -> None:
+    def test_places_are_patched_or_keep_the_function_with_amp_on(self, neighbour: types.ModuleType) -> None:
         class Keeping(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -609,12 +583,12 @@ class TestPlaces:
         assert neighbour.Holder.log(half).dtype is neighbour.default_log(half).dtype is torch.bfloat16
         assert other is not None
 
-    def test_a_module_that_refuses_is_told(self, neighbour: types.ModuleType) -> None:
+    def test_a_name_bound_since_is_told(self, neighbour: types.ModuleType) -> None:
         amp.init()
         neighbour.soft = vars(F.softmax)["__wrapped__"]
         assert self.noted(F.softmax)["neighbour.soft"][1].startswith("keeps the uncast function: bound since")
 
-    def test_an_unlisted_function_has_none(self, neighbour: types.ModuleType) -> None:
+    def test_an_unlisted_function_has_no_places(self, neighbour: types.ModuleType) -> None:
         neighbour.other = torch.relu
         assert amp.explain(torch.relu).places == ()
 
@@ -630,11 +604,11 @@ class TestOutput:
         data = found.to_dict()
         assert json.loads(json.dumps(data)) == data
 
-    def test_it_is_frozen(self) -> None:
+    def test_an_explanation_is_frozen(self) -> None:
         with pytest.raises(AttributeError):
             amp.explain("relu").asked = "other"  # type: ignore[misc]
 
-    def test_all_that_was_found_is_in_the_text(self, overlay: Path, neighbour: types.ModuleType) -> None:
+    def test_the_text_has_types_sources_reasons_and_places(self, overlay: Path, neighbour: types.ModuleType) -> None:
         amp.init(half_dtype=torch.float16, cast_lists=overlay)
         text = str(amp.explain(F.softmax, torch.ones(2, 2)))
         words = " ".join(text.split())
@@ -658,7 +632,7 @@ def calls_of(function: Callable[..., Any], *args: Any) -> list[str]:
     return names
 
 
-def test_a_patched_call_does_nothing_more_for_it(select_calls: Callable[[str], None]) -> None:
+def test_explain_adds_nothing_to_a_patched_call(select_calls: Callable[[str], None]) -> None:
     select_calls("python")  # calls in C++ have no frames to note
     x = torch.ones(2, 2)
     with casts_on():
@@ -672,36 +646,31 @@ def test_a_patched_call_does_nothing_more_for_it(select_calls: Callable[[str], N
 
 
 class TestCommand:
-    def test_it_prints_the_same_text(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["explain", "exp"]) == 0
-        assert capsys.readouterr().out == f"{amp.explain('exp')}\n"
+    def test_the_command_prints_the_same_text(self) -> None:
+        status, out, _ = ampatch("explain", "exp")
+        assert (status, out) == (0, f"{amp.explain('exp')}\n")
 
-    def test_options(self, overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        asked = ["explain", "softmax", "--half-dtype", "float16", "--cast-lists", str(overlay)]
-        assert cli.main(asked) == 0
-        assert "would do in float16." in " ".join(capsys.readouterr().out.split())
-        assert cli.main([*asked, "--json"]) == 0
-        (own, *_) = json.loads(capsys.readouterr().out)["spellings"][0]["rulings"]
+    def test_half_dtype_and_cast_lists_are_options(self, overlay: Path) -> None:
+        asked = ["explain", "softmax", "--half-dtype", "float16", "--cast-lists", overlay]
+        assert "would do in float16." in " ".join(ampatch(*asked).out.split())
+        (own, *_) = json.loads(ampatch(*asked, "--json").out)["spellings"][0]["rulings"]
         assert (own["treatment"], own["half_dtypes"], own["reason"]) == ("whitelist", ["float16"], "small here")
 
     def test_modules_can_be_imported_first(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+        self, package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        (tmp_path / "explained_module.py").write_text("import torch\nproduct = torch.mm\n")
+        package("explained", functions="import torch\nproduct = torch.mm\n")
         monkeypatch.chdir(tmp_path)
-        importlib.invalidate_caches()
-        try:
-            assert cli.main(["explain", "explained_module.product", "--import", "explained_module"]) == 0
-        finally:
-            sys.modules.pop("explained_module", None)
-        assert "* explained_module.product  whitelist" in capsys.readouterr().out
+        sys.path.remove(str(tmp_path))  # the command itself searches the current folder
+        status, out, _ = ampatch("explain", "explained.functions.product", "--import", "explained.functions")
+        assert status == 0
+        assert "* explained.functions.product  whitelist" in out
 
-    def test_an_unknown_name_is_status_1_and_a_line(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["explain", "sofmax"]) == 1
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        assert printed.err.startswith("ampatch: error: there is no function named 'sofmax'")
-        assert "Did you mean 'softmax'" in printed.err
+    def test_an_unknown_name_is_status_1_and_a_line(self) -> None:
+        status, out, err = ampatch("explain", "sofmax")
+        assert (status, out) == (1, "")
+        assert err.startswith("ampatch: error: there is no function named 'sofmax'")
+        assert "Did you mean 'softmax'" in err
 
 
 class Block(nn.Module):
@@ -746,7 +715,7 @@ class TestModules:
         ],
         ids=str,
     )
-    def test_each_with_its_ruling(self, given: Any, inside: set[str]) -> None:
+    def test_functions_that_a_forward_calls_have_their_rulings(self, given: Any, inside: set[str]) -> None:
         found = amp.explain(given)
         assert {each.path for each in found.calls} == inside
         assert all(each.rulings[0].treatment != "unlisted" for each in found.calls)
@@ -764,16 +733,16 @@ class TestModules:
         assert "A class does not show its submodules" in of_class.state[-1]
 
     @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_of_an_adopted_model_are_those_of_its_own_forwards(self, level: str) -> None:
+    def test_an_adopted_model_is_explained_by_its_own_forwards(self, level: str) -> None:
         before = amp.explain(nn.Sequential(nn.LSTM(2, 2))).spellings
         model = amp.initialize(nn.Sequential(nn.LSTM(2, 2)), opt_level=level, half_dtype="bfloat16", verbosity=0)
         found = amp.explain(model)
         assert [each.path for each in found.spellings] == [each.path for each in before]
         assert [each.path for each in found.calls] == ["torch.lstm"]
 
-    def test_of_a_compiled_model_are_those_of_the_model(self) -> None:
+    def test_a_compiled_model_is_explained_as_the_model(self) -> None:
         assert amp.explain(torch.compile(nn.Linear(2, 2))).calls == amp.explain(nn.Linear(2, 2)).calls
 
-    def test_arguments_are_an_error(self) -> None:
+    def test_arguments_for_a_module_are_an_error(self) -> None:
         with pytest.raises(amp.OptionError, match="found arguments for Linear, a module; expected none"):
             amp.explain(nn.Linear(2, 2), torch.ones(1, 2))

@@ -7,18 +7,19 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from command_line import ampatch
 from helpers import Disturbable, undisturbed
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.cli import main as cli
 from ampatch.diagnostics.preflight import preflight
 from ampatch.errors import OptionError, UsageError
 
@@ -35,19 +36,23 @@ def mean_square(output: Tensor) -> Tensor:
     return output.float().pow(2).mean()
 
 
+def loss_times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda output: mean_square(output) * factor
+
+
 def flight(model: nn.Module, inputs: Any, levels: Any = O1_HALF, loss_fn: Any = mean_square, **options: Any) -> Any:
     return amp.preflight(model, inputs, loss_fn, levels=levels, **{"measure": False, **options})
 
 
-def gradients_with(call: str, model: nn.Module, inputs: Tensor, loss_fn: Any = mean_square) -> list[Tensor]:
-    """The gradients of a step with the call that a report tells to type."""
+def gradients_are_finite(call: str, model: nn.Module, inputs: Tensor) -> bool:
+    """Whether a step with this call of `amp.initialize` has finite gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     eval(call, {"amp": amp, "model": model, "optimizer": optimizer})
-    with amp.scale_loss(loss_fn(model(inputs)), optimizer) as scaled:
+    with amp.scale_loss(mean_square(model(inputs)), optimizer) as scaled:
         scaled.backward()
-    found = [each.grad.float().clone() for each in amp.master_params(optimizer) if each.grad is not None]
+    finite = all(each.grad.isfinite().all() for each in amp.master_params(optimizer))
     amp.deinitialize()
-    return found
+    return finite
 
 
 class Scores(nn.Module):
@@ -81,38 +86,24 @@ class Steep(torch.autograd.Function):
         return (grad * 100) * 0.01
 
 
-class SteepNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+class SteepNet(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(Steep.apply(super().forward(x)), self.weight)
+
+
+class Offset(nn.Linear):
+    """Takes the difference of two numbers that are close, and large if the bias is."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(Steep.apply(self.first(x)))
-
-
-class Offset(nn.Module):
-    """Takes the difference of two numbers that are large and close."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift = nn.Linear(4, 4)
-        with torch.no_grad():
-            self.lift.bias.fill_(300.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        lifted = self.lift(x)
+        lifted = super().forward(x)
         return lifted - lifted.mean(-1, keepdim=True)
 
 
-class RunningSum(nn.Module):
-    """Adds numbers to a sum that grows large, and returns the little by which they differ from a hundred."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lift = nn.Linear(4, 32)
+class RunningSum(nn.Linear):
+    """Adds 32 numbers to a sum that grows large, and returns the little by which they differ from a hundred."""
 
     def forward(self, x: Tensor) -> Tensor:
-        total, *columns = (self.lift(x) + 100).unbind(-1)
+        total, *columns = (super().forward(x) + 100).unbind(-1)
         for column in columns:
             total = total + column
         return total - 3200
@@ -123,7 +114,7 @@ def doubled(x: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def operator() -> Iterator[Any]:
+def custom_operator() -> Iterator[Any]:
     with torch.library._scoped_library("preflight_tests", "DEF") as library:
         library.define("doubled(Tensor x) -> Tensor")
         library.impl("doubled", doubled, "CompositeExplicitAutograd")
@@ -144,7 +135,7 @@ class _Doubled(torch.autograd.Function):
 
 @pytest.fixture
 def masked() -> Iterator[type[nn.Linear]]:
-    """A module whose random mask depends on the type, as on a GPU, which draws other numbers for other types."""
+    """A module with a random mask that depends on the type, as on a GPU, which draws other numbers for other types."""
 
     def mask(x: Tensor) -> Tensor:
         drawn = torch.rand(x.shape)
@@ -168,108 +159,88 @@ def result() -> Any:
 
 
 class TestOverflowInForward:
-    def test_only_float16_overflows(self, result: Any) -> None:
+    def test_the_trace_and_the_float32_step_name_the_same_line(self, result: Any) -> None:
         assert [each.verdict for each in result.levels] == ["overflows", "overflows", "stands"]
         assert result.stands("O4")
         assert not result.stands("O1", "float16")
-
-    def test_the_trace_and_the_float32_step_name_the_same_line(self, result: Any) -> None:
-        trace, row = result.verdict("O1", HALF).trace, result.out_of_range[0]
+        trace = result.verdict("O1", HALF).trace
         assert (trace.direction, trace.module, trace.file) == ("forward", "scores", __file__)
+        # Functions that only pass large values on are not listed.
+        (row,) = (row for row in result.out_of_range if row.location.direction == "forward")
         assert (row.location.module, row.location.line) == ("scores", trace.line)
         assert row.location.source == "scores = queries @ queries.transpose(-1, -2)"
         assert row.location.at_o1 == "half"
         assert row.largest > 65504
 
-    def test_what_only_passes_large_values_on_is_not_listed(self, result: Any) -> None:
-        assert len([row for row in result.out_of_range if row.location.direction == "forward"]) == 1
-
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_the_change_that_it_tells_to_type_mends_it(self, result: Any, level: str) -> None:
+    @pytest.mark.parametrize(
+        ("level", "small"), [("O1", 'cast_lists={"blacklist": {"*": ["matmul"]}}'), ("O2", 'keep_fp32=["scores"]')]
+    )
+    def test_the_change_is_small_and_mends_the_overflow(self, result: Any, level: str, small: str) -> None:
         torch.manual_seed(0)
         model, x = Attention(), torch.randn(2, 3, 8)
-        verdict = result.verdict(level, HALF)
-        assert verdict.change.startswith(
-            f'amp.initialize(model, optimizer, opt_level="{level}", half_dtype="float16", '
-        )
-        broken = call_without_change(verdict)
-        assert not all(each.isfinite().all() for each in gradients_with(broken, copy.deepcopy(model), x))
-        assert all(each.isfinite().all() for each in gradients_with(verdict.change, copy.deepcopy(model), x))
+        change = result.verdict(level, HALF).change
+        call = f'amp.initialize(model, optimizer, opt_level="{level}", half_dtype="float16"'
+        assert change.startswith(f"{call}, ")
+        assert small in change
+        assert not gradients_are_finite(f"{call})", copy.deepcopy(model), x)
+        assert gradients_are_finite(change, copy.deepcopy(model), x)
 
-    def test_the_change_is_small(self, result: Any) -> None:
-        assert 'cast_lists={"blacklist": {"*": ["matmul"]}}' in result.verdict("O1", HALF).change
-        assert 'keep_fp32=["scores"]' in result.verdict("O2", HALF).change
-
-    def test_the_report_fits_the_terminal_and_says_what_to_type(
+    def test_the_report_fits_the_terminal_and_has_calls_in_one_line(
         self, result: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("COLUMNS", "100")
         text = str(result)
         others = [line for line in text.splitlines() if not line.startswith("  amp.initialize(")]
         assert max(map(len, others)) <= 100
-        for each in result.levels:
-            assert each.call in text  # in one line, so that one can copy it
+        assert all(each.call in text for each in result.levels)
         assert text.index("half type") < text.index("What to type") < text.index("Beyond float16's range")
 
-    def test_it_is_plain_data(self, result: Any) -> None:
+    def test_to_dict_is_plain_data(self, result: Any) -> None:
         data = json.loads(json.dumps(result.to_dict()))
         assert data["levels"][0]["trace"]["module"] == "scores"
         assert data["levels"][0]["change"] == result.levels[0].change
 
 
-def call_without_change(verdict: Any) -> str:
-    return f"amp.initialize(model, optimizer, opt_level={verdict.opt_level!r}, half_dtype={verdict.half_dtype!r})"
-
-
 class TestOverflowInBackward:
-    def test_the_scale_at_which_the_level_stands(self) -> None:
-        result = flight(SteepNet(), torch.randn(8, 4), loss_fn=lambda output: mean_square(output) * 100)
+    def test_a_level_stands_at_a_lower_scale(self) -> None:
+        result = flight(SteepNet(4, 4), torch.randn(8, 4), loss_fn=loss_times(100))
         (verdict,) = result.levels
         assert (verdict.verdict, verdict.change) == ("stands", None)
         assert verdict.loss_scale < 2**16
         assert (verdict.trace.direction, verdict.trace.file) == ("backward", __file__)
-
-    def test_the_function_is_named_as_one_that_no_list_knows(self) -> None:
-        first = flight(SteepNet(), torch.randn(2, 4)).unlisted[0]
+        first = result.unlisted[0]
         assert (first.kind, first.function, first.file) == ("autograd.Function", f"{__name__}.Steep", __file__)
 
-    def test_buffers_are_as_before_at_each_scale(self) -> None:
+    def test_buffers_are_restored_before_each_scale(self) -> None:
         class Counting(SteepNet):
             def __init__(self) -> None:
-                super().__init__()
+                super().__init__(4, 4)
                 self.register_buffer("calls", torch.zeros(()))
 
             def forward(self, x: Tensor) -> Tensor:
                 self.calls += 1
                 return super().forward(x) * self.calls
 
-        (verdict,) = flight(Counting(), torch.randn(8, 4), loss_fn=lambda output: mean_square(output) * 100).levels
+        (verdict,) = flight(Counting(), torch.randn(8, 4), loss_fn=loss_times(100)).levels
         assert verdict.loss_scale < 2**15
         assert verdict.verdict == "stands"
 
     def test_a_static_scale_is_lowered(self) -> None:
-        (verdict,) = flight(
-            SteepNet(), torch.randn(8, 4), [("O3", HALF)], loss_fn=lambda output: mean_square(output) * 3e4
-        ).levels
+        (verdict,) = flight(SteepNet(4, 4), torch.randn(8, 4), [("O3", HALF)], loss_times(3e4)).levels
         assert (verdict.verdict, verdict.loss_scale) == ("overflows", 1)
         lowered = float(verdict.change.rpartition("loss_scale=")[2].rstrip(")"))
         assert 2**-10 < lowered < 1
 
     def test_a_static_scale_becomes_dynamic_if_gradients_are_flushed(self) -> None:
-        def tiny(output: Tensor) -> Tensor:
-            return mean_square(output) * 1e-6
-
-        result = flight(nn.Linear(4, 4), torch.randn(8, 4), [("O3", HALF)], tiny)
+        result = flight(nn.Linear(4, 4), torch.randn(8, 4), [("O3", HALF)], loss_times(1e-6))
         (verdict,) = result.levels
         assert verdict.verdict == "inaccurate"
         assert verdict.underflow >= 0.01
         assert verdict.change.endswith('loss_scale="dynamic")')
         assert [row.parameter for row in result.underflows] == ["weight"]
 
-    def test_the_share_that_a_loss_scale_saves(self) -> None:
-        result = flight(
-            nn.Linear(4, 4), torch.randn(8, 4), [("O2", HALF)], loss_fn=lambda output: mean_square(output) * 1e-9
-        )
+    def test_underflow_is_told_with_and_without_the_loss_scale(self) -> None:
+        result = flight(nn.Linear(4, 4), torch.randn(8, 4), [("O2", HALF)], loss_times(1e-9))
         assert result.stands("O2", HALF)
         assert all(row.share == 1 and row.share_scaled == 0 and row.scale == 2**16 for row in result.underflows)
 
@@ -288,26 +259,22 @@ class Biases(nn.Module):
 
 
 class TestRoundingNoise:
-    def test_is_told_from_small_gradients(self) -> None:
-        result = flight(Biases(), torch.randn(16, 4), loss_fn=lambda output: mean_square(output) * 1e-7)
-        assert {row.parameter for row in result.underflows} >= {
-            "lift.weight",
-            "keys.weight",
-            "norm.bias",
-            "head.weight",
-        }
+    def test_rounding_noise_is_told_from_small_gradients(self) -> None:
+        result = flight(Biases(), torch.randn(16, 4), loss_fn=loss_times(1e-7))
+        weights = {"lift.weight", "keys.weight", "norm.bias", "head.weight"}
+        assert {row.parameter for row in result.underflows} >= weights
         assert {row.parameter for row in result.underflows if row.is_noise} == {"lift.bias", "keys.bias"}
         assert all(row.is_noise for row in result.underflows[-2:])
         assert all(row.noise < 0.05 for row in result.underflows[:-2])
         assert "of it rounding noise" in str(result)
         assert "Rounding noise: the gradient of a float64 step differs by at least its own size." in str(result)
 
-    def test_of_small_gradients_alone_there_is_none(self) -> None:
-        result = flight(nn.Linear(4, 4), torch.randn(8, 4), loss_fn=lambda output: mean_square(output) * 1e-8)
+    def test_small_gradients_alone_are_no_noise(self) -> None:
+        result = flight(nn.Linear(4, 4), torch.randn(8, 4), loss_fn=loss_times(1e-8))
         assert {row.noise for row in result.underflows} == {0.0}
         assert "none of these is rounding noise" in str(result)
 
-    def test_targets_and_masks_of_dropout_stay_as_they_are(self, masked: type[nn.Linear]) -> None:
+    def test_the_float64_step_has_the_same_targets_and_dropout_masks(self, masked: type[nn.Linear]) -> None:
         model, target = nn.Sequential(masked(4, 32), nn.Dropout(0.5), nn.Linear(32, 4)), torch.randn(8, 4)
         result = flight(model, torch.randn(8, 4), loss_fn=lambda output: F.mse_loss(output, target) * 1e-8)
         assert result.noise_unknown == ""
@@ -318,7 +285,7 @@ class TestRoundingNoise:
         [("raise TypeError('float32 only')", "TypeError: float32 only"), ("x = x.sin()", "so that it is another step")],
         ids=["raises", "differs"],
     )
-    def test_without_a_step_in_float64_nothing_is_called_noise(self, in_float64: str, why: str) -> None:
+    def test_noise_is_unknown_without_a_comparable_float64_step(self, in_float64: str, why: str) -> None:
         class Narrow(Biases):
             def forward(self, x: Tensor) -> Tensor:
                 if x.dtype is torch.float64:
@@ -333,7 +300,7 @@ class TestRoundingNoise:
         assert "Rounding noise was not told from small gradients by a float64 step: " in str(result)
 
     @pytest.mark.parametrize("dropout", [0.0, 0.5])
-    def test_nor_if_an_attention_kernel_draws_its_own_dropout(self, dropout: float) -> None:
+    def test_noise_is_unknown_if_an_attention_kernel_draws_its_own_dropout(self, dropout: float) -> None:
         class Attending(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
                 lifted = super().forward(x)
@@ -342,13 +309,15 @@ class TestRoundingNoise:
         with torch.library._scoped_library("preflight_tests_attention", "DEF") as library:
             library.define("attention(Tensor x, float dropout_p=0.0) -> Tensor")
             library.impl("attention", lambda x, _=0.0: torch.ones_like(x), "CompositeExplicitAutograd")
-            result = flight(Attending(4, 4), torch.randn(8, 4), loss_fn=lambda output: mean_square(output) * 1e-8)
+            result = flight(Attending(4, 4), torch.randn(8, 4), loss_fn=loss_times(1e-8))
         assert ("drew its own dropout" in result.noise_unknown) is (dropout > 0)
 
 
 class TestPrecision:
-    def test_a_difference_of_large_numbers(self) -> None:
-        result = flight(Offset(), torch.randn(8, 4), [("O1", BFLOAT16)])
+    def test_a_difference_of_large_numbers_is_inaccurate(self) -> None:
+        model = Offset(4, 4)
+        nn.init.constant_(model.bias, 300.0)
+        result = flight(model, torch.randn(8, 4), [("O1", BFLOAT16)])
         (verdict,) = result.levels
         assert verdict.verdict == "inaccurate"
         assert verdict.gradient_error > result.gradient_bound
@@ -357,8 +326,8 @@ class TestPrecision:
         assert row.location.source == "return lifted - lifted.mean(-1, keepdim=True)"
         assert verdict.change.endswith('cast_lists={"blacklist": {"*": ["linear"]}})')
 
-    def test_a_running_sum(self) -> None:
-        result = flight(RunningSum(), torch.randn(8, 4), [("O1", BFLOAT16), ("O3", BFLOAT16)])
+    def test_a_running_sum_is_inaccurate(self) -> None:
+        result = flight(RunningSum(4, 32), torch.randn(8, 4), [("O1", BFLOAT16), ("O3", BFLOAT16)])
         assert "return total - 3200" in {row.location.source for row in result.imprecise}
         assert [each.verdict for each in result.levels] == ["inaccurate", "inaccurate"]
         assert result.verdict("O1").change.endswith('cast_lists={"blacklist": {"*": ["add"]}})')
@@ -375,7 +344,7 @@ class TestPrecision:
         assert all(each.gradient_error < 0.05 for each in result.levels)
         assert result.uncompared > 0
 
-    def test_random_operators_that_draw_otherwise_in_half_do_so_too(self, masked: type[nn.Linear]) -> None:
+    def test_random_operators_that_draw_differently_in_half_draw_as_in_float32(self, masked: type[nn.Linear]) -> None:
         result = flight(masked(16, 4), torch.randn(8, 16), ["O1", "O2"])
         assert all(each.gradient_error < 0.05 for each in result.levels)
 
@@ -412,7 +381,7 @@ class TestState:
         ids=["buffer", "buffer computed in half", "weight"],
     )
     def test_a_count_that_half_loses_is_inaccurate(self, model: nn.Module, lost_at: tuple[str, ...]) -> None:
-        found = flight(model, torch.randn(8, 4), self.LEVELS, measure=False)
+        found = flight(model, torch.randn(8, 4), self.LEVELS)
         for level in self.LEVELS:
             for half in ("float16", "bfloat16"):
                 verdict = found.verdict(level, half)
@@ -423,48 +392,42 @@ class TestState:
 
     def test_running_statistics_of_norms_stand(self) -> None:
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
-        found = flight(model, torch.randn(64, 4), self.LEVELS, measure=False)
+        found = flight(model, torch.randn(64, 4), self.LEVELS)
         assert {each.verdict for each in found.levels} == {"stands"}
         assert {each.state.startswith("1.running") for each in found.levels} == {True}
 
-    def test_o3_says_what_one_step_does_not_show(self) -> None:
+    def test_only_o3_says_what_one_step_does_not_show(self) -> None:
         told = "One step does not show it."
         model, x = nn.Linear(4, 4), torch.randn(8, 4)
-        assert told in " ".join(str(flight(model, x, "O3", measure=False)).split())
-        assert told not in " ".join(str(flight(model, x, "O2", measure=False)).split())
+        assert told in " ".join(str(flight(model, x, "O3")).split())
+        assert told not in " ".join(str(flight(model, x, "O2")).split())
 
 
-class Island(nn.Module):
+class Island(nn.Linear):
     """A product beyond float16 where the model's own code turns casts off, though its arguments are half."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
+        hidden = super().forward(x)
         with torch.autocast("cpu", enabled=False):
             scores = torch.matmul(hidden * 300, hidden.t() * 300)  # the product of the island
             scores = scores.softmax(-1)
-        return self.last(torch.matmul(scores, hidden.float()))
+        return super().forward(torch.matmul(scores, hidden.float()))
 
 
-class TestIslands:
-    def test_the_remedy_is_the_one_that_reaches_the_place(self) -> None:
-        torch.manual_seed(0)
-        found = flight(Island(), torch.randn(16, 8), (("O1", torch.float16), ("O2", torch.float16)), measure=False)
-        in_lists, in_half = found.levels
-        assert in_lists.verdict == in_half.verdict == "overflows"
-        (note,) = in_lists.notes
-        assert "no list reaches" in note
-        assert "matmul overflows there on the blacklist, too" in note
-        assert "Type .float() on its arguments there" in note
-        assert not in_half.notes
-        assert "By hand: matmul in float32, by .float() on its arguments" in " ".join(str(found).split())
+def test_no_list_is_proposed_for_an_overflow_where_the_model_turns_casts_off() -> None:
+    found = flight(Island(8, 8), torch.randn(16, 8), [("O1", HALF), ("O2", HALF)])
+    in_lists, in_half = found.levels
+    assert in_lists.verdict == in_half.verdict == "overflows"
+    (note,) = in_lists.notes
+    assert "no list reaches" in note
+    assert "matmul overflows there on the blacklist, too" in note
+    assert "Type .float() on its arguments there" in note
+    assert not in_half.notes
+    assert "By hand: matmul in float32, by .float() on its arguments" in " ".join(str(found).split())
 
 
 class TestNotFiniteInFloat32:
-    def test_an_input_that_is_nan_ends_it(self) -> None:
+    def test_an_input_that_is_nan_ends_the_preflight(self) -> None:
         x = torch.randn(8, 4)
         x[0, 0] = math.nan
         result = flight(nn.Linear(4, 4), x, ["O1", "O2", "O3"])
@@ -473,7 +436,7 @@ class TestNotFiniteInFloat32:
         assert not result.stands("O1", HALF)
         assert "No precision helps" in " ".join(str(result).split())
 
-    def test_an_operator_that_makes_it(self) -> None:
+    def test_an_operator_that_makes_nan_in_float32_is_traced(self) -> None:
         class Root(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
                 return (super().forward(x) - 1e4).sqrt()
@@ -481,7 +444,7 @@ class TestNotFiniteInFloat32:
         result = flight(Root(4, 4), torch.randn(2, 4))
         assert (result.is_finite, result.trace.function) == (False, "torch.Tensor.sqrt")
 
-    def test_a_loss_that_is_not_finite_with_gradients_that_are(self) -> None:
+    def test_an_infinite_loss_with_finite_gradients_is_traced(self) -> None:
         def loss(output: Tensor) -> Tensor:
             return mean_square(output) + (output.detach() * 0).sum().log().neg()
 
@@ -491,29 +454,29 @@ class TestNotFiniteInFloat32:
 
 
 class TestUnlistedFunctions:
-    def test_a_custom_operator_comes_first(self, operator: Any) -> None:
+    def test_custom_operators_come_first(self, custom_operator: Any) -> None:
         class Net(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
-                return torch.relu(operator(super().forward(x)))
+                return torch.relu(custom_operator(super().forward(x)))
 
         rows = flight(Net(4, 4), torch.randn(2, 4)).unlisted
         assert (rows[0].kind, rows[0].function) == ("custom operator", "torch.ops.preflight_tests.doubled")
         assert (rows[0].file, rows[0].module) == (__file__, "")
         assert next(row.function for row in rows if row.kind == "torch function") == "torch.relu"
 
-    def test_functions_in_lists_and_those_that_call_them_are_none(self) -> None:
+    def test_listed_functions_and_their_callers_are_not_unlisted(self) -> None:
         model = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
         found = {row.function for row in flight(model, torch.randn(2, 3, 8)).unlisted}
         assert "torch.nn.functional.multi_head_attention_forward" not in found
         assert "torch.nn.functional.linear" not in found
 
-    def test_what_the_user_has_registered_is_known(self) -> None:
+    def test_registered_functions_are_not_unlisted(self) -> None:
         amp.register_float_function(Steep, "apply")
-        assert all(row.kind == "torch function" for row in flight(SteepNet(), torch.randn(2, 4)).unlisted)
+        assert all(row.kind == "torch function" for row in flight(SteepNet(4, 4), torch.randn(2, 4)).unlisted)
 
 
 class TestFailures:
-    def test_a_banned_function_and_its_change(self) -> None:
+    def test_a_banned_function_fails_and_its_change_names_it(self) -> None:
         def loss(output: Tensor) -> Tensor:
             return F.binary_cross_entropy(output.sigmoid(), torch.ones_like(output))
 
@@ -522,7 +485,7 @@ class TestFailures:
         assert verdict.error.startswith("BannedFunctionError: ")
         assert "binary_cross_entropy" in verdict.change
 
-    def test_a_module_that_computes_with_float32_constants(self) -> None:
+    def test_a_module_that_computes_with_float32_constants_is_kept_in_fp32(self) -> None:
         class Mixed(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
                 return torch.ops.aten.mm(torch.ones(2, 4), self.weight) + super().forward(x)
@@ -533,7 +496,7 @@ class TestFailures:
         assert "RuntimeError" in verdict.error
         assert 'keep_fp32=["1"]' in verdict.change
 
-    def test_no_change_is_found(self) -> None:
+    def test_another_level_is_proposed_if_no_change_helps(self) -> None:
         class Picky(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
                 if self.weight.dtype is not torch.float32:
@@ -548,9 +511,9 @@ class TestFailures:
         assert "O1 bfloat16 stands instead." in str(result)
 
 
-class TestNothingChanges:
+class TestSideEffects:
     @pytest.mark.parametrize("raises", [False, True])
-    def test_model_inputs_random_numbers_and_torch(self, raises: bool) -> None:
+    def test_model_inputs_random_numbers_and_torch_stay(self, raises: bool) -> None:
         model, x = Disturbable(), torch.randn(8, 4)
         model(x.clone()).sum().backward()
 
@@ -570,7 +533,7 @@ class TestNothingChanges:
                 else:
                     assert flight(model, {"x": x, "bias": 1.0}, [level], loss).is_finite
 
-    def test_it_needs_neither_gradients_nor_autocast_to_be_as_usual(self) -> None:
+    def test_no_grad_and_autocast_of_the_caller_have_no_effect(self) -> None:
         model, x = nn.Linear(4, 4), torch.randn(2, 4)
         expected = flight(model, x)
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -627,16 +590,16 @@ class TestBadInput:
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
-    def test_it_is_told(self, model: Any, inputs: Any, options: dict[str, Any], told: str) -> None:
+    def test_bad_input_is_told(self, model: Any, inputs: Any, options: dict[str, Any], told: str) -> None:
         with pytest.raises(OptionError) as caught:
             flight(model, torch.randn(2, 4) if inputs is None else inputs, **options)
         assert told in str(caught.value)
 
-    def test_with_amp_on(self) -> None:
+    def test_preflight_is_refused_while_amp_is_set_up(self) -> None:
         with amp.init(), pytest.raises(UsageError, match=r"amp\.deinitialize\(\)"):
             flight(nn.Linear(4, 4), torch.randn(2, 4))
 
-    def test_a_level_that_was_not_tried(self) -> None:
+    def test_stands_needs_a_level_that_was_tried_and_its_half_type(self) -> None:
         result = flight(nn.Linear(4, 4), torch.randn(2, 4), ["O1"])
         with pytest.raises(OptionError, match="O2 float16 or O2 bfloat16 was not tried"):
             result.stands("O2")
@@ -706,29 +669,27 @@ value = 3
 
 class TestCommand:
     @pytest.fixture(autouse=True)
-    def _users_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        (tmp_path / "preflight_package").mkdir()
-        (tmp_path / "preflight_package" / "module.py").write_text(USERS_MODULE, encoding="utf-8")
+    def _users_folder(self, package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        package("preflight_package", module=USERS_MODULE)
         monkeypatch.chdir(tmp_path)
-        yield
-        for name in [name for name in sys.modules if name.partition(".")[0] == "preflight_package"]:
-            del sys.modules[name]
+        sys.path.remove(str(tmp_path))  # the command itself searches the current folder
 
-    def test_the_report(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"]) == 0
-        out = capsys.readouterr().out
+    def test_the_report_is_printed(self) -> None:
+        status, out, _ = ampatch("preflight", "preflight_package.module:make", "--level", "O4", "--no-measure")
+        assert status == 0
         assert out.startswith("Preflight of Linear: in float32 the loss is ")
         assert 'amp.initialize(model, optimizer, opt_level="O1", half_dtype="bfloat16")' in out
 
-    def test_json_with_two_levels(self, capsys: pytest.CaptureFixture[str]) -> None:
-        levels = ["--level", "O4", "--level", "O5", "--no-measure"]
-        assert cli.main(["preflight", "preflight_package.module:make", "--json", *levels]) == 0
-        data = json.loads(capsys.readouterr().out)
-        assert [(each["opt_level"], each["verdict"]) for each in data["levels"]] == [("O1", "stands"), ("O2", "stands")]
+    def test_json_has_each_level(self) -> None:
+        options = ["--json", "--level", "O4", "--level", "O5", "--no-measure"]
+        status, out, _ = ampatch("preflight", "preflight_package.module:make", *options)
+        levels = [(each["opt_level"], each["verdict"]) for each in json.loads(out)["levels"]]
+        assert (status, levels) == (0, [("O1", "stands"), ("O2", "stands")])
 
-    def test_no_level_stands(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["preflight", "preflight_package.module:beyond", "--level", "O4", "--no-measure"]) == 1
-        assert "No precision helps" in " ".join(capsys.readouterr().out.split())
+    def test_the_status_is_1_if_no_level_stands(self) -> None:
+        status, out, _ = ampatch("preflight", "preflight_package.module:beyond", "--level", "O4", "--no-measure")
+        assert status == 1
+        assert "No precision helps" in " ".join(out.split())
 
     @pytest.mark.parametrize(
         ("target", "told"),
@@ -747,15 +708,17 @@ class TestCommand:
             ("preflight_package.module:needs", "It is called without arguments, and is to return the model"),
         ],
     )
-    def test_a_wrong_target(self, target: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["preflight", target]) == 1
-        (error,) = capsys.readouterr().err.splitlines()
+    def test_a_wrong_target_is_one_clear_line(self, target: str, told: str) -> None:
+        status, _, err = ampatch("preflight", target)
+        (error,) = err.splitlines()
+        assert status == 1
         assert error.startswith("ampatch: error: ")
         assert told in error
 
-    def test_a_wrong_level_is_told_before_the_model_is_built(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["preflight", "preflight_package.module:broken", "--level", "O7"]) == 1
-        assert "opt_level is 'O7'" in capsys.readouterr().err
+    def test_a_wrong_level_is_told_before_the_model_is_built(self) -> None:
+        status, _, err = ampatch("preflight", "preflight_package.module:broken", "--level", "O7")
+        assert status == 1
+        assert "opt_level is 'O7'" in err
 
     @pytest.mark.parametrize(
         ("function", "told", "line"),
@@ -770,10 +733,11 @@ class TestCommand:
         ],
     )
     def test_what_the_users_code_raises_is_one_error_with_its_line(
-        self, function: str, told: str, line: str | None, capsys: pytest.CaptureFixture[str]
+        self, function: str, told: str, line: str | None
     ) -> None:
-        assert cli.main(["preflight", f"preflight_package.module:{function}"]) == 1
-        (error,) = capsys.readouterr().err.splitlines()
+        status, _, err = ampatch("preflight", f"preflight_package.module:{function}")
+        (error,) = err.splitlines()
+        assert status == 1
         assert error.startswith(f"ampatch: error: preflight_package.module:{function}")
         assert told in error
         if line is not None:
@@ -783,30 +747,22 @@ class TestCommand:
         # The code that it says to type raises the same.
         (code,) = shlex.split(error.partition("type: python -c ")[2])
         sys.path.insert(0, "")
-        try:
-            with pytest.raises((Exception, SystemExit)) as caught:
-                exec(code, {})
-        finally:
-            sys.path.remove("")
+        with pytest.raises((Exception, SystemExit)) as caught:
+            exec(code, {})
         assert f"{type(caught.value).__name__}: {caught.value}" in error
 
+    FAST: ClassVar = ["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"]
+
     def test_a_fault_of_ampatch_keeps_its_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def judge(*_: object) -> None:
-            raise LookupError("of ours")
-
-        monkeypatch.setattr(preflight, "underflows", judge)
+        monkeypatch.setattr(preflight, "underflows", Mock(side_effect=LookupError("of ours")))
         with pytest.raises(LookupError):
-            cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"])
+            ampatch(*self.FAST)
 
-    def test_too_little_memory_is_one_error(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        def judge(*_: object) -> None:
-            raise torch.OutOfMemoryError("tried to allocate")
-
-        monkeypatch.setattr(preflight, "underflows", judge)
-        assert cli.main(["preflight", "preflight_package.module:make", "--level", "O4", "--no-measure"]) == 1
-        assert "Give it a smaller batch." in capsys.readouterr().err
+    def test_too_little_memory_is_one_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(preflight, "underflows", Mock(side_effect=torch.OutOfMemoryError("tried to allocate")))
+        status, _, err = ampatch(*self.FAST)
+        assert status == 1
+        assert "Give it a smaller batch." in err
 
 
 @pytest.mark.slow

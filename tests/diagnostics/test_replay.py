@@ -1,4 +1,4 @@
-"""``overflow.save`` and ``amp.replay``: a skipped step again, in another process and at other opt levels."""
+"""``overflow.save`` and ``amp.replay``: a skipped step runs again, in another process and at other opt levels."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fresh import COMMAND, Fresh
+from optimizers import SGD, backward
+from planted_overflows import Amplified, traced
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -47,22 +49,26 @@ def make_other():
 """
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The class of a model in a module in the current folder."""
-    tmp_path.joinpath("nets.py").write_text(MODULE, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nets.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "nets", raising=False)
     return importlib.import_module("nets").Net
 
 
-def saved_step(model: nn.Module, level: str = "O1", path: str = "step.pt", **options: Any) -> amp.Overflow:
+def saved_step(model: nn.Module, level: str = "O1", **options: Any) -> amp.Overflow:
     """Trains until a step is skipped, and saves that step."""
     events: list[amp.Overflow] = []
 
     def save(overflow: amp.Overflow) -> None:
-        overflow.save(path)
+        overflow.save("step.pt")
         events.append(overflow)
         raise StopIteration
 
@@ -70,21 +76,33 @@ def saved_step(model: nn.Module, level: str = "O1", path: str = "step.pt", **opt
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    chosen = {"half_dtype": "float16", "verbosity": 0, "init_scale": 64.0, "on_overflow": ("trace", save), **options}
-    amp.initialize(model, optimizer, opt_level=level, **chosen)
-    for x in torch.randn(6, 16, 8):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x, {"scale": 1.0}).float(), x[:, :4])
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        with contextlib.suppress(StopIteration):
-            optimizer.step()
-        if events:
-            break
-        if isinstance(getattr(model, "factor", None), Tensor):
-            model.factor *= 10  # type: ignore[operator,union-attr]
-    amp.deinitialize()
+    options = {"init_scale": 64.0, "on_overflow": ("trace", save), **options}
+    with traced(model, optimizer, opt_level=level, **options):
+        for x in torch.randn(6, 16, 8):
+            optimizer.zero_grad()
+            backward(F.mse_loss(model(x, {"scale": 1.0}).float(), x[:, :4]), optimizer)
+            with contextlib.suppress(StopIteration):
+                optimizer.step()
+            if events:
+                break
+            if isinstance(getattr(model, "factor", None), Tensor):
+                model.factor *= 10
     return events[0]
+
+
+def saving(model: nn.Module, *inputs: Any, meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Saves a step of one batch, which overflows, while it is skipped."""
+    optimizer = SGD(model.parameters())
+    on_overflow = ("trace", lambda overflow: overflow.save("step.pt"))
+    amp.initialize(model, optimizer, half_dtype="float16", verbosity=0, on_overflow=on_overflow)
+    backward(model(*inputs).float().mean(), optimizer)
+    meanwhile()
+    optimizer.step()
+
+
+class Overflowing(nn.Linear):
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return super().forward(x) * 1e6
 
 
 def finite(replay: amp.Replay) -> dict[str, bool | None]:
@@ -93,7 +111,7 @@ def finite(replay: amp.Replay) -> dict[str, bool | None]:
 
 class TestReplay:
     @EACH_LEVEL
-    def test_names_the_same_place_and_the_levels_that_stand(self, net: Any, level: str) -> None:
+    def test_a_replay_names_the_same_place_and_the_levels_that_stand(self, net: Any, level: str) -> None:
         overflow = saved_step(net(), level)
         replay = amp.replay("step.pt", net())
         assert replay.is_same
@@ -111,13 +129,13 @@ class TestReplay:
         assert "The same step at each level" in str(replay)
         json.dumps(replay.to_dict(), allow_nan=False)
 
-    def test_of_the_cast_lists_of_the_run(self, net: Any) -> None:
+    def test_a_replay_has_the_cast_lists_of_the_run(self, net: Any) -> None:
         saved_step(net(), cast_lists={"blacklist": {"torch": ["softmax"]}}, init_scale=2.0**20)
         replay = amp.replay("step.pt", net(), levels="O2")
         assert list(finite(replay)) == ["O1 float16, as saved", "O0", "O2 float16", "O2 bfloat16"]
         assert replay.notes[1:] == ()  # but that of the gradients: the policy is that of the run
 
-    def test_leaves_the_model_and_the_process_as_they_were(self, net: Any) -> None:
+    def test_a_replay_leaves_the_model_and_the_process_as_they_were(self, net: Any) -> None:
         saved_step(net())
         model = net()
         before = {name: each.clone() for name, each in model.state_dict().items()}
@@ -128,7 +146,7 @@ class TestReplay:
         assert not amp.is_on()
 
     @pytest.mark.slow
-    def test_compiled(self) -> None:
+    def test_a_step_is_replayed_compiled_too(self) -> None:
         class Model(nn.Linear):
             def forward(self, x: Tensor, options: dict[str, float]) -> Tensor:
                 y = super().forward(x)
@@ -140,7 +158,7 @@ class TestReplay:
         assert rows["O1 float16, as saved, compiled"] is True
 
     @EACH_LEVEL
-    def test_of_frozen_weights_parts_in_eval_mode_and_buffers_made_meanwhile(self, net: Any, level: str) -> None:
+    def test_a_replay_restores_frozen_weights_modes_and_buffers(self, net: Any, level: str) -> None:
         model = net()
         model.first.weight.requires_grad_(False)
         model.norm.eval()
@@ -151,7 +169,7 @@ class TestReplay:
         assert replay.trace.outputs == overflow.trace.outputs
         assert replay.is_same
 
-    def test_without_the_cause_names_no_place(self, net: Any) -> None:
+    def test_a_replay_without_the_cause_names_no_place(self, net: Any) -> None:
         class Net(nn.Module):  # of the same name, with other code
             def __init__(self) -> None:
                 super().__init__()
@@ -165,38 +183,20 @@ class TestReplay:
         assert not replay.is_same
         assert "no place, so that the model's code or its settings may differ" in " ".join(str(replay).split())
 
-    def test_of_a_backward_overflow(self, net: Any) -> None:
-        class Amplified(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-                return grad * 1e6
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(8, 4)
-
+    def test_an_overflow_in_a_backward_pass_is_replayed(self, net: Any) -> None:
+        class Model(nn.Linear):
             def forward(self, x: Tensor, options: dict[str, float]) -> Tensor:
-                return Amplified.apply(self.linear(x)) * options["scale"]
+                return Amplified.apply(super().forward(x), 1e6) * options["scale"]
 
-        overflow = saved_step(Model())
-        replay = amp.replay("step.pt", Model(), levels=["O1"])
+        overflow = saved_step(Model(8, 4))
+        replay = amp.replay("step.pt", Model(8, 4), levels=["O1"])
         assert overflow.trace.function == replay.trace.function == "Amplified"
-        assert finite(replay) == {
-            "O1 float16, as saved": False,
-            "O0": True,
-            "O1 float16": False,
-            "O1 bfloat16": True,
-        }
+        assert finite(replay) == {"O1 float16, as saved": False, "O0": True, "O1 float16": False, "O1 bfloat16": True}
         assert replay.notes == ()
 
 
 class TestCommand:
-    def test_names_the_same_operator_in_a_fresh_process(self, net: Any, fresh: Fresh) -> None:
+    def test_the_command_names_the_same_operator_in_a_fresh_process(self, net: Any, fresh: Fresh) -> None:
         overflow = saved_step(net())
         done = fresh.run(COMMAND, "replay", "step.pt", "nets:make_model", "--json", "--level", "O2")
         assert not done.returncode, done.stderr
@@ -207,17 +207,17 @@ class TestCommand:
 
 
 class TestErrors:
-    def test_of_another_model(self, net: Any) -> None:
-        saved_step(net())
-        with pytest.raises(amp.OptionError, match="is a step of Net; found Linear"):
-            amp.replay("step.pt", nn.Linear(2, 2))
-
-    def test_of_other_shapes(self, net: Any) -> None:
+    def test_a_step_of_another_model_is_refused(self, net: Any) -> None:
         saved_step(net())
         other = net()
         other.last = nn.Linear(8, 5)
-        with pytest.raises(amp.OptionError, match=r"its 'last.weight' is float32 \[4, 8\]; in the model"):
-            amp.replay("step.pt", other)
+        for model, told in (
+            (nn.Linear(2, 2), "is a step of Net; found Linear"),
+            (other, r"its 'last.weight' is float32 \[4, 8\]; in the model"),
+            (net().half(), r"is float32 \[8, 8\]; in the model that was passed it is float16"),
+        ):
+            with pytest.raises(amp.OptionError, match=told):
+                amp.replay("step.pt", model)
 
     @pytest.mark.parametrize(
         ("write", "told"),
@@ -227,84 +227,41 @@ class TestErrors:
             (lambda path: torch.save({"weight": torch.ones(2)}, path), "its format is not 'ampatch step'"),
         ],
     )
-    def test_of_another_file(self, net: Any, write: Callable[[Path], object], told: str) -> None:
+    def test_another_file_is_refused(self, net: Any, write: Callable[[Path], object], told: str) -> None:
         write(Path("step.pt"))
         with pytest.raises(amp.OptionError, match=told):
             amp.replay("step.pt", net())
 
-    def test_of_a_half_model(self, net: Any) -> None:
-        saved_step(net())
-        with pytest.raises(amp.OptionError, match=r"is float32 \[8, 8\]; in the model that was passed it is float16"):
-            amp.replay("step.pt", net().half())
+    @pytest.mark.parametrize(
+        ("value", "told"),
+        [
+            (np.float64(1), "which a file of tensors and plain data cannot hold"),
+            ({1: [np.int64(2)]}, "which a file of tensors and plain data cannot hold"),
+            ({np.int64(1): 2}, "which a file of tensors and plain data cannot hold"),
+            (Path, r"Overflowing was called with a type, .* Pass tensors"),
+        ],
+        ids=str,
+    )
+    def test_arguments_that_no_file_can_hold_are_refused(self, value: Any, told: str) -> None:
+        with pytest.raises(amp.OptionError, match=told):
+            saving(Overflowing(8, 4), torch.ones(2, 8), value)
 
-    @pytest.mark.parametrize("value", [np.float64(1), {1: [np.int64(2)]}, {np.int64(1): 2}])
-    def test_of_numbers_of_numpy(self, value: Any) -> None:
-        class Model(nn.Linear):
-            def forward(self, x: Tensor, options: Any, value: Any = value) -> Tensor:
-                return super().forward(x) * 1e6
-
-        model = Model(8, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        on_overflow = ("trace", lambda overflow: overflow.save("step.pt"))
-        amp.initialize(model, optimizer, half_dtype="float16", verbosity=0, on_overflow=on_overflow)
-        with amp.scale_loss(model(torch.ones(2, 8), {}, value).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        with pytest.raises(amp.OptionError, match="which a file of tensors and plain data cannot hold"):
-            optimizer.step()
-        amp.deinitialize()
-
-    def test_of_inputs_that_were_written_to(self) -> None:
-        class Model(nn.Linear):
-            def forward(self, x: Tensor, options: Any) -> Tensor:
-                return super().forward(x) * 1e6
-
-        model, x = Model(8, 4), torch.ones(2, 8)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        on_overflow = ("trace", lambda overflow: overflow.save("step.pt"))
-        amp.initialize(model, optimizer, half_dtype="float16", verbosity=0, on_overflow=on_overflow)
-        with amp.scale_loss(model(x, {}).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        x.zero_()
+    def test_inputs_that_were_written_to_are_refused(self) -> None:
+        x = torch.ones(2, 8)
         with pytest.raises(amp.UsageError, match="cannot run again: its arguments were written to since"):
-            optimizer.step()
-        amp.deinitialize()
+            saving(Overflowing(8, 4), x, meanwhile=x.zero_)
 
-    def test_where_amp_is_set_up(self, net: Any) -> None:
+    def test_a_replay_is_refused_while_amp_is_set_up(self, net: Any) -> None:
         saved_step(net())
         with amp.init(), pytest.raises(amp.UsageError, match=r"Type amp.deinitialize\(\) first"):
             amp.replay("step.pt", net())
 
-    def test_of_a_step_that_is_over(self, net: Any) -> None:
+    def test_a_step_that_is_over_cannot_be_saved(self, net: Any) -> None:
         overflow = saved_step(net())
         with pytest.raises(amp.UsageError, match="called after the step"):
             overflow.save("later.pt")
 
-    def test_of_a_step_without_a_trace(self) -> None:
+    def test_a_step_without_a_trace_cannot_be_saved(self) -> None:
         overflow = amp.Overflow("SGD", (), ())
         with pytest.raises(amp.UsageError, match="was not traced"):
             overflow.save("step.pt")
-
-    def test_of_arguments_that_no_file_can_hold(self) -> None:
-        class Batch:
-            def __init__(self, x: Tensor) -> None:
-                self.x = x
-
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = nn.Linear(8, 4)
-
-            def forward(self, batch: Batch) -> Tensor:
-                return self.linear(batch.x) * 1e6
-
-        model = Model()
-        events: list[amp.Overflow] = []
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        on_overflow = ("trace", events.append)
-        amp.initialize(model, optimizer, half_dtype="float16", verbosity=0, on_overflow=on_overflow)
-        with amp.scale_loss(model(Batch(torch.ones(2, 8))).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        with pytest.raises(amp.OptionError, match=r"Model was called with a Batch, .* Pass tensors"):
-            events[0].save("step.pt")
-        amp.deinitialize()

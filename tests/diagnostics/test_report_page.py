@@ -163,9 +163,7 @@ class TestNumbers:
                 missing = [number for number in numbers_of(content) if number not in found]
                 assert missing == [], section
 
-    def test_every_number_of_a_comparison_is_on_the_page_but_those_of_calls_within_the_noise(
-        self, comparison: Any
-    ) -> None:
+    def test_every_number_of_a_comparison_above_the_noise_is_on_the_page(self, comparison: Any) -> None:
         data = comparison.to_dict()
         assert data["first"] is not None
         found = Parsed(page(sample_reports.empty(comparison=data))).numbers
@@ -176,7 +174,7 @@ class TestNumbers:
         told = [telling, *(data[name] for name in ("loss", "gradient_error", "noise", "functions", "modules"))]
         assert [number for number in numbers_of(told) if number not in found] == []
 
-    def test_numbers_that_are_not_finite_are_told(self) -> None:
+    def test_numbers_that_are_not_finite_are_on_the_page(self) -> None:
         steps = [
             {"step": 1, "loss_id": 0, "scale": "inf", "overflow": True, "skipped": True, "gradient_norm": None},
             {"step": 2, "loss_id": None, "scale": 0.0, "overflow": False, "skipped": False, "gradient_norm": "nan"},
@@ -189,16 +187,18 @@ class TestNumbers:
     def test_the_numbers_of_a_row_stand_below_their_headings(self) -> None:
         data = distinct(sample_reports.full())
         row, cells = data["functions"][0], rows_of(page(data), "functions")[0]
-        titles = {
-            "Casts": f"{row['casts']}",
-            "Written": f"{row['cast_bytes']} bytes",
-            "Time": f"{row['cast_seconds']} seconds",
-            "Cache hits": f"{row['cache_hits']}",
-            "Cache saved": f"{row['cache_hit_bytes']} bytes",
-            "Calls": f"{row['calls']}",
-            "Undone": f"{row['undone']}",
+        bytes_ = {"Written": row["cast_bytes"], "Cache saved": row["cache_hit_bytes"]}
+        counts = {
+            "Casts": row["casts"],
+            "Cache hits": row["cache_hits"],
+            "Calls": row["calls"],
+            "Undone": row["undone"],
         }
-        assert {head: cells[head][0] for head in titles} == titles
+        for head, number in counts.items():
+            assert cells[head][0] == f"{number}"
+        for head, number in bytes_.items():
+            assert cells[head][0] == f"{number} bytes"
+        assert cells["Time"][0] == f"{row['cast_seconds']} seconds"
         name, *types = cells["Function"][1].split("\n")
         assert name == "linear"
         assert "3 float32 \N{RIGHTWARDS ARROW} float16" in types
@@ -235,7 +235,7 @@ class TestNumbers:
             (report_numbers.digits, "nan", "NaN"),
         ],
     )
-    def test_units(self, spelled: Any, number: Any, text: str) -> None:
+    def test_numbers_have_their_units(self, spelled: Any, number: Any, text: str) -> None:
         assert spelled(number).replace("\u202f", " ") == text
 
 
@@ -249,9 +249,11 @@ class TestText:
         assert not [name for _, attributes in parsed.elements for name in attributes if name.startswith("on")]
         assert parsed.words.count("{{ 7 * 7 }}") > 50
 
-    def test_source_lines_are_shown_as_they_are(self) -> None:
-        words = Parsed(page(sample_reports.full())).words
+    def test_source_lines_and_notes_are_shown_as_they_are(self) -> None:
+        data = sample_reports.full()
+        words = Parsed(page(data)).words
         assert all(" ".join(source.split()) in words for source in sample_reports.SOURCES)
+        assert all(note in words for note in data["notes"])
 
     def test_the_page_names_no_address_and_loads_nothing(self) -> None:
         data = sample_reports.full()
@@ -270,12 +272,12 @@ class TestText:
         (policy,) = [has["content"] for has in Parsed(text).of("meta") if "http-equiv" in has]
         assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
-    def test_a_path_with_bytes_that_are_no_text_can_be_written(self, tmp_path: Path) -> None:
+    def test_a_path_that_is_not_utf_8_can_be_written(self, tmp_path: Path) -> None:
         data = sample_reports.full()
         data["lines"][0]["file"] = os.fsdecode(b"/tmp/\xff.py")
         (tmp_path / "r.html").write_text(page(data), encoding="utf-8")
 
-    def test_the_html_is_fit_for_readers_of_the_screen(self, comparison: Any) -> None:
+    def test_the_html_is_fit_for_screen_readers(self, comparison: Any) -> None:
         parsed = Parsed(page(sample_reports.full() | {"comparison": comparison.to_dict()}))
         names = [tag for tag, _ in parsed.elements]
         ids = parsed.values("id")
@@ -291,40 +293,25 @@ class TestText:
         assert parsed.of("html")[0]["lang"] == "en"
 
 
-class TestParts:
-    def test_of_an_empty_report_says_what_was_not_seen(self) -> None:
+class TestSections:
+    def test_an_empty_report_says_what_was_not_seen(self) -> None:
         words = Parsed(page(sample_reports.empty())).words
         for sentence in ("amp was not set up", "No step", "No module was seen", "No gradient was seen", "no device"):
             assert sentence in words
 
     @pytest.mark.parametrize(
-        "changes",
-        [
-            {"settings": None},
-            {"underflow": None},
-            *({name: []} for name in ("functions", "lines", "misaligned", "modules", "steps", "advice", "notes")),
-        ],
-        ids=lambda changes: next(iter(changes)),
+        "name",
+        ["settings", "underflow", "functions", "lines", "misaligned", "modules", "steps", "advice", "notes"],
     )
-    def test_one_may_be_missing(self, changes: dict[str, Any]) -> None:
-        Parsed(page(sample_reports.full() | changes))
+    def test_a_section_may_be_missing(self, name: str) -> None:
+        nothing = None if name in ("settings", "underflow") else []
+        Parsed(page(sample_reports.full() | {name: nothing}))
 
     def test_gradients_may_be_zero_only(self) -> None:
-        underflow = {
-            **sample_reports.full()["underflow"], "exponents": [], "lost": 0.0, "zeros": 5, "elements": 5,
-            "parameters": [
-                {
-                    "name": "w", "elements": 5, "zeros": 5, "zero": 1.0, "rounded_to_zero": 0.0, "subnormal": 0.0,
-                    "exponents": [],
-                },
-            ],
-        }  # fmt: skip
+        zeros = {"elements": 5, "zeros": 5, "exponents": []}
+        parameter = {"name": "w", "zero": 1.0, "rounded_to_zero": 0.0, "subnormal": 0.0, **zeros}
+        underflow = {**sample_reports.full()["underflow"], "lost": 0.0, "parameters": [parameter], **zeros}
         Parsed(page(sample_reports.empty(underflow=underflow)))
-
-    def test_notes_say_what_was_not_seen(self) -> None:
-        data = sample_reports.full()
-        words = Parsed(page(data)).words
-        assert all(note in words for note in data["notes"])
 
     def test_advice_shows_the_source_line(self) -> None:
         data = sample_reports.full()
@@ -345,13 +332,13 @@ class TestParts:
         assert told in Parsed(page(sample_reports.empty(underflow=underflow))).words
 
     @pytest.mark.parametrize(("section", "name"), [("cost", "operators"), ("about", "began"), ("totals", "casts")])
-    def test_a_missing_one_is_an_error(self, section: str, name: str) -> None:
+    def test_a_missing_number_is_an_error(self, section: str, name: str) -> None:
         data = sample_reports.full()
         del data[section][name]
         with pytest.raises((KeyError, UndefinedError), match=name):
             page(data)
 
-    def test_two_saved_reports_compared(self, tmp_path: Path) -> None:
+    def test_a_comparison_of_two_saved_reports_is_shown(self, tmp_path: Path) -> None:
         for name, steps in (("a.json", 3), ("b.json", 4)):
             (tmp_path / name).write_text(json.dumps(sample_reports.full(steps=steps)), encoding="utf-8")
         found = amp.compare(tmp_path / "a.json", tmp_path / "b.json").to_dict()
@@ -360,19 +347,12 @@ class TestParts:
         assert found["worst"]["quantity"] in words
 
 
-@pytest.fixture(scope="module")
-def large() -> tuple[dict[str, Any], str]:
-    data = sample_reports.full(blocks=55, steps=10_000)
-    assert len(data["modules"]) > 500
-    return data, page(data)
-
-
 class TestLargeReports:
-    def test_stay_small(self, large: tuple[dict[str, Any], str]) -> None:
-        assert len(large[1].encode()) < 2_000_000
-
-    def test_have_every_module_and_overflow(self, large: tuple[dict[str, Any], str]) -> None:
-        data, text = large
+    def test_large_reports_have_small_pages_with_every_module_and_overflow(self) -> None:
+        data = sample_reports.full(blocks=55, steps=10_000)
+        assert len(data["modules"]) > 500
+        text = page(data)
+        assert len(text.encode()) < 2_000_000
         parsed = Parsed(text)
         overflows = [step["step"] for step in data["steps"] if step["overflow"]]
         assert len(overflows) > 10
@@ -381,12 +361,9 @@ class TestLargeReports:
         assert len([has for has in parsed.of("circle") if has["class"] == "overflow"]) == len(overflows)
         assert len([each for each in parsed.values("id") if re.fullmatch(r"module-\d+", each)]) == len(data["modules"])
         assert {row["name"] or "the model" for row in data["modules"]} <= set(parsed.values("title"))
+        assert "of 10 000 steps: those with an overflow or another scale, and the ends." in parsed.words
 
-    def test_say_what_they_leave_out(self, large: tuple[dict[str, Any], str]) -> None:
-        words = Parsed(large[1]).words
-        assert "of 10 000 steps: those with an overflow or another scale, and the ends." in words
-
-    def test_if_each_step_overflows(self) -> None:
+    def test_the_page_stays_small_if_each_step_overflows(self) -> None:
         data = sample_reports.full(steps=10_000)
         for step in data["steps"]:
             step["overflow"] = step["skipped"] = True
@@ -411,14 +388,14 @@ class TestDrawings:
         assert (min(left), max(left)) == (min(there), max(there)) if there else left == []
 
     @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
-    def test_zones_are_those_that_the_report_counts(self, half: torch.dtype) -> None:
+    def test_zones_of_the_histogram_are_those_that_the_report_counts(self, half: torch.dtype) -> None:
         limits = Range.of(half)
         for exponent in range(-149, 128):
             lost = Histogram(0, {exponent: 1}).lost(1.0, limits)
             zone = limits.zone(exponent)
             assert lost == {name: float(name == zone) for name in ("zero", "subnormal", "overflow")}
 
-    def test_a_scale_that_stays_is_told_and_not_drawn(self) -> None:
+    def test_a_constant_scale_is_told_and_not_drawn(self) -> None:
         data = sample_reports.full()
         for step in data["steps"]:
             step |= {"scale": 128.0, "overflow": False}
@@ -426,12 +403,12 @@ class TestDrawings:
         assert "The loss scale was 128 throughout; no step overflowed." in parsed.words
         assert "scale-title" not in parsed.values("id")
 
-    def test_escape_their_text(self) -> None:
+    def test_drawings_escape_their_text(self) -> None:
         text = page(sample_reports.full())
         assert "&lt;\u202f0.01" in text
         assert "<\u202f0.01" not in text
 
-    def test_each_loss_has_a_line(self) -> None:
+    def test_each_loss_has_a_line_in_the_drawing(self) -> None:
         data = sample_reports.full()
         for step in data["steps"]:
             step["loss_id"] = step["step"] % 2
@@ -468,14 +445,14 @@ class TestDrawings:
 
 
 class TestModules:
-    def test_sums_are_over_submodules(self) -> None:
+    def test_sums_of_a_module_are_over_its_submodules(self) -> None:
         rows = sample_reports.full()["modules"]
         (root,) = module_tree.tree(rows)
         assert root.saved_bytes == sum(row["saved_bytes"] for row in rows)
         assert root.operators == module_tree.total(row["operators"] for row in rows)
         assert sorted(module.number for module, _ in module_tree.walk([root])) == list(range(len(rows)))
 
-    def test_numbered_ones_are_in_order_and_others_by_size(self) -> None:
+    def test_numbered_modules_are_in_order_and_others_by_size(self) -> None:
         row = sample_reports.full()["modules"][-1]
         sizes = {"a.10": 9, "a.9": 1, "a": 0, "c": 3, "b": 30}
         rows = [
@@ -486,7 +463,7 @@ class TestModules:
         assert ordered == ["b", "a", "a.9", "a.10", "c"]
 
     @pytest.mark.parametrize("parents", [(None, "a"), (None, None), ("gone", None)])
-    def test_none_is_lost_whatever_the_parents(self, parents: tuple[str | None, str | None]) -> None:
+    def test_no_module_is_lost_whatever_the_parents(self, parents: tuple[str | None, str | None]) -> None:
         row = sample_reports.full()["modules"][-1]
         rows = [row | {"name": name, "parent": parent} for name, parent in zip("ab", parents, strict=True)]
         roots = module_tree.tree(rows)
@@ -494,7 +471,7 @@ class TestModules:
         assert sum(root.saved_bytes for root in roots) == 2 * row["saved_bytes"]
         Parsed(page(sample_reports.empty(modules=rows)))
 
-    def test_a_thousand_of_them_may_be_nested(self) -> None:
+    def test_a_thousand_modules_may_be_nested(self) -> None:
         row = sample_reports.full()["modules"][-1]
         names = [".".join("m" * depth) for depth in range(1, 1001)]
         rows = [row | {"name": name, "parent": parent} for name, parent in zip(names, [None, *names], strict=False)]
@@ -509,15 +486,10 @@ class Browser:
 
     def __init__(self, profile: Path) -> None:
         (read, self._write), (self._read, write) = os.pipe(), os.pipe()
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--remote-debugging-pipe",
-            f"--user-data-dir={profile}",
-        ]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+        options += [f"--user-data-dir={profile}", "about:blank"]
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{read} 4>&{write}', "bash", str(CHROMIUM), *options, "about:blank"],
+            ["bash", "-c", f'exec "$@" 3<&{read} 4>&{write}', "bash", str(CHROMIUM), *options],
             pass_fds=[read, write],
             stderr=subprocess.DEVNULL,
         )
@@ -617,10 +589,10 @@ def file(tmp_path_factory: pytest.TempPathFactory, comparison: Any) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here; on Debian its package is chromium")
-class TestInABrowser:
+class TestBrowser:
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     @pytest.mark.parametrize("width", [1280, 360])
-    def test_it_fits_and_can_be_read(self, browser: Browser, file: Path, width: int, scheme: str) -> None:
+    def test_the_page_fits_and_has_enough_contrast(self, browser: Browser, file: Path, width: int, scheme: str) -> None:
         browser.open(file, width, scheme)
         assert browser.value(_OVERHANG) == 0
         for each in ("details", "details.module"):
@@ -643,14 +615,14 @@ class TestInABrowser:
         browser.value("document.querySelectorAll('#parameters th button')[4].click()")
         assert browser.value(column) == sorted(elements)
 
-    def test_the_map_leads_to_the_module(self, browser: Browser, file: Path) -> None:
+    def test_a_click_on_the_map_unfolds_the_module(self, browser: Browser, file: Path) -> None:
         browser.open(file, 1280, "light")
         hidden = "const [cell, module] = [...document.querySelectorAll('.cell')].map((cell) => [cell, document."
         hidden += "getElementById('module-' + cell.dataset.module)]).find(([_, module]) => !module.checkVisibility()); "
         clicks = "cell.dispatchEvent(new MouseEvent('click')); return module.checkVisibility();"
         assert browser.value(f"(() => {{ {hidden}{clicks} }})()") is True
 
-    def test_without_scripts_nothing_is_hidden_for_good(self, browser: Browser, file: Path) -> None:
+    def test_all_can_be_unfolded_without_scripts(self, browser: Browser, file: Path) -> None:
         browser.call("Emulation.setScriptExecutionDisabled", value=True)
         browser.open(file, 1280, "light")
         browser.call("Emulation.setScriptExecutionDisabled", value=False)
@@ -660,5 +632,5 @@ class TestInABrowser:
 
 
 @pytest.mark.parametrize(("given", "told"), [(65536.0, "65,536"), (0.5, "0.5"), ("inf", "inf"), ("nan", "nan")])
-def test_a_scale_that_is_not_finite_is_text(given, told):
+def test_scales_are_numbers_or_text(given, told):
     assert report_text._scale(given) == told

@@ -1,16 +1,18 @@
-"""The steps of a report: scale, overflow, skip and norm of each, and what a half type loses of the gradients."""
+"""The steps of a report: scale, overflow, skip and norm, and the gradients that a half type loses."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from helpers import HALF_DTYPES, dtype_name
+from optimizers import MOMENTUM, backward
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,15 +37,10 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
-def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01, fused=True)
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
-def begun(make: Callable[[Any], Any] = sgd, **options: Any) -> tuple[nn.Sequential, Any]:
+def begun(make: Callable[[Any], Any] = MOMENTUM, **options: Any) -> tuple[nn.Sequential, Any]:
     model = network()
     settings = {"half_dtype": "float16", "loss_scale": "dynamic", "init_scale": SCALE, "verbosity": 0, **options}
     return amp.initialize(model, make(model.parameters()), **settings)
@@ -54,12 +51,15 @@ def loss_of(model: nn.Module, factor: float = 1.0) -> Tensor:
 
 
 def step(model: nn.Module, optimizer: Any, factor: float = 1.0, clips: bool = False, **options: Any) -> None:
-    with amp.scale_loss(loss_of(model, factor), optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss_of(model, factor), optimizer, **options)
     if clips:
         amp.clip_grad_norm_(optimizer, 0.01)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def norm_of(gradients: Iterable[Tensor]) -> Any:
+    return pytest.approx(float(sum(each.double().square().sum() for each in gradients) ** 0.5))
 
 
 @pytest.fixture(autouse=True)
@@ -72,97 +72,88 @@ def quiet() -> Iterator[None]:
 
 class TestSteps:
     @every_level
-    def test_have_scale_overflow_skip_and_norm(self, opt_level):
+    def test_steps_have_scale_overflow_skip_and_norm(self, opt_level):
         model, optimizer = begun(opt_level=opt_level)
         with Steps() as steps:
             for factor in (1.0, math.inf, 1.0):
                 step(model, optimizer, factor)
-        first, second, third = steps.rows()
-        assert [row["step"] for row in (first, second, third)] == [1, 2, 3]
-        assert [row["scale"] for row in (first, second, third)] == [SCALE, SCALE, SCALE / 2]
-        assert [row["overflow"] for row in (first, second, third)] == [False, True, False]
-        assert [row["skipped"] for row in (first, second, third)] == [False, True, False]
+        first, second, _ = rows = steps.rows()
+        assert [row["step"] for row in rows] == [1, 2, 3]
+        assert [row["scale"] for row in rows] == [SCALE, SCALE, SCALE / 2]
+        assert [row["overflow"] for row in rows] == [row["skipped"] for row in rows] == [False, True, False]
         assert second["gradient_norm"] is None
         assert first["gradient_norm"] > 0
-        assert {row["loss_id"] for row in (first, second, third)} == {0}
+        assert {row["loss_id"] for row in rows} == {0}
 
     @every_half
     @every_level
     @pytest.mark.parametrize("delays", [False, True], ids=["unscaled by the block", "unscaled by clipping"])
-    def test_norm_is_that_before_clipping(self, opt_level, half_dtype, delays):
+    def test_the_norm_is_that_before_clipping(self, opt_level, half_dtype, delays):
         model, optimizer = begun(opt_level=opt_level, half_dtype=half_dtype)
         with Steps() as steps:
-            with amp.scale_loss(loss_of(model), optimizer, delay_unscale=delays) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss_of(model), optimizer, delay_unscale=delays)
             norm = amp.clip_grad_norm_(optimizer, 0.01)
             optimizer.step()
         (row,) = steps.rows()
         assert row["gradient_norm"] == pytest.approx(float(norm), rel=1e-5)
 
     @every_level
-    def test_whose_block_ended_before_have_its_scale(self, opt_level):
+    def test_a_step_has_the_scale_of_an_earlier_backward_pass(self, opt_level):
         model, optimizer = begun(opt_level=opt_level)
-        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss_of(model), optimizer)
         with Steps() as steps:
             optimizer.step()
         (row,) = steps.rows()
         assert (row["scale"], row["loss_id"], row["skipped"]) == (SCALE, 0, False)
 
     @every_level
-    def test_norm_is_of_the_sum_of_accumulated_blocks(self, opt_level):
+    def test_the_norm_is_of_the_sum_of_accumulated_gradients(self, opt_level):
         model, optimizer = begun(opt_level=opt_level)
         with Steps() as steps:
             for _ in range(3):
-                with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-                    scaled_loss.backward()
-            squares = sum(each.grad.double().square().sum() for each in amp.master_params(optimizer))
+                backward(loss_of(model), optimizer)
+            expected = norm_of(each.grad for each in amp.master_params(optimizer))
             optimizer.step()
         (row,) = steps.rows()
-        assert row["gradient_norm"] == pytest.approx(float(squares**0.5), rel=1e-5)
+        assert row["gradient_norm"] == expected
 
     @every_half
     @every_level
-    @pytest.mark.parametrize("make", [sgd, fused_adamw], ids=["SGD", "fused AdamW"])
+    @pytest.mark.parametrize("make", [MOMENTUM, ADAMW], ids=["SGD", "fused AdamW"])
     @pytest.mark.parametrize("options", [{}, {"clips": True, "delay_unscale": True}], ids=["plain", "clipped"])
-    def test_change_no_bit(self, opt_level, half_dtype, make, options):
+    def test_recording_steps_changes_no_bit(self, opt_level, half_dtype, make, options):
         results = []
-        for observes in (False, True):
+        for block in (contextlib.nullcontext(), Steps()):
             model, optimizer = begun(make, opt_level=opt_level, half_dtype=half_dtype)
-            steps = Steps()
-            if observes:
-                steps.__enter__()
-            for factor in (1.0, 2.0, math.nan, 1.0, 1.0):
-                step(model, optimizer, factor, **options)
-            if observes:
-                steps.__exit__()
-                assert len(steps.rows()) == 5
+            with block:
+                for factor in (1.0, 2.0, math.nan, 1.0, 1.0):
+                    step(model, optimizer, factor, **options)
             state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
             results.append([*(each.detach().clone() for each in model.parameters()), *state])
             amp.deinitialize()
+        assert len(block.rows()) == 5
         assert all(map(torch.equal, *results))
 
-    def test_of_a_kernel_that_skips_by_itself_read_its_verdict(self, monkeypatch):
+    def test_a_step_whose_kernel_skips_has_its_verdict(self, monkeypatch):
         monkeypatch.setattr("ampatch.scaling.scale_use.AT_HAND", frozenset())
-        model, optimizer = begun(fused_adamw)
+        model, optimizer = begun(ADAMW)
         with Steps() as steps:
             for factor in (1.0, 1.0, math.nan, 1.0):
                 step(model, optimizer, factor)
         assert [row["skipped"] for row in steps.rows()] == [False, False, True, False]
 
-    def test_of_two_optimizers_are_rows_of_their_own(self):
+    def test_steps_of_two_optimizers_have_rows_of_their_own(self):
         model = network()
-        optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]
+        optimizers = [MOMENTUM(model[0].parameters()), MOMENTUM(model[2].parameters())]
         amp.initialize(model, optimizers, half_dtype="float16", loss_scale=SCALE, verbosity=0, num_losses=2)
         with Steps() as steps:
             for loss_id, optimizer in enumerate(optimizers):
-                with amp.scale_loss(loss_of(model), optimizer, loss_id=loss_id) as scaled_loss:
-                    scaled_loss.backward()
+                backward(loss_of(model), optimizer, loss_id=loss_id)
                 optimizer.step()
                 model.zero_grad()
         assert [row["loss_id"] for row in steps.rows()] == [0, 1]
 
-    def test_that_raise_at_the_floor_are_there(self):
+    def test_a_step_that_raises_at_the_minimum_scale_is_recorded(self):
         model, optimizer = begun(min_loss_scale=SCALE)
         with Steps() as steps, pytest.raises(LossScaleError):
             step(model, optimizer, math.nan)
@@ -170,19 +161,18 @@ class TestSteps:
         assert row["overflow"]
         assert row["skipped"]
 
-    def test_without_amp_have_a_norm_and_no_scale(self):
+    def test_steps_without_amp_have_a_norm_and_no_scale(self):
         model = network()
-        optimizer = sgd(model.parameters())
+        optimizer = MOMENTUM(model.parameters())
         with Steps() as steps:
             loss_of(model).backward()
-            squares = sum(each.grad.double().square().sum() for each in model.parameters())
             optimizer.step()
         (row,) = steps.rows()
-        assert row["gradient_norm"] == pytest.approx(float(squares**0.5))
+        assert row["gradient_norm"] == norm_of(each.grad for each in model.parameters())
         assert (row["scale"], row["loss_id"], row["skipped"]) == (1.0, None, False)
 
-    @pytest.mark.parametrize("make", [sgd, fused_adamw], ids=["unscaled before", "unscaled by the kernel"])
-    def test_of_a_grad_scaler_have_its_unscaled_gradients(self, make):
+    @pytest.mark.parametrize("make", [MOMENTUM, ADAMW], ids=["unscaled before", "unscaled by the kernel"])
+    def test_steps_of_a_grad_scaler_have_the_unscaled_norm(self, make):
         model = network()
         optimizer, scaler = make(model.parameters()), ampatch.GradScaler("cpu", init_scale=SCALE)
         with Steps() as steps:
@@ -192,31 +182,30 @@ class TestSteps:
             scaler.step(optimizer)
             scaler.update()
         (row,) = steps.rows()
-        assert row["gradient_norm"] == pytest.approx(float(sum(each.double().square().sum() for each in grads) ** 0.5))
+        assert row["gradient_norm"] == norm_of(grads)
 
     @pytest.mark.parametrize("adopted", [False, True], ids=["without amp", "amp"])
-    def test_with_a_closure_have_the_gradients_that_it_made(self, adopted):
+    def test_steps_with_a_closure_have_its_gradients(self, adopted):
         model, optimizer = begun() if adopted else (network(), None)
-        optimizer = optimizer or sgd(model.parameters())
+        optimizer = optimizer or MOMENTUM(model.parameters())
         norms = []
 
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = loss_of(model)
-            with amp.scale_loss(loss, optimizer) if adopted else contextlib.nullcontext(loss) as scaled_loss:
-                scaled_loss.backward()
-            norms.append(float(sum(each.grad.double().square().sum() for each in model.parameters()) ** 0.5))
+            backward(loss, optimizer, with_amp=adopted)
+            norms.append(norm_of(each.grad for each in model.parameters()))
             return loss
 
         with Steps() as steps:
             for _ in range(3):
                 optimizer.step(closure)
-        assert [row["gradient_norm"] for row in steps.rows()] == pytest.approx(norms)
+        assert [row["gradient_norm"] for row in steps.rows()] == norms
         assert steps.underflow()["seen"] == 3
 
     @pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ampatch.GradScaler], ids=["torch", "ampatch"])
-    @pytest.mark.parametrize("make", [sgd, fused_adamw], ids=["unscaled before", "unscaled by the kernel"])
-    def test_of_a_grad_scaler_have_its_scale_and_skips(self, make, scaler_class):
+    @pytest.mark.parametrize("make", [MOMENTUM, ADAMW], ids=["unscaled before", "unscaled by the kernel"])
+    def test_steps_of_a_grad_scaler_have_its_scale_and_skips(self, make, scaler_class):
         model = network()
         optimizer, scaler = make(model.parameters()), scaler_class("cpu", init_scale=SCALE)
         with Steps() as steps:
@@ -229,9 +218,9 @@ class TestSteps:
         assert found == [(SCALE, False, False), (SCALE, True, True), (SCALE / 2, False, False)]
         assert steps.underflow()["scale"] == SCALE / 2
 
-    def test_of_two_optimizers_without_amp_count_their_gradients_apart(self):
+    def test_gradients_of_two_optimizers_without_amp_are_apart(self):
         model = network()
-        optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters())]
+        optimizers = [MOMENTUM(model[0].parameters()), MOMENTUM(model[2].parameters())]
         with Steps() as steps:
             loss_of(model).backward()
             for optimizer in optimizers:
@@ -244,7 +233,7 @@ class TestSteps:
             "parameter 1 of optimizer 2": 2,
         }
 
-    def test_leave_nothing_behind(self):
+    def test_recording_steps_leaves_no_hooks(self):
         method = torch.amp.GradScaler._maybe_opt_step
         hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
         steps = Steps()
@@ -254,7 +243,7 @@ class TestSteps:
         assert hooks == (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks))
         assert torch.amp.GradScaler._maybe_opt_step is method
 
-    def test_are_read_in_between_so_that_numbers_on_the_device_cannot_pile_up(self, monkeypatch):
+    def test_numbers_on_the_device_are_read_before_many_pile_up(self, monkeypatch):
         monkeypatch.setattr("ampatch.diagnostics.report.steps._WAITING", 3)
         model, optimizer = begun()
         with Steps() as steps:
@@ -275,7 +264,7 @@ class CountsOperators(TorchDispatchMode):
 class TestUnderflow:
     @pytest.mark.parametrize("dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("scale", [1.0, 2.0**10, 2.0**30])
-    def test_shares_are_those_of_a_cast_to_half(self, dtype, scale):
+    def test_lost_shares_are_those_of_a_cast_to_half(self, dtype, scale):
         generator = torch.Generator().manual_seed(0)
         # Exponents from -40 to 20; 1.5 lies far from where a cast to half rounds up to the next exponent.
         values = 1.5 * 2.0 ** torch.randint(-40, 20, (10_000,), generator=generator)
@@ -290,27 +279,27 @@ class TestUnderflow:
             "overflow": float(half.isinf().double().mean()),
         }
 
-    def test_counts_zeros_and_exponents_of_every_element(self):
+    def test_zeros_and_exponents_of_every_element_are_counted(self):
         exponents = GradientExponents()
         exponents.add([("a", torch.tensor([0.0, -0.0, 1.0, -1.9, 2.0**-149])), ("b", torch.tensor(3.0))])
         exponents.add([("a", torch.tensor([0.5])), ("none", torch.empty(0))])
         found = exponents.read()
         assert found == {"a": Histogram(2, {0: 2, -149: 1, -1: 1}), "b": Histogram(0, {1: 1})}
 
-    def test_leaves_out_steps_that_overflow(self):
+    def test_steps_that_overflow_are_not_counted(self):
         exponents = GradientExponents()
         exponents.add([("a", torch.tensor([1.0])), ("b", torch.tensor([math.inf]))])
         exponents.add([("a", torch.tensor([math.nan])), ("b", torch.tensor([1.0]))])
         assert {name: each.elements for name, each in exponents.read().items()} == {"a": 0, "b": 0}
 
-    def test_counts_more_elements_than_float32_can(self, monkeypatch):
+    def test_more_elements_are_counted_than_float32_can(self, monkeypatch):
         monkeypatch.setattr("ampatch.diagnostics.report.exponents._CHUNK", 7)
         exponents = GradientExponents()
         exponents.add([("a", torch.ones(100))])
         assert exponents.read()["a"].by_exponent == {0: 100}
 
     @pytest.mark.slow
-    def test_many_are_counted_as_one_by_one_with_few_operators(self):
+    def test_many_gradients_are_counted_with_few_operators(self):
         generator = torch.Generator().manual_seed(0)
         sizes = [*range(200), 2**14 + 1]
         gradients = [
@@ -340,10 +329,10 @@ class TestUnderflow:
             pytest.param({}, 4.0, 4.0, id="no gradients"),
         ],
     )
-    def test_best_scale_loses_least(self, by_exponent, scale, best):
+    def test_the_best_scale_loses_least(self, by_exponent, scale, best):
         assert Histogram(0, by_exponent).best_scale(scale, Range.of(torch.float16)) == best
 
-    def test_best_scale_is_below_those_at_which_steps_overflowed(self):
+    def test_the_best_scale_is_below_those_at_which_steps_overflowed(self):
         model, optimizer = begun(init_scale=2.0**12)
         with Steps() as steps:
             step(model, optimizer, math.inf)  # the scale is 2**11 from here on
@@ -353,7 +342,7 @@ class TestUnderflow:
         assert found["lost"] > 0
 
     @every_level
-    def test_of_training_names_parameters_and_a_better_scale(self, opt_level):
+    def test_underflow_of_a_training_has_parameters_and_a_better_scale(self, opt_level):
         model, optimizer = begun(opt_level=opt_level, init_scale=1.0)
         with Steps() as steps:
             for _ in range(2):
@@ -368,13 +357,13 @@ class TestUnderflow:
         assert now["zero"] + now["subnormal"] == found["lost"] > 0.5
         assert best["zero"] + best["subnormal"] < 0.01
 
-    def test_is_none_without_gradients(self):
+    def test_underflow_is_none_without_gradients(self):
         with Steps() as steps:
             pass
         assert steps.underflow() is None
 
     @every_level
-    def test_is_warned_of_once(self, opt_level):
+    def test_underflow_is_warned_of_once(self, opt_level):
         model, optimizer = begun(opt_level=opt_level, init_scale=1.0)
         with Steps(), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -385,7 +374,7 @@ class TestUnderflow:
         assert "underflow in float16" in told
         assert "type amp.initialize(..., init_scale=" in told
 
-    def test_is_no_warning_at_a_good_scale(self):
+    def test_no_underflow_is_warned_of_at_a_good_scale(self):
         model, optimizer = begun()
         with Steps(), warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -395,7 +384,7 @@ class TestUnderflow:
 
 class TestLargeGradients:
     @pytest.mark.parametrize("with_subnormals", [False, True])
-    def test_are_counted_on_the_host_as_elsewhere(self, with_subnormals: bool) -> None:
+    def test_large_gradients_are_counted_on_the_host_as_elsewhere(self, with_subnormals: bool) -> None:
         signs = torch.tensor([1.0, -1.0])[:, None]
         powers = torch.logspace(-126, 127, 254, base=2, dtype=torch.float64).to(torch.float32)
         edges = torch.tensor([0.0, -0.0, torch.inf, torch.nan, torch.finfo(torch.float32).max])
@@ -407,7 +396,7 @@ class TestLargeGradients:
         assert torch.equal(exponents._counted_on_host(values), expected)
         assert torch.equal(exponents._counted_on_host(values[::2]), exponents._histogram(values[::2]))
 
-    def test_have_the_norm_that_float64_gives(self) -> None:
+    def test_large_gradients_have_the_norm_that_float64_gives(self) -> None:
         gradient = torch.randn(3 * 2**20 + 5) * 1e-3
         expected = gradient.to(torch.float64).square().sum()
         assert report_steps._squares(gradient).item() == pytest.approx(expected.item(), rel=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import json
@@ -13,8 +14,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
+from command_line import ampatch
 from hypothesis import given
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,7 +34,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ampatch import amp
 from ampatch.casting import cast_observers
-from ampatch.cli import main as cli
 from ampatch.diagnostics.tune import search
 from ampatch.diagnostics.tune.functions import TrainingRecorder
 from ampatch.diagnostics.tune.trainings import fingerprint
@@ -74,6 +74,17 @@ class Part(nn.Module):
         return spread(x)
 
 
+def started(options: dict[str, Any]) -> Trained:
+    """Returns an initialized model after a backward pass and a step."""
+    model = Trained()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
+    with amp.scale_loss(model.layer(torch.randn(2, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    return model
+
+
 class Probe:
     """A training of one step, whose metric is how far a function is off in this precision: 0 is best.
 
@@ -87,25 +98,21 @@ class Probe:
 
     def train(self, amp_options: dict[str, Any]) -> Trained:
         self.calls.append(amp_options)
-        model = Trained()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = amp.initialize(model, optimizer, verbosity=0, **amp_options)
-        with amp.scale_loss(model.layer(torch.randn(2, 4)).sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        model = started(amp_options)
         model.metric = model(self.off, 30 + torch.rand(64, generator=torch.Generator().manual_seed(1)))
         return model
 
     def tuned(self, tolerance: float | str = 0.01, **options: Any) -> Any:
-        given: dict[str, Any] = {
+        usual = {
+            "train": self.train,
+            "evaluate": metric_of,
             "half_dtype": "bfloat16",
             "higher_is_better": False,
             "seeds": 1,
             "progress": False,
             "cast_lists": WHITELISTED,
-            **options,
         }
-        return amp.tune(self.train, metric_of, tolerance=tolerance, **given)
+        return amp.tune(tolerance=tolerance, **usual | options)
 
 
 def metric_of(model: Trained) -> float:
@@ -117,13 +124,21 @@ def error(value: Tensor, right: Tensor) -> float:
     return float((value - right).abs().max() / right.abs().max())
 
 
+def spread_error(x: Tensor, of: Callable[[Tensor], Tensor] | None = None) -> float:
+    return error(of(x) if of else spread(x), x.double().var(correction=0))
+
+
+def spreads_in_half(x: Tensor) -> bool:
+    return not 0.01 < spread(x).item() < 1
+
+
 def all_three(_: Trained, x: Tensor) -> float:
     harmless(x)
-    return max(error(spread(x), spread(x.double())), error(shifted(x), x.double()))
+    return max(spread_error(x), error(shifted(x), x.double()))
 
 
 def only_spread(_: Trained, x: Tensor) -> float:
-    return error(harmless(x), 2 * x.double()) * 0 + error(spread(x), x.double().var(correction=0))
+    return error(harmless(x), 2 * x.double()) * 0 + spread_error(x)
 
 
 # What it finds
@@ -153,14 +168,19 @@ def test_a_culprit_on_the_users_list_is_the_only_function_that_moves(tmp_path: P
     amp.deinitialize()
 
 
-def test_two_culprits_move_and_nothing_else() -> None:
-    tuning = Probe(all_three).tuned()
-    assert tuning.float32 == (f"{__name__}.shifted", f"{__name__}.spread")
-    assert [path for path, without in tuning.needed if without.verdict == "fails"] == list(tuning.float32)
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    """A search that ran until its end."""
+    return Probe(all_three).tuned()
+
+
+def test_two_culprits_move_and_nothing_else(whole: Any) -> None:
+    assert whole.float32 == (f"{__name__}.shifted", f"{__name__}.spread")
+    assert [path for path, without in whole.needed if without.verdict == "fails"] == list(whole.float32)
 
 
 @pytest.mark.slow
-def test_a_culprit_that_a_part_of_the_model_treats_otherwise_moves_elsewhere() -> None:
+def test_a_culprit_on_the_blacklist_of_a_submodule_moves_in_the_other_modules() -> None:
     lists = {**WHITELISTED, "modules": {"part": {"blacklist": {__name__: ["spread"]}}}}
     tuning = Probe(only_spread).tuned(cast_lists=lists)
     assert (tuning.verdict, tuning.float32) == ("passes", (f"{__name__}.spread",))
@@ -168,9 +188,9 @@ def test_a_culprit_that_a_part_of_the_model_treats_otherwise_moves_elsewhere() -
 
 
 @pytest.mark.parametrize("elsewhere", [{}, WHITELISTED], ids=["on no list elsewhere", "whitelisted elsewhere"])
-def test_a_culprit_that_a_part_keeps_in_half_is_named(elsewhere: dict[str, Any]) -> None:
+def test_a_culprit_whitelisted_for_a_submodule_is_named_in_the_notes(elsewhere: dict[str, Any]) -> None:
     lists = {**elsewhere, "modules": {"part": {"whitelist": {__name__: ["spread"]}}}}
-    tuning = Probe(lambda model, x: error(model.part(x), x.double().var(correction=0))).tuned(cast_lists=lists)
+    tuning = Probe(lambda model, x: spread_error(x, model.part)).tuned(cast_lists=lists)
     assert tuning.verdict == "fails"
     assert any(
         note.startswith(f"{__name__}.spread stays as it is in submodules that 'part' matches (cast_lists)")
@@ -178,7 +198,7 @@ def test_a_culprit_that_a_part_keeps_in_half_is_named(elsewhere: dict[str, Any])
     )
 
 
-def test_a_function_that_no_list_knows_moves_alone() -> None:
+def test_an_unlisted_culprit_moves_without_its_inputs_producer() -> None:
     def off(model: Trained, x: Tensor) -> float:
         half = model.layer(x[:4])
         return error(half.exp(), half.double().exp())
@@ -190,7 +210,7 @@ def test_a_function_that_no_list_knows_moves_alone() -> None:
 
 
 @pytest.mark.slow
-def test_functions_inside_of_a_whitelisted_one_need_no_line_of_their_own() -> None:
+def test_functions_called_by_a_moved_function_need_no_line_of_their_own() -> None:
     def off(_: Trained, x: Tensor) -> float:
         torch.manual_seed(0)
         attention = nn.MultiheadAttention(8, 2)
@@ -207,7 +227,7 @@ def test_functions_inside_of_a_whitelisted_one_need_no_line_of_their_own() -> No
 
 
 @pytest.mark.slow
-def test_warnings_of_amp_about_the_result_are_told() -> None:
+def test_amp_warnings_about_the_chosen_lists_become_notes() -> None:
     def off(_: Trained, x: Tensor) -> float:
         warnings.warn("mind this", AmpWarning, stacklevel=1)
         return only_spread(_, x)
@@ -216,14 +236,13 @@ def test_warnings_of_amp_about_the_result_are_told() -> None:
     assert "mind this" in tuning.notes
 
 
-def test_a_function_that_only_the_evaluation_calls_moves_too() -> None:
+def test_a_culprit_that_only_evaluate_calls_moves() -> None:
     def evaluate(model: Trained) -> float:
         x = 30 + torch.rand(64, generator=torch.Generator().manual_seed(1))
         model.layer(x.view(16, 4))
         return model(only_spread, x)
 
-    tuning = amp.tune(Probe(lambda _, x: 0.0).train, evaluate, tolerance=0.01, higher_is_better=False, seeds=1,
-                      half_dtype="bfloat16", cast_lists=WHITELISTED, progress=False)  # fmt: skip
+    tuning = Probe(lambda _, x: 0.0).tuned(evaluate=evaluate)
     assert tuning.float32 == (f"{__name__}.spread",)
 
 
@@ -243,14 +262,14 @@ def test_the_share_of_flops_in_half_is_measured() -> None:
 
 
 def test_nan_in_half_fails_a_trial() -> None:
-    tuning = Probe(lambda _, x: 0.0 if spread(x).item() > 0.01 and spread(x).item() < 1 else math.nan).tuned()
+    tuning = Probe(lambda _, x: math.nan if spreads_in_half(x) else 0.0).tuned()
     assert tuning.float32 == (f"{__name__}.spread",)
     assert "metric nan with seed 0" in tuning.overlay
 
 
 def test_an_exception_in_half_fails_a_trial() -> None:
     def off(_: Trained, x: Tensor) -> float:
-        if not 0.01 < spread(x).item() < 1:
+        if spreads_in_half(x):
             raise ArithmeticError("no spread")
         return error(shifted(x), x.double())  # which only a run that did not raise shows
 
@@ -260,12 +279,12 @@ def test_an_exception_in_half_fails_a_trial() -> None:
     assert tuning.first.error == "ArithmeticError: no spread"
 
 
-def test_if_no_list_helps_there_is_nothing_to_save(tmp_path: Path) -> None:
+def test_a_search_without_a_passing_list_cannot_be_saved(tmp_path: Path) -> None:
     @amp.half_function
     def fixed(x: Tensor) -> Tensor:
         return spread(x)
 
-    tuning = Probe(lambda _, x: error(fixed(x), x.double().var(correction=0))).tuned(cast_lists=None)
+    tuning = Probe(lambda _, x: spread_error(x, fixed)).tuned(cast_lists=None)
     assert (tuning.verdict, tuning.complete) == ("fails", True)
     assert any("an amp decorator fixes its type" in note for note in tuning.notes)
     with pytest.raises(UsageError, match="No cast list keeps the metric"):
@@ -273,13 +292,13 @@ def test_if_no_list_helps_there_is_nothing_to_save(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# The search, whatever passing means
+# The search algorithm
 
 _PATHS = tuple("abcdefgh")
 
 
 @given(st.lists(st.frozensets(st.sampled_from(_PATHS), min_size=1), min_size=1, max_size=3))
-def test_a_minimal_set_passes_and_needs_each_function(needed: list[frozenset[str]]) -> None:
+def test_a_minimal_set_passes_and_fails_without_any_of_its_functions(needed: list[frozenset[str]]) -> None:
     def passes(kept: frozenset[str]) -> bool:
         return all(each & kept for each in needed)
 
@@ -289,11 +308,11 @@ def test_a_minimal_set_passes_and_needs_each_function(needed: list[frozenset[str
     assert search.restored(passes, frozenset(_PATHS), _PATHS) <= frozenset(_PATHS)
 
 
-def test_of_two_that_suffice_the_earlier_is_kept() -> None:
+def test_of_two_sufficient_functions_the_first_is_kept() -> None:
     assert search.minimal(lambda kept: bool(kept & {"b", "g"}), _PATHS) == {"b"}
 
 
-def test_halving_asks_seldom() -> None:
+def test_one_culprit_among_64_takes_at_most_14_trials() -> None:
     asked = []
 
     def passes(kept: frozenset[str]) -> bool:
@@ -301,7 +320,7 @@ def test_halving_asks_seldom() -> None:
         return "37" in kept
 
     assert search.minimal(passes, list(map(str, range(64)))) == {"37"}
-    assert len(asked) <= 2 * math.log2(64) + 2
+    assert len(asked) <= 14
 
 
 # Noise
@@ -313,62 +332,50 @@ def noisy(amount: float, half_is_worse_by: float = 0.0, calls: Callable[[Tensor]
 
     def off(_: Trained, x: Tensor) -> float:
         calls(x)
-        is_half = spread(x).item() < 0.01 or spread(x).item() > 1
-        return amount * math.sin(97 * next(noise)) + (half_is_worse_by if is_half else 0)
+        return amount * math.sin(97 * next(noise)) + (half_is_worse_by if spreads_in_half(x) else 0)
 
     return Probe(off)
 
 
-def test_noise_beyond_the_tolerance_is_told(tmp_path: Path) -> None:
-    tuning = noisy(1.0).tuned(0.01, seeds=3)
+def test_noise_beyond_the_tolerance_is_told_with_the_seeds_needed(tmp_path: Path) -> None:
+    tuning = noisy(1.0).tuned(0.9, seeds=3)
     assert (tuning.verdict, tuning.float32, tuning.runs) == ("cannot tell", (), 6)
     assert "cannot tell whether the metric stays within the tolerance" in str(tuning)
-    assert "standard deviation" in " ".join(tuning.notes)
+    needed = math.floor(3 * (tuning.first.noise / (0.9 - tuning.first.worse)) ** 2 + 1)
+    assert f"about seeds={needed}," in str(tuning)
     with pytest.raises(UsageError, match="cannot tell"):
         tuning.save(tmp_path / "casts.yaml")
 
 
-@pytest.mark.slow
-def test_a_loss_beyond_the_noise_is_found_in_spite_of_it() -> None:
-    tuning = noisy(0.01, half_is_worse_by=5.0).tuned(1.0, seeds=3)
-    assert tuning.float32 == (f"{__name__}.spread",)
-    assert tuning.chosen.noise > 0
+def test_noise_far_beyond_the_tolerance_is_told_without_a_number_of_seeds() -> None:
+    tuning = noisy(1.0).tuned(0.01, seeds=3)
+    assert "standard deviation" in " ".join(tuning.notes)
+    assert "Give more seeds, a larger tolerance, or a metric with less noise." in tuning.conclusion()
 
 
-def test_a_trial_that_fails_beyond_doubt_stops_after_one_seed() -> None:
+def test_a_trial_that_fails_beyond_the_noise_stops_after_one_seed() -> None:
     tuning = noisy(0.01, half_is_worse_by=5.0, calls=lambda x: (shifted(x), harmless(x))).tuned(1.0, seeds=3)
     assert tuning.float32 == (f"{__name__}.spread",)
+    assert tuning.chosen.noise > 0
     others = [each for each in tuning.trials[1:] if each.verdict == "fails"]
     assert {len(each.metrics) for each in others} == {1}
     assert len(tuning.first.metrics) == 3
 
 
 @pytest.mark.slow
-def test_noise_that_float32_would_have_too_is_told_as_such() -> None:
+def test_noise_of_training_in_float32_is_told_as_such() -> None:
     tuning = noisy(1.0, half_is_worse_by=50.0).tuned(0.01, seeds=3)
     assert (tuning.first.verdict, tuning.verdict, tuning.complete) == ("fails", "cannot tell", True)
     assert f"With {__name__}.spread and torch.nn.functional.linear in float32 it is metric" in tuning.conclusion()
 
 
-def test_more_seeds_are_proposed_that_would_tell() -> None:
-    tuning = noisy(1.0).tuned(0.9, seeds=3)
-    assert tuning.verdict == "cannot tell"
-    told = str(tuning).partition("about seeds=")[2]
-    needed = int(told.partition(",")[0])
-    assert needed == math.floor(3 * (tuning.first.noise / (0.9 - tuning.first.worse)) ** 2 + 1)
-
-
-def test_one_seed_shows_no_noise_and_says_so() -> None:
-    assert any("the noise of the metric is unknown" in note for note in Probe(only_spread).tuned().notes)
-
-
-def test_seeds_that_change_nothing_are_told() -> None:
-    tuning = Probe(only_spread).tuned(seeds=2)
-    assert any("the same for all seeds" in note for note in tuning.notes)
+@pytest.mark.parametrize(("seeds", "told"), [(1, "the noise of the metric is unknown"), (2, "the same for all seeds")])
+def test_seeds_that_show_no_noise_are_told(seeds: int, told: str) -> None:
+    assert any(told in note for note in Probe(only_spread).tuned(seeds=seeds).notes)
 
 
 def test_higher_is_better() -> None:
-    probe = Probe(lambda _, x: -error(spread(x), x.double().var(correction=0)))
+    probe = Probe(lambda _, x: -spread_error(x))
     assert probe.tuned(higher_is_better=True).float32 == (f"{__name__}.spread",)
     assert probe.tuned(higher_is_better=False).float32 == ()
 
@@ -401,8 +408,11 @@ def test_seeds_reach_all_generators() -> None:
 
 
 @pytest.mark.parametrize("ends", ["returns", "raises"])
-def test_nothing_of_the_users_state_changes(ends: str) -> None:
+def test_each_run_begins_in_the_state_of_the_first_which_is_restored(ends: str) -> None:
+    seen = []
+
     def off(_: Trained, x: Tensor) -> float:
+        seen.append((torch.get_default_dtype(), torch.get_num_threads()))
         torch.set_default_dtype(torch.float64)
         torch.use_deterministic_algorithms(True)
         torch.set_grad_enabled(False)
@@ -423,6 +433,8 @@ def test_nothing_of_the_users_state_changes(ends: str) -> None:
         assert "raised this in float32" in "".join(caught.value.__notes__)
     else:
         Probe(off).tuned()
+        assert len(seen) == 2
+    assert len(set(seen)) == 1
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (random.getstate(), torch.get_num_threads(), torch.backends.cudnn.benchmark) == before[1:]
     assert torch.get_default_dtype() is torch.float32
@@ -433,30 +445,12 @@ def test_nothing_of_the_users_state_changes(ends: str) -> None:
     assert runtime.before_close == []
 
 
-def test_a_run_begins_in_the_state_that_the_first_began_in() -> None:
-    seen = []
-
-    def off(_: Trained, x: Tensor) -> float:
-        seen.append((torch.get_default_dtype(), torch.get_num_threads()))
-        torch.set_default_dtype(torch.float64)
-        return 0.0
-
-    Probe(off).tuned(seeds=2)
-    assert len(set(seen)) == 1
-
-
 # The budget
-
-
-@pytest.fixture(scope="module")
-def whole() -> Any:
-    """A search that ran until its end."""
-    return Probe(all_three).tuned()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("runs", [1, 2, 3, 5, 8])
-def test_no_more_runs_than_the_budget_has(runs: int, whole: Any) -> None:
+def test_a_search_runs_as_often_as_its_budget_says(runs: int, whole: Any) -> None:
     probe = Probe(all_three)
     assert whole.runs > 8
     tuning = probe.tuned(budget=f"{runs} runs")
@@ -470,7 +464,7 @@ def test_no_more_runs_than_the_budget_has(runs: int, whole: Any) -> None:
         assert runs < 3  # float32, the lists as they are, and all in float32
 
 
-def test_a_run_that_would_end_after_the_time_is_not_begun() -> None:
+def test_a_run_that_would_exceed_the_time_budget_is_not_begun() -> None:
     def off(_: Trained, x: Tensor) -> float:
         time.sleep(0.5)
         return only_spread(_, x)
@@ -484,36 +478,25 @@ def test_a_run_that_would_end_after_the_time_is_not_begun() -> None:
 # The journal
 
 
-def test_a_search_that_was_stopped_goes_on_where_it_was(tmp_path: Path, whole: Any) -> None:
-    for stop_at in (2, whole.runs - 1):
-        journal = tmp_path / f"{stop_at}.json"
+@pytest.mark.parametrize("before_last", [False, True])
+def test_a_stopped_search_resumes_from_its_journal(before_last: bool, tmp_path: Path, whole: Any) -> None:
+    journal = tmp_path / "tune.json"
+    stop_at = whole.runs - 1 if before_last else 2
+    runs = iter(range(stop_at))
 
-        left = itertools.repeat(None, stop_at)
+    def off(model: Trained, x: Tensor) -> float:
+        if next(runs, None) is None:
+            raise KeyboardInterrupt
+        return all_three(model, x)
 
-        def off(model: Trained, x: Tensor, left: Iterator[None] = left) -> float:
-            if next(left, left) is left:
-                raise KeyboardInterrupt
-            return all_three(model, x)
-
-        with pytest.raises(KeyboardInterrupt):
-            Probe(off).tuned(journal=journal)
-        assert runtime.live is None
-        assert len(json.loads(journal.read_text())["runs"]) == stop_at
-        again = Probe(all_three)
-        tuning = again.tuned(journal=str(journal))
-        assert (tuning.resumed, tuning.runs) == (stop_at, whole.runs - stop_at)
-        same = (
-            "verdict",
-            "float32",
-            "trials",
-            "needed",
-            "share",
-            "share_is_measured",
-            "baseline",
-            "notes",
-            "half_dtype",
-        )
-        assert [getattr(tuning, name) for name in same] == [getattr(whole, name) for name in same]
+    with pytest.raises(KeyboardInterrupt):
+        Probe(off).tuned(journal=journal)
+    assert runtime.live is None
+    assert len(json.loads(journal.read_text())["runs"]) == stop_at
+    tuning = Probe(all_three).tuned(journal=str(journal))
+    assert (tuning.resumed, tuning.runs) == (stop_at, whole.runs - stop_at)
+    of_this_call = {name: getattr(whole, name) for name in ("runs", "resumed", "seconds", "about")}
+    assert dataclasses.replace(tuning, **of_this_call) == whole
     third = Probe(all_three)
     assert third.tuned(journal=journal).float32 == whole.float32
     assert third.calls == []
@@ -536,6 +519,7 @@ def other_metric(model: Trained) -> float:
 @pytest.mark.parametrize(
     ("options", "differs"),
     [
+        ({"evaluate": other_metric}, "evaluate"),
         ({"half_dtype": "float16"}, "half_dtype"),
         ({"opt_level": "O4", "half_dtype": None}, "opt_level"),
         ({"cast_lists": None}, "the cast lists"),
@@ -551,16 +535,7 @@ def test_a_journal_of_another_search_is_refused(options: dict[str, Any], differs
     assert journal.read_text() == before
 
 
-def test_a_journal_of_another_metric_is_refused(tmp_path: Path) -> None:
-    journal = tmp_path / "tune.json"
-    probe = Probe(only_spread)
-    probe.tuned(journal=journal, budget="1 run")
-    with pytest.raises(OptionError, match="differs in evaluate"):
-        amp.tune(probe.train, other_metric, tolerance=1, higher_is_better=False, half_dtype="bfloat16",
-                 cast_lists=WHITELISTED, journal=journal)  # fmt: skip
-
-
-def test_a_fingerprint_changes_with_the_name_and_the_source() -> None:
+def test_a_functions_fingerprint_depends_on_its_name_and_source_only() -> None:
     def same(model: Trained) -> float:
         return model.metric + 1
 
@@ -582,7 +557,7 @@ def test_a_fingerprint_changes_with_the_name_and_the_source() -> None:
         ('{"format": "ampatch tune journal", "version": 1, "about": {}, "runs": []}', "is no journal of this version"),
     ],
 )
-def test_a_file_that_is_no_journal_stays(text: str, told: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_journal_is_refused_and_kept(text: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "tune.json").write_text(text)
     with pytest.raises(OptionError, match=told):
         Probe(only_spread).tuned(journal=tmp_path / "tune.json")
@@ -615,41 +590,35 @@ def test_a_file_that_is_no_journal_stays(text: str, told: str, tmp_path: Path) -
         ({"half_dtype": "float64"}, "half_dtype"),
         ({"journal": "absent/tune.json"}, "there is no folder"),
         ({"journal": "tune.txt"}, "does not end with .json"),
+        ({"train": 3}, "train is 'int'; expected a function that trains"),
+        ({"evaluate": 0.5}, "evaluate is 'float'; expected a function that returns the metric"),
     ],
 )
-def test_a_wrong_argument(options: dict[str, Any], told: str) -> None:
+def test_wrong_arguments_are_refused_before_any_run(options: dict[str, Any], told: str) -> None:
     probe = Probe(only_spread)
     with pytest.raises(OptionError, match=told):
         probe.tuned(**{"tolerance": 0.1, **options})
     assert probe.calls == []
 
 
-def test_train_and_evaluate_are_functions() -> None:
-    with pytest.raises(OptionError, match="train is 'int'; expected a function that trains"):
-        amp.tune(3, metric_of, tolerance=1, higher_is_better=True)  # type: ignore[arg-type]
-    with pytest.raises(OptionError, match="evaluate is 'float'; expected a function that returns the metric"):
-        amp.tune(Probe(only_spread).train, 0.5, tolerance=1, higher_is_better=True)  # type: ignore[arg-type]
-
-
-def test_faults_of_the_lists_are_told_before_any_run() -> None:
+def test_faults_of_cast_lists_are_raised_before_any_run() -> None:
     probe = Probe(only_spread)
     with pytest.raises(CastListError):
         probe.tuned(cast_lists={"whitelist": {"torch": ["sofmax"]}})
     assert probe.calls == []
 
 
-def test_not_with_a_session_or_a_report_open() -> None:
+def test_tune_is_refused_while_amp_is_set_up_or_a_report_is_open() -> None:
     with amp.report(), pytest.raises(UsageError, match=r"outside of the block of amp.report\(\)"):
         Probe(only_spread).tuned()
-    with amp.init(half_dtype="bfloat16") as handle:
+    with amp.init(half_dtype="bfloat16"):
         live = runtime.live
         with pytest.raises(UsageError, match="amp is set up already"):
             Probe(only_spread).tuned()
         assert runtime.live is live
-        del handle
 
 
-def test_not_on_several_ranks() -> None:
+def test_tune_is_refused_in_a_group_of_several_ranks() -> None:
     probe = Probe(only_spread)
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -660,28 +629,12 @@ def test_not_on_several_ranks() -> None:
     assert probe.calls == []
 
 
-def started(options: dict[str, Any]) -> Trained:
-    model = Trained()
-    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **options)[0]
-
-
 KEPT = Trained()
 
 
-def ignores(_: dict[str, Any]) -> Trained:
-    return Trained()
-
-
-def own_level(_: dict[str, Any]) -> Trained:
-    return started({"opt_level": "O1"})
-
-
-def own_lists(options: dict[str, Any]) -> Trained:
-    return started(options if options["opt_level"] == "O0" else {**options, "cast_lists": {"blacklist": {"*": ["mm"]}}})
-
-
-def own_half(options: dict[str, Any]) -> Trained:
-    return started(options if options["opt_level"] == "O0" else {**options, "half_dtype": "float16"})
+def same_model(options: dict[str, Any]) -> Trained:
+    amp.initialize(KEPT, torch.optim.SGD(KEPT.parameters(), lr=0.1), verbosity=0, **options)
+    return KEPT
 
 
 def own_seed(options: dict[str, Any]) -> Trained:
@@ -689,46 +642,40 @@ def own_seed(options: dict[str, Any]) -> Trained:
     return started(options)
 
 
-def nothing(options: dict[str, Any]) -> None:
-    started(options)
-
-
-def same(options: dict[str, Any]) -> Trained:
-    amp.initialize(KEPT, torch.optim.SGD(KEPT.parameters(), lr=0.1), verbosity=0, **options)
-    return KEPT
-
-
-def casts_off(options: dict[str, Any]) -> Trained:
-    model = started(options)
+def casts_disabled(options: dict[str, Any]) -> Trained:
     with amp.disable_casts():
-        model.layer(torch.ones(1, 4)).sum().backward()
-    return model
+        return started(options)
+
+
+def started_with(**changes: Any) -> Callable[[dict[str, Any]], Trained]:
+    return lambda options: started(options if options["opt_level"] == "O0" else options | changes)
 
 
 @pytest.mark.parametrize(
     ("train", "told"),
     [
-        (ignores, r"train did not call amp.initialize.* Type amp.initialize\(model, optimizer, \*\*amp_options\)"),
-        (own_level, "train called amp.initialize with opt_level='O1'; expected 'O0'"),
-        (own_lists, "train called amp.initialize with other cast lists than those in its argument"),
-        (own_half, "train called amp.initialize with half_dtype='float16'; expected 'bfloat16'"),
+        (
+            lambda _: Trained(),
+            r"train did not call amp.initialize.* Type amp.initialize\(model, optimizer, \*\*amp_options\)",
+        ),
+        (lambda _: started({"opt_level": "O1"}), "train called amp.initialize with opt_level='O1'; expected 'O0'"),
+        (
+            started_with(cast_lists={"blacklist": {"*": ["mm"]}}),
+            "train called amp.initialize with other cast lists than those in its argument",
+        ),
+        (
+            started_with(half_dtype="float16"),
+            "train called amp.initialize with half_dtype='float16'; expected 'bfloat16'",
+        ),
         (own_seed, r"train set torch's seed itself, to 42; .* torch.manual_seed\(torch.initial_seed\(\)\)"),
-        (nothing, "train returned None; expected the trained model"),
-        (same, "train returned the same model as in the run before"),
-        (casts_off, "no function that train called got half tensors"),
+        (lambda options: [started(options)].clear(), "train returned None; expected the trained model"),
+        (same_model, "train returned the same model as in the run before"),
+        (casts_disabled, "no function that train called got half tensors"),
     ],
 )
-def test_a_train_function_that_would_make_the_result_wrong(train: Any, told: str) -> None:
+def test_a_train_function_that_falsifies_the_result_is_refused(train: Any, told: str) -> None:
     with pytest.raises(OptionError, match=told):
-        amp.tune(
-            train,
-            lambda _: 1.0,
-            tolerance=0.1,
-            higher_is_better=True,
-            seeds=2,
-            half_dtype="bfloat16",
-            progress=False,
-        )
+        Probe(only_spread).tuned(train=train, evaluate=lambda _: 1.0, cast_lists=None, seeds=2)
     assert runtime.live is None
 
 
@@ -744,24 +691,19 @@ def test_a_train_function_that_would_make_the_result_wrong(train: Any, told: str
         (math.inf, "the metric is inf in float32 with seed 0"),
     ],
 )
-def test_a_metric_that_is_no_number(value: Any, told: str) -> None:
+def test_a_metric_that_is_no_number_is_refused(value: Any, told: str) -> None:
     with pytest.raises(OptionError, match=told):
-        amp.tune(started, lambda _: value, tolerance=0.1, higher_is_better=True, seeds=1, progress=False)
+        Probe(only_spread).tuned(train=started, evaluate=lambda _: value)
 
 
 def test_a_metric_may_be_a_tensor_with_one_number() -> None:
-    def train(options: dict[str, Any]) -> Trained:
-        model = started(options)
-        model.layer(torch.ones(1, 4)).sum().backward()
-        return model
-
-    tuning = amp.tune(train, lambda _: torch.tensor([0.5]), tolerance=0.1, higher_is_better=True, progress=False)
+    tuning = Probe(only_spread).tuned(train=started, evaluate=lambda _: torch.tensor([0.5]))
     assert tuning.baseline.mean == 0.5
 
 
-def test_wrong_calls_of_amp_in_train_are_no_trials() -> None:
+def test_wrong_calls_of_amp_in_train_raise_instead_of_failing_a_trial() -> None:
     def off(_: Trained, x: Tensor) -> float:
-        if spread(x).item() > 1 or spread(x).item() < 0.01:
+        if spreads_in_half(x):
             amp.load_state_dict({"nothing": 1})
         return 0.0
 
@@ -773,25 +715,18 @@ def test_wrong_calls_of_amp_in_train_are_no_trials() -> None:
 
 
 def test_flops_by_function_add_up_to_torchs_own_count() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolution = nn.Conv1d(4, 4, 3, padding=1)
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.bmm(self.layer(self.convolution(x)), x.transpose(1, 2)).relu()
-
-    model = Net()
+    model = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.Linear(8, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, half_dtype="bfloat16", verbosity=0)
     lists = runtime.live.settings.lists  # type: ignore[union-attr]
 
+    def forward(x: Tensor) -> Tensor:
+        return torch.bmm(model(x), x.transpose(1, 2)).relu()
+
     def step() -> None:
-        loss = model(torch.ones(2, 4, 8)).float().sum()
         with torch.no_grad():
-            model(torch.ones(1, 4, 8))
-        with amp.scale_loss(loss, optimizer) as scaled:
+            forward(torch.ones(1, 4, 8))
+        with amp.scale_loss(forward(torch.ones(2, 4, 8)).float().sum(), optimizer) as scaled:
             scaled.backward()
 
     with FlopCounterMode(display=False) as counter:
@@ -804,15 +739,13 @@ def test_flops_by_function_add_up_to_torchs_own_count() -> None:
     by_path = observed.flops
     of_operators = counter.get_flop_counts()["Global"]
     assert by_path["torch.bmm"] == of_operators[torch.ops.aten.bmm]
-    assert (
-        by_path["torch.nn.functional.linear"] + by_path["torch.bmm"] + by_path["torch.nn.functional.conv1d"]
-        == observed.all_flops
-    )
+    products = ("torch.nn.functional.linear", "torch.bmm", "torch.nn.functional.conv1d")
+    assert sum(by_path[name] for name in products) == observed.all_flops
     assert "torch.Tensor.relu" not in by_path  # which the half type holds exactly
-    assert observed == type(observed)(**json.loads(json.dumps(asdict(observed))))
+    assert observed == type(observed)(**json.loads(json.dumps(dataclasses.asdict(observed))))
 
 
-def test_attention_on_the_cpu_is_counted() -> None:
+def test_flops_of_attention_on_the_cpu_are_counted() -> None:
     query = torch.randn(1, 2, 8, 4, requires_grad=True)
     with amp.init(half_dtype="bfloat16"):
         lists = runtime.live.settings.lists  # type: ignore[union-attr]
@@ -823,7 +756,7 @@ def test_attention_on_the_cpu_is_counted() -> None:
     assert flops == forward + forward // 2 * 5
 
 
-def test_a_metric_that_watching_would_change_is_of_a_run_without_it() -> None:
+def test_a_metric_that_depends_on_the_recorder_is_taken_without_it() -> None:
     def off(model: Trained, x: Tensor) -> float:
         # Other threads' modules are not recorded.
         thread = threading.Thread(target=lambda: model.layer(x.view(16, 4)))
@@ -837,7 +770,7 @@ def test_a_metric_that_watching_would_change_is_of_a_run_without_it() -> None:
     assert "other threads" in " ".join(tuning.notes)
 
 
-def test_watching_the_result_leaves_its_metric(tmp_path: Path) -> None:
+def test_recording_the_chosen_lists_leaves_their_metric(tmp_path: Path) -> None:
     def off(_: Trained, x: Tensor) -> float:
         return only_spread(_, x) + 0.001 * float(_is_watched())
 
@@ -856,19 +789,17 @@ def _is_watched() -> bool:
 # What it prints and writes
 
 
-def test_plain_data_and_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dict_and_text_tell_the_result(monkeypatch: pytest.MonkeyPatch, whole: Any) -> None:
     monkeypatch.setenv("COLUMNS", "60")  # lines of the list stay whole
-    tuning = Probe(all_three).tuned(seeds=2)
-    data = json.loads(json.dumps(tuning.to_dict()))
-    assert data["float32"] == list(tuning.float32)
-    assert data["overlay"] == tuning.overlay
-    assert [each["verdict"] for each in data["trials"]] == [each.verdict for each in tuning.trials]
-    text = str(tuning)
-    assert "amp.tune at O1 in bfloat16: 2 seeds, tolerance 0.01, lower" in text
-    assert tuning.overlay.rstrip() in text
+    data = json.loads(json.dumps(whole.to_dict()))
+    assert data["float32"] == list(whole.float32)
+    assert data["overlay"] == whole.overlay
+    assert [each["verdict"] for each in data["trials"]] == [each.verdict for each in whole.trials]
+    assert "amp.tune at O1 in bfloat16: 1 seed, tolerance 0.01, lower" in str(whole)
+    assert whole.overlay.rstrip() in str(whole)
 
 
-def test_the_file_has_its_evidence(tmp_path: Path) -> None:
+def test_the_overlay_names_its_evidence(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(WHITELISTED))
     tuning = Probe(only_spread).tuned(cast_lists=tmp_path / "mine.yaml", seeds=(4, 7))
     lines = tuning.overlay.splitlines()
@@ -881,16 +812,16 @@ def test_the_file_has_its_evidence(tmp_path: Path) -> None:
     assert any(line.startswith("    # In half: ") for line in lines)
 
 
-@pytest.mark.parametrize("name", ["casts.txt", "casts"])
-def test_a_file_of_another_kind(name: str, tmp_path: Path) -> None:
+def test_an_overlay_is_saved_as_yaml_only(tmp_path: Path) -> None:
     tuning = Probe(lambda _, x: 0.0).tuned()
-    with pytest.raises(OptionError, match=r"does not end with \.yaml or \.yml"):
-        tuning.save(tmp_path / name)
+    for name in ("casts.txt", "casts"):
+        with pytest.raises(OptionError, match=r"does not end with \.yaml or \.yml"):
+            tuning.save(tmp_path / name)
     tuning.save(tmp_path / "casts.yml")
     assert (tmp_path / "casts.yml").read_text() == tuning.overlay
 
 
-def test_a_line_for_each_run_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_a_line_for_each_run_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     tuning = Probe(only_spread).tuned(progress=True)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == tuning.runs
@@ -903,38 +834,16 @@ def test_a_line_for_each_run_with_the_time_left(capsys: pytest.CaptureFixture[st
 # The command
 
 USERS_MODULE = """
-import torch
-from torch import nn
-from ampatch import amp
+from test_tune import WHITELISTED, Probe, metric_of as evaluate, only_spread
 
-def spread(x):
-    return (x * x).mean() - x.mean() ** 2
-
-class Net(nn.Linear):
-    def forward(self, x, function=None):
-        return super().forward(x) if function is None else function(x)
-
-def train(amp_options):
-    model = Net(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **amp_options)
-    with amp.scale_loss(model(torch.randn(2, 4)).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
-    x = 30 + torch.rand(64, generator=torch.Generator().manual_seed(1))
-    model.off = abs(float(model(x, spread)) - float(x.double().var(correction=0)))
-    return model
-
-def evaluate(model):
-    return model.off
+train = Probe(only_spread).train
 
 def training():
     return train, evaluate
 
 def options():
-    lists = {"whitelist": {"tune_package.module": ["spread"]}}
-    return dict(train=train, evaluate=evaluate, cast_lists=lists, tolerance=0.01, higher_is_better=False, seeds=1,
-                half_dtype="bfloat16")
+    return dict(train=train, evaluate=evaluate, cast_lists=WHITELISTED, tolerance=0.01, higher_is_better=False,
+                seeds=1, half_dtype="bfloat16")
 
 def raising():
     def bad(model):
@@ -954,76 +863,78 @@ def three():
 
 class TestCommand:
     @pytest.fixture(autouse=True)
-    def _users_folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        (tmp_path / "tune_package").mkdir()
-        (tmp_path / "tune_package" / "module.py").write_text(USERS_MODULE, encoding="utf-8")
+    def _users_folder(self, package: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        package("tune_package", module=USERS_MODULE)
         monkeypatch.chdir(tmp_path)
-        yield
-        for name in [name for name in sys.modules if name.partition(".")[0] == "tune_package"]:
-            del sys.modules[name]
+        sys.path.remove(str(tmp_path))  # the command itself searches the current folder
 
-    def test_it_writes_a_list_that_loads(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["tune", "tune_package.module:options", "--out", "found.yaml"]) == 0
-        assert "Written to found.yaml." in capsys.readouterr().out
-        assert yaml.safe_load(Path("found.yaml").read_text()) == {"blacklist": {"tune_package.module": ["spread"]}}
+    def test_it_writes_a_list_that_loads(self) -> None:
+        command = ["tune", "tune_package.module:options", "--out", "found.yaml"]
+        status, out, _ = ampatch(*command)
+        assert status == 0
+        assert "Written to found.yaml." in out
+        assert yaml.safe_load(Path("found.yaml").read_text()) == {"blacklist": {__name__: ["spread"]}}
         assert json.loads(Path("found.tune.json").read_text())["format"] == "ampatch tune journal"
         # Again, from the journal, over the file that it wrote itself.
-        assert cli.main(["tune", "tune_package.module:options", "--out", "found.yaml", "--json"]) == 0
-        data = json.loads(capsys.readouterr().out)
-        assert (data["runs"], data["float32"]) == (0, ["tune_package.module.spread"])
+        status, out, _ = ampatch(*command, "--json")
+        data = json.loads(out)
+        assert (status, data["runs"], data["float32"]) == (0, 0, [f"{__name__}.spread"])
 
-    def test_arguments_come_from_the_command_line_too(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_arguments_come_from_the_command_line_too(self) -> None:
         options = ["--tolerance", "5%", "--lower-is-better", "--seeds", "0,2", "--half-dtype", "bfloat16", "--json"]
-        assert cli.main(["tune", "tune_package.module:training", *options]) == 0
-        data = json.loads(capsys.readouterr().out)
-        assert (data["seeds"], data["float32"], data["half_dtype"]) == ([0, 2], [], "bfloat16")
+        status, out, _ = ampatch("tune", "tune_package.module:training", *options)
+        data = json.loads(out)
+        assert (status, data["seeds"], data["float32"], data["half_dtype"]) == (0, [0, 2], [], "bfloat16")
         assert data["tolerance"] == pytest.approx(0.05 * data["baseline"]["mean"])
 
-    def test_a_budget_that_ends_too_early_writes_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["tune", "tune_package.module:options", "--budget", "2 runs"]) == 1
-        assert "So far no list keeps the metric" in capsys.readouterr().out
+    def test_a_budget_that_ends_too_early_writes_the_journal_only(self) -> None:
+        status, out, _ = ampatch("tune", "tune_package.module:options", "--budget", "2 runs")
+        assert status == 1
+        assert "So far no list keeps the metric" in out
         assert not Path("casts.yaml").exists()
         assert Path("casts.tune.json").exists()
 
-    def test_control_c_says_how_to_go_on(self, capsys: pytest.CaptureFixture[str]) -> None:
-        module = Path("tune_package", "module.py")
+    def test_control_c_says_how_to_resume(self) -> None:
         stop = "calls = []\ndef evaluate(model):\n    calls.append(1)\n    if len(calls) == 3:\n"
-        module.write_text(USERS_MODULE + stop + "        raise KeyboardInterrupt\n    return model.off\n")
-        assert cli.main(["tune", "tune_package.module:options"]) == 130
-        assert "Stopped. The same command goes on after the last run in casts.tune.json." in capsys.readouterr().err
+        stop += "        raise KeyboardInterrupt\n    return model.metric\n"
+        Path("tune_package", "module.py").write_text(USERS_MODULE + stop)
+        status, _, err = ampatch("tune", "tune_package.module:options")
+        assert status == 130
+        assert "Stopped. The same command goes on after the last run in casts.tune.json." in err
         assert len(json.loads(Path("casts.tune.json").read_text())["runs"]) == 2
 
-    def test_a_file_of_the_users_is_not_replaced(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_file_of_the_users_is_not_replaced(self) -> None:
         Path("casts.yaml").write_text("blacklist: {}\n")
-        assert cli.main(["tune", "tune_package.module:options"]) == 1
-        assert "casts.yaml exists, and `ampatch tune` has not written it." in capsys.readouterr().err
+        status, _, err = ampatch("tune", "tune_package.module:options")
+        assert status == 1
+        assert "casts.yaml exists, and `ampatch tune` has not written it." in err
         Path("casts.yaml").write_text("# Found by ampatch tune\n")
-        assert cli.main(["tune", "tune_package.module:options", "--cast-lists", "casts.yaml"]) == 1
-        assert "is among --cast-lists" in capsys.readouterr().err
+        status, _, err = ampatch("tune", "tune_package.module:options", "--cast-lists", "casts.yaml")
+        assert status == 1
+        assert "is among --cast-lists" in err
 
     @pytest.mark.parametrize(
         ("target", "told"),
         [
-            ("tune_package.module", "expected MODULE:FUNCTION, such as tune_package.module:training."),
-            ("tune_package.module:three", "returned 3 values; expected train and evaluate, or a dict"),
-            ("tune_package.module:misspelt", "returned the key 'tolerence'; expected train"),
-            ("tune_package.module:half", "returned a dict without 'evaluate'"),
-            (
-                "tune_package.module:training",
-                "tolerance and higher_is_better not given. Type --tolerance 0.005 and --h",
-            ),
+            ("", "expected MODULE:FUNCTION, such as tune_package.module:training."),
+            (":three", "returned 3 values; expected train and evaluate, or a dict"),
+            (":misspelt", "returned the key 'tolerence'; expected train"),
+            (":half", "returned a dict without 'evaluate'"),
+            (":training", "tolerance and higher_is_better not given. Type --tolerance 0.005 and --h"),
         ],
     )
-    def test_a_wrong_target(self, target: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["tune", target]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
+    def test_a_wrong_target_is_one_clear_line(self, target: str, told: str) -> None:
+        status, _, err = ampatch("tune", f"tune_package.module{target}")
+        assert status == 1
+        (line,) = err.splitlines()
         assert line.startswith("ampatch: error: ")
         assert told in line
 
-    def test_what_the_users_code_raises_is_one_error_with_its_line(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_what_the_users_code_raises_is_one_error_with_its_line(self) -> None:
         options = ["--tolerance", "1", "--higher-is-better", "--seeds", "1"]
-        assert cli.main(["tune", "tune_package.module:raising", *options]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
+        status, _, err = ampatch("tune", "tune_package.module:raising", *options)
+        assert status == 1
+        (line,) = err.splitlines()
         assert "KeyError: 'metric', at tune_package/module.py:" in line
         assert "raised this in float32" in line
         assert runtime.live is None

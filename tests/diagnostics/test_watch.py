@@ -1,14 +1,15 @@
-"""The operators that a `Watch` sees, what it knows of them, and that it changes nothing."""
+"""`Watch`: the operators that it records, their values and gradients, and that it changes nothing."""
 
 from __future__ import annotations
 
 import math
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, dtype_name
+from helpers import HALF_DTYPES, dtype_name, together
+from optimizers import SGD, backward
+from planted_overflows import Amplified
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -42,7 +43,7 @@ def named(watch: Watch, op_name: str, *, backward: bool = False) -> list[Watched
 
 
 class TestOperators:
-    def test_have_the_function_the_module_and_the_line(self):
+    def test_operators_have_their_function_module_and_line(self):
         block = Block()
         with Watch() as watch:
             block(batch())
@@ -57,7 +58,7 @@ class TestOperators:
         assert linear.modules == (block, block.inner)
         assert linear.place.line == first.place.line  # torch's own lines are not the user's
 
-    def test_of_the_backward_pass_have_the_operator_of_the_forward_pass(self):
+    def test_operators_of_a_backward_pass_have_that_of_the_forward_pass(self):
         with Watch() as watch:
             Block()(batch()).sum().backward()
         (softmax,) = named(watch, "_softmax")
@@ -66,24 +67,15 @@ class TestOperators:
         assert of_softmax.place is None
         assert {op.forward for op in named(watch, "bmm", backward=True)} == set(named(watch, "bmm"))
 
-    def test_of_a_custom_backward_have_its_line(self):
-        class Doubled(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx, grad):
-                return grad * 2
-
+    def test_operators_of_a_custom_backward_have_its_line(self):
         with Watch() as watch:
-            Doubled.apply(torch.ones(3, requires_grad=True)).sum().backward()
+            Amplified.apply(torch.ones(3, requires_grad=True), 2).sum().backward()
         (op,) = named(watch, "mul", backward=True)
-        assert op.place.source == "return grad * 2"
-        assert op.node == "DoubledBackward"
+        assert op.place.source == "return grad * ctx.factor, None"
+        assert op.node == "AmplifiedBackward"
 
     @pytest.mark.parametrize("use_reentrant", [False, True])
-    def test_of_a_recomputed_forward_count_as_forward(self, use_reentrant):
+    def test_operators_of_a_recomputed_forward_pass_count_as_forward(self, use_reentrant):
         block = Block()
 
         class Recomputed(nn.Module):
@@ -95,7 +87,7 @@ class TestOperators:
         assert [op.modules[-2:] for op in named(watch, "addmm")] == [(block, block.inner)] * 2
         assert not named(watch, "addmm", backward=True)
 
-    def test_of_a_backward_pass_inside_of_a_forward_pass_count_as_backward(self):
+    def test_a_backward_pass_inside_of_a_forward_pass_counts_as_backward(self):
         class Penalised(nn.Module):
             def forward(self, x):
                 (gradient,) = torch.autograd.grad(x.exp().sum(), x, create_graph=True)
@@ -116,12 +108,12 @@ class TestOperators:
             x.t().reshape(6).view(3, 2)
         assert [op.op_name for op in watch.ops] == ["ones", "clone"]
 
-    def test_without_gradients_are_left_out(self):
+    def test_operators_without_gradients_are_left_out(self):
         with Watch() as watch, torch.no_grad():
             Block()(batch())
         assert not watch.ops
 
-    def test_keep_their_arguments_only_if_asked(self):
+    def test_operators_keep_their_arguments_only_if_asked(self):
         for keep in (None, lambda values: True):
             with Watch(keep=keep) as watch:
                 x = torch.ones(2, requires_grad=True) * 3
@@ -131,7 +123,7 @@ class TestOperators:
             if written is not None:
                 assert written[0][0].tolist() == [3, 3]  # as before the operator wrote to it
 
-    def test_while_paused_are_left_out(self):
+    def test_operators_are_left_out_while_paused(self):
         with Watch() as watch, paused():
             torch.ones(2, requires_grad=True) * 3
         assert not watch.ops
@@ -140,7 +132,7 @@ class TestOperators:
 class TestValues:
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
     @pytest.mark.parametrize("special", [3.0, math.inf, math.nan])
-    def test_are_the_greatest_absolute_ones(self, dtype, special):
+    def test_the_greatest_absolute_value_is_read(self, dtype, special):
         with Watch() as watch:
             torch.tensor([1, -2, special], dtype=dtype, requires_grad=True).neg()
         watch.read()
@@ -149,13 +141,13 @@ class TestValues:
         assert op.outputs[0].is_finite is math.isfinite(special)
         assert op.outputs[0].has_nan is math.isnan(special)
 
-    def test_of_float64_beyond_float32_are_finite(self):
+    def test_float64_beyond_float32_is_finite(self):
         with Watch() as watch:
             torch.full((2,), 1e200, dtype=torch.float64, requires_grad=True).neg()
         watch.read()
         assert watch.ops[-1].outputs[0].largest == 1e200
 
-    def test_of_empty_and_integer_tensors_are_unknown(self):
+    def test_values_of_empty_and_integer_tensors_are_unknown(self):
         with Watch() as watch:
             torch.ones(0, requires_grad=True) * 2
             torch.arange(3) + 1
@@ -165,7 +157,7 @@ class TestValues:
         assert op.outputs[0].is_finite
         assert not named(watch, "add")[0].outputs
 
-    def test_of_uninitialised_memory_are_not_read(self):
+    def test_uninitialised_memory_is_not_read(self):
         with Watch() as watch:
             x = torch.empty(3)
             x.fill_(2.0)
@@ -174,7 +166,7 @@ class TestValues:
         assert not named(watch, "empty")
         assert named(watch, "neg")[0].inputs[0].largest == 2.0
 
-    def test_know_their_writer_also_through_views_and_in_place(self):
+    def test_values_know_their_writer_through_views_and_in_place(self):
         with Watch() as watch:
             x = torch.ones(2, 2, requires_grad=True) * 2
             x[0] *= 5
@@ -184,7 +176,7 @@ class TestValues:
         assert [part.writer.op_name for part in neg.inputs[0].parts][:2] == ["mul", "copy_"]
         assert neg.inputs[0].largest == 10
 
-    def test_of_two_views_of_one_size_are_two(self):
+    def test_two_views_of_one_size_have_values_of_their_own(self):
         with Watch() as watch:
             x = torch.tensor([1.0, 2.0, math.inf, 4.0], requires_grad=True)
             first, second = x.chunk(2)
@@ -193,29 +185,27 @@ class TestValues:
         watch.read()
         assert [op.inputs[0].largest for op in named(watch, "neg")] == [2, math.inf]
 
-    def test_of_a_sparse_gradient_are_those_of_its_elements(self):
+    def test_a_sparse_gradient_has_the_values_of_its_elements(self):
         embedding = nn.Embedding(5, 2, sparse=True)
         with Watch() as watch:
             (embedding(torch.tensor([1, 3])) * 7).sum().backward()
         watch.read()
-        assert [(parameter is embedding.weight, values.largest) for parameter, values, _ in watch.gradients] == [
-            (True, 7)
-        ]
+        ((parameter, values, _),) = watch.gradients
+        assert (parameter is embedding.weight, values.largest) == (True, 7)
 
 
-class TestGradients:
-    def test_are_those_that_arrive_at_each_parameter(self):
-        linear = nn.Linear(2, 1)
-        with Watch() as watch:
-            for factor in (3, 4):
-                (linear(torch.ones(1, 2)) * factor).sum().backward()
-        watch.read()
-        found = [(values.largest, parameter is linear.weight) for parameter, values, _ in watch.gradients]
-        assert sorted(found) == [(3, False), (3, True), (4, False), (4, True)]
-        assert linear.weight.grad.tolist() == [[7, 7]]
+def test_gradients_are_those_that_arrive_at_each_parameter():
+    linear = nn.Linear(2, 1)
+    with Watch() as watch:
+        for factor in (3, 4):
+            (linear(torch.ones(1, 2)) * factor).sum().backward()
+    watch.read()
+    found = [(values.largest, parameter is linear.weight) for parameter, values, _ in watch.gradients]
+    assert sorted(found) == [(3, False), (3, True), (4, False), (4, True)]
+    assert linear.weight.grad.tolist() == [[7, 7]]
 
 
-class TestNothingChanges:
+class TestSideEffects:
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
     def test_a_step_gives_the_same_bits(self, opt_level, half_dtype):
@@ -223,16 +213,14 @@ class TestNothingChanges:
         for watched in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(Block(), nn.LayerNorm(4), nn.Dropout(), nn.TransformerEncoderLayer(4, 2, 8))
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            model, optimizer = amp.initialize(
-                model, optimizer, opt_level=opt_level, half_dtype=half_dtype, verbosity=0, loss_scale=8.0
-            )
+            optimizer = SGD(model.parameters())
+            options = {"opt_level": opt_level, "half_dtype": half_dtype, "loss_scale": 8.0}
+            model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
             watch = Watch()
             if watched:
                 watch.__enter__()
             loss = F.mse_loss(model(batch()), batch())
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+            backward(loss, optimizer)
             optimizer.step()
             if watched:
                 watch.stop()
@@ -257,7 +245,7 @@ class TestNothingChanges:
         assert found == [True, True, False, True]
 
     @pytest.mark.parametrize("half_dtype", [None, *HALF_DTYPES], ids=str)
-    def test_a_frozen_layer_inside_of_a_model_runs_the_kernels_that_it_runs_without_a_watch(self, half_dtype):
+    def test_a_frozen_layer_runs_the_same_kernels_in_a_watch(self, half_dtype):
         class Frozen(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -328,12 +316,9 @@ def test_a_loop_outside_of_modules_keeps_the_tensors_of_its_last_operators_only(
     assert [op.arguments is not None for op in watch.ops] == [False] * 7 + [True] * 3
 
 
-class TestThreads:
-    def test_another_thread_is_not_watched_and_that_is_known(self):
-        with Watch() as watch:
-            assert not watch.missed_threads
-            thread = threading.Thread(target=lambda: nn.Linear(4, 4)(batch()))
-            thread.start()
-            thread.join()
-        assert not watch.ops
-        assert watch.missed_threads
+def test_another_thread_is_not_watched_and_that_is_known():
+    with Watch() as watch:
+        assert not watch.missed_threads
+        together([lambda: nn.Linear(4, 4)(batch())])
+    assert not watch.ops
+    assert watch.missed_threads
