@@ -7,7 +7,6 @@ import copy
 import io
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
