@@ -343,8 +343,9 @@ class TestOnGpu:
         return [(each[1], int(each[2]), each[3]) for each in found if each is not None]
 
     @pytest.fixture
-    def fake(self, tmp_path: Path) -> Path:
-        """A Python that runs nothing: it prints its arguments, and fails if they name a probe."""
+    def fake(self, tmp_path, monkeypatch) -> Path:
+        """A Python that runs nothing: it prints its arguments, and fails if they have what FAILS_AT says."""
+        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "cache"))
         file = tmp_path / "python"
         file.write_text('#!/bin/sh\necho "$@"\ncase "$*" in *"$FAILS_AT"*) exit 3 ;; esac\n', encoding="utf-8")
         file.chmod(0o755)
@@ -371,7 +372,6 @@ class TestOnGpu:
     @pytest.mark.parametrize("fails_at", ["nowhere", "probe.py"], ids=["no-failure", "a-failure"])
     def test_on_gpu_goes_on_after_a_failed_step_and_exits_with_1(self, fails_at, fake, tmp_path, monkeypatch):
         monkeypatch.setenv("FAILS_AT", fails_at)
-        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "cache"))
         done = self.run("--dry-run", tmp_path / "out", python=fake)
         assert done.returncode == int(fails_at == "probe.py"), done.stdout + done.stderr
         statuses = sorted((name, status) for name, status, _ in self.summary(tmp_path / "out"))
@@ -379,7 +379,6 @@ class TestOnGpu:
 
     def test_on_gpu_omits_tests_of_an_extension_that_was_not_built(self, fake, tmp_path, monkeypatch):
         monkeypatch.setenv("FAILS_AT", "ampatch build")
-        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "cache"))
         assert self.run("--dry-run", tmp_path / "out", python=fake).returncode == 1
         text = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
         assert re.search(r"tests-extension +not run: the extension was not built", text)
@@ -394,7 +393,7 @@ class TestOnGpu:
             (tmp_path / name).mkdir()
         waits = "trap 'echo interrupted; exit 5' INT; while :; do sleep 0.1; done"
         fake.write_text(f'#!/bin/sh\ncase "$*" in *" tests "*) {waits} ;; esac\n', encoding="utf-8")
-        environment = {**os.environ, "PYTHON": str(fake), "AMPATCH_CACHE": str(tmp_path / "cache")}
+        environment = {**os.environ, "PYTHON": str(fake)}
         command = ["bash", str(copy), "--dry-run", str(tmp_path / "out")]
         assert subprocess.run(command, capture_output=True, env=environment, check=False).returncode == 1
         assert ("other-tests", 124, "interrupted") in self.summary(tmp_path / "out")
