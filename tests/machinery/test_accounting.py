@@ -44,7 +44,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     return pytester
 
 
-def test_test_beyond_the_limit_fails_and_is_named(suite):
+def test_run_fails_and_names_a_test_beyond_the_limit(suite):
     ended = suite.runpytest_inprocess(*OPTIONS, "--processor-limit", "0.1", "-k", "not rows")
     ended.assert_outcomes(passed=3, errors=1, deselected=1)
     assert ended.ret == pytest.ExitCode.TESTS_FAILED

@@ -69,7 +69,7 @@ def test_cases_beyond_every_value_are_slow_and_devices_are_covered_apart(pyteste
         kept.assert_outcomes(passed=2, deselected=6)
 
 
-def test_test_without_the_mark_keeps_every_value_and_on_a_gpu_every_case(pytester, run):
+def test_every_value_is_kept_without_the_mark_and_on_a_gpu_every_case(pytester, run):
     pytester.makepyfile("""
         import pytest
 
