@@ -1,4 +1,4 @@
-"""Of mistakes: each gives one error, which says what was found and what to type, and nothing has been changed.
+"""Tests mistakes in calls: each raises one error, which says what to type, and changes nothing.
 
 That torch is as it was is asserted after every test (`conftest.py`).
 """
@@ -9,14 +9,11 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fresh import Fresh
-from helpers import Slotted
 from torch import nn
 
 from ampatch import amp
@@ -81,283 +78,185 @@ def scripted() -> nn.Module:
         return torch.jit.script(nn.Linear(2, 2))
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """A call, and what its error says."""
+# By name: a call, what its error says, and the class of the error if it is no OptionError.
+Mistakes = dict[str, tuple[Any, ...]]
 
-    name: str
-    call: Callable[[Bench], object]
-    message: str
-    kind: type[AmpError] = OptionError
-
-
-def option(message: str, name: str = "", **options: Any) -> Mistake:
-    """A mistake among the options of `initialize`."""
-    told = ",".join(f"{key}={value}" for key, value in options.items())
-    return Mistake(name or told, lambda bench: bench.initialize(**options), message)
-
-
-CAST_LISTS = [
-    Mistake(
-        "yaml-syntax-error",
-        lambda bench: bench.lists("whitelist:\n  torch: [mm\nblacklist: {}\n"),
-        r"lists\.yaml:\d+: not valid YAML",
-        CastListError,
-    ),
-    Mistake(
-        "unknown-list",
+# tests/cast_lists/test_cast_list_faults.py has the other faults of files.
+CAST_LISTS: Mistakes = {
+    "unknown-list": (
         lambda bench: bench.lists("whitlist:\n  torch: [mm]\n"),
         r"lists\.yaml:1: .*'whitlist'.*Did you mean 'whitelist'",
         CastListError,
     ),
-    Mistake(
-        "unknown-key",
-        lambda bench: bench.lists("whitelist:\n  torch:\n    - {name: mm, dtype: [float16]}\n"),
-        r"lists\.yaml:3: unknown key 'dtype'.*Did you mean 'dtypes'",
-        CastListError,
-    ),
-    Mistake(
-        "name-in-two-lists",
-        lambda bench: bench.lists("whitelist:\n  torch: [exp]\nblacklist:\n  torch: [exp]\n"),
-        r"lists\.yaml:4: .*blacklist.*whitelist.*line 2 both stand for torch\.exp; keep one",
-        CastListError,
-    ),
-    Mistake(
-        "missing-function",
+    "missing-function": (
         lambda bench: bench.lists("whitelist:\n  torch: [bmmm]\n"),
         r"lists\.yaml:2: .*'bmmm'.*Did you mean 'bmm'",
         CastListError,
     ),
-    Mistake(
-        "missing-module",
+    "missing-module": (
         lambda bench: bench.lists("whitelist:\n  torhc.nn: [Linear]\n"),
         r"lists\.yaml:2: .*'torhc'",
         CastListError,
     ),
-    Mistake(
-        "wrong-type",
-        lambda bench: bench.lists("whitelist:\n  torch: 3\n"),
-        r"lists\.yaml:2: found '?3.*expected a list of names",
-        CastListError,
-    ),
-    Mistake(
-        "tag-that-builds-an-object",
+    "tag-that-builds-an-object": (
         lambda bench: bench.lists(f"whitelist: !!python/object/apply:os.mkdir ['{bench.directory}/made']\n"),
         r"lists\.yaml:1: .*python/object/apply:os\.mkdir.*plain data",
         CastListError,
     ),
-    Mistake(
-        "missing-file",
-        lambda bench: bench.initialize(cast_lists=bench.directory / "none.yaml"),
-        r"none\.yaml: .*cannot be read",
-        CastListError,
-    ),
-    Mistake(
-        "mapping-with-an-object",
+    "mapping-with-an-object": (
         lambda bench: bench.initialize(cast_lists={"whitelist": {"torch": [torch.mm]}}),
         "cast_lists: .*built-in method mm",
         CastListError,
     ),
-    option("cast_lists .*5.*expected .* YAML file", cast_lists=5),
-    option("cast_lists .*5.*expected .* YAML file", cast_lists=[5]),
-]
-
-
-def by_name(mistake: Mistake) -> str:
-    # Without addresses of functions, which differ between the processes that run the tests.
-    return re.sub(r" at 0x\w+", "", mistake.name)
-
+}
 
 OPTIONS = [
-    option("enabled is 'no'; expected True, False", enabled="no"),
-    option("opt_level is '01'; .*type opt_level='O1'", opt_level="01"),
-    option("opt_level is 1; .*type opt_level='O1'", opt_level=1),
-    option("opt_level is 'O7'; expected one of O0, O1", opt_level="O7"),
-    option("loss_scale is -1; expected a positive", loss_scale=-1),
-    option("loss_scale is 0; expected a positive", loss_scale=0),
-    option("loss_scale is nan; expected a positive", loss_scale=math.nan),
-    option("loss_scale is True; expected a positive", loss_scale=True),
-    option("loss_scale is 'dynamc'; .*Did you mean 'dynamic'", loss_scale="dynamc"),
-    option("verbosity is 'x'; expected a whole number: 0 is silent", verbosity="x"),
-    option("verbosity is '0'; expected a whole number", verbosity="0"),
-    option("verbosity is 1.5; expected a whole number", verbosity=1.5),
-    option("num_losses is 0; expected a whole number of at least 1", num_losses=0),
-    option("num_losses is True; expected a whole number of at least 1", num_losses=True),
-    option("num_losses is 1.5; expected a whole number of at least 1", num_losses=1.5),
-    option("min_loss_scale=4.0 is above max_loss_scale=2.0", min_loss_scale=4, max_loss_scale=2),
-    option("scale_factor is 1; expected a number above 1", scale_factor=1),
-    option("scale_window is 0; expected a whole number", scale_window=0),
-    option("hysteresis is -1; expected a whole number", hysteresis=-1),
-    option("init_scale is 0; expected a number", init_scale=0),
-    option(r"half_dtype is torch\.float32; expected torch\.float16 or torch\.bfloat16", half_dtype=torch.float32),
-    option(
-        r"half_dtype is 'float32'; expected torch\.float16 or torch\.bfloat16, or its name\.$", half_dtype="float32"
+    ({"enabled": "no"}, "enabled is 'no'; expected True, False"),
+    ({"opt_level": "01"}, "opt_level is '01'; .*type opt_level='O1'"),
+    ({"loss_scale": -1}, "loss_scale is -1; expected a positive"),
+    ({"verbosity": "x"}, "verbosity is 'x'; expected a whole number: 0 is silent"),
+    ({"verbosity": 1.5}, "verbosity is 1.5; expected a whole number"),
+    ({"num_losses": 0}, "num_losses is 0; expected a whole number of at least 1"),
+    ({"num_losses": True}, "num_losses is True; expected a whole number of at least 1"),
+    ({"num_losses": 1.5}, "num_losses is 1.5; expected a whole number of at least 1"),
+    ({"scale_factor": 1}, "scale_factor is 1; expected a number above 1"),
+    ({"scale_window": 0}, "scale_window is 0; expected a whole number"),
+    ({"min_loss_scale": 4, "max_loss_scale": 2}, "min_loss_scale=4.0 is above max_loss_scale=2.0"),
+    ({"half_dtype": "flaot16"}, r"half_dtype is 'flaot16'; .*Did you mean 'float16'"),
+    ({"half_dtype": "torch.bfloat61"}, r"half_dtype is 'torch\.bfloat61'; .*Did you mean 'bfloat16'"),
+    ({"half_dtype": "FP16"}, r"half_dtype is 'FP16'; .*Did you mean 'fp16'"),
+    ({"patch_torch_functions_type": "bfloat"}, "patch_torch_functions_type is 'bfloat'; .*'bfloat16'"),
+    (
+        {"opt_level": "O4", "half_dtype": "half"},
+        "half_dtype=torch.float16 contradicts opt_level='O4'.*use opt_level='O1'",
     ),
-    option(r"half_dtype is 'flaot16'; .*Did you mean 'float16'", half_dtype="flaot16"),
-    option(r"half_dtype is 'torch\.bfloat61'; .*Did you mean 'bfloat16'", half_dtype="torch.bfloat61"),
-    option(r"half_dtype is 'FP16'; .*Did you mean 'fp16'", half_dtype="FP16"),
-    option(r"half_dtype is 16; expected .*or its name\.$", half_dtype=16),
-    option("patch_torch_functions_type is 'bfloat'; .*'bfloat16'", patch_torch_functions_type="bfloat"),
-    option("half_dtype=torch.float16 contradicts opt_level='O4'", opt_level="O4", half_dtype="half"),
-    option(
+    (
+        {"half_dtype": torch.float16, "patch_torch_functions_type": torch.bfloat16},
         "say different things; give one of them",
-        half_dtype=torch.float16,
-        patch_torch_functions_type=torch.bfloat16,
     ),
-    option("contradicts opt_level='O4'.*use opt_level='O1'", opt_level="O4", half_dtype=torch.float16),
-    option("keep_batchnorm_fp32=True contradicts opt_level='O1'.*Leave .* out", keep_batchnorm_fp32=True),
-    option("keep_batchnorm_fp32='False' contradicts opt_level='O4'", opt_level="O4", keep_batchnorm_fp32="False"),
-    option("keep_batchnorm_fp32 is 'yes'; expected True, False or None", keep_batchnorm_fp32="yes"),
-    option("master_weights=True contradicts opt_level='O1'.*Leave .* out", master_weights=True),
-    option("cast_model_type=torch.float16 contradicts opt_level='O1'.*Leave .* out", cast_model_type=torch.float16),
-    option("cast_model_type='half' contradicts opt_level='O1'.*Leave .* out", cast_model_type="half"),
-    option("cast_model_type is 'float23'; expected torch.float32.*Did you mean 'float32'", cast_model_type="float23"),
-    option("cast_model_type is 'float64'; .*the level's own\\.$", opt_level="O2", cast_model_type="float64"),
-    option("patch_torch_functions is 'no'; expected True, False or None", patch_torch_functions="no"),
-    option("cast_model_outputs is 'hlaf'; expected a floating type.*Did you mean 'half'", cast_model_outputs="hlaf"),
-    option("cast_model_outputs is torch.int32; expected a floating type", cast_model_outputs=torch.int32),
-    option("keep_fp32 contradicts opt_level='O0'.*use opt_level='O1'", opt_level="O0", keep_fp32=[nn.BatchNorm1d]),
-    option("cast_lists contradicts opt_level='O2'.*patch_torch_functions=True", opt_level="O2", cast_lists={}),
-    option("keep_fp32 has 'rest', which matches .*Its submodules are '0', '1' and", opt_level="O2", keep_fp32="rest"),
-    option(
-        "keep_fp32 has '1.weight', .*It is a parameter: name its submodule, '1'", opt_level="O2", keep_fp32="1.weight"
+    ({"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True contradicts opt_level='O1'.*Leave .* out"),
+    ({"cast_model_type": "float23"}, "cast_model_type is 'float23'; expected torch.float32.*Did you mean 'float32'"),
+    ({"cast_model_outputs": "hlaf"}, "cast_model_outputs is 'hlaf'; expected a floating type.*Did you mean 'half'"),
+    ({"cast_model_outputs": torch.int32}, "cast_model_outputs is torch.int32; expected a floating type"),
+    ({"opt_level": "O0", "keep_fp32": [nn.BatchNorm1d]}, "keep_fp32 contradicts opt_level='O0'.*use opt_level='O1'"),
+    ({"opt_level": "O2", "cast_lists": {}}, "cast_lists contradicts opt_level='O2'.*patch_torch_functions=True"),
+    ({"opt_level": "O2", "keep_fp32": "rest"}, "keep_fp32 has 'rest', which matches .*Its submodules are '0', '1' and"),
+    (
+        {"opt_level": "O2", "keep_fp32": "1.weight"},
+        "keep_fp32 has '1.weight', .*It is a parameter: name its submodule, '1'",
     ),
-    option(
-        r"'softmax', which matches no submodule of the model\. Its submodules are '0', '1' and those in them\. To "
-        r"compute torch's function softmax in float32, type cast_lists=\{'blacklist': \{'\*': \['softmax'\]\}\} at O1",
-        opt_level="O2",
-        keep_fp32=["softmax"],
+    (
+        {"opt_level": "O2", "keep_fp32": ["softmax"]},
+        r"'softmax', which matches no submodule of the model\. Its submodules are '0', '1' and those in them\. To comp",
     ),
-    option(r"torch's function softmax in float32, type .*'\*': \['softmax'\]", keep_fp32="F.softmax"),
-    option(
+    ({"keep_fp32": "F.softmax"}, r"torch's function softmax in float32, type .*'\*': \['softmax'\]"),
+    (
+        {"keep_fp32": [torch.softmax]},
         r"keep_fp32 has the function softmax; expected names of .*'\*': \['softmax'\]\}\} at O1 or O4",
-        keep_fp32=[torch.softmax],
     ),
-    option(r"keep_fp32 has the function by_name; expected names of .* or a list of them\.$", keep_fp32=[by_name]),
-    option(r"keep_fp32 has a Linear; expected .*Type its name, or 'Linear' for all", keep_fp32=nn.Linear(2, 2)),
-    option(
+    (
+        {"keep_fp32": [other_optimizer]},
+        r"keep_fp32 has the function other_optimizer; expected names of .* or a list of them\.$",
+    ),
+    ({"keep_fp32": nn.Linear(2, 2)}, r"keep_fp32 has a Linear; expected .*Type its name, or 'Linear' for all"),
+    (
+        {"opt_level": "O2", "keep_fp32": ["nn.BatchNorm1d"]},
         "keep_fp32 has 'nn.BatchNorm1d', which .*Type 'torch.nn.BatchNorm1d' or 'BatchNorm1d' for that class",
-        opt_level="O2",
-        keep_fp32=["nn.BatchNorm1d"],
     ),
-    option("keep_fp32 has 5; expected names of submodules", opt_level="O2", keep_fp32=5),
-    option("keep_fp32 has <class 'int'>; expected names", opt_level="O2", keep_fp32=[int]),
-    option(
+    ({"opt_level": "O2", "keep_fp32": 5}, "keep_fp32 has 5; expected names of submodules"),
+    ({"opt_level": "O2", "keep_fp32": [int]}, "keep_fp32 has <class 'int'>; expected names"),
+    (
+        {"opt_level": "O3", "keep_fp32": ["0", "Batchnorm1d"]},
         "keep_fp32 has 'Batchnorm1d', which matches no submodule of the model. Did you mean 'BatchNorm1d'",
-        opt_level="O3",
-        keep_fp32=["0", "Batchnorm1d"],
     ),
-    option(
+    (
+        {"opt_level": "O5", "keep_fp32": nn.BatchNorm2d},
         "keep_fp32 has BatchNorm2d, which matches no submodule.*Did you mean 'BatchNorm1d'",
-        opt_level="O5",
-        keep_fp32=nn.BatchNorm2d,
     ),
+    ({"cast_lists": 5}, "cast_lists .*5.*expected .* YAML file"),
+    ({"cast_lists": [5]}, "cast_lists .*5.*expected .* YAML file"),
 ]
 
-OBJECTS = [
-    Mistake(
-        "no-module",
+OBJECTS: Mistakes = {
+    "no-module": (
         lambda bench: amp.initialize("model", bench.optimizer),
         r"found str as a model; expected a torch\.nn\.Module",
     ),
-    Mistake(
-        "no-module-in-a-list",
+    "no-module-in-a-list": (
         lambda bench: amp.initialize([bench.model, None], bench.optimizer),
         r"found NoneType as a model; expected a torch\.nn\.Module",
     ),
-    Mistake(
-        "optimizer-first",
+    "optimizer-first": (
         lambda bench: amp.initialize(bench.optimizer, bench.model),
         r"found SGD as a model; expected a torch\.nn\.Module",
     ),
-    Mistake(
-        "wrapped-model",
+    "wrapped-model": (
         lambda bench: amp.initialize(nn.DataParallel(bench.model), bench.optimizer),
         "wrapped in DataParallel already. Call amp.initialize on the bare model first",
     ),
-    Mistake(
-        "no-optimizer",
+    "no-optimizer": (
         lambda bench: amp.initialize(bench.model, bench.model.parameters()),
         "found generator as an optimizer, which lacks param_groups, step, zero_grad; expected an object with",
     ),
-    Mistake(
-        "optimizer-of-another-model",
+    "optimizer-of-another-model": (
         lambda bench: amp.initialize(bench.model, [bench.optimizer, other_optimizer()]),
         r"the Adam updates 2 parameters, and none of them is the model's.*torch\.optim\.SGD\(model\.parameters",
     ),
-    Mistake(
-        "parameter-in-two-optimizers-at-O2",
+    "parameter-in-two-optimizers-at-O2": (
         lambda bench: amp.initialize(
             bench.model, [bench.optimizer, torch.optim.Adam(bench.model[:1].parameters())], opt_level="O2"
         ),
         r"a parameter of shape \(2, 2\) is in two optimizers.*Put it into one of them only",
         UsageError,
     ),
-    Mistake(
-        "lazy-model-at-O2",
+    "lazy-model-at-O2": (
         lambda bench: amp.initialize([bench.model, nn.LazyLinear(2)], opt_level="O2"),
         "the model's 'weight' has no shape yet, .*Run one batch through the model first",
     ),
-    Mistake(
-        "meta-model-at-O2",
+    "meta-model-at-O2": (
         lambda bench: amp.initialize([bench.model, nn.Linear(2, 2, device="meta")], opt_level="O2"),
         r"the model's 'weight' is on the device 'meta', .*model\.to_empty",
     ),
-    Mistake(
-        "weights-of-the-other-half-type",
+    "weights-of-the-other-half-type": (
         lambda _: amp.initialize(nn.Linear(2, 2).half(), opt_level="O5"),
         r"'weight' is torch\.float16, and would be rounded to torch\.bfloat16 for good\. .*half_dtype=torch\.float16",
     ),
-    Mistake(
-        "shared-with-what-is-kept",
+    "shared-with-what-is-kept": (
         lambda bench: amp.initialize([bench.model, tied()], opt_level="O2", keep_fp32="1"),
         r"'0\.weight' and '1\.weight' are one tensor, and keep_fp32 keeps only one of the two in float32",
     ),
-    Mistake(
-        "part-of-another-model-at-O2",
+    "part-of-another-model-at-O2": (
         lambda bench: amp.initialize([bench.model, bench.model[0]], bench.optimizer, opt_level="O2"),
         r"one \(Linear\) is a part of another, .*\(Sequential\).* Hand in the outer one only",
         UsageError,
     ),
-    Mistake(
-        "optimizer-twice-in-a-list",
+    "optimizer-twice-in-a-list": (
         lambda bench: amp.initialize(bench.model, [bench.optimizer, bench.optimizer]),
         "this SGD was handed to amp.initialize before. Hand it in once",
         UsageError,
     ),
-]
+}
 
-TOO_EARLY = [
-    Mistake("scale_loss", lambda bench: bench.scale(), "amp.scale_loss was called before amp.initialize", UsageError),
-    Mistake("state_dict", lambda _: amp.state_dict(), "amp.state_dict was called before", UsageError),
-    Mistake("load_state_dict", lambda _: amp.load_state_dict({}), "amp.load_state_dict was called before", UsageError),
-    Mistake("get_loss_scale", lambda _: amp.get_loss_scale(), "amp.get_loss_scale was called before", UsageError),
-    Mistake(
-        "step_was_skipped",
+TOO_EARLY: Mistakes = {
+    "scale_loss": (lambda bench: bench.scale(), "amp.scale_loss was called before amp.initialize", UsageError),
+    "state_dict": (lambda _: amp.state_dict(), "amp.state_dict was called before", UsageError),
+    "load_state_dict": (lambda _: amp.load_state_dict({}), "amp.load_state_dict was called before", UsageError),
+    "get_loss_scale": (lambda _: amp.get_loss_scale(), "amp.get_loss_scale was called before", UsageError),
+    "step_was_skipped": (
         lambda bench: amp.step_was_skipped(bench.optimizer),
         r"before amp\.initialize\. Type model, optimizer = amp\.initialize\(model, optimizer\) first",
         UsageError,
     ),
-    Mistake(
-        "skipped_steps", lambda bench: amp.skipped_steps(bench.optimizer), "amp.skipped_steps was called", UsageError
-    ),
-    Mistake(
-        "init-options",
+    "skipped_steps": (lambda bench: amp.skipped_steps(bench.optimizer), "amp.skipped_steps was called", UsageError),
+    "init-options": (
         lambda _: amp.init(half_dtype=torch.float16, patch_type=torch.bfloat16),
         "half_dtype=torch.float16 and patch_type=torch.bfloat16 say different things",
     ),
-    Mistake(
-        "init-half_dtype", lambda _: amp.init(half_dtype="float6"), "half_dtype is 'float6'; .*Did you mean 'float16'"
-    ),
-    Mistake(
-        "init-patch_type",
-        lambda _: amp.init(patch_type="bfloat6"),
-        "patch_type is 'bfloat6'; .*Did you mean 'bfloat16'",
-    ),
-    Mistake("init-loss-scale", lambda _: amp.init(loss_scale="static"), "loss_scale is 'static'; expected a positive"),
-    *(
-        Mistake(
-            f"{register.__name__}-of-no-function",
+    "init-half_dtype": (lambda _: amp.init(half_dtype="float6"), "half_dtype is 'float6'; .*Did you mean 'float16'"),
+    "init-patch_type": (lambda _: amp.init(patch_type="bfloat6"), "patch_type is 'bfloat6'; .*Did you mean 'bfloat16'"),
+    "init-loss-scale": (lambda _: amp.init(loss_scale="static"), "loss_scale is 'static'; expected a positive"),
+    **{
+        f"{register.__name__}-of-no-function": (
             lambda _, register=register: register(torch, "matmull"),
             "torch has no 'matmull' to register. Did you mean 'matmul'",
         )
@@ -367,110 +266,75 @@ TOO_EARLY = [
             amp.register_float_function,
             amp.register_promote_function,
         )
-    ),
-    Mistake(
-        "register-what-cannot-be-called",
+    },
+    "register-what-cannot-be-called": (
         lambda _: amp.register_half_function(torch, "__version__"),
         r"torch\.__version__ is .*; expected a function",
     ),
-    Mistake(
-        "register-text",
+    "register-text": (
         lambda _: amp.register_half_function("torch", "mm"),
         "found the text 'torch'; expected the module or class itself",
     ),
-    Mistake("decorate-text", lambda _: amp.half_function("mm"), "found 'mm' to decorate; expected a function"),
-    Mistake(
-        "register-no-name",
+    "decorate-text": (lambda _: amp.half_function("mm"), "found 'mm' to decorate; expected a function"),
+    "register-no-name": (
         lambda _: amp.register_half_function(torch, 3),
         "found 3; expected the function's name, such as 'name'",
     ),
-    Mistake(
-        "register-the-function-itself",
+    "register-the-function-itself": (
         lambda _: amp.register_half_function(torch, torch.mm),
         "found <.*mm.*>; expected the function's name, such as 'mm'",
     ),
-]
+}
 
-ONCE_SET_UP = [
-    Mistake("script-module", lambda _: amp.initialize(scripted()), "compiled by TorchScript, .* Hand in the module"),
-    Mistake("loss-no-tensor", lambda bench: bench.scale(3.0), "the loss is float; expected a floating tensor"),
-    Mistake(
-        "loss-of-integers",
+ONCE_SET_UP: Mistakes = {
+    "script-module": (lambda _: amp.initialize(scripted()), "compiled by TorchScript, .* Hand in the module"),
+    "loss-no-tensor": (lambda bench: bench.scale(3.0), "the loss is float; expected a floating tensor"),
+    "loss-of-integers": (
         lambda bench: bench.scale(torch.tensor(3)),
         r"the loss is a tensor of torch\.int64; expected a floating tensor",
     ),
-    *(
-        Mistake(
-            f"loss_id-{loss_id!r}",
+    **{
+        f"loss_id-{loss_id!r}": (
             lambda bench, loss_id=loss_id: bench.scale(loss_id=loss_id),
             rf"loss_id is {loss_id!r}, and there are 1 losses.*Type amp\.initialize\(\.\.\., num_losses=N\)",
         )
         for loss_id in (1, -1, True, "0", None)
-    ),
-    Mistake("get_loss_scale-1", lambda _: amp.get_loss_scale(1), "loss_id is 1, and there are 1 losses"),
-    Mistake(
-        "optimizer-never-adopted",
+    },
+    "get_loss_scale-1": (lambda _: amp.get_loss_scale(1), "loss_id is 1, and there are 1 losses"),
+    "optimizer-never-adopted": (
         lambda bench: bench.scale(optimizers=other_optimizer()),
         r"this Adam was never handed to amp\.initialize, .*\. Type: model, optimizer = amp\.initialize",
         UsageError,
     ),
-    Mistake(
-        "one-of-two-never-adopted",
+    "one-of-two-never-adopted": (
         lambda bench: bench.scale(optimizers=[bench.optimizer, other_optimizer()]),
         "this Adam was never handed to amp.initialize",
         UsageError,
     ),
-    Mistake(
-        "model-for-optimizer",
+    "model-for-optimizer": (
         lambda bench: bench.scale(optimizers=bench.model),
         "found Sequential as an optimizer, which lacks param_groups, step; expected an object with",
     ),
-    Mistake("no-optimizers", lambda bench: bench.scale(optimizers=[]), "got no optimizer.*expected one or more"),
-    Mistake(
-        "step_was_skipped-never-adopted",
+    "no-optimizers": (lambda bench: bench.scale(optimizers=[]), "got no optimizer.*expected one or more"),
+    "step_was_skipped-never-adopted": (
         lambda _: amp.step_was_skipped(other_optimizer()),
         "this Adam was never handed to",
         UsageError,
     ),
-    Mistake(
-        "skipped_steps-of-none",
-        lambda _: amp.skipped_steps(None),
-        "found NoneType as an optimizer",
-    ),
-    Mistake(
-        "optimizer-handed-in-again",
+    "skipped_steps-of-none": (lambda _: amp.skipped_steps(None), "found NoneType as an optimizer"),
+    "optimizer-handed-in-again": (
         lambda bench: bench.initialize(),
         r"this SGD was handed to amp\.initialize before.*amp\.deinitialize\(\)",
         UsageError,
     ),
-    Mistake(
-        "other-settings",
-        lambda bench: amp.initialize(bench.model, opt_level="O0", verbosity=0),
-        r"other settings: opt_level is 'O1' \(this call: 'O0'\)\. Type amp\.deinitialize\(\) first",
-        UsageError,
-    ),
-    Mistake(
-        "other-cast-lists",
-        lambda bench: amp.initialize(bench.model, cast_lists={"blacklist": {"torch": ["mm"]}}, verbosity=0),
-        r"other settings: cast_lists: torch\.mm is .* \(this call: in the blacklist .*Type amp\.deinitialize\(\)",
-        UsageError,
-    ),
-    Mistake(
-        "other-scale",
-        lambda bench: amp.initialize(bench.model, loss_scale=1.0, init_scale=2.0, scale_window=5, verbosity=0),
-        r"other settings: scale_window is 2000 \(this call: 5\)\. Type amp\.deinitialize\(\) first",
-        UsageError,
-    ),
-    Mistake("init-verbose", lambda _: amp.init(verbose="no"), "verbose is 'no'; expected True, False"),
-    Mistake("init", lambda _: amp.init(), r"set up already, at .*; type amp\.deinitialize\(\) first", UsageError),
-    Mistake(
-        "register-too-late",
+    "init-verbose": (lambda _: amp.init(verbose="no"), "verbose is 'no'; expected True, False"),
+    "register-too-late": (
         lambda _: amp.register_half_function(torch, "exp"),
         r"registered before amp\.initialize; type amp\.deinitialize\(\) first",
         UsageError,
     ),
-    *(
-        Mistake(f"load_state_dict-{name}", lambda _, saved=saved: amp.load_state_dict(saved), message)
+    **{
+        f"load_state_dict-{name}": (lambda _, saved=saved: amp.load_state_dict(saved), message)
         for name, saved, message in [
             ("of-a-list", [1], r"found list; expected the dict that amp\.state_dict\(\) returned"),
             ("of-a-model", {"weight": 1}, r"unexpected keys \['weight'\]; expected loss_scaler0"),
@@ -483,65 +347,45 @@ ONCE_SET_UP = [
                 "loss_scale is nan; expected a number",
             ),
         ]
-    ),
-]
+    },
+}
 
 
-def check(bench: Bench, mistake: Mistake) -> None:
+def check(bench: Bench, call: Callable[[Bench], object], message: str, kind: type[AmpError] = OptionError) -> None:
     before = bench.state()
-    with pytest.raises(mistake.kind, match=mistake.message) as caught:
-        mistake.call(bench)
+    with pytest.raises(kind, match=message) as caught:
+        call(bench)
     # One error, and none behind it in the traceback.
     assert caught.value.__cause__ is None
     assert caught.value.__context__ is None or caught.value.__suppress_context__
     assert bench.state() == before
 
 
-@pytest.mark.parametrize("mistake", CAST_LISTS, ids=by_name)
-def test_fault_in_the_cast_lists(mistake: Mistake, tmp_path: Path) -> None:
-    check(Bench(tmp_path), mistake)
+@pytest.mark.parametrize(
+    ("options", "message"), OPTIONS, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
+)
+def test_options_that_contradict_or_are_misspelt(options, message, tmp_path):
+    check(Bench(tmp_path), lambda bench: bench.initialize(**options), message)
+
+
+BEFORE = CAST_LISTS | OBJECTS | TOO_EARLY
+
+
+@pytest.mark.parametrize("mistake", BEFORE.values(), ids=BEFORE)
+def test_mistake_before_amp_is_set_up(mistake, tmp_path):
+    check(Bench(tmp_path), *mistake)
     assert not (tmp_path / "made").exists()
 
 
-@pytest.mark.parametrize("mistake", OPTIONS, ids=by_name)
-def test_option_that_is_not_allowed(mistake: Mistake, tmp_path: Path) -> None:
-    check(Bench(tmp_path), mistake)
-
-
-@pytest.mark.parametrize("mistake", OBJECTS, ids=by_name)
-def test_model_or_optimizer_that_cannot_be_adopted(mistake: Mistake, tmp_path: Path) -> None:
-    check(Bench(tmp_path), mistake)
-
-
-@pytest.mark.parametrize("mistake", TOO_EARLY, ids=by_name)
-def test_call_before_initialize(mistake: Mistake, tmp_path: Path) -> None:
-    check(Bench(tmp_path), mistake)
-
-
-@pytest.mark.parametrize("mistake", ONCE_SET_UP, ids=by_name)
-def test_call_once_amp_is_set_up(mistake: Mistake, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mistake", ONCE_SET_UP.values(), ids=ONCE_SET_UP)
+def test_mistake_once_amp_is_set_up(mistake, tmp_path):
     bench = Bench(tmp_path)
     bench.initialize()
-    check(bench, mistake)
-
-
-@pytest.mark.parametrize("register", [amp.register_half_function, amp.register_promote_function])
-def test_unknown_name_is_a_value_error_as_in_apex(register: Callable[[object, str], None]) -> None:
-    with pytest.raises(ValueError, match="no 'nothing' to register"):
-        register(nn.functional, "nothing")
-
-
-def test_failure_after_torch_was_patched_takes_the_patches_out_again() -> None:
-    model = nn.Linear(2, 2)
-    with pytest.raises(amp.OptionError, match="step of this Slotted cannot be replaced"):
-        amp.initialize(model, Slotted(model.parameters()), verbosity=0)
-    assert runtime.live is None
-    assert not model._forward_hooks
-    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
+    check(bench, *mistake)
 
 
 @pytest.mark.slow
-def test_something_that_is_no_function_in_the_place_of_one_is_told(fresh: Fresh) -> None:
+def test_object_without_a_name_in_the_place_of_a_function_of_torch_raises(fresh):
     # In a process of its own, as torch builds its tables only once.
     script = (
         "import functools, torch\n"

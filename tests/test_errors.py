@@ -1,4 +1,4 @@
-"""The errors: one family, worded to be acted on, and whole on the other side of a pickle."""
+"""Tests the errors: their bases, their texts, and that they can be pickled."""
 
 from __future__ import annotations
 
@@ -14,63 +14,53 @@ ERRORS = [value for value in vars(errors).values() if isinstance(value, type) an
 FAULTS = (Fault("own.yaml:2", "unknown list 'a'."), Fault("own.yaml:10", "found 'b'."))
 
 
-class TestTheFamily:
-    @pytest.mark.parametrize("error", ERRORS)
-    def test_every_error_is_an_amp_error_and_every_warning_a_user_warning(self, error: type[Exception]) -> None:
-        assert issubclass(error, UserWarning if issubclass(error, Warning) else AmpError)
-
-    @pytest.mark.parametrize(
-        ("error", "builtin"),
-        [
-            (errors.OptionError, ValueError),
-            (errors.UsageError, RuntimeError),
-            (errors.BannedFunctionError, NotImplementedError),
-            (errors.LossScaleError, RuntimeError),
-            (errors.IntegrationError, ImportError),
-            (errors.KernelError, RuntimeError),
-            (errors.CastListError, ValueError),
-            (PathError, AmpError),
-        ],
-    )
-    def test_an_error_is_also_what_scripts_catch_already(
-        self, error: type[Exception], builtin: type[Exception]
-    ) -> None:
-        assert issubclass(error, builtin)
-
-    def test_users_reach_each_of_them_through_amp(self) -> None:
-        assert {error.__name__ for error in ERRORS} <= set(amp.__all__)
-        assert all(getattr(amp, error.__name__) is error for error in ERRORS)
+@pytest.mark.parametrize("error", ERRORS)
+def test_error_is_public_and_an_amp_error_or_a_user_warning(error):
+    assert issubclass(error, UserWarning if issubclass(error, Warning) else AmpError)
+    assert error.__name__ in amp.__all__
+    assert getattr(amp, error.__name__) is error
 
 
-class TestCastListError:
-    def test_each_fault_is_a_line_that_begins_with_its_place(self) -> None:
-        assert str(CastListError(FAULTS)) == "own.yaml:2: unknown list 'a'.\nown.yaml:10: found 'b'."
+@pytest.mark.parametrize(
+    ("error", "builtin"),
+    [
+        (errors.OptionError, ValueError),
+        (errors.UsageError, RuntimeError),
+        (errors.BannedFunctionError, NotImplementedError),
+        (errors.LossScaleError, RuntimeError),
+        (errors.IntegrationError, ImportError),
+        (errors.KernelError, RuntimeError),
+        (errors.CastListError, ValueError),
+        (PathError, AmpError),
+    ],
+)
+def test_error_is_also_the_builtin_one_that_scripts_catch(error, builtin):
+    assert issubclass(error, builtin)
 
-    def test_the_faults_can_be_read_one_by_one(self) -> None:
-        assert CastListError(iter(FAULTS)).faults == FAULTS
 
-    def test_a_worker_process_can_send_it_home(self) -> None:
-        sent = pickle.loads(pickle.dumps(CastListError(FAULTS)))
-
-        assert (sent.faults, str(sent)) == (FAULTS, str(CastListError(FAULTS)))
-
-    @pytest.mark.parametrize("kind", [errors.OptionError, errors.UsageError, AmpWarning, PathError])
-    def test_so_can_it_the_others(self, kind: type[Exception]) -> None:
-        assert str(pickle.loads(pickle.dumps(kind("what")))) == "what"
+def test_cast_list_error_has_a_line_for_each_fault_and_can_be_pickled():
+    error = CastListError(iter(FAULTS))
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert str(each) == "own.yaml:2: unknown list 'a'.\nown.yaml:10: found 'b'."
+        assert each.faults == FAULTS
 
 
-class TestDidYouMean:
-    def test_one_near_name_is_asked_for(self) -> None:
-        assert did_you_mean("whitelsit", ["whitelist", "promote"]) == " Did you mean 'whitelist'?"
+@pytest.mark.parametrize("kind", [errors.OptionError, errors.UsageError, AmpWarning, PathError])
+def test_error_can_be_pickled(kind):
+    assert str(pickle.loads(pickle.dumps(kind("what")))) == "what"
 
-    def test_the_nearest_stands_first(self) -> None:
-        assert did_you_mean("matmull", ["mul", "chain_matmul", "matmul"]) == (
-            " Did you mean 'matmul' or 'chain_matmul' or 'mul'?"
-        )
 
-    def test_nothing_is_said_where_nothing_is_near(self) -> None:
-        assert did_you_mean("softmax", ["conv2d", "linear"]) == ""
-
-    @pytest.mark.parametrize("name", [None, 1, ["a"]], ids=str)
-    def test_a_name_that_is_no_text_is_near_to_nothing(self, name: object) -> None:
-        assert did_you_mean(name, ["conv2d"]) == ""
+@pytest.mark.parametrize(
+    ("name", "known", "expected"),
+    [
+        ("whitelsit", ["whitelist", "promote"], " Did you mean 'whitelist'?"),
+        ("matmull", ["mul", "chain_matmul", "matmul"], " Did you mean 'matmul' or 'chain_matmul' or 'mul'?"),
+        ("softmax", ["conv2d", "linear"], ""),
+        (None, ["conv2d"], ""),
+        (1, ["conv2d"], ""),
+        (["a"], ["conv2d"], ""),
+    ],
+    ids=str,
+)
+def test_did_you_mean_names_similar_names_the_nearest_first(name, known, expected):
+    assert did_you_mean(name, known) == expected

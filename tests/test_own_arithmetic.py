@@ -1,4 +1,4 @@
-"""What amp computes for itself is never cast, whatever functions the lists name."""
+"""Tests that amp's own arithmetic is never cast, whatever functions the lists name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from optimizers import backward
 from torch import Tensor
 
 import ampatch
@@ -24,14 +25,13 @@ SCALE = 2.0**20  # inf in float16
 class Training:
     """A model whose own functions are not cast, so that only amp's arithmetic could differ."""
 
-    def __init__(self, lists: Any, level: str, **options: Any) -> None:
+    def __init__(self, lists: Any, level: str, adopts_optimizer: bool = True, **options: Any) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Linear(4, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.125, momentum=0.5)
         options = {"init_scale": SCALE, "verbosity": 0, "half_dtype": torch.float16, **options}
-        amp.initialize(
-            self.model, self.optimizer, opt_level=level, patch_torch_functions=True, cast_lists=lists, **options
-        )
+        optimizer = self.optimizer if adopts_optimizer else None
+        amp.initialize(self.model, optimizer, opt_level=level, patch_torch_functions=True, cast_lists=lists, **options)
 
     @amp.disable_casts
     def loss(self, factor: float = 1) -> Tensor:
@@ -41,15 +41,14 @@ class Training:
     def noted(self) -> list[Any]:
         saved = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         state = [value.clone() for each in self.optimizer.state.values() for value in each.values()]
-        return [saved, state, amp.state_dict(), amp.skipped_steps(self.optimizer)]
+        gradients = [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
+        return [saved, state, gradients, amp.state_dict(), amp.stats()["skipped_steps"]]
 
 
 def block(training: Training) -> None:
     for _ in range(2):
         training.optimizer.zero_grad()
-        with amp.scale_loss(training.loss(), training.optimizer) as scaled_loss:
-            assert scaled_loss.dtype is torch.float32
-            scaled_loss.backward()
+        backward(training.loss(), training.optimizer)
         training.optimizer.step()
 
 
@@ -61,16 +60,14 @@ def accumulation(training: Training) -> None:
 
 
 def clipping_what_is_scaled(training: Training) -> Tensor:
-    with amp.scale_loss(training.loss(), training.optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
+    backward(training.loss(), training.optimizer, delay_unscale=True)
     norm = amp.clip_grad_norm_(training.optimizer, 2.0**-8)
     training.optimizer.step()
     return norm
 
 
 def unscaling_by_hand(training: Training) -> Tensor:
-    with amp.scale_loss(training.loss(), training.optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
+    backward(training.loss(), training.optimizer, delay_unscale=True)
     amp.unscale_(training.optimizer)
     for parameter in amp.master_params(training.optimizer):
         parameter.grad *= 0.5
@@ -80,8 +77,7 @@ def unscaling_by_hand(training: Training) -> Tensor:
 
 
 def overflow(training: Training) -> None:
-    with amp.scale_loss(training.loss(float("inf")), training.optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(training.loss(float("inf")), training.optimizer)
     training.optimizer.step()
     block(training)
 
@@ -90,8 +86,7 @@ def closure(training: Training) -> Tensor:
     def evaluate() -> Tensor:
         training.optimizer.zero_grad()
         loss = training.loss()
-        with amp.scale_loss(loss, training.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, training.optimizer)
         return loss.detach()
 
     return training.optimizer.step(evaluate)
@@ -113,10 +108,9 @@ SCRIPTS = [block, accumulation, clipping_what_is_scaled, unscaling_by_hand, over
 def ran(script: Callable[[Training], Any], lists: Any, level: str, **options: Any) -> list[Any]:
     """The results of a script, and what it leaves."""
     training = Training(lists, level, **options)
-    try:
-        return [script(training), *training.noted()]
-    finally:
-        amp.deinitialize()
+    found = [script(training), *training.noted()]
+    amp.deinitialize()
+    return found
 
 
 def assert_same(found: Any, expected: Any) -> None:
@@ -127,51 +121,35 @@ def assert_same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 @pytest.mark.parametrize("treatment", ["whitelist", "blacklist"])
-def test_is_the_same_with_lists_that_name_it(script, level, treatment):
+def test_training_is_the_same_with_lists_that_name_amps_arithmetic(script, level, treatment):
     plain = ran(script, None, level)
     assert_same(ran(script, {treatment: {"*": ARITHMETIC}}, level), plain)
 
 
 @pytest.mark.parametrize("options", [{"loss_scale": 3.0}, {"half_dtype": torch.bfloat16, "loss_scale": "dynamic"}])
-def test_is_the_same_at_other_scales(options):
+def test_training_at_other_scales_is_the_same(options):
     plain = ran(block, None, "O1", **options)
     assert_same(ran(block, {"whitelist": {"*": ARITHMETIC}}, "O1", **options), plain)
 
 
-def by_loss_scaler(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> Any:
+def by_loss_scaler(training: Training) -> Any:
     scaler = amp.LossScaler(init_scale=SCALE)
-    scaler.scale(loss()).backward()
-    overflowed = scaler.unscale_(parameter.grad for parameter in model.parameters())
+    scaler.scale(training.loss()).backward()
+    overflowed = scaler.unscale_(parameter.grad for parameter in training.model.parameters())
     scaler.update()
     return [overflowed, scaler.state_dict()]
 
 
-def by_grad_scaler(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> Any:
+def by_grad_scaler(training: Training) -> Any:
     scaler = ampatch.GradScaler("cpu", init_scale=SCALE)
-    scaler.scale(loss()).backward()
-    scaler.step(optimizer)
+    scaler.scale(training.loss()).backward()
+    scaler.step(training.optimizer)
     scaler.update()
     return scaler.state_dict()
 
 
-@pytest.mark.parametrize("train", [by_loss_scaler, by_grad_scaler], ids=lambda train: train.__name__)
-def test_scalers_by_hand_are_the_same(train):
-    def ran_with(lists: Any) -> Any:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
-        amp.initialize(model, opt_level="O1", half_dtype=torch.float16, loss_scale=1, cast_lists=lists, verbosity=0)
-
-        @amp.disable_casts
-        def loss() -> Tensor:
-            return model(torch.full((2, 4), 2.0**-9)).square().sum()
-
-        try:
-            result = train(model, optimizer, loss)
-            with amp.disable_casts():
-                return [result, [parameter.grad.clone() for parameter in model.parameters()]]
-        finally:
-            amp.deinitialize()
-
-    plain = ran_with(None)
-    assert_same(ran_with({"whitelist": {"*": ARITHMETIC}}), plain)
+@pytest.mark.parametrize("script", [by_loss_scaler, by_grad_scaler], ids=lambda script: script.__name__)
+def test_scalers_by_hand_are_the_same(script):
+    options = {"adopts_optimizer": False, "loss_scale": 1}
+    plain = ran(script, None, "O1", **options)
+    assert_same(ran(script, {"whitelist": {"*": ARITHMETIC}}, "O1", **options), plain)

@@ -1,4 +1,4 @@
-"""Of the policy in a checkpoint: the same one wherever it decides the same, and told rule by rule where it does not."""
+"""Tests the policy in a checkpoint: its hash is equal if it decides the same, and a warning names each difference."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ from helpers import completed
 from torch import nn
 from torch.nn import functional as F
 
-from ampatch import amp
-from ampatch import checkpoint_policy as policy
-from ampatch.errors import AmpWarning, OptionError, UsageError
+from ampatch import amp, policy
+from ampatch.errors import AmpWarning, OptionError
 from ampatch.runtime import runtime
 
 PAGE = Path(__file__).parents[1] / "docs" / "guide" / "save_and_resume.md"
@@ -86,7 +85,7 @@ def scale() -> Callable[[], float]:
 
 
 class TestData:
-    def test_without_it_the_dict_is_what_it_was(self) -> None:
+    def test_state_dict_has_the_policy_only_if_it_is_included(self):
         initialize(num_losses=2)
         fresh = {"loss_scale": 2.0**16, "unskipped": 0}
         assert (
@@ -97,7 +96,7 @@ class TestData:
         assert both == amp.state_dict()
 
     @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-    def test_goes_through_a_file_and_loads_without_a_word(self, opt_level: str) -> None:
+    def test_policy_read_from_a_file_loads_without_a_warning(self, opt_level):
         state = saved(opt_level=opt_level, half_dtype=None)
         file = io.BytesIO()
         torch.save(state, file)
@@ -106,11 +105,11 @@ class TestData:
         assert read == json.loads(json.dumps(state, allow_nan=False)) == state
         assert told(read, opt_level=opt_level, half_dtype=None) == []
 
-    def test_loads_as_json_that_has_no_whole_floats(self) -> None:
+    def test_policy_of_json_that_writes_whole_floats_as_integers_loads(self):
         whole = re.sub(r"(\d+)\.0\b", r"\1", json.dumps(saved(scaler="torch")))
         assert told(json.loads(whole), scaler="torch") == []
 
-    def test_loads_from_a_distributed_checkpoint_of_another_policy(self, tmp_path: Path) -> None:
+    def test_distributed_checkpoint_loads_into_a_state_of_another_policy(self, tmp_path):
         """Which fills a dict that has the live policy, and needs the same keys in both."""
         state, other = saved(), saved(opt_level="O2")
         with warnings.catch_warnings():
@@ -119,34 +118,28 @@ class TestData:
             dcp.load(other, checkpoint_id=tmp_path, no_dist=True)
         assert other == state
 
-    def test_has_the_text_of_the_lists_as_they_were_read(self, tmp_path: Path) -> None:
+    def test_policy_has_the_text_of_the_lists_as_they_were_read(self, tmp_path):
         file = tmp_path / "casts.yaml"
         file.write_text(LISTS)
         initialize(cast_lists=[file, {"promote": {"torch": ["bmm"]}}])
         file.write_text("whitelist: {torch: [cosh]}")
         (name, text), (_, made) = amp.state_dict(include_policy=True)["policy"]["overlays"]
         assert (name, text) == (str(file), LISTS)
-        both = policy.effective(runtime.live)["sha256"]  # type: ignore[arg-type]
+        both = policy.effective(runtime.live)["sha256"]
         amp.deinitialize()
         file.write_text(text)
         (tmp_path / "made.yaml").write_text(made)
         assert hash_of(cast_lists=[file, tmp_path / "made.yaml"]) == both
 
-    def test_with_amp_disabled_there_is_none_and_it_is_not_read(self) -> None:
+    def test_policy_is_neither_saved_nor_read_if_amp_is_disabled(self):
         initialize(enabled=False)
         assert amp.state_dict(include_policy=True) == {}
         amp.load_state_dict({"policy": "damaged"})
 
-    def test_without_a_session_it_raises_as_ever(self) -> None:
-        with pytest.raises(UsageError, match=r"amp\.state_dict was called before"):
-            amp.state_dict(include_policy=True)
-        with pytest.raises(UsageError, match=r"amp\.load_state_dict was called before"):
-            amp.load_state_dict({"policy": "damaged"})
-
-    def test_is_asked_for_by_true(self) -> None:
+    def test_include_policy_is_true_or_false(self):
         initialize()
         with pytest.raises(OptionError, match="include_policy is 'no'"):
-            amp.state_dict(include_policy="no")  # type: ignore[arg-type]
+            amp.state_dict(include_policy="no")
 
 
 # Prints a policy with a set of names, a file and a registration; decorated functions are each process's own.
@@ -164,7 +157,7 @@ print(json.dumps(told))
 
 
 class TestGuide:
-    def test_the_example_warns_of_what_the_page_says(self) -> None:
+    def test_example_of_the_guide_gives_the_warning_that_the_guide_shows(self):
         section = PAGE.read_text(encoding="utf-8").partition("## The policy of a checkpoint\n")[2]
         code, expected = re.findall(r"^```(?:python|text)\n(.*?)\n```$", section, re.MULTILINE | re.DOTALL)[:2]
         with pytest.warns(AmpWarning) as caught:
@@ -174,7 +167,7 @@ class TestGuide:
 
 class TestHash:
     @pytest.mark.slow
-    def test_is_the_same_in_another_process_and_for_a_reordered_file(self, tmp_path: Path) -> None:
+    def test_hash_is_equal_in_another_process_and_for_a_reordered_file(self, tmp_path):
         files = [tmp_path / "one.yaml", tmp_path / "reordered.yaml"]
         for file, text in zip(files, [LISTS, REORDERED], strict=True):
             file.write_text(text)
@@ -203,12 +196,8 @@ class TestHash:
         ],
         ids=["values", "spelling"],
     )
-    def test_is_the_same_for_the_same_rules(self, one: object, other: object) -> None:
+    def test_equal_rules_have_one_hash(self, one, other):
         assert hash_of(cast_lists={"blacklist": one}) == hash_of(cast_lists={"blacklist": other}) != hash_of()
-
-    def test_is_the_same_if_only_an_error_reads_otherwise(self) -> None:
-        entry = {"torch.nn.functional": [{"name": "binary_cross_entropy", "instead": "nothing"}]}
-        assert hash_of(cast_lists={"banned": entry}) == hash_of()
 
     @pytest.mark.parametrize(
         "options",
@@ -218,25 +207,31 @@ class TestHash:
             {"profile_casts": True},
             {"verbosity": 1},
             {"check_finite": True},
+            # Only the error of this function reads otherwise.
+            {
+                "cast_lists": {
+                    "banned": {"torch.nn.functional": [{"name": "binary_cross_entropy", "instead": "nothing"}]}
+                }
+            },
         ],
-        ids=str,
+        ids=lambda options: next(iter(options)),
     )
-    def test_is_the_same_if_no_number_can_change(self, options: dict[str, Any]) -> None:
+    def test_options_that_change_no_number_do_not_change_the_hash(self, options):
         assert hash_of(**options) == hash_of()
 
-    def test_of_a_registered_function_is_that_of_a_list(self) -> None:
+    def test_registered_function_has_the_hash_of_a_listed_one(self):
         listed = hash_of(cast_lists={"blacklist": {"torch": ["conv2d"]}})
         amp.register_half_function(torch, "conv2d")
         amp.register_float_function(F, "conv2d")  # the same function: the last one counts, under all names
         assert hash_of() == listed
 
-    def test_is_the_same_if_a_function_is_unlisted_or_was_never_listed(self) -> None:
+    def test_unlisted_function_has_the_hash_of_one_that_was_never_listed(self):
         state = saved(cast_lists={"unlisted": {"torch": ["tan"]}})["policy"]
         row = ["torch.tan", "unlisted", "cast_lists"]
         assert row in state["rules"]
         assert policy.digest({**state, "rules": [each for each in state["rules"] if each != row]}) == state["sha256"]
 
-    def test_has_one_name_for_the_script_and_for_what_it_spawns(self) -> None:
+    def test_script_has_one_name_in_itself_and_in_processes_that_it_spawns(self):
         found = set()
         for name in ("__main__", "__mp_main__"):
             script = types.ModuleType(name)
@@ -269,7 +264,7 @@ class TestDifference:
         ],
         ids=["moved", "unlisted", "to the whitelist", "new", "an option", "a condition"],
     )
-    def test_of_one_rule(self, lists: dict[str, Any], line: str) -> None:
+    def test_rule_changes_hash_and_warning_in_both_directions(self, lists, line):
         state = saved()
         assert hash_of(cast_lists=lists) != state["policy"]["sha256"]
         assert f"  {line}" in told(state, cast_lists=lists)
@@ -286,26 +281,20 @@ class TestDifference:
         ],
         ids=["float32", "unlisted", "a rule", "no rule"],
     )
-    def test_of_one_rule_of_a_part(self, entries: dict[str, Any], line: str) -> None:
+    def test_rule_of_a_submodule_changes_hash_and_warning(self, entries, line):
         state, lists = saved(cast_lists={"modules": {"1": {}}}), {"modules": entries}
         assert hash_of(cast_lists=lists) not in (state["policy"]["sha256"], hash_of())
         assert f"  {line}" in told(state, cast_lists=lists)
         assert told(saved(cast_lists=lists), cast_lists=lists) == []
 
-    def test_of_the_order_of_parts_and_not_of_their_functions(self) -> None:
+    def test_order_of_submodules_changes_the_hash_and_that_of_functions_does_not(self):
         one = {"1": {"blacklist": ["bmm"], "unlisted": ["tan"]}, "LayerNorm": {}}
         other = {"1": {"unlisted": ["tan"], "blacklist": ["bmm"]}, "LayerNorm": {}}
         turned = {"LayerNorm": {}, "1": one["1"]}
         assert hash_of(cast_lists={"modules": one}) == hash_of(cast_lists={"modules": other})
         assert hash_of(cast_lists={"modules": one}) != hash_of(cast_lists={"modules": turned})
 
-    def test_of_parts_in_float32_at_o2(self) -> None:
-        lists = {"modules": {"1": "float32"}}
-        assert "  1: no such entry -> float32 (cast_lists)" in told(
-            saved(opt_level="O2"), opt_level="O2", cast_lists=lists
-        )
-
-    def test_names_the_line_of_a_file(self, tmp_path: Path) -> None:
+    def test_warning_names_the_line_of_a_file(self, tmp_path):
         file = tmp_path / "casts.yaml"
         file.write_text(LISTS)
         lines = told(saved(), cast_lists=file)
@@ -333,23 +322,19 @@ class TestDifference:
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )  # fmt: skip
-    def test_of_settings(self, options: dict[str, Any], lines: list[str]) -> None:
+    def test_setting_changes_hash_and_warning(self, options, lines):
         state = saved()
         assert hash_of(**options) != state["policy"]["sha256"]
         assert told(state, **options)[1:-1] == [f"  {line}" for line in lines]
 
     @pytest.mark.parametrize("levels", [("O0", "O1"), ("O0", "O2"), ("O1", "O2")], ids="-".join)
-    def test_of_levels_that_reach_other_rules_names_no_rule(self, levels: tuple[str, str]) -> None:
+    def test_warning_of_another_level_names_no_rule(self, levels):
         for before, after in (levels, levels[::-1]):
             lines = told(saved(opt_level=before), opt_level=after)
             assert lines[1] == f"  opt_level: {before!r} -> {after!r}"
             assert not [line for line in lines if "(shipped)" in line]
 
-    def test_of_the_half_type(self) -> None:
-        lines = told(saved(), half_dtype=torch.bfloat16)
-        assert lines[1:3] == ["  half_dtype: 'float16' -> 'bfloat16'", "  loss_scale: 'dynamic' -> 1.0"]
-
-    def test_at_o2_only_of_rules_that_have_an_effect(self) -> None:
+    def test_warning_at_o2_names_only_rules_that_have_an_effect(self):
         def lists(needs: bool) -> dict[str, Any]:
             return {
                 "blacklist": {
@@ -357,18 +342,21 @@ class TestDifference:
                 }
             }
 
-        lines = told(saved(opt_level="O2", cast_lists=lists(False)), opt_level="O2", cast_lists=lists(True))
+        at_o2 = {"opt_level": "O2"}
+        lines = told(saved(**at_o2, cast_lists=lists(False)), **at_o2, cast_lists=lists(True))
         assert lines[1:-1] == ["  torch.cosh: unlisted -> blacklist needs_float32 (cast_lists)"]
+        lines = told(saved(**at_o2), **at_o2, cast_lists={"modules": {"1": "float32"}})
+        assert "  1: no such entry -> float32 (cast_lists)" in lines
 
-    def test_of_a_function_that_was_registered_after_saving(self) -> None:
+    def test_warning_names_a_function_registered_after_saving(self):
         state = saved()
         amp.register_float_function(torch, "bmm")
         assert told(state)[1:-1] == ["  torch.bmm: whitelist (shipped) -> blacklist (registered)"]
         amp.register_bfloat16_function(torch, "bmm")
         assert told(state)[1:-1] == ["  torch.bmm: whitelist (shipped) -> whitelist to bfloat16 (registered)"]
 
-    def test_of_a_decorated_function(self) -> None:
-        state, name = saved(), f"{__name__}.{self.test_of_a_decorated_function.__qualname__}.<locals>.loss"
+    def test_warning_names_a_decorated_function(self):
+        state, name = saved(), f"{__name__}.{self.test_warning_names_a_decorated_function.__qualname__}.<locals>.loss"
 
         def loss(value: object) -> object:
             return value
@@ -379,7 +367,7 @@ class TestDifference:
         del loss
         assert told(with_it)[1:-1] == [f"  {name}: blacklist (decorated) -> not decorated"]
 
-    def test_names_other_versions_only_beside_a_difference(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_warning_names_other_versions_only_beside_a_difference(self, monkeypatch):
         with monkeypatch.context() as older:
             older.setattr(policy, "__version__", "0.0.1")
             older.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.0"))
@@ -388,24 +376,23 @@ class TestDifference:
         first = told(state, init_scale=2.0)[0]
         assert f"by ampatch 0.0.1 (here: {policy.__version__}) and torch 2.9.0 (here: {torch.__version__})" in first
 
-    def test_of_many_rules_says_how_many_more_there_are(self) -> None:
+    def test_warning_counts_rules_after_the_twelfth(self):
         lists = {"unlisted": {"torch.nn.functional": ["linear"], "*": ["exp", "log", "cosh", "sum", "prod"]}}
         head, *lines, more, _ = told(saved(), cast_lists=lists)
-        total = int(re.search(r"(\d+) differences, saved -> here:$", head)[1])  # type: ignore[index]
+        total = int(re.search(r"(\d+) differences, saved -> here:$", head)[1])
         assert len(lines) == 12
         assert more == f"  and {total - 12} more"
 
-    def test_of_the_user_comes_before_that_of_ampatch(self) -> None:
-        options = {
-            "half_dtype": torch.bfloat16,
-            "loss_scale": "dynamic",
-            "cast_lists": {"promote": {"torch": ["relu"]}},
-        }
-        lines = told(saved(), **options)
-        assert lines[2] == "  torch.relu: unlisted -> promote (cast_lists)"
-        assert "(shipped)" in lines[3]
+    def test_rules_of_the_user_are_named_before_those_of_the_half_type(self):
+        lines = told(saved(), half_dtype=torch.bfloat16, cast_lists={"promote": {"torch": ["relu"]}})
+        assert lines[1:4] == [
+            "  half_dtype: 'float16' -> 'bfloat16'",
+            "  loss_scale: 'dynamic' -> 1.0",
+            "  torch.relu: unlisted -> promote (cast_lists)",
+        ]
+        assert "(shipped)" in lines[4]
 
-    def test_is_none_for_a_decorated_function_that_is_not_imported_yet(self, package: Callable[..., None]) -> None:
+    def test_decorated_function_that_is_not_imported_yet_is_no_difference(self, package):
         package("decorating", losses="from ampatch import amp\n@amp.float_function\ndef loss(x): return x\n")
         importlib.import_module("decorating.losses")
         state = saved()
@@ -427,7 +414,7 @@ def norm(x): return x
 
 
 class TestPatterns:
-    def test_have_the_same_hash_before_and_after_the_import(self, package: Callable[..., None]) -> None:
+    def test_patterns_have_one_hash_before_and_after_the_import(self, package):
         package("of_policy", losses=OWN)
         module = "of_policy.losses"
         lists = [
@@ -443,11 +430,11 @@ class TestPatterns:
             ("first_loss", "blacklist"), ("norm", "whitelist"), ("second_loss", "unlisted"),
         ]}  # fmt: skip
 
-    def test_of_other_functions_may_stand_in_any_order(self) -> None:
+    def test_patterns_of_different_functions_have_one_hash_in_any_order(self):
         one = {"blacklist": {"torch.nn.functional": ["*_norm"]}, "promote": {"torch.nn.functional": ["*pad"]}}
         assert hash_of(cast_lists=one) == hash_of(cast_lists=dict(reversed(one.items())))
 
-    def test_of_the_same_functions_have_their_order_told(self) -> None:
+    def test_warning_names_the_order_of_patterns_of_the_same_functions(self):
         one = {"blacklist": {"torch.nn.functional": ["*_shuffle"]}, "promote": {"torch.nn.functional": ["channel_*"]}}
         other = dict(reversed(one.items()))
         state = saved(cast_lists=one)
@@ -458,7 +445,7 @@ class TestPatterns:
             state, cast_lists=other
         )
 
-    def test_in_place_of_names_are_told_alone(self) -> None:
+    def test_warning_names_a_pattern_in_place_of_a_name(self):
         by_pattern = {"blacklist": {"torch.nn.functional": ["pixel_shuffl[e]"]}}
         by_name = {"blacklist": {"torch.nn.functional": ["pixel_shuffle"]}}
         pattern = "torch.nn.functional.pixel_shuffl[e]"
@@ -493,9 +480,7 @@ class TestDamage:
             (lambda found: found.update(sha256=3), r"its sha256 is 3; its settings"),
         ],
     )
-    def test_raises_and_nothing_is_loaded(
-        self, damage: Callable[[dict[str, Any]], object], message: str, scale: Any
-    ) -> None:
+    def test_damaged_policy_raises_and_nothing_is_loaded(self, damage, message, scale):
         state = amp.state_dict(include_policy=True)
         state["loss_scaler0"]["loss_scale"] = 2.0**5
         damage(state["policy"])
@@ -508,12 +493,12 @@ class TestDamage:
         assert scale() == 2.0**5
 
     @pytest.mark.parametrize("entry", [None, "text", [], 3])
-    def test_of_the_whole_entry(self, entry: object, scale: Any) -> None:
+    def test_entry_that_is_no_dict_raises_and_nothing_is_loaded(self, entry, scale):
         with pytest.raises(OptionError, match=rf"otherwise: found {re.escape(repr(entry))}; expected a dict"):
             amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 0}, "policy": entry})
         assert scale() == 2.0**7
 
-    def test_of_a_scaler_raises_before_the_policy_is_warned_of(self, scale: Any) -> None:
+    def test_damaged_scaler_raises_before_any_warning_of_the_policy(self, scale):
         state = amp.state_dict(include_policy=True)
         amp.deinitialize()
         initialize(init_scale=2.0**8)
@@ -521,7 +506,7 @@ class TestDamage:
             amp.load_state_dict({**state, "loss_scaler0": {}})
         assert scale() == 2.0**8
 
-    def test_a_warning_that_is_an_error_leaves_every_scale(self) -> None:
+    def test_warning_turned_into_an_error_leaves_every_scale(self):
         state = saved(num_losses=2, init_scale=4.0)
         initialize(num_losses=2)
         with warnings.catch_warnings():

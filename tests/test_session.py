@@ -1,4 +1,4 @@
-"""Of the session: it is one, takes in all or nothing, and leaves everything as it was."""
+"""Tests the session: there is one, it is set up as a whole or not at all, and its end restores everything."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 
 import pytest
 import torch
 from conftest import OWN_ATTRIBUTES
-from helpers import assert_same_bits
+from helpers import assert_same_state
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
@@ -37,7 +37,7 @@ def x() -> Tensor:
 
 
 class Closed(torch.optim.SGD):
-    """An optimizer that cannot be adopted: it lets nobody replace its step."""
+    """An optimizer that cannot be adopted: it refuses to have its step replaced."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "step":
@@ -45,36 +45,17 @@ class Closed(torch.optim.SGD):
         super().__setattr__(name, value)
 
 
-class Slim:
-    """An optimizer to which no weak reference can be made."""
-
-    __slots__ = ("param_groups",)
-
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        self.param_groups = [{"params": list(parameters)}]
-
-    def step(self) -> None:
-        pass
-
-    def zero_grad(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
-def test_an_optimizer_without_weak_references_is_refused(opt_level: str) -> None:
-    model = Net()
-    with pytest.raises(OptionError, match="the step of this Slim cannot be replaced"):
-        amp.initialize(model, Slim(model.parameters()), opt_level=opt_level, verbosity=0)
-    assert runtime.live is None
-
-
-def traces(*models: nn.Module) -> list[object]:
-    """What a session leaves on models: hooks, and functions in place of others."""
-    return [
-        [list(module._forward_hooks), list(module._forward_pre_hooks), vars(module).get("activation")]
-        for model in models
-        for module in model.modules()
-    ]
+def traces(*objects: nn.Module | torch.optim.Optimizer) -> list[object]:
+    """What a session leaves on models and optimizers: hooks, and functions in place of others."""
+    found = []
+    for each in objects:
+        if isinstance(each, nn.Module):
+            modules = list(each.modules())
+            found += [[list(module._forward_hooks), list(module._forward_pre_hooks)] for module in modules]
+            found.append(vars(each).get("activation"))
+        else:
+            found.append(dict(vars(each)))
+    return found
 
 
 def patched() -> bool:
@@ -82,25 +63,15 @@ def patched() -> bool:
 
 
 class TestOneSession:
-    def test_is_joined_by_equal_settings(self):
-        amp.initialize(Net(), verbosity=0)
-        first = runtime.live
-        amp.initialize(Net(), verbosity=0)
-        assert runtime.live is first
-
     @pytest.mark.parametrize(
         ("options", "named"),
         [
             ({"half_dtype": torch.float16}, "half_dtype is torch.bfloat16 (this call: torch.float16)"),
-            ({"opt_level": "O0"}, "opt_level is 'O1' (this call: 'O0')"),
-            ({"loss_scale": 8.0}, "loss_scale is 1.0 (this call: 8.0)"),
-            ({"num_losses": 2}, "num_losses"),
             ({"cast_lists": {"blacklist": {"torch": ["mm"]}}}, "cast_lists"),
-            ({"scale_window": 7}, "scale_window is 2000 (this call: 7)"),
         ],
-        ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+        ids=["option", "lists"],
     )
-    def test_is_not_joined_by_others_and_stays_as_it_is(self, options, named):
+    def test_call_with_other_settings_raises_and_changes_nothing(self, options, named):
         live, model = amp.initialize(Net(), half_dtype=torch.bfloat16, verbosity=0), Net()
         before = traces(model)
         with pytest.raises(UsageError, match=r"amp\.deinitialize\(\)") as caught:
@@ -109,22 +80,7 @@ class TestOneSession:
         assert traces(model) == before
         assert live.linear(x()).dtype is torch.bfloat16
 
-    @pytest.mark.parametrize(
-        ("options", "named"),
-        [
-            ({}, "it was set up by amp.init (this call: amp.initialize)"),
-            ({"enable_caching": False}, "enable_caching"),
-            ({"allow_banned": True}, "allow_banned"),
-        ],
-        ids=["defaults", "enable_caching", "allow_banned"],
-    )
-    def test_of_init_is_not_joined_and_the_difference_is_said(self, options, named):
-        amp.init(half_dtype=torch.bfloat16, **options)
-        with pytest.raises(UsageError, match=r"amp\.deinitialize\(\)") as caught:
-            amp.initialize(Net(), half_dtype=torch.bfloat16, verbosity=0)
-        assert named in str(caught.value)
-
-    def test_cannot_be_opened_over_another(self):
+    def test_second_session_cannot_be_opened_beside_a_live_one(self):
         amp.initialize(Net(), verbosity=0)
         live = runtime.live
         with pytest.raises(UsageError, match=r"amp\.deinitialize\(\)"):
@@ -132,37 +88,37 @@ class TestOneSession:
         assert runtime.live is live
 
 
-class TestTakingDown:
-    def test_restores_torch_models_and_optimizers(self):
+class TestDeinitialize:
+    def test_deinitialize_restores_torch_models_and_optimizers(self):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        before = [*traces(model), vars(optimizer).get("step"), torch.mm, dict(vars(torch.backends.mha))]
-        parameters = [parameter.detach().clone() for parameter in model.parameters()]
+
+        def state() -> list[object]:
+            return [*traces(model, optimizer), torch.mm, dict(vars(torch.backends.mha))]
+
+        before = state()
+        parameters = copy.deepcopy(model.state_dict())
         amp.initialize(model, optimizer, verbosity=0)
         assert traces(model)[0] != before[0]
         assert "step" in vars(optimizer)
         assert patched()
         amp.deinitialize()
-        assert [*traces(model), vars(optimizer).get("step"), torch.mm, dict(vars(torch.backends.mha))] == before
-        for parameter, was in zip(model.parameters(), parameters, strict=True):
-            assert_same_bits(parameter, was)
+        assert state() == before
+        assert_same_state(model.state_dict(), parameters)
 
-    def test_twice_is_once(self):
-        amp.initialize(Net(), verbosity=0)
+    def test_deinitialize_does_nothing_without_a_session(self):
         amp.deinitialize()
-        amp.deinitialize()
-        assert runtime.live is None
-
-    def test_of_a_session_that_is_over_does_nothing_to_the_next(self):
         amp.initialize(Net(), verbosity=0)
         first = runtime.live
         amp.deinitialize()
+        amp.deinitialize()
+        assert runtime.live is None
         amp.initialize(Net(), verbosity=0)
         close_session(first)
         assert runtime.live is not None
         assert patched()
 
-    def test_makes_room_for_another_policy(self):
+    def test_settings_may_change_after_deinitialize(self):
         model = Net()
         for half in (torch.float16, torch.bfloat16, torch.float16):
             amp.initialize(model, half_dtype=half, verbosity=0)
@@ -170,7 +126,7 @@ class TestTakingDown:
             amp.deinitialize()
             assert model.linear(x()).dtype is torch.float32
 
-    def test_is_complete_where_a_piece_raises(self):
+    def test_deinitialize_goes_on_if_an_undo_raises(self):
         def fail() -> None:
             raise ValueError("cannot be taken out")
 
@@ -184,7 +140,7 @@ class TestTakingDown:
         assert traces(model) == before
         assert not patched()
 
-    def test_reports_what_somebody_else_replaced_at_the_line_that_took_it_down(self):
+    def test_deinitialize_leaves_and_reports_what_others_replaced(self):
         model = amp.initialize(Net(), verbosity=0)
         model.activation = torch.tanh
         with pytest.warns(AmpWarning, match=r"and its replacements stay: Net\.activation\.") as caught:
@@ -192,7 +148,7 @@ class TestTakingDown:
         assert caught[0].filename == __file__
         assert model.activation is torch.tanh
 
-    def test_lets_the_session_go(self):
+    def test_session_is_freed_after_deinitialize(self):
         model = amp.initialize(Net(), verbosity=0)
         model(x())
         died = weakref.ref(runtime.live)
@@ -201,15 +157,12 @@ class TestTakingDown:
         assert died() is None
 
 
-def refuse(name: str) -> Callable[..., object]:
-    def fail(*_: object, **__: object) -> object:
-        raise MemoryError(name)
-
-    return fail
+def refuse(*_: object, **__: object) -> object:
+    raise MemoryError
 
 
 @pytest.fixture
-def sealed() -> Iterator[object]:
+def sealed() -> object:
     """A class whose functions can be found, and not replaced."""
 
     class Meta(type):
@@ -224,68 +177,81 @@ def sealed() -> Iterator[object]:
     return Sealed
 
 
-def test_every_place_in_torch_that_is_patched_is_compared_after_every_test():
+def name_of(owner: object) -> str:
+    return owner.__module__ if isinstance(owner, type) else owner.__name__
+
+
+def test_conftest_compares_every_place_in_torch_that_amp_patches():
     amp.initialize(Net(), half_dtype=torch.float16, verbosity=0)
     owners = {id(patch.owner()): patch.owner() for patch in runtime.live.ledger.patches}
     compared = {id(owner) for owner in OWN_ATTRIBUTES.values()}
     others = [owner for key, owner in owners.items() if key not in compared and not isinstance(owner, nn.Module)]
-    assert not [name for name in map(module_name, others) if name.partition(".")[0] == "torch"]
+    assert not [name for name in map(name_of, others) if name.partition(".")[0] == "torch"]
 
 
-def module_name(owner: object) -> str:
-    return owner.__module__ if isinstance(owner, type) else owner.__name__
+def assert_initialize_fails(error: type[BaseException], models: object, *optimizers: object) -> None:
+    """Asserts that it raises, and that models and optimizers are as before; and torch, without a session before."""
+    live = runtime.live
+    objects = [*(models if isinstance(models, list) else [models]), *optimizers]
+    before = traces(*objects)
+    hooks = dict(_global_optimizer_post_hooks)
+    with pytest.raises(error):
+        amp.initialize(models, list(optimizers), verbosity=0)
+    assert traces(*objects) == before
+    assert dict(_global_optimizer_post_hooks) == hooks
+    assert runtime.live is live
+    assert patched() is (live is not None)
 
 
-class TestFailureHalfWay:
-    """Everything is as it was, and the next attempt works."""
-
-    def attempt(self, error: type[BaseException], model: nn.Module, *optimizers: object) -> None:
-        before = [*traces(model), *(dict(vars(optimizer)) for optimizer in optimizers)]
-        hooks = dict(_global_optimizer_post_hooks)
-        with pytest.raises(error):
-            amp.initialize(model, list(optimizers), verbosity=0)
-        assert [*traces(model), *(dict(vars(optimizer)) for optimizer in optimizers)] == before
-        assert dict(_global_optimizer_post_hooks) == hooks
-
-    def test_of_a_registration(self, sealed):
-        amp.register_half_function(torch, "mm")
-        amp.register_half_function(sealed, "function")
+class TestFailedInitialize:
+    def test_registration_that_fails_undoes_the_others_and_all_stay_registered(self, sealed):
+        amp.register_float_function(torch, "mm")
         amp.register_half_function(torch, "bmm")
-        self.attempt(TypeError, Net())
-        assert runtime.live is None
-        assert not patched()
+        amp.register_half_function(sealed, "function")
+        assert_initialize_fails(TypeError, Net())
+        runtime.registered.pop()
+        amp.initialize(Net(), verbosity=0)
+        assert torch.mm(x().bfloat16(), x().t().bfloat16()).dtype is torch.float32
 
-    def test_of_a_rule(self, monkeypatch):
-        monkeypatch.setattr(FunctionPatches, "rebind", refuse("in the middle"))
-        self.attempt(MemoryError, Net())
-        assert runtime.live is None
-        assert not patched()
+    def test_patch_that_fails_undoes_the_others(self, monkeypatch):
+        monkeypatch.setattr(FunctionPatches, "rebind", refuse)
+        assert_initialize_fails(MemoryError, Net())
 
-    def test_of_an_optimizer_of_a_first_session(self):
+    def test_hooks_that_fail_on_the_second_model_leave_none_on_the_first(self, monkeypatch):
+        first, second = Net(), Net()
+        monkeypatch.setattr(second, "register_forward_hook", refuse, raising=False)
+        assert_initialize_fails(MemoryError, [first, second])
+
+    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
+    def test_optimizer_without_weak_references_is_refused(self, opt_level):
+        class Slim:
+            __slots__ = ("param_groups", "step", "zero_grad")
+
+        optimizer, model = Slim(), Net()
+        optimizer.param_groups = [{"params": list(model.parameters())}]
+        optimizer.step = optimizer.zero_grad = lambda: None
+        with pytest.raises(OptionError, match="the step of this Slim cannot be replaced"):
+            amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+        assert runtime.live is None
+
+    @pytest.mark.parametrize("is_live", [False, True], ids=["first-session", "live-session"])
+    def test_optimizer_that_cannot_be_adopted_leaves_the_session_and_the_others(self, is_live):
+        first = amp.initialize(Net(), verbosity=0) if is_live else None
         model = Net()
         good, closed = torch.optim.SGD(model.parameters(), lr=0.1), Closed(model.parameters(), lr=0.1)
-        self.attempt(OptionError, model, good, closed)
-        assert runtime.live is None
-        assert not patched()
-        model, good = amp.initialize(model, good, verbosity=0)
+        assert_initialize_fails(OptionError, model, good, closed)
+        if is_live:
+            assert first.linear(x()).dtype is torch.bfloat16
+            assert not runtime.live.adopted.has(good)
+            assert runtime.live.adopted.parameter_ids() == {id(parameter) for parameter in first.parameters()}
+        amp.initialize(model, good, verbosity=0)
+        assert runtime.live.adopted.has(good)
         assert model.linear(x()).dtype is torch.bfloat16
 
-    def test_of_an_optimizer_of_a_session_that_is_live(self):
-        first = amp.initialize(Net(), verbosity=0)
-        live, model = runtime.live, Net()
-        good, closed = torch.optim.SGD(model.parameters(), lr=0.1), Closed(model.parameters(), lr=0.1)
-        self.attempt(OptionError, model, good, closed)
-        assert runtime.live is live
-        assert first.linear(x()).dtype is torch.bfloat16
-        assert not live.adopted.has(good)
-        assert live.adopted.parameter_ids() == {id(parameter) for parameter in first.parameters()}
-        amp.initialize(model, good, verbosity=0)
-        assert live.adopted.has(good)
-
-    def test_of_a_session_with_half_weights_leaves_the_next_attempt_every_hook(self):
+    def test_hooks_of_kept_modules_can_be_made_by_the_next_attempt(self):
         options = {"opt_level": "O2", "verbosity": 0, "keep_fp32": nn.LayerNorm}
         first = amp.initialize(nn.Sequential(nn.LayerNorm(4)), **options)
-        first.append(nn.LayerNorm(4))  # in between, a part of a model that is known has come
+        first.append(nn.LayerNorm(4))  # a new part of a model that amp knows
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
         good, closed = torch.optim.SGD(model.parameters(), lr=0.1), Closed(model.parameters(), lr=0.1)
         with pytest.raises(OptionError):
@@ -298,33 +264,14 @@ class TestFailureHalfWay:
         assert first(x()).dtype is model(x()).dtype is torch.float32
         assert seen == [torch.float32] * 3
 
-    def test_of_the_hooks_of_a_second_model(self, monkeypatch):
-        first, second = Net(), Net()
-        monkeypatch.setattr(second, "register_forward_hook", refuse("no hooks"), raising=False)
-        before = traces(first, second)
-        with pytest.raises(MemoryError):
-            amp.initialize([first, second], verbosity=0)
-        assert runtime.live is None
-        assert traces(first, second) == before
-
-    def test_leaves_registrations_for_the_next_attempt(self, sealed):
-        amp.register_float_function(torch, "mm")
-        amp.register_half_function(sealed, "function")
-        self.attempt(TypeError, Net())
-        runtime.registered.pop()
-        amp.initialize(Net(), verbosity=0)
-        assert torch.mm(x().bfloat16(), x().t().bfloat16()).dtype is torch.float32
-
 
 class Plain:
-    """An optimizer that is none of torch's: copied and pickled attribute by attribute."""
+    """An optimizer that is not torch's: copied and pickled attribute by attribute."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.param_groups = [{"params": parameters}]
+    def __init__(self, parameters: Iterable[nn.Parameter], **_: object) -> None:
+        self.param_groups = [{"params": list(parameters)}]
 
-    def zero_grad(self) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            parameter.grad = None
+    def zero_grad(self) -> None: ...
 
     def step(self) -> None:
         with torch.no_grad():
@@ -335,48 +282,41 @@ class Plain:
 COPIES = pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["deepcopy", "pickle"]
 )
-MAKERS = pytest.mark.parametrize(
-    "make", [lambda parameters: torch.optim.Adam(parameters, lr=0.1), Plain], ids=["torch", "plain"]
-)
 
 
-class TestWhatUsersDoWithTheirObjects:
+class TestAdoptedObjects:
     @COPIES
-    @MAKERS
-    def test_an_adopted_optimizer_copies_and_the_copy_steps_by_itself(self, copied, make):
+    @pytest.mark.parametrize("make", [torch.optim.Adam, Plain])
+    def test_copy_of_an_adopted_optimizer_steps_alone(self, copied, make):
         model = Net()
-        model, optimizer = amp.initialize(model, make(list(model.parameters())), verbosity=0)
+        model, optimizer = amp.initialize(model, make(model.parameters(), lr=0.1), verbosity=0)
         with amp.scale_loss(model(x()).pow(2).sum(), optimizer) as loss:
             loss.backward()
         optimizer.step()
         twin = copied(optimizer)
         assert type(twin) is type(optimizer)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        its = list(twin.param_groups[0]["params"])
-        its_before = [parameter.detach().clone() for parameter in its]
+        its = twin.param_groups[0]["params"]
+        before, its_before = copy.deepcopy([list(model.parameters()), its])
         for parameter in its:
             parameter.grad = torch.ones_like(parameter)
         twin.step()
-        assert all(torch.equal(was, parameter) for was, parameter in zip(before, model.parameters(), strict=True))
-        assert not any(torch.equal(was, parameter) for was, parameter in zip(its_before, its, strict=True))
+        assert all(map(torch.equal, before, model.parameters()))
+        assert not any(map(torch.equal, its_before, its))
 
-    def test_the_state_dict_of_an_adopted_optimizer_is_that_of_a_plain_one(self):
+    def test_state_dict_of_an_adopted_optimizer_is_that_of_a_plain_one(self):
         def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
             optimizer.step()
             return optimizer.state_dict()
 
-        plain = Net()
+        plain, model = Net(), Net()
         expected = train(plain, torch.optim.Adam(plain.parameters(), lr=0.1))
-        model = Net()
         found = train(*amp.initialize(model, torch.optim.Adam(model.parameters(), lr=0.1), verbosity=0))
-        assert found.keys() == expected.keys()
-        assert found["param_groups"] == expected["param_groups"]
-        torch.testing.assert_close(found["state"], expected["state"], rtol=0, atol=0)
+        assert_same_state(found, expected)
 
     @COPIES
-    def test_an_adopted_model_copies_and_the_copy_is_independent(self, copied):
+    def test_copy_of_an_adopted_model_is_independent(self, copied):
         model = amp.initialize(Net(), verbosity=0)
         twin = copied(model)
         with torch.no_grad():
@@ -385,7 +325,7 @@ class TestWhatUsersDoWithTheirObjects:
         amp.deinitialize()
         assert torch.equal(twin(x()), twin.activation(twin.linear.bias.expand(3, 4), dim=-1))
 
-    def test_a_copy_may_be_adopted_itself(self):
+    def test_copy_of_an_adopted_model_may_be_adopted(self):
         model = amp.initialize(Net(), half_dtype=torch.bfloat16, verbosity=0)
         twin = amp.initialize(copy.deepcopy(model), half_dtype=torch.bfloat16, verbosity=0)
         with torch.no_grad():
@@ -393,7 +333,7 @@ class TestWhatUsersDoWithTheirObjects:
         amp.deinitialize()
         assert twin.linear(x()).dtype is torch.float32
 
-    def test_an_optimizer_that_compares_and_does_not_hash_is_told_from_its_equal(self):
+    def test_optimizers_that_compare_equal_are_told_apart(self):
         class Equal(torch.optim.SGD):
             def __eq__(self, other: object) -> bool:
                 return isinstance(other, Equal)
@@ -407,7 +347,7 @@ class TestWhatUsersDoWithTheirObjects:
         with pytest.raises(UsageError, match="never handed to"):
             amp.skipped_steps(other)
 
-    def test_dropped_models_and_optimizers_are_let_go(self):
+    def test_dropped_models_and_optimizers_are_freed(self):
         amp.initialize(nn.Module(), half_dtype=torch.bfloat16, verbosity=0)
         model = Net()
         model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters(), lr=0.1), verbosity=0)

@@ -1,4 +1,4 @@
-"""What is live, told: as plain data, in a repr, and in the error that says which settings a call asks for otherwise."""
+"""Tests how live settings are shown: as plain data, in a repr, and in the error of a call that asks for others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import json
 import pickle
 import re
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,12 +18,13 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from ampatch import amp
-from ampatch.errors import UsageError
+from ampatch.errors import OptionError, UsageError
 from ampatch.opt_levels import LEVELS
 from ampatch.runtime import runtime
 from ampatch.settings import Settings
 
 BFLOAT16 = {"half_dtype": torch.bfloat16, "verbosity": 0}
+UNLISTED = {"unlisted": {"torch": ["exp"]}}
 
 
 def net() -> nn.Module:
@@ -36,67 +35,56 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-class TestIsOn:
-    def test_from_initialize_to_deinitialize(self) -> None:
-        assert amp.is_on() is False
-        amp.initialize(net(), **BFLOAT16)
-        assert amp.is_on() is True
-        amp.deinitialize()
-        assert amp.is_on() is False
+def plain(value: object) -> bool:
+    """Whether a value is text, a number, True, False, None, or a list of such."""
+    return all(map(plain, value)) if type(value) is list else value is None or type(value) in (str, int, float, bool)
 
-    def test_in_the_block_of_init(self) -> None:
+
+class TestIsOn:
+    def test_is_on_tells_whether_a_session_is_live(self):
+        assert amp.is_on() is False
         with amp.init():
             assert amp.is_on() is True
+        with pytest.raises(OptionError):
+            amp.initialize(net(), opt_level="O7")
         assert amp.is_on() is False
-
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_at_every_level(self, level: str) -> None:
-        amp.initialize(net(), opt_level=level, verbosity=0)
-        assert amp.is_on() is True
-
-    def test_not_where_it_is_disabled(self) -> None:
         amp.initialize(net(), enabled=False)
         assert amp.is_on() is False
         amp.init(enabled=False)
         assert amp.is_on() is False
-
-    def test_where_it_was_on_before_a_disabled_call(self) -> None:
         amp.initialize(net(), **BFLOAT16)
-        amp.initialize(net(), enabled=False)
+        amp.initialize(net(), enabled=False)  # changes nothing
         assert amp.is_on() is True
-
-    def test_not_where_initialize_failed(self) -> None:
-        with pytest.raises(amp.OptionError):
-            amp.initialize(net(), opt_level="O7")
+        amp.deinitialize()
         assert amp.is_on() is False
 
-    def test_inside_disable_casts_where_only_casts_are_off(self) -> None:
+    def test_disable_casts_leaves_amp_on_and_turns_off_casts_of_its_thread(self):
         amp.initialize(net(), **BFLOAT16)
+        elsewhere: list[bool] = []
         with amp.disable_casts():
             assert (amp.is_on(), amp.settings()["casts_here"]) == (True, False)
+            thread = threading.Thread(target=lambda: elsewhere.append(amp.settings()["casts_here"]))
+            thread.start()
+            thread.join()
+        assert elsewhere == [True]
         assert amp.settings()["casts_here"] is True
 
-    def test_in_compiled_code(self) -> None:
+    def test_compiled_code_may_ask_whether_amp_is_on(self):
         compiled = torch.compile(lambda x: x + 1 if amp.is_on() else x, fullgraph=True, backend="eager")
         assert compiled(torch.zeros(1)).item() == 0
         amp.initialize(net(), **BFLOAT16)
         assert compiled(torch.zeros(1)).item() == 1
 
 
-def plain(value: object) -> bool:
-    """Whether a value is text, a number, True, False, None, or a list of such."""
-    return all(map(plain, value)) if type(value) is list else value is None or type(value) in (str, int, float, bool)
-
-
 class TestSettings:
-    def test_when_off_it_says_so_and_no_more(self) -> None:
+    def test_settings_without_a_session_say_that_there_is_none(self):
         assert amp.settings() == {"is_on": False, "disabled": False}
         amp.initialize(net(), enabled=False)
         assert amp.settings() == {"is_on": False, "disabled": True}
         amp.deinitialize()
         assert amp.settings() == {"is_on": False, "disabled": False}
 
-    def test_of_o1(self, tmp_path: Path) -> None:
+    def test_settings_at_o1(self, tmp_path):
         file = tmp_path / "own.yaml"
         file.write_text("blacklist: {torch: [mm]}\n")
         models = [net(), net()]
@@ -105,7 +93,7 @@ class TestSettings:
             models,
             [sgd(models[0])],
             half_dtype="fp16",
-            cast_lists=[file, {"unlisted": {"torch": ["exp"]}}],
+            cast_lists=[file, UNLISTED],
             num_losses=2,
             min_loss_scale=0.5,
             verbosity=0,
@@ -150,7 +138,7 @@ class TestSettings:
             "casts_here": True,
         }
 
-    def test_of_o2(self) -> None:
+    def test_settings_at_o2(self):
         amp.initialize(
             net(),
             opt_level="O2",
@@ -163,9 +151,6 @@ class TestSettings:
             check_finite=True,
             verbosity=0,
         )
-
-        found = amp.settings()
-
         expected = {
             "cast_model_type": "bfloat16",
             "keep_batchnorm_fp32": True,
@@ -180,15 +165,15 @@ class TestSettings:
             "patch_torch_functions": False,
             "casts_here": False,
         }
-        assert {name: found[name] for name in expected} == expected
+        assert amp.settings() == {**amp.settings(), **expected}
 
-    def test_of_init(self) -> None:
+    def test_settings_of_init(self):
         with amp.init(half_dtype="bfloat16", allow_banned=True, enable_caching=False):
             found = amp.settings()
         assert (found["set_up_by"], found["allow_banned"], found["enable_caching"]) == ("amp.init", True, False)
         assert (found["num_models"], found["num_optimizers"]) == (0, 0)
 
-    def test_the_scales_are_the_present_ones(self) -> None:
+    def test_loss_scales_are_the_present_ones(self):
         model = net()
         optimizer = sgd(model)
         amp.initialize(model, optimizer, half_dtype=torch.float16, verbosity=0)
@@ -197,26 +182,18 @@ class TestSettings:
         optimizer.step()
         assert amp.settings()["loss_scales"] == [2.0**15]
 
-    def test_models_and_optimizers_that_are_gone_do_not_count(self) -> None:
+    def test_dropped_models_and_optimizers_do_not_count(self):
         model, kept = net(), net()
         amp.initialize([model, kept], sgd(model), **BFLOAT16)
         del model
         gc.collect()
         assert (amp.settings()["num_models"], amp.settings()["num_optimizers"]) == (1, 0)
 
-    def test_casts_are_those_of_this_thread(self) -> None:
-        amp.initialize(net(), **BFLOAT16)
-        told: list[bool] = []
-        with amp.disable_casts():
-            thread = threading.Thread(target=lambda: told.append(amp.settings()["casts_here"]))
-            thread.start()
-            thread.join()
-        assert told == [True]
-
     @pytest.mark.parametrize("level", LEVELS)
-    def test_all_of_it_is_plain(self, level: str) -> None:
+    def test_settings_are_a_dict_of_plain_values_at_every_level(self, level):
         amp.initialize(net(), opt_level=level, verbosity=0)
         found = amp.settings()
+        assert found["is_on"] is amp.is_on() is True
         assert isinstance(found, dict)
         assert [name for name, value in found.items() if not plain(value)] == []
 
@@ -232,23 +209,23 @@ class TestSettings:
         ],
         ids=["json", "yaml.safe_dump", "yaml.dump", "pickle", "deepcopy", "dict"],
     )
-    def test_it_travels(self, round_trip: Callable[[dict[str, Any]], object]) -> None:
+    def test_settings_stay_equal_through_serialization(self, round_trip):
         model = amp.initialize(net(), **BFLOAT16)  # kept, as the settings count models
         assert round_trip(amp.settings()) == amp.settings()
         del model
 
-    def test_a_checkpoint_that_holds_it_loads_without_ampatch(self) -> None:
+    def test_checkpoint_with_settings_loads_without_ampatch(self):
         model = amp.initialize(net(), **BFLOAT16)
         file = io.BytesIO()
-        torch.save({"amp": amp.settings()}, file)
+        torch.save(amp.settings(), file)
         assert b"ampatch" not in file.getvalue()
         file.seek(0)
-        assert torch.load(file, weights_only=True) == {"amp": amp.settings()}
+        assert torch.load(file, weights_only=True) == amp.settings()
         del model
 
-    def test_it_prints_as_lines_and_in_a_notebook_as_a_table(self) -> None:
+    def test_settings_print_as_lines_and_in_a_notebook_as_a_table(self):
         assert repr(amp.settings()) == "is_on     False\ndisabled  False"
-        amp.initialize(net(), cast_lists={"unlisted": {"torch": ["exp"]}}, **BFLOAT16)
+        amp.initialize(net(), cast_lists=UNLISTED, **BFLOAT16)
         found = amp.settings()
         assert re.search(r"^half_dtype +'bfloat16'$", repr(found), re.MULTILINE)
         found["<b>"] = "<i>&"
@@ -257,185 +234,154 @@ class TestSettings:
         assert "<tr><th>opt_level</th><td>&#x27;O1&#x27;</td></tr>" in table
         assert "<tr><th>&lt;b&gt;</th><td>&#x27;&lt;i&gt;&amp;&#x27;</td></tr>" in table
 
-    def test_nothing_of_the_session_can_be_changed_through_it(self) -> None:
-        amp.initialize(net(), cast_lists={"unlisted": {"torch": ["exp"]}}, **BFLOAT16)
+    def test_edits_of_the_dict_do_not_reach_the_session(self):
+        amp.initialize(net(), cast_lists=UNLISTED, **BFLOAT16)
         before = copy.deepcopy(amp.settings())
         amp.settings()["cast_lists"].clear()
         amp.settings()["device_types"].append("cuda")
         assert amp.settings() == before
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"opt_level": "O2", "half_dtype": "float16", "keep_fp32": ["0"], "cast_buffers": False},
+            {"opt_level": "O1", "half_dtype": "float16", "loss_scale": 128.0, "check_finite": True, "num_losses": 2},
+            {"opt_level": "O3", "keep_batchnorm_fp32": True, "cast_model_outputs": torch.float32},
+        ],
+    )
+    def test_plain_data_can_be_read_back(self, options):
+        amp.initialize(net(), verbosity=0, **options)
+        live = runtime.live.settings
+        assert Settings.of_plain_data(live.as_plain_data(), live.lists) == live
+
 
 class TestReprs:
-    def test_of_the_handle(self) -> None:
+    def test_repr_of_a_handle_tells_whether_its_session_is_live(self):
         handle = amp.init(half_dtype=torch.bfloat16)
         assert repr(handle) == "Handle(on: opt_level='O1', half_dtype=torch.bfloat16)"
-        handle.deactivate()
+        amp.deinitialize()
+        amp.initialize(net(), **BFLOAT16)
         assert repr(handle) == "Handle(deactivated: opt_level='O1', half_dtype=torch.bfloat16)"
         assert repr(amp.init(enabled=False)) == "Handle(does nothing: enabled=False)"
         assert repr(amp.Handle.__new__(amp.Handle)) == "Handle(does nothing: enabled=False)"
 
-    def test_of_a_handle_after_deinitialize(self) -> None:
-        handle = amp.init(half_dtype=torch.bfloat16)
-        amp.deinitialize()
-        amp.initialize(net(), **BFLOAT16)
-        assert repr(handle).startswith("Handle(deactivated")
-
-    def test_of_a_dynamic_scaler(self) -> None:
-        scaler = amp.LossScaler(init_scale=8.0)
-        assert repr(scaler) == "LossScaler(dynamic, loss_scale=8.0, unskipped=0)"
-        scaler.update()
-        assert repr(scaler) == "LossScaler(dynamic, loss_scale=8.0, unskipped=1)"
-
-    def test_of_a_static_scaler_as_it_was_loaded(self) -> None:
-        scaler = amp.LossScaler(4.0)
-        assert repr(scaler) == "LossScaler(static, loss_scale=4.0)"
-        scaler.load_state_dict({"loss_scale": 2.0, "unskipped": 3})
-        assert repr(scaler) == "LossScaler(static, loss_scale=2.0)"
-
-    def test_of_a_scaler_reads_nothing_off_a_device(self) -> None:
-        # Whatever is read off "meta" raises.
-        scaler, static = amp.LossScaler(init_scale=8.0), amp.LossScaler(4.0)
-        for each in (scaler, static):
-            each.to(torch.device("meta"))
-        assert repr(scaler) == "LossScaler(dynamic, loss_scale on meta: read it by .state, init_scale=8.0)"
+    def test_repr_of_a_loss_scaler_has_its_state(self):
+        dynamic, static = amp.LossScaler(init_scale=8.0), amp.LossScaler(4.0)
+        dynamic.update()
+        assert repr(dynamic) == "LossScaler(dynamic, loss_scale=8.0, unskipped=1)"
         assert repr(static) == "LossScaler(static, loss_scale=4.0)"
+        static.load_state_dict({"loss_scale": 2.0, "unskipped": 3})
+        assert repr(static) == "LossScaler(static, loss_scale=2.0)"
+        for each in (dynamic, static):
+            each.to(torch.device("meta"))  # whatever is read off "meta" raises
+        assert repr(dynamic) == "LossScaler(dynamic, loss_scale on meta: read it by .state, init_scale=8.0)"
+        assert repr(static) == "LossScaler(static, loss_scale=2.0)"
 
-    def test_of_a_scaler_never_fails(self) -> None:
+    def test_repr_of_a_loss_scaler_never_fails(self):
         assert "LossScaler object at" in repr(amp.LossScaler.__new__(amp.LossScaler))
         scaler = amp.LossScaler()
         with FakeTensorMode():
             assert "LossScaler" in repr(scaler)
 
-    def test_of_what_is_inside_fits_on_a_screen(self) -> None:
-        amp.initialize(net(), cast_lists={"unlisted": {"torch": ["exp"]}}, **BFLOAT16)
-        assert runtime.live is not None
-        told = repr(runtime.live.settings)
-        assert len(told) < 1000
-        assert "CastLists(shipped lists, a mapping: " in told
+    def test_repr_of_internal_settings_abbreviates_the_lists(self):
+        amp.initialize(net(), cast_lists=UNLISTED, **BFLOAT16)
+        shown = repr(runtime.live.settings)
+        assert len(shown) < 1000
+        assert "CastLists(shipped lists, a mapping: " in shown
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"opt_level": "O2", "half_dtype": "float16", "keep_fp32": ["0"], "cast_buffers": False},
-        {"opt_level": "O1", "half_dtype": "float16", "loss_scale": 128.0, "check_finite": True, "num_losses": 2},
-        {"opt_level": "O3", "keep_batchnorm_fp32": True, "cast_model_outputs": torch.float32},
-    ],
-)
-def test_settings_come_back_from_plain_data(options):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0, **options)
-    live = runtime.live.settings
-    again = Settings.of_plain_data(live.as_plain_data(), live.lists)
-    assert again == live
+def named(live: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+    """The settings that the error of the second call names, one by one."""
+    amp.initialize(net(), **{**BFLOAT16, **live})
+    with pytest.raises(UsageError) as caught:
+        amp.initialize(net(), **{**BFLOAT16, **asked})
+    found = re.fullmatch(
+        r"amp is set up already with other settings: (.*)\. Type amp\.deinitialize\(\) first, or give the same "
+        r"arguments\.",
+        str(caught.value),
+    )
+    assert found is not None, caught.value
+    return found[1].split("; ")
 
 
-class TestTheDifference:
-    """In the error of a call that asks for other settings than those that are live."""
-
-    def told(self, live: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-        """The settings that the error names, one by one."""
-        amp.initialize(net(), **{**BFLOAT16, **live})
-        with pytest.raises(UsageError) as caught:
-            amp.initialize(net(), **{**BFLOAT16, **asked})
-        found = re.fullmatch(
-            r"amp is set up already with other settings: (.*)\. Type amp\.deinitialize\(\) first, or give the same "
-            r"arguments\.",
-            str(caught.value),
-        )
-        assert found is not None, caught.value
-        return found[1].split("; ")
+@pytest.mark.filterwarnings("ignore:on_overflow=:ampatch.errors.AmpWarning")  # under a static scale
+class TestOtherSettings:
+    @pytest.mark.parametrize(
+        ("common", "name", "live", "asked"),
+        [
+            ({}, "half_dtype", torch.bfloat16, torch.float16),
+            ({}, "patch_torch_functions", True, False),
+            ({}, "cast_model_type", None, torch.float32),
+            ({"opt_level": "O2"}, "keep_batchnorm_fp32", True, False),
+            ({"opt_level": "O2"}, "master_weights", True, False),
+            ({"opt_level": "O2"}, "keep_fp32", None, ["0"]),
+            ({}, "cast_model_outputs", None, torch.float32),
+            ({"opt_level": "O2"}, "cast_buffers", False, True),
+            ({}, "loss_scale", 1.0, "dynamic"),
+            ({"loss_scale": "dynamic"}, "init_scale", 65536.0, 4.0),
+            ({}, "growth_factor", 2.0, 4.0),
+            ({}, "backoff_factor", 0.5, 0.25),
+            ({}, "scale_window", 2000, 7),
+            ({}, "hysteresis", 1, 2),
+            ({}, "min_loss_scale", 2.0**-24, 1.0),
+            ({}, "max_loss_scale", 2.0**24, 4.0),
+            ({}, "num_losses", 1, 2),
+            ({}, "exact_hooks", False, True),
+            ({}, "profile_casts", False, True),
+            ({}, "check_finite", False, True),
+            ({}, "fused_linear", True, False),
+            ({}, "on_overflow", "explain", "raise"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_error_names_an_argument_that_differs_with_both_values(self, common, name, live, asked):
+        given = {} if live is None else {name: live}
+        told = named({**common, **given}, {**common, name: asked})
+        assert told == [f"{name} is {live!r} (this call: {asked!r})"]
 
     @pytest.mark.parametrize(
-        ("live", "asked", "told"),
+        ("live", "asked", "expected"),
         [
-            ({}, {"opt_level": "O0"}, "opt_level is 'O1' (this call: 'O0')"),
-            ({}, {"half_dtype": "half"}, "half_dtype is torch.bfloat16 (this call: torch.float16)"),
             ({"half_dtype": None, "opt_level": "O4"}, {}, "opt_level is 'O4' (this call: 'O1')"),
-            ({}, {"loss_scale": 8.0}, "loss_scale is 1.0 (this call: 8.0)"),
-            ({}, {"loss_scale": "dynamic"}, "loss_scale is 1.0 (this call: 'dynamic')"),
-            ({}, {"patch_torch_functions": False}, "patch_torch_functions is True (this call: False)"),
-            ({}, {"cast_model_type": torch.float32}, "cast_model_type is None (this call: torch.float32)"),
-            ({}, {"num_losses": 2}, "num_losses is 1 (this call: 2)"),
-            ({}, {"cast_model_outputs": "float32"}, "cast_model_outputs is None (this call: torch.float32)"),
-            ({}, {"exact_hooks": True}, "exact_hooks is False (this call: True)"),
-            ({}, {"profile_casts": True}, "profile_casts is False (this call: True)"),
-            ({}, {"check_finite": True}, "check_finite is False (this call: True)"),
-            ({}, {"fused_linear": False}, "fused_linear is True (this call: False)"),
-            ({}, {"on_overflow": "raise"}, "on_overflow is 'explain' (this call: 'raise')"),
+            ({"cast_lists": UNLISTED}, {"opt_level": "O2"}, "opt_level is 'O1' (this call: 'O2')"),
+            ({}, {"scaler": "apex"}, f"min_loss_scale is {2.0**-24} (this call: {2.0**-126})"),
+            ({"keep_fp32": "0"}, {"keep_fp32": nn.LayerNorm}, "keep_fp32 is ['0'] (this call: ['LayerNorm'])"),
             ({"on_overflow": print}, {"on_overflow": "log"}, "on_overflow is 'builtins.print' (this call: 'log')"),
             (
                 {"on_overflow": [].append},
                 {"on_overflow": [1].append},
                 "on_overflow is 'builtins.list.append' (this call: 'another builtins.list.append')",
             ),
-            ({}, {"growth_factor": 4}, "growth_factor is 2.0 (this call: 4.0)"),
-            ({}, {"backoff_factor": 0.25}, "backoff_factor is 0.5 (this call: 0.25)"),
-            ({}, {"scale_window": 7}, "scale_window is 2000 (this call: 7)"),
-            ({}, {"hysteresis": 2}, "hysteresis is 1 (this call: 2)"),
-            ({}, {"min_loss_scale": 1}, f"min_loss_scale is {2.0**-24} (this call: 1.0)"),
-            ({}, {"max_loss_scale": 4}, f"max_loss_scale is {2.0**24} (this call: 4.0)"),
-            ({}, {"scaler": "apex"}, f"min_loss_scale is {2.0**-24} (this call: {2.0**-126})"),
-            (
-                {"loss_scale": "dynamic"},
-                {"loss_scale": "dynamic", "init_scale": 4},
-                "init_scale is 65536.0 (this call: 4.0)",
-            ),
-            (
-                {"opt_level": "O2"},
-                {"opt_level": "O2", "keep_batchnorm_fp32": False},
-                "keep_batchnorm_fp32 is True (this call: False)",
-            ),
-            (
-                {"opt_level": "O2"},
-                {"opt_level": "O2", "master_weights": False},
-                "master_weights is True (this call: False)",
-            ),
-            (
-                {"opt_level": "O2", "keep_fp32": "0"},
-                {"opt_level": "O2", "keep_fp32": nn.LayerNorm},
-                "keep_fp32 is ['0'] (this call: ['LayerNorm'])",
-            ),
-            ({"opt_level": "O2"}, {"opt_level": "O2", "keep_fp32": "0"}, "keep_fp32 is None (this call: ['0'])"),
         ],
-        ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+        ids=["level", "lists-at-a-level", "scaler", "class", "callable", "equal-names"],
     )
-    @pytest.mark.filterwarnings("ignore:on_overflow=:ampatch.errors.AmpWarning")  # under a static scale
-    def test_an_argument_is_named_with_both_values_and_no_other(
-        self, live: dict[str, Any], asked: dict[str, Any], told: str
-    ) -> None:
-        assert self.told(live, asked) == [told]
+    def test_error_names_no_argument_that_follows_from_another(self, live, asked, expected):
+        assert named(live, asked) == [expected]
 
-    def test_several_are_all_named(self) -> None:
-        assert self.told({}, {"loss_scale": 8.0, "num_losses": 2, "scale_window": 5}) == [
-            "loss_scale is 1.0 (this call: 8.0)",
-            "scale_window is 2000 (this call: 5)",
-            "num_losses is 1 (this call: 2)",
-        ]
-
-    def test_what_follows_from_the_level_is_left_out_and_what_was_typed_is_not(self) -> None:
-        assert self.told({}, {"opt_level": "O2", "master_weights": False, "loss_scale": 2.0}) == [
+    def test_arguments_given_beside_another_level_are_named_too(self):
+        assert named({}, {"opt_level": "O2", "master_weights": False, "loss_scale": 2.0}) == [
             "opt_level is 'O1' (this call: 'O2')",
             "master_weights is None (this call: False)",
             "loss_scale is 1.0 (this call: 2.0)",
         ]
 
-    def test_of_init(self) -> None:
-        amp.init(half_dtype=torch.bfloat16, allow_banned=True)
-        with pytest.raises(
-            UsageError, match=r"set up by amp\.init \(this call: amp\.initialize\);.* allow_banned is True"
-        ):
+    def test_error_of_initialize_names_init_and_its_arguments(self):
+        amp.init(half_dtype=torch.bfloat16, allow_banned=True, enable_caching=False)
+        message = r"set up by amp\.init \(this call: amp\.initialize\);.* allow_banned is True .*enable_caching is Fal"
+        with pytest.raises(UsageError, match=message):
             amp.initialize(net(), **BFLOAT16)
 
-    def test_init_says_what_is_live(self) -> None:
+    def test_error_of_init_names_the_live_level(self):
         amp.initialize(net(), opt_level="O3", **BFLOAT16)
         with pytest.raises(UsageError, match=r"set up already, at opt_level='O3' in torch\.bfloat16; type amp\.deinit"):
             amp.init()
 
-    def test_an_edited_file_is_told_entry_by_entry(self, tmp_path: Path) -> None:
+    def test_entries_of_an_edited_file_are_named_and_moved_lines_are_not(self, tmp_path):
         file = tmp_path / "own.yaml"
         file.write_text("blacklist:\n  torch: [mm]\n")
+        amp.initialize(net(), cast_lists=file, **BFLOAT16)
+        file.write_text("# why\nblacklist:\n  torch: [mm]\n")
         amp.initialize(net(), cast_lists=file, **BFLOAT16)
         file.write_text("\n\nblacklist:\n  torch: [mm, bmm]\nunlisted:\n  torch: [chain_matmul]\n")
 
@@ -450,54 +396,52 @@ class TestTheDifference:
         )
         assert "torch.mm " not in str(caught.value)
 
-    def test_lines_that_only_moved_are_no_difference(self, tmp_path: Path) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text("blacklist:\n  torch: [mm]\n")
-        amp.initialize(net(), cast_lists=file, **BFLOAT16)
-        file.write_text("# why\nblacklist:\n  torch: [mm]\n")
-        amp.initialize(net(), cast_lists=file, **BFLOAT16)
-
     @pytest.mark.parametrize(("number", "more"), [(3, ""), (4, ", and 1 more"), (6, ", and 3 more")])
-    def test_of_many_entries_a_few_are_told_and_then_how_many_more(self, number: int, more: str) -> None:
+    def test_three_entries_are_named_and_the_others_counted(self, number, more):
         names = ["addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm"][:number]
-        (told,) = self.told({}, {"cast_lists": {"unlisted": {"torch": names}}})
-        assert told.count("this call: on no list") == 3
-        assert told.endswith(f"(this call: on no list){more}")
+        (found,) = named({}, {"cast_lists": {"unlisted": {"torch": names}}})
+        assert found.count("this call: on no list") == 3
+        assert found.endswith(f"(this call: on no list){more}")
 
     @pytest.mark.parametrize(
-        ("live", "asked", "told"),
+        ("list_name", "function", "live", "asked", "expected"),
         [
             (
-                {"blacklist": {"torch": ["mm"]}},
-                {"blacklist": {"torch": [{"name": "mm", "when": {"mat2": [1, "2"]}}]}},
-                "torch.mm is in the blacklist by cast_lists (this call: in the blacklist when mat2='2'|1 by cast_lists",
+                "blacklist",
+                "mm",
+                {},
+                {"when": {"mat2": [1, "2"]}},
+                "in the blacklist by cast_lists (this call: in the blacklist when mat2='2'|1 by cast_lists",
             ),
             (
-                {"blacklist": {"torch": ["mm"]}},
-                {"blacklist": {"torch": [{"name": "mm", "dtypes": ["float16"]}]}},
-                "torch.mm is in the blacklist by cast_lists (this call: in the whitelist by whitelist.yaml:",
+                "blacklist",
+                "mm",
+                {},
+                {"dtypes": ["float16"]},
+                "in the blacklist by cast_lists (this call: in the whitelist by whitelist.yaml:",
             ),
             (
-                {"blacklist": {"torch": ["sum"]}},
-                {"blacklist": {"torch": [{"name": "sum", "via_dtype": True}]}},
-                "torch.sum is in the blacklist by cast_lists (this call: in the blacklist via_dtype by cast_lists)",
+                "blacklist",
+                "sum",
+                {},
+                {"via_dtype": True},
+                "in the blacklist by cast_lists (this call: in the blacklist via_dtype by cast_lists)",
             ),
             (
-                {"banned": {"torch": [{"name": "mm", "instead": "use a"}]}},
-                {"banned": {"torch": [{"name": "mm", "instead": "use b"}]}},
-                "torch.mm is banned by cast_lists (this call: there too, with another `instead`)",
+                "banned",
+                "mm",
+                {"instead": "use a"},
+                {"instead": "use b"},
+                "banned by cast_lists (this call: there too, with another `instead`)",
             ),
         ],
         ids=["when", "dtypes", "via_dtype", "instead"],
     )
-    def test_the_options_of_an_entry_are_told(self, live: object, asked: object, told: str) -> None:
-        (found,) = self.told({"cast_lists": live}, {"cast_lists": asked})
-        assert found.startswith(f"cast_lists: {told}")
+    def test_options_of_an_entry_are_named(self, list_name, function, live, asked, expected):
+        entries = ({"cast_lists": {list_name: {"torch": [{"name": function, **each}]}}} for each in (live, asked))
+        (found,) = named(*entries)
+        assert found.startswith(f"cast_lists: torch.{function} is {expected}")
 
-    def test_of_lists_of_one_half_type_which_is_said(self) -> None:
-        (found,) = self.told({}, {"cast_lists": {"unlisted": {"torch": [{"name": "mm", "dtypes": ["float16"]}]}}})
+    def test_half_type_is_named_if_entries_differ_in_one_only(self):
+        (found,) = named({}, {"cast_lists": {"unlisted": {"torch": [{"name": "mm", "dtypes": ["float16"]}]}}})
         assert found.endswith("(this call: on no list) in float16")
-
-    def test_lists_of_a_level_that_has_none_are_left_out(self) -> None:
-        (found,) = self.told({"cast_lists": {"unlisted": {"torch": ["mm"]}}}, {"opt_level": "O2"})
-        assert found == "opt_level is 'O1' (this call: 'O2')"

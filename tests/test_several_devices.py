@@ -1,4 +1,4 @@
-"""Models whose parameters are on several devices: one verdict decides on the step, and every gradient is unscaled.
+"""Tests models whose parameters are on several devices: one verdict decides on the step, all gradients are unscaled.
 
 The far devices show on any machine which way a number goes. What a GPU computes is for the tests marked gpu to show, of
 models that are partly on the CPU.
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import optimizers
 import pytest
 import torch
 from far_devices import FarDevices
@@ -34,6 +35,8 @@ PLACES = {"two-GPUs": (0, 1), "second-GPU": (1, 1), "GPU-and-CPU": (0, None), "C
 
 in_every_place = pytest.mark.parametrize("places", PLACES.values(), ids=PLACES)
 every_fused = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+every_optimizer = pytest.mark.parametrize("make", [SGD, *FUSED.values()], ids=["not-fused", *FUSED])
+plain_and_fused = pytest.mark.parametrize("make", [SGD, FUSED["SGD"]], ids=["SGD", "fused-SGD"])
 
 
 class Parameters(nn.Module):
@@ -75,18 +78,12 @@ def far(far_devices: FarDevices, places: tuple[int | None, ...]) -> Far:
 
 
 def initialize(far: Far, optimizer: Any, **options: Any) -> None:
-    amp.initialize(
-        far.model,
-        optimizer,
-        **{
-            "opt_level": "O1",
-            "patch_torch_functions": False,
-            "loss_scale": "dynamic",
-            "init_scale": SCALE,
-            "verbosity": 0,
-            **options,
-        },
-    )
+    optimizers.initialize(far.model, optimizer, **{"init_scale": SCALE, **options})
+
+
+def scaled(overflowing: int | None, value: float = math.inf) -> tuple[float, ...]:
+    """Gradients of 1 times the scale, of which one may overflow."""
+    return tuple(value if index == overflowing else SCALE for index in range(2))
 
 
 def block(far: Far, optimizer: Any, gradients: tuple[float, ...], loss_on: int | None = 0, **options: Any) -> None:
@@ -97,40 +94,29 @@ def block(far: Far, optimizer: Any, gradients: tuple[float, ...], loss_on: int |
 @in_every_place
 @pytest.mark.parametrize("loss_on", [0, 1, None], ids=["loss-on-cuda:0", "loss-on-cuda:1", "loss-on-the-CPU"])
 @pytest.mark.parametrize("overflowing", [None, 0, 1])
-class TestAStep:
-    def test_skips_if_any_device_overflows(self, far, loss_on, overflowing):
-        optimizer = SGD(far.model.parameters())
-        initialize(far, optimizer)
-        scaled = tuple(math.inf if index == overflowing else SCALE for index in range(2))
-        block(far, optimizer, scaled, loss_on)
-        optimizer.step()
-        assert far.weights() == ([0, 0] if overflowing is None else [1, 1])
-        assert amp.step_was_skipped(optimizer) == (overflowing is not None)
-        assert amp.get_loss_scale() == (SCALE if overflowing is None else SCALE / 2)
-
-    @every_fused
-    @pytest.mark.covering(1)
-    def test_of_a_fused_optimizer_skips_by_itself_on_every_device(self, far, loss_on, overflowing, make):
-        optimizer = make(far.model.parameters())
-        initialize(far, optimizer)
-        block(far, optimizer, (SCALE, SCALE), loss_on)
-        optimizer.step()
-        optimizer.zero_grad()
-        before = far.weights()
-        assert before == pytest.approx([0, 0], abs=1e-6)
-        block(far, optimizer, tuple(math.inf if index == overflowing else SCALE for index in range(2)), loss_on)
-        optimizer.step()
-        if overflowing is None:
-            assert all(now < earlier - 0.5 for now, earlier in zip(far.weights(), before, strict=True))
-        else:
-            assert far.weights() == before
-        assert amp.step_was_skipped(optimizer) == (overflowing is not None)
+@every_optimizer
+def test_step_is_skipped_if_gradients_on_any_device_overflow(far, loss_on, overflowing, make):
+    optimizer = make(far.model.parameters())
+    initialize(far, optimizer)
+    block(far, optimizer, (SCALE, SCALE), loss_on)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = far.weights()
+    assert before == pytest.approx([0, 0], abs=1e-6)
+    block(far, optimizer, scaled(overflowing), loss_on)
+    optimizer.step()
+    if overflowing is None:
+        assert all(now < earlier - 0.5 for now, earlier in zip(far.weights(), before, strict=True))
+    else:
+        assert far.weights() == before
+    assert amp.step_was_skipped(optimizer) == (overflowing is not None)
+    assert amp.get_loss_scale() == (SCALE if overflowing is None else SCALE / 2)
 
 
 @every_fused
 @pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["one-GPU", "two-GPUs"])
 @pytest.mark.parametrize("is_clipped", [False, True], ids=["unclipped", "clipped"])
-def test_a_fused_step_starts_one_copy_to_the_host_and_waits_for_none(far, make, is_clipped, caplog):
+def test_fused_step_starts_one_copy_to_the_host_and_waits_for_none(far, make, is_clipped, caplog):
     optimizer, devices = make(far.model.parameters()), far.devices
     initialize(far, optimizer, verbosity=1)
     block(far, optimizer, (SCALE, SCALE))
@@ -155,7 +141,7 @@ def test_a_fused_step_starts_one_copy_to_the_host_and_waits_for_none(far, make, 
 @pytest.mark.parametrize("places", [(0, 0), (0, 1)], ids=["one-GPU", "two-GPUs"])
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize("is_unpickled", [False, True], ids=["new", "unpickled"])
-def test_an_optimizer_for_graphs_skips_outside_of_a_capture_too(far, name, is_unpickled):
+def test_capturable_optimizer_skips_outside_of_a_capture_too(far, name, is_unpickled):
     optimizer = getattr(torch.optim, name)(far.model.parameters(), lr=1.0, fused=True, capturable=True)
     if is_unpickled:  # pickling keeps no more; of such an optimizer torch warns, and amp leaves that to it
         del optimizer._warned_capturable_if_run_uncaptured
@@ -173,11 +159,11 @@ def test_an_optimizer_for_graphs_skips_outside_of_a_capture_too(far, name, is_un
 
 @in_every_place
 class TestSeveralBlocks:
-    """Whose losses are on different devices, so that one scale has verdicts on both."""
+    """Their losses are on different devices, so that one scale has verdicts on both."""
 
     @pytest.mark.parametrize("overflowing", [None, 0, 1], ids=["none-overflows", "first-overflows", "second-overflows"])
     @pytest.mark.parametrize("make", [SGD, FUSED["SGD"], FUSED["Adagrad"]], ids=["SGD", "fused-SGD", "fused-Adagrad"])
-    def test_decide_together(self, far, make, overflowing):
+    def test_blocks_with_losses_on_different_devices_decide_together(self, far, make, overflowing):
         optimizer = make(far.model.parameters())
         initialize(far, optimizer, num_losses=2)
         for loss_id in range(2):
@@ -195,8 +181,8 @@ class TestSeveralBlocks:
             SCALE / 2 if index == overflowing else SCALE for index in range(2)
         ]
 
-    @pytest.mark.parametrize("make", [SGD, FUSED["SGD"]], ids=["SGD", "fused-SGD"])
-    def test_of_one_scale_that_moved_in_between(self, far, make):
+    @plain_and_fused
+    def test_blocks_may_move_their_scale_between_devices(self, far, make):
         optimizer = make(far.model.parameters())
         initialize(far, optimizer)
         block(far, optimizer, (SCALE, SCALE), loss_on=0)
@@ -211,7 +197,7 @@ class TestSeveralBlocks:
         assert far.weights() == [-1, -1]
         assert amp.skipped_steps(optimizer) == 1
 
-    def test_may_delay_what_the_last_one_does(self, far):
+    def test_unscaling_and_overflow_check_may_be_delayed(self, far):
         optimizer = SGD(far.model.parameters())
         initialize(far, optimizer)
         block(far, optimizer, (SCALE, SCALE), loss_on=0, delay_unscale=True)
@@ -219,7 +205,7 @@ class TestSeveralBlocks:
         optimizer.step()
         assert far.weights() == [-1, -1]
 
-    def test_of_other_optimizers_leave_a_delayed_one_to_be_clipped(self, far):
+    def test_block_of_another_optimizer_leaves_delayed_gradients_to_be_clipped(self, far):
         first, second = (SGD([parameter]) for parameter in far.model.parameters())
         initialize(far, [first, second])
         with amp.scale_loss(far.number(1.0, 0), first, delay_unscale=True):
@@ -233,33 +219,31 @@ class TestSeveralBlocks:
         assert far.weights() == pytest.approx([1 - 0.5**0.5, 0])
 
 
-class TestAScaleThatMoves:
-    """To the device of a later loss, while verdicts and uses of it are where they were."""
+def test_scale_that_moved_takes_an_overflow_from_its_old_device(far_devices):
+    scaler = amp.LossScaler(init_scale=SCALE)
+    scaler.to(torch.device("cuda", 1))
+    scaler.note(far_devices.of(1.0, 0))
+    scaler.update()
+    assert scaler.state.loss_scale == SCALE / 2
 
-    def test_takes_a_verdict_from_where_it_was(self, far_devices):
-        scaler = amp.LossScaler(init_scale=SCALE)
-        scaler.to(torch.device("cuda", 1))
-        scaler.note(far_devices.of(1.0, 0))
-        scaler.update()
-        assert scaler.state.loss_scale == SCALE / 2
 
-    def test_is_compared_with_what_it_was(self, far_devices):
-        scaler = amp.LossScaler(init_scale=SCALE)
-        scaler.to(torch.device("cuda", 0))
-        before = ScaleUse(scaler, 0)
-        scaler.to(torch.device("cuda", 1))
-        scaler.update()
-        assert ScaleUse(scaler, 0).is_same_scale(before)
-        scaler.note(far_devices.of(1.0, 1))
-        scaler.update()
-        assert not ScaleUse(scaler, 0).is_same_scale(before)
+def test_scale_that_moved_is_the_same_until_it_changes(far_devices):
+    scaler = amp.LossScaler(init_scale=SCALE)
+    scaler.to(torch.device("cuda", 0))
+    before = ScaleUse(scaler, 0)
+    scaler.to(torch.device("cuda", 1))
+    scaler.update()
+    assert ScaleUse(scaler, 0).is_same_scale(before)
+    scaler.note(far_devices.of(1.0, 1))
+    scaler.update()
+    assert not ScaleUse(scaler, 0).is_same_scale(before)
 
 
 @in_every_place
 class TestClipping:
     @pytest.mark.parametrize("delay_unscale", [False, True])
-    @pytest.mark.parametrize("make", [SGD, FUSED["SGD"]], ids=["SGD", "fused-SGD"])
-    def test_takes_one_norm_of_all_devices(self, far, make, delay_unscale):
+    @plain_and_fused
+    def test_norm_is_that_of_gradients_on_all_devices(self, far, make, delay_unscale):
         optimizer = make(far.model.parameters())
         initialize(far, optimizer)
         block(far, optimizer, (3 * SCALE, 4 * SCALE), delay_unscale=delay_unscale)
@@ -269,12 +253,10 @@ class TestClipping:
         assert far.weights() == pytest.approx([1 - 3 / 50**0.5, 1 - 4 / 50**0.5])
 
     @pytest.mark.parametrize("overflowing", [0, 1])
-    def test_leaves_an_overflow_on_any_device_to_skip_the_step(self, far, overflowing):
+    def test_overflow_on_any_device_skips_a_clipped_step(self, far, overflowing):
         optimizer = SGD(far.model.parameters())
         initialize(far, optimizer)
-        block(
-            far, optimizer, tuple(math.inf if index == overflowing else SCALE for index in range(2)), delay_unscale=True
-        )
+        block(far, optimizer, scaled(overflowing), delay_unscale=True)
         amp.clip_grad_norm_(optimizer, 1.0)
         optimizer.step()
         assert far.weights() == [1, 1]
@@ -282,22 +264,22 @@ class TestClipping:
 
 @in_every_place
 @pytest.mark.parametrize("overflowing", [None, 0, 1])
-class TestOtherWays:
-    def test_a_check_of_a_static_scale(self, far, overflowing):
+class TestOtherInterfaces:
+    def test_check_finite_skips_the_step_if_any_device_overflows(self, far, overflowing):
         optimizer = SGD(far.model.parameters())
         initialize(far, optimizer, loss_scale=SCALE, check_finite=True)
-        block(far, optimizer, tuple(math.nan if index == overflowing else SCALE for index in range(2)))
+        block(far, optimizer, scaled(overflowing, math.nan))
         optimizer.step()
         assert far.weights() == ([0, 0] if overflowing is None else [1, 1])
         assert amp.stats()["skipped_steps"] == (overflowing is not None)
 
-    def test_a_loss_scaler_by_hand(self, far, overflowing):
+    def test_loss_scaler_by_hand_unscales_and_notes_every_device(self, far, overflowing):
         scaler = amp.LossScaler(init_scale=SCALE)
         for loss_on in (0, 1, None):
             far.model.zero_grad()
-            scaled = scaler.scale(far.number(1.0, loss_on))
-            assert far.devices.values(scaled).item() == SCALE
-            far.backward(tuple(math.inf if index == overflowing else SCALE for index in range(2)))
+            scaled_loss = scaler.scale(far.number(1.0, loss_on))
+            assert far.devices.values(scaled_loss).item() == SCALE
+            far.backward(scaled(overflowing))
             overflow = scaler.unscale_(parameter.grad for parameter in far.model.parameters())
             assert bool(overflow) == (overflowing is not None)
             if overflowing is None:
@@ -305,17 +287,17 @@ class TestOtherWays:
         scaler.update()
         assert scaler.state.loss_scale == (SCALE if overflowing is None else SCALE / 2)
 
-    @pytest.mark.parametrize("make", [SGD, *FUSED.values()], ids=["not-fused", *FUSED])
+    @every_optimizer
     @pytest.mark.parametrize("clips", [False, True], ids=["", "unscaled-before"])
     @pytest.mark.covering(1)
-    def test_a_grad_scaler(self, far, overflowing, make, clips):
+    def test_grad_scaler_skips_the_step_if_any_device_overflows(self, far, overflowing, make, clips):
         scaler = ampatch.GradScaler("cpu", init_scale=SCALE)
         optimizer = make(far.model.parameters())
         for value in (SCALE, math.inf):
             before = far.weights()
             optimizer.zero_grad()
             scaler.scale(far.number(1.0, 0))
-            far.backward(tuple(value if index == overflowing else SCALE for index in range(2)))
+            far.backward(scaled(overflowing, value))
             if clips:
                 scaler.unscale_(optimizer)
             scaler.step(optimizer)
@@ -325,27 +307,23 @@ class TestOtherWays:
         assert scaler.get_scale() == (SCALE if overflowing is None else SCALE / 2)
 
 
+class Split(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3).cuda()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).cuda())
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O1", "O2"])
 class TestOnARealGpu:
     """A model whose first layer is on the CPU, and whose last one is on a GPU."""
 
-    LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
-
-    @staticmethod
-    def split() -> nn.Module:
-        class Split(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                torch.manual_seed(0)
-                self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3).cuda()
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.last(self.first(x).cuda())
-
-        return Split()
-
     def trained(self, make: Callable[..., Any], *overflows: bool, loss_on: str = "cuda", **options: Any) -> Any:
-        model = self.split()
+        model = Split()
         optimizer = make(model.parameters())
         amp.initialize(model, optimizer, loss_scale="dynamic", init_scale=2.0**8, verbosity=0, **options)
         weights = []
@@ -360,14 +338,13 @@ class TestOnARealGpu:
             weights.append([parameter.detach().float().cpu().clone() for parameter in amp.master_params(optimizer)])
         return weights, amp.skipped_steps(optimizer)
 
-    @LEVELS
     @pytest.mark.parametrize("loss_on", ["cuda", "cpu"])
     @pytest.mark.parametrize(
         "make",
         [torch.optim.Adam, functools.partial(torch.optim.Adam, fused=True), FUSED["SGD"]],
         ids=["", "fused", "SGD"],
     )
-    def test_skips_what_overflows_and_nothing_else(self, make, loss_on, level):
+    def test_step_on_gpu_and_cpu_is_skipped_only_after_an_overflow(self, make, loss_on, level):
         weights, skipped = self.trained(make, False, True, False, True, loss_on=loss_on, opt_level=level)
         assert skipped == 2
         for before, after, is_same in zip(weights, weights[1:], (True, False, True), strict=False):
@@ -375,9 +352,8 @@ class TestOnARealGpu:
                 assert torch.equal(one, other) == is_same
                 assert other.isfinite().all()
 
-    @LEVELS
-    def test_clips_by_one_norm(self, level):
-        model = self.split()
+    def test_norm_is_that_of_gradients_on_gpu_and_cpu(self, level):
+        model = Split()
         optimizer = SGD(model.parameters())
         # The default scale overflows float16 in the gradient of this loss.
         amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", init_scale=2.0**8, verbosity=0)

@@ -1,4 +1,4 @@
-"""The numbers of `amp.stats`: what they count, and that their names stay the same."""
+"""Tests the numbers of `amp.stats`: what they count, and that their names stay the same."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import HALF_DTYPES, Slotted, dtype_name
+from optimizers import backward
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -38,11 +39,9 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 def train(model: nn.Module, optimizers: Any, *factors: float, **options: Any) -> None:
-    each = optimizers if isinstance(optimizers, list) else [optimizers]
     for factor in factors:
-        with amp.scale_loss(loss_of(model) * factor, optimizers, **options) as scaled_loss:
-            scaled_loss.backward()
-        for optimizer in each:
+        backward(loss_of(model) * factor, optimizers, **options)
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             optimizer.step()
             optimizer.zero_grad()
 
@@ -55,7 +54,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def test_of_one_loss_and_one_optimizer() -> None:
+def test_stats_of_one_loss_and_one_optimizer() -> None:
     model, optimizer = begun()
     train(model, optimizer, 1.0, math.nan, 1.0, 1.0)
     numbers = amp.stats()
@@ -79,7 +78,7 @@ def test_of_one_loss_and_one_optimizer() -> None:
     [(name, half) for name, level in LEVELS.items() for half in HALF_DTYPES if level.half_dtype in (None, half)],
     ids=lambda value: value if isinstance(value, str) else dtype_name(value),
 )
-def test_are_plain_and_have_the_same_names_throughout(level: str, half: torch.dtype) -> None:
+def test_stats_are_numbers_under_the_same_names_throughout(level: str, half: torch.dtype) -> None:
     model = network()
     optimizers = [torch.optim.SGD([each], lr=0.1) for each in (model[0].weight, model[2].weight)]
     amp.initialize(model, optimizers, opt_level=level, half_dtype=half, num_losses=2, verbosity=0)
@@ -95,25 +94,19 @@ def test_are_plain_and_have_the_same_names_throughout(level: str, half: torch.dt
     assert all(type(value) in (int, float) for value in amp.stats().values())
 
 
-def test_of_several_losses_are_apart() -> None:
+def test_stats_of_several_losses_have_their_number_in_the_name() -> None:
     model, optimizer = begun(num_losses=2)
     train(model, optimizer, 1.0, math.nan)
     train(model, optimizer, 1.0, 1.0, loss_id=1)
     numbers = amp.stats()
-    expected = {
-        "loss_scale/0": SCALE / 2,
-        "loss_scale/1": SCALE,
-        "clean_steps/0": 0,
-        "clean_steps/1": 2,
-        "overflows/0": 1,
-        "overflows/1": 0,
-    }
-    assert {name: numbers[name] for name in expected} == expected
+    expected = {"loss_scale/0": SCALE / 2, "loss_scale/1": SCALE}
+    expected |= {"clean_steps/0": 0, "clean_steps/1": 2, "overflows/0": 1, "overflows/1": 0}
+    assert numbers == {**numbers, **expected}
     assert not {"loss_scale", "clean_steps", "overflows"} & numbers.keys()
 
 
 @pytest.mark.parametrize("far", [False, True], ids=["", "far-away"])
-def test_of_several_optimizers_are_apart_and_outlive_them(far: bool, request: pytest.FixtureRequest) -> None:
+def test_skipped_steps_are_counted_for_each_optimizer_and_outlive_it(far: bool, request: pytest.FixtureRequest) -> None:
     if far:
         request.getfixturevalue("far_away")
     model = network()
@@ -131,18 +124,17 @@ def test_of_several_optimizers_are_apart_and_outlive_them(far: bool, request: py
     assert skipped() == {"overflows": 2, "skipped_steps": 3, "skipped_steps/0": 1, "skipped_steps/1": 2}
 
 
-def test_count_what_check_finite_skips() -> None:
+def test_steps_skipped_by_check_finite_are_counted():
     model, optimizer = begun(loss_scale=1.0, check_finite=True)
     train(model, optimizer, 1.0, math.nan, 1.0)
     model[0].bias.grad = torch.full_like(model[0].bias, math.nan)
     optimizer.step()
-    numbers = amp.stats()
-    assert (numbers["loss_scale"], numbers["overflows"], numbers["skipped_steps"]) == (1.0, 2, 2)
-    assert numbers["clean_steps"] == 3
+    expected = {"loss_scale": 1.0, "overflows": 2, "skipped_steps": 2, "clean_steps": 3}
+    assert amp.stats() == {**amp.stats(), **expected}
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_count_an_overflow_once_for_all_optimizers_that_check_finite_skips(fused: bool) -> None:
+def test_overflow_that_check_finite_finds_counts_once_for_all_optimizers(fused: bool) -> None:
     model = network()
     optimizers = [torch.optim.AdamW(model[index].parameters(), fused=fused) for index in (0, 2)]
     amp.initialize(model, optimizers, half_dtype="bfloat16", check_finite=True, verbosity=0)
@@ -162,13 +154,12 @@ def test_count_an_overflow_once_for_all_optimizers_that_check_finite_skips(fused
     assert counts() == (5, 4, 4)
 
 
-def test_count_overflows_of_accumulated_blocks_that_another_optimizer_steps_between() -> None:
+def test_overflow_of_accumulated_blocks_with_a_step_between_counts_once() -> None:
     model = network()
     every, each = (torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2))
     amp.initialize(model, [every, each], half_dtype="bfloat16", check_finite=True, verbosity=0)
     for factor in (math.nan, 1.0):
-        with amp.scale_loss(loss_of(model) * factor, [every, each]) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss_of(model) * factor, [every, each])
         each.step()
         each.zero_grad()
     every.step()
@@ -176,7 +167,7 @@ def test_count_overflows_of_accumulated_blocks_that_another_optimizer_steps_betw
     assert (numbers["overflows"], numbers["skipped_steps"]) == (1, 2)
 
 
-def test_of_the_cache_are_those_of_this_moment() -> None:
+def test_cached_bytes_are_those_of_this_moment() -> None:
     model, _ = begun()
     model(torch.ones(1, 4))
     model(torch.ones(1, 4))
@@ -188,7 +179,7 @@ def test_of_the_cache_are_those_of_this_moment() -> None:
     assert amp.stats()["cached_bytes"] == 0
 
 
-def test_of_init_begin_without_an_optimizer() -> None:
+def test_stats_of_init_have_the_same_names_before_an_optimizer() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with amp.init(half_dtype="float16"):
@@ -197,7 +188,7 @@ def test_of_init_begin_without_an_optimizer() -> None:
         assert amp.stats().keys() == names
 
 
-def test_are_none_where_amp_is_off() -> None:
+def test_stats_are_empty_if_amp_is_off() -> None:
     assert amp.stats() == {}
     amp.initialize(network(), enabled=False)
     assert amp.stats() == {}
@@ -208,7 +199,7 @@ def test_are_none_where_amp_is_off() -> None:
     assert amp.stats() == {}
 
 
-def test_of_an_adoption_that_failed_leave_nothing() -> None:
+def test_failed_initialize_leaves_no_stats_of_its_optimizers() -> None:
     model, _ = begun()
     with pytest.raises(amp.AmpError):
         amp.initialize(

@@ -1,4 +1,4 @@
-"""Of several models, losses and optimizers: after every step a run under amp has the numbers of one in plain float32.
+"""Compares training with several models, losses and optimizers to plain float32: every step has the same numbers.
 
 A run is a script of passes and steps, played twice: by plain torch, which skips by the rule below, and under amp.
 
@@ -19,8 +19,8 @@ import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ class Do:
     action: Callable[[World], object]
 
 
-Script = Sequence[Pass | Step | Do]
+Script = list[Pass | Step | Do]
 
 
 def clear(*optimizers: int) -> Do:
@@ -234,7 +234,7 @@ def assert_exact(tensors: Sequence[Tensor]) -> None:
     assert numbers.abs().max().item() < 2.0**6 if len(numbers) else True
 
 
-def play_plainly(world: World, script: Script, scalers: int, *, exact: bool = True) -> list[Moment]:
+def play_plainly(world: World, script: Script, scalers: int) -> list[Moment]:
     """Without amp; a pass that overflows under amp has its gradients here, and the rule says who skips."""
     book = Book([first_state(POLICY)] * scalers, [False] * scalers)
     moments = []
@@ -252,8 +252,7 @@ def play_plainly(world: World, script: Script, scalers: int, *, exact: bool = Tr
                 book.note_pass(event)
                 known = () if event.delay_unscale else set(event.handed) - book.skipping
                 moment = Moment([], {index: after[index] for index in known})
-                if exact:
-                    assert_exact(after)
+                assert_exact(after)
             case Step(index):
                 optimizer, skips = world.optimizers[index], book.skips(event.optimizer)
                 if not skips:
@@ -266,8 +265,7 @@ def play_plainly(world: World, script: Script, scalers: int, *, exact: bool = Tr
                     updated=flat(parameters(optimizer)),
                     state=flat(state(optimizer)),
                 )
-                if exact:
-                    assert_exact([*weights(world), *state(optimizer)])
+                assert_exact([*weights(world), *state(optimizer)])
         moment.scales.extend(scale.loss_scale for scale in book.scales)
         moments.append(moment)
     return moments
@@ -352,14 +350,8 @@ def begin(world: World, level: Level, scalers: int) -> None:
     amp.load_state_dict({f"loss_scaler{index}": fresh for index in range(scalers)})
 
 
-def assert_plays_alike(
-    make: Callable[[], World],
-    script: Script,
-    level: Level,
-    scalers: int = 1,
-    expected: Sequence[Moment] | None = None,
-) -> None:
-    expected = play_plainly(make(), script, scalers) if expected is None else expected
+def assert_plays_alike(make: Callable[[], World], script: Script, level: Level, scalers: int) -> None:
+    expected = play_plainly(make(), script, scalers)
     world = make()
     begin(world, level, scalers)
     world.outputs = level.outputs
@@ -449,137 +441,98 @@ def loss_of_one(number: int, index: int) -> Callable[[World], Tensor]:
     return loss
 
 
-# The matrix
+# The scripts
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A cell of the matrix.
+# A case is a tuple of settings, of which the last is the number of the pass that overflows, or None.
+Cases = Sequence[tuple[Any, ...]]
 
-    Attributes:
-        losses: 1 or 2; each has a pass in every iteration.
-        optimizers: 1 or 2.
-        models: 1 or 2.
-        scalers: 1 or as many as losses.
-        reach: whether each loss reaches both layers, or only its own.
-        handed: whether `scale_loss` gets all optimizers, or only those that the loss reaches.
-        overflow_at: the number of the pass that overflows.
-        fused: whether the optimizers skip in their kernels.
-    """
 
-    losses: int
-    optimizers: int
-    models: int
-    scalers: int
-    reach: Literal["both", "own"] = "both"
-    handed: Literal["all", "own"] = "all"
-    overflow_at: int | None = None
-    fused: bool | None = None
-
-    def make(self) -> World:
-        return two_layers(self.models, self.optimizers, self.fused)
-
-    def script(self) -> Script:
-        script: list[Pass | Step | Do] = []
-        everyone = tuple(range(self.optimizers))
-        for iteration in range(ITERATIONS):
-            script.append(clear(*everyone))
-            for index in range(self.losses):
-                number = iteration * self.losses + index
-                reached = everyone if self.reach == "both" or self.optimizers == 1 else (index,)
-                script.append(
-                    Pass(
-                        loss_of_both(number) if self.reach == "both" else loss_of_one(number, index),
-                        everyone if self.handed == "all" else reached,
-                        reached,
-                        loss_id=index % self.scalers,
-                        overflows=number == self.overflow_at,
-                    )
-                )
-            script.extend(Step(index) for index in everyone)
-        return script
+def assert_all_play_alike(
+    build: Callable[..., tuple[Callable[[], World], Script]], cases: Cases, level: Level, scalers: int = 1
+) -> None:
+    """Plays the script that ``build`` makes of the settings of each case."""
+    for *settings, overflow_at in cases:
+        make, script = build(*settings)
+        passes = [number for number, event in enumerate(script) if isinstance(event, Pass)]
+        if overflow_at is not None:
+            script[passes[overflow_at]] = replace(script[passes[overflow_at]], overflows=True)
+        with noting(settings=settings, overflow_at=overflow_at):
+            assert_plays_alike(make, script, level, scalers)
 
 
 # There is a session of amp for each row and level. The other axes are loops, since to set amp up takes the most time.
 LOSSES = {"1-loss": (1, 1), "2-losses-1-scaler": (2, 1), "2-losses-2-scalers": (2, 2)}
 
 
-def cases(losses: int, scalers: int) -> list[Case]:
-    """In `make slow` all, otherwise those in which every two values meet."""
-    every = list(every_case(losses, scalers))
-    return every if is_thorough() else [every[number] for number in covered(list(map(astuple, every)), 2)]
-
-
-def every_case(losses: int, scalers: int) -> Iterator[Case]:
+def cases(losses: int) -> Cases:
+    """Numbers of optimizers and models, whether fused, the reach of a loss, the optimizers handed in, the overflow."""
+    every = []
     for optimizers, models, fused in itertools.product((1, 2), (1, 2), (None, True)):
-        ways: list[tuple[Any, Any]] = [("both", "all")]
+        ways = [("both", "all")]
         if losses == 2:
             ways.append(("own", "all"))
         if losses == optimizers == 2:
             ways.append(("own", "own"))
         for (reach, handed), overflow_at in itertools.product(ways, (None, *range(ITERATIONS * losses))):
-            yield Case(losses, optimizers, models, scalers, reach, handed, overflow_at, fused)
-
-
-@functools.cache
-def expected_of(case: Case) -> list[Moment]:
-    return play_plainly(case.make(), case.script(), case.scalers)
+            every.append((optimizers, models, fused, reach, handed, overflow_at))
+    return every if is_thorough() else [every[number] for number in covered(every, 2)]
 
 
 @every_level
 @pytest.mark.parametrize(("losses", "scalers"), LOSSES.values(), ids=LOSSES)
 @pytest.mark.covering(1)
 def test_every_step_is_that_of_float32_whichever_pass_overflows(losses, scalers, level):
-    for case in cases(losses, scalers):
-        with noting(case=case):
-            assert_plays_alike(case.make, case.script(), level, scalers, expected_of(case))
+    def build(optimizers, models, fused, reach, handed):
+        script: Script = []
+        everyone = tuple(range(optimizers))
+        for iteration in range(ITERATIONS):
+            script.append(clear(*everyone))
+            for index in range(losses):
+                number = iteration * losses + index
+                reached = everyone if reach == "both" or optimizers == 1 else (index,)
+                loss = loss_of_both(number) if reach == "both" else loss_of_one(number, index)
+                script.append(Pass(loss, everyone if handed == "all" else reached, reached, loss_id=index % scalers))
+            script.extend(Step(index) for index in everyone)
+        return functools.partial(two_layers, models, optimizers, fused), script
+
+    assert_all_play_alike(build, cases(losses), level, scalers)
 
 
 # Several passes before a step
 
 
 CHECKED, DELAYED = {}, {"delay_unscale": True}
+SECOND_LOSS = {"loss_id": 1}
 ACCUMULATIONS = {
     "unscaled-each-time": (CHECKED, CHECKED, CHECKED),
     "unscaled-at-the-end": (DELAYED, DELAYED, CHECKED),
     "unscaled-after-two": (DELAYED, CHECKED, CHECKED),
     "delayed-in-the-middle": (CHECKED, DELAYED, CHECKED),
+    "of-two-scales": (CHECKED, SECOND_LOSS, {**SECOND_LOSS, **DELAYED}, SECOND_LOSS),
 }
 
 
 @every_level
 def test_micro_batches_add_up_however_late_they_are_unscaled(level):
-    count = 3
-    for name, (optimizers, fused), overflow_at in at(
-        level, tuple(ACCUMULATIONS), ((1, None), (2, True)), (None, *range(count + 1))
-    ):
+    def build(name, optimizers_and_fused):
+        optimizers, fused = optimizers_and_fused
         everyone = tuple(range(optimizers))
-        script: list[Pass | Step | Do] = []
-        for iteration in range(2):
-            for index, options in enumerate(ACCUMULATIONS[name]):
-                number = iteration * count + index
-                script.append(Pass(loss_of_both(number), everyone, overflows=number == overflow_at, **options))
+        script: Script = []
+        numbers = itertools.count()
+        for _ in range(2):
+            script += [Pass(loss_of_both(next(numbers)), everyone, **options) for options in ACCUMULATIONS[name]]
             script += [*(Step(index) for index in everyone), clear(*everyone)]
-        with noting(accumulation=name, optimizers=optimizers, fused=fused, overflow_at=overflow_at):
-            assert_plays_alike(lambda: two_layers(2, optimizers, fused), script, level)  # noqa: B023
+        return functools.partial(two_layers, 2, optimizers, fused), script
 
-
-@every_level
-def test_losses_of_two_scales_add_up_whether_or_not_one_is_delayed(level):
-    script = [
-        Pass(loss_of_both(0), (0,)),
-        Pass(loss_of_both(1), (0,), loss_id=1),
-        Pass(loss_of_both(2), (0,), loss_id=1, delay_unscale=True),
-        Pass(loss_of_both(3), (0,), loss_id=1),
-        Step(0),
-    ]
-    assert_plays_alike(lambda: two_layers(1, 1, None), script, level, scalers=2)
+    settings = tuple(ACCUMULATIONS), ((1, None), (2, True)), (None, *range(4))
+    assert_all_play_alike(build, at(level, *settings), level, scalers=2)
 
 
 @every_level
 @pytest.mark.parametrize("scalers", [1, 2])
 @pytest.mark.covering(1)
-def test_losses_that_share_a_graph(scalers, level):
+def test_two_losses_go_backward_through_a_graph_that_they_share(scalers, level):
     def keep(number: int) -> Do:
         return Do(lambda world: world.kept.update(outputs=outputs(world, batch(number)[0])))
 
@@ -590,30 +543,20 @@ def test_losses_that_share_a_graph(scalers, level):
 
         return loss
 
-    for models, fused, overflow_at in at(level, (1, 2), (None, True), (None, *range(2 * ITERATIONS))):
-        script: list[Pass | Step | Do] = []
+    def build(models, fused):
+        script: Script = []
         for iteration in range(ITERATIONS):
-            number = 2 * iteration
             script += [
                 clear(0, 1),
                 keep(iteration),
-                Pass(
-                    loss_of_shared(number, of_both=True),
-                    (0, 1),
-                    overflows=number == overflow_at,
-                    retain_graph=True,
-                ),
-                Pass(
-                    loss_of_shared(number + 1, of_both=False),
-                    (0,),
-                    loss_id=scalers - 1,
-                    overflows=number + 1 == overflow_at,
-                ),
+                Pass(loss_of_shared(2 * iteration, of_both=True), (0, 1), retain_graph=True),
+                Pass(loss_of_shared(2 * iteration + 1, of_both=False), (0,), loss_id=scalers - 1),
                 Step(0),
                 Step(1),
             ]
-        with noting(models=models, fused=fused, overflow_at=overflow_at):
-            assert_plays_alike(lambda: two_layers(models, 2, fused), script, level, scalers)  # noqa: B023
+        return functools.partial(two_layers, models, 2, fused), script
+
+    assert_all_play_alike(build, at(level, (1, 2), (None, True), (None, *range(2 * ITERATIONS))), level, scalers)
 
 
 @every_level
@@ -624,26 +567,21 @@ def test_one_loss_goes_backward_twice_through_a_graph_that_is_retained(level):
     def loss(world: World) -> Tensor:
         return world.kept["loss"]
 
-    for delay_unscale, fused, overflow_at in at(level, (False, True), (None, True), (None, *range(2 * ITERATIONS))):
-        script: list[Pass | Step | Do] = []
+    def build(delay_unscale, fused):
+        script: Script = []
         for iteration in range(ITERATIONS):
-            first, second = (2 * iteration + index == overflow_at for index in range(2))
-            script += [
-                remember(iteration),
-                Pass(loss, (0,), overflows=first, retain_graph=True, delay_unscale=delay_unscale),
-                Pass(loss, (0,), overflows=second),
-                Step(0),
-                clear(0),
-            ]
-        with noting(delay_unscale=delay_unscale, fused=fused, overflow_at=overflow_at):
-            assert_plays_alike(lambda: two_layers(1, 1, fused), script, level)  # noqa: B023
+            first = Pass(loss, (0,), retain_graph=True, delay_unscale=delay_unscale)
+            script += [remember(iteration), first, Pass(loss, (0,)), Step(0), clear(0)]
+        return functools.partial(two_layers, 1, 1, fused), script
+
+    assert_all_play_alike(build, at(level, (False, True), (None, True), (None, *range(2 * ITERATIONS))), level)
 
 
-# What stays of it
+# After amp, and after models
 
 
 @every_level
-def test_models_are_float32_again_after_accumulation_and_so_are_their_gradients(level):
+def test_deinitialize_leaves_models_and_accumulated_gradients_in_float32(level):
     for cleared in (True, False):
         world = two_layers(1, 1, None)
         begin(world, level, 1)
@@ -662,7 +600,7 @@ def test_models_are_float32_again_after_accumulation_and_so_are_their_gradients(
             assert torch.equal(flat(gradients(world.optimizers[0])), wanted)
 
 
-def test_models_and_optimizers_that_were_dropped_may_be_collected_at_any_moment(monkeypatch):
+def test_dropped_models_and_optimizers_may_be_collected_during_initialize(monkeypatch):
     level, original = LEVELS["O2-float16"], optimizer_state.parameters_of
 
     def collect_first(optimizer: object) -> Iterator[Tensor]:
@@ -715,37 +653,35 @@ def loss_of_generator(number: int) -> Callable[[World], Tensor]:
 @every_level
 @pytest.mark.parametrize("scalers", [1, 2])
 @pytest.mark.covering(1)
-def test_critic_steps_twice_for_each_step_of_the_generator_whose_loss_leaves_it_gradients_to_clear(scalers, level):
+def test_generator_and_critic_step_in_turns(scalers, level):
     generator, critic = 0, 1
+    # The loss of the generator leaves gradients of the critic, which are cleared in two ways.
     clear_critic = [clear(critic), Do(lambda world: world.models[critic].zero_grad())]
-    for fused, overflow_at in at(level, (None, True), (None, *range(6))):
-        script: list[Pass | Step | Do] = []
+
+    def build(fused):
+        script: Script = []
         for number in range(6):
-            overflows = number == overflow_at
             if number % 3 == 2:
-                loss = Pass(loss_of_generator(number), (generator,), loss_id=scalers - 1, overflows=overflows)
+                loss = Pass(loss_of_generator(number), (generator,), loss_id=scalers - 1)
                 script += [clear(generator), loss, Step(generator)]
             else:
-                loss = Pass(loss_of_critic(number), (critic,), overflows=overflows)
-                script += [clear_critic[number // 3], loss, Step(critic)]
-        with noting(fused=fused, overflow_at=overflow_at):
-            assert_plays_alike(lambda: adversaries(fused), script, level, scalers)  # noqa: B023
+                script += [clear_critic[number // 3], Pass(loss_of_critic(number), (critic,)), Step(critic)]
+        return functools.partial(adversaries, fused), script
+
+    assert_all_play_alike(build, at(level, (None, True), (None, *range(6))), level, scalers)
 
 
 @every_level
-def test_optimizer_that_waits_is_skipped_later_and_the_others_steps_go_on(level):
-    # The second optimizer steps every other iteration; what overflowed for both is remembered for it until then.
-    for fused, overflow_at in at(level, (None, True), (None, *range(4))):
-        script: list[Pass | Step | Do] = []
+def test_optimizer_that_steps_less_often_skips_for_an_earlier_overflow(level):
+    def build(fused):
+        script: Script = []
         for number in range(4):
-            script += [clear(0), Pass(loss_of_both(number), (0, 1), overflows=number == overflow_at), Step(0)]
+            script += [clear(0), Pass(loss_of_both(number), (0, 1)), Step(0)]
             if number % 2:
                 script += [Step(1), clear(1)]
-        with noting(fused=fused, overflow_at=overflow_at):
-            assert_plays_alike(lambda: two_layers(2, 2, fused, (0.5, 0.5)), script, level)  # noqa: B023
+        return functools.partial(two_layers, 2, 2, fused, (0.5, 0.5)), script
 
-
-# Clipping
+    assert_all_play_alike(build, at(level, (None, True), (None, *range(4))), level)
 
 
 @every_level
@@ -754,48 +690,24 @@ def test_gradients_are_clipped_by_value_between_block_and_step(level):
         for optimizer in world.optimizers:
             nn.utils.clip_grad_value_(amp.master_params(optimizer), 1.5)
 
-    for optimizers, fused, overflow_at in at(level, (1, 2), (None, True), (None, *range(ITERATIONS))):
+    def build(optimizers, fused):
         everyone = tuple(range(optimizers))
-        script: list[Pass | Step | Do] = []
+        script: Script = []
         for number in range(ITERATIONS):
-            overflows = number == overflow_at
-            script += [clear(*everyone), Pass(loss_of_both(number), everyone, overflows=overflows), Do(clip)]
+            script += [clear(*everyone), Pass(loss_of_both(number), everyone), Do(clip)]
             script += [Step(index) for index in everyone]
-        with noting(optimizers=optimizers, fused=fused, overflow_at=overflow_at):
-            assert_plays_alike(lambda: two_layers(1, optimizers, fused), script, level)  # noqa: B023
+        return functools.partial(two_layers, 1, optimizers, fused), script
 
-
-@every_level
-def test_gradients_are_clipped_by_norm_between_block_and_step(level):
-    def step(world: World, with_amp: bool, delay_unscale: bool) -> Tensor:
-        for number in range(2):
-            event = Pass(loss_of_both(number), (0,), delay_unscale=delay_unscale and number == 0)
-            if with_amp:
-                play_pass(world, event)
-            else:
-                event.loss(world).backward()
-        norm = nn.utils.clip_grad_norm_(amp.master_params(world.optimizers[0]), 0.5)
-        world.optimizers[0].step()
-        return norm
-
-    for delay_unscale, fused in itertools.product((False, True), (None, True)):
-        plain, world = two_layers(1, 1, fused), two_layers(1, 1, fused)
-        wanted = step(plain, False, delay_unscale)
-        begin(world, level, 1)
-        found = step(world, True, delay_unscale)
-        # A norm is not exact; but where it is computed in float32, it is the same. At O3 it is rounded to half.
-        tolerance = torch.finfo(level.updated).eps if level.updated in HALF_DTYPES else 0
-        torch.testing.assert_close(found.float(), wanted, rtol=tolerance, atol=0)
-        updated, expected = flat(parameters(world.optimizers[0])), flat(parameters(plain.optimizers[0]))
-        torch.testing.assert_close(updated, expected, rtol=2 * tolerance, atol=2 * tolerance)
-        assert torch.equal(flat(weights(world)), updated.to(level.weights).float())
-        assert not amp.step_was_skipped(world.optimizers[0])
+    assert_all_play_alike(build, at(level, (1, 2), (None, True), (None, *range(ITERATIONS))), level)
 
 
 # The gradient penalty of WGAN-GP
 
 
 PENALTY_SCALE = 2.0**8
+# How far the updates of three steps may be from those of float32: a few units of the half type's last place.
+PENALTY_TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+penalty_sgd = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.5)
 
 
 def critic() -> nn.Module:
@@ -803,70 +715,51 @@ def critic() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def penalised_loss(model: nn.Module, number: int, scaler: amp.LossScaler | None, unscale_by: float) -> Tensor:
+def penalised_loss(model: nn.Module, number: int, scale: float, unscale_by: float) -> Tensor:
     """How much higher real points are rated than made ones, and how far the slope between them is from 3."""
     generator = torch.Generator().manual_seed(number)
     real, made = torch.randn(6, 4, generator=generator) + 0.5, torch.randn(6, 4, generator=generator)
     between = (0.3 * real + 0.7 * made).requires_grad_()
-    rated = model(between).float().sum()
-    scaled = rated if scaler is None else scaler.scale(rated)
-    (slope,) = torch.autograd.grad(scaled, between, create_graph=True)
+    (slope,) = torch.autograd.grad(model(between).float().sum() * scale, between, create_graph=True)
     slope = slope / unscale_by
     return (model(made) - model(real)).float().mean() + 10 * (slope.norm(dim=1) - 3).square().mean()
 
 
-def train_critic(model: nn.Module, optimizer: torch.optim.Optimizer, wrong_by: float = 1) -> Tensor:
-    """Three steps in plain float32; the updates made, in one tensor."""
-    before = flat(parameters(optimizer))
-    for number in range(ITERATIONS):
-        optimizer.zero_grad()
-        penalised_loss(model, number, None, wrong_by).backward()
-        optimizer.step()
-    return flat(parameters(optimizer)) - before
-
-
-def train_critic_by_hand(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: amp.LossScaler, overflow_at: int | None
+def updates_of_critic(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: amp.LossScaler, overflow_at: int | None, wrong_by: float
 ) -> Tensor:
-    """The same with `LossScaler`, and one more iteration where there is to be an overflow."""
-    before, state, skipped = flat(parameters(optimizer)), first_state(scaler.policy), 0
+    """Trains three steps, and one more that overflows if ``overflow_at`` says so."""
+    before = flat(parameters(optimizer))
     numbers = [*range(ITERATIONS)]
     if overflow_at is not None:
         numbers.insert(overflow_at, overflow_at)
     for turn, number in enumerate(numbers):
         optimizer.zero_grad()
-        overflows = turn == overflow_at
-        loss = penalised_loss(model, number, scaler, state.loss_scale)
-        scaler.scale(loss * (OVERFLOW if overflows else 1)).backward()
+        scale = scaler.state.loss_scale
+        loss = penalised_loss(model, number, scale, scale * wrong_by)
+        scaler.scale(loss * (OVERFLOW if turn == overflow_at else 1)).backward()
         found = scaler.unscale_(parameter.grad for parameter in model.parameters())
-        assert bool(found) is overflows
-        if found:
-            skipped += 1
-        else:
+        assert bool(found) is (turn == overflow_at)
+        if not found:
             optimizer.step()
         scaler.update()
-        state = next_state(state, overflows, scaler.policy)
-        assert scaler.state == state
-    assert skipped == (overflow_at is not None)
     return flat(parameters(optimizer)) - before
+
+
+def plain_updates(wrong_by: float = 1) -> Tensor:
+    """In float32, without amp."""
+    model = critic()
+    return updates_of_critic(model, penalty_sgd(model.parameters()), amp.LossScaler(1.0), None, wrong_by)
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
-# How far the updates of three steps may be from those of float32: a few units of the half type's last place.
-PENALTY_TOLERANCES = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
-
-
-def test_wrong_scale_or_a_missing_penalty_is_beyond_the_tolerances_below():
-    def updates(wrong_by: float) -> Tensor:
-        model = critic()
-        return train_critic(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5), wrong_by)
-
-    wanted = updates(1)
+def test_tolerances_of_the_gradient_penalty_exclude_a_wrong_scale_and_no_penalty():
+    wanted = plain_updates()
     for wrong_by in (0.5, 2.0, PENALTY_SCALE, 1 / PENALTY_SCALE, 1e30):
-        assert distance(updates(wrong_by), wanted) > 10 * max(PENALTY_TOLERANCES.values())
+        assert distance(plain_updates(wrong_by), wanted) > 10 * max(PENALTY_TOLERANCES.values())
 
 
 @pytest.mark.filterwarnings("ignore:this SGD updates half weights of a model that amp has")
@@ -874,17 +767,15 @@ def test_wrong_scale_or_a_missing_penalty_is_beyond_the_tolerances_below():
 @pytest.mark.parametrize("adopted", [False, True], ids=["model", "model-and-optimizer"])
 @pytest.mark.covering(1)
 def test_gradient_penalty_with_a_scaler_by_hand_trains_as_in_float32(adopted, level):
-    make = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.5)
-    reference = critic()
-    wanted = train_critic(reference, make(reference.parameters()))
+    wanted = plain_updates()
     for overflow_at in (None, 0, 2):
         model = critic()
-        optimizer = make(model.parameters()) if adopted else None
+        optimizer = penalty_sgd(model.parameters()) if adopted else None
         amp.initialize(model, optimizer, opt_level=level.opt_level, half_dtype=level.half_dtype, verbosity=0)
         # An optimizer that amp does not know updates half weights, where there are any.
-        optimizer = optimizer or make(model.parameters())
+        optimizer = optimizer or penalty_sgd(model.parameters())
         scaler = amp.LossScaler(init_scale=PENALTY_SCALE, scale_window=2)
         with noting(overflow_at=overflow_at):
-            found = train_critic_by_hand(model, optimizer, scaler, overflow_at)
+            found = updates_of_critic(model, optimizer, scaler, overflow_at, 1)
             half = level.outputs if level.weights is torch.float32 else level.weights
             assert distance(found, wanted) < PENALTY_TOLERANCES[half]

@@ -1,4 +1,4 @@
-"""Of the scripts in scripts/, which are written as people wrote for Apex: each runs unchanged behind `ampatch run`."""
+"""Tests that scripts written for Apex run unchanged behind `ampatch run`."""
 
 from __future__ import annotations
 
@@ -72,23 +72,22 @@ TRAININGS = [
         float32=("--fp32",),
         halves={"static scale": ("--loss-scale", "128"), "dynamic scale": ("--dynamic-loss-scale",)},
     ),
-    Training("imagenet", always=("--deterministic",)),
-    Training("language_model", always=("--tied",)),
-    Training("manual_master_params", float32=(), halves={"static scale": ("--fp16", "--static-loss-scale", "128")}),
-    Training("reducer", processes=2),
     Training(
-        "reid",
+        "imagenet",
+        always=("--deterministic",),
         halves={
             "O1": ("--opt-level", "O1", "--loss-scale", "128.0"),
             "O2": ("--opt-level", "O2", "--loss-scale", "dynamic", "--keep-batchnorm-fp32", "True"),
         },
     ),
+    Training("language_model", always=("--tied",)),
+    Training("manual_master_params", float32=(), halves={"static scale": ("--fp16", "--static-loss-scale", "128")}),
+    Training("reducer", processes=2),
     Training("segmentation", in_group=True),
     Training("swav", processes=2),
     Training("text_to_speech"),
     Training("wgan_gp"),
 ]
-INFERENCES = ["inference"]
 
 
 def losses(folder: Path) -> list[float]:
@@ -110,55 +109,64 @@ def follow_float32(training: Training, where: Path) -> list[subprocess.Completed
 
 
 by_name = operator.attrgetter("script")
-in_one_process = [training for training in TRAININGS if training.processes == 0]
-in_two_processes = [training for training in TRAININGS if training.processes == 2]
 
 
 @pytest.mark.slow
 class TestTraining:
-    @pytest.mark.parametrize("training", in_one_process, ids=by_name)
-    def test_follows_the_loss_curve_of_float32(self, training, tmp_path):
+    @pytest.mark.parametrize("training", [each for each in TRAININGS if not each.processes], ids=by_name)
+    def test_script_follows_the_loss_curve_of_float32(self, training, tmp_path):
         follow_float32(training, tmp_path)
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_goes_on_from_a_checkpoint_as_if_uninterrupted(self, level, tmp_path):
-        common = ["--opt-level", level, "--deterministic", "--iters-per-epoch", "6", "--out", "losses"]
-        script = SCRIPTS / "imagenet.py"
-        carry_out_all(
-            [
-                Run(script, [*common, "--epochs", "2"], tmp_path / "uninterrupted"),
-                Run(script, [*common, "--epochs", "1"], tmp_path / "interrupted"),
-            ]
-        )
-        checkpoint = tmp_path / "interrupted" / "checkpoint.pth.tar"
-        carry_out(Run(script, [*common, "--epochs", "2", "--resume", str(checkpoint)], tmp_path / "resumed"))
-        assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")[6:]
+    @pytest.mark.parametrize("training", [each for each in TRAININGS if each.processes], ids=by_name)
+    def test_script_on_two_ranks_follows_float32_and_has_the_same_weights(self, training, tmp_path):
+        for done in follow_float32(training, tmp_path):
+            # The lines of two processes may run into one another.
+            checksums = dict(re.findall(r"rank (\d) checksum (-?\d+\.\d+)", done.stdout))
+            assert checksums.keys() == {"0", "1"}
+            assert checksums["0"] == checksums["1"]
+            assert done.stderr.count("ampatch: --cpu") == 1
 
-    def test_goes_on_from_a_checkpoint_of_fp16_optimizer(self, tmp_path):
-        common = ["--dynamic-loss-scale", "--save", "model.pt", "--out", "losses"]
-        script = SCRIPTS / "fp16_optimizer.py"
-        carry_out_all(
-            [
-                Run(script, [*common, "--iters", "12"], tmp_path / "uninterrupted"),
-                Run(script, [*common, "--iters", "6"], tmp_path / "interrupted"),
-            ]
-        )
-        checkpoint = tmp_path / "interrupted" / "model.pt"
-        resume = ["--iters", "12", "--start-iter", "6", "--load", str(checkpoint)]
-        carry_out(Run(script, [*common, *resume], tmp_path / "resumed"))
-        assert losses(tmp_path / "resumed") == losses(tmp_path / "uninterrupted")[6:]
+    @pytest.mark.parametrize(
+        ("script", "common", "whole", "half", "resume"),
+        [
+            *(
+                (
+                    "imagenet",
+                    f"--opt-level {level} --deterministic --iters-per-epoch 6 --out losses",
+                    "--epochs 2",
+                    "--epochs 1",
+                    "--resume ../half/checkpoint.pth.tar",
+                )
+                for level in ("O1", "O2")
+            ),
+            (
+                "fp16_optimizer",
+                "--dynamic-loss-scale --save model.pt --out losses",
+                "--iters 12",
+                "--iters 6",
+                "--start-iter 6 --load ../half/model.pt",
+            ),
+        ],
+        ids=["imagenet-O1", "imagenet-O2", "fp16_optimizer"],
+    )
+    def test_script_resumes_from_a_checkpoint_as_if_uninterrupted(self, script, common, whole, half, resume, tmp_path):
+        def run(name: str, options: str) -> Run:
+            return Run(SCRIPTS / f"{script}.py", [*common.split(), *options.split()], tmp_path / name)
 
-    def test_loses_the_steps_that_overflow_and_says_so(self, tmp_path):
+        carry_out_all([run("whole", whole), run("half", half)])
+        carry_out(run("resumed", f"{whole} {resume}"))
+        assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")[6:]
+
+    def test_overflows_are_logged(self, tmp_path):
         done = carry_out(Run(SCRIPTS / "wgan_gp.py", ["--n_iters", "10"], tmp_path))
         assert "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0" in done.stderr
 
 
 @pytest.mark.slow
-class TestInference:
-    @pytest.mark.parametrize("script", INFERENCES)
-    def test_gives_at_o3_what_it_gives_in_float32(self, script, tmp_path):
+class TestTypes:
+    def test_inference_at_o3_gives_the_outputs_of_float32(self, tmp_path):
         runs = [
-            Run(SCRIPTS / f"{script}.py", ["--opt-level", level, "--out", "outputs"], tmp_path / level)
+            Run(SCRIPTS / "inference.py", ["--opt-level", level, "--out", "outputs"], tmp_path / level)
             for level in ("O0", "O3")
         ]
         in_float32, in_half = carry_out_all(runs)
@@ -168,38 +176,19 @@ class TestInference:
         assert not torch.equal(found, expected)
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
-
-@pytest.mark.slow
-class TestTypes:
-    def test_are_those_of_the_lists_that_the_script_has_edited(self, tmp_path):
+    def test_lists_that_a_script_edits_take_effect(self, tmp_path):
         done = carry_out(Run(SCRIPTS / "text_to_speech.py", ["--opt-level", "O1", "--iterations", "2"], tmp_path))
-        # What softmax gives, which the script takes off the blacklist.
+        # The script takes softmax off the blacklist.
         assert re.search(r"Alignments: .* torch\.float16", done.stdout)
 
-    def test_of_outputs_are_those_that_the_script_asks_for(self, tmp_path):
+    def test_outputs_have_the_type_that_a_script_asks_for(self, tmp_path):
         options = ["--opt-level", "O2", "--cast_model_outputs", "--max_steps", "2", "--out", "losses"]
         carry_out(Run(SCRIPTS / "bert_pretraining.py", options, tmp_path))
         written = [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()]
         assert [line["dtype"] for line in written] == ["torch.float16"] * 2
 
 
-@pytest.mark.slow
-class TestTwoProcesses:
-    @pytest.mark.parametrize("training", in_two_processes, ids=by_name)
-    def test_follow_the_loss_curve_of_float32_and_hold_the_same_weights(self, training, tmp_path):
-        for done in follow_float32(training, tmp_path):
-            # The lines of two processes may run into one another.
-            checksums = dict(re.findall(r"rank (\d) checksum (-?\d+\.\d+)", done.stdout))
-            assert checksums.keys() == {"0", "1"}
-            assert checksums["0"] == checksums["1"]
-            assert done.stderr.count("ampatch: --cpu") == 1
-
-
-def test_every_script_is_run() -> None:
-    run_here = {training.script for training in TRAININGS} | set(INFERENCES)
-    assert {path.stem for path in SCRIPTS.iterdir() if path.suffix == ".py"} == run_here
-
-
-@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.py")))
-def test_no_script_has_heard_of_ampatch(script) -> None:
-    assert "ampatch" not in (SCRIPTS / script).read_text().lower()
+def test_every_script_is_run_and_none_mentions_ampatch():
+    scripts = {path.stem: path.read_text() for path in SCRIPTS.glob("*.py")}
+    assert scripts.keys() == {training.script for training in TRAININGS} | {"inference"}
+    assert [name for name, text in scripts.items() if "ampatch" in text.lower()] == []

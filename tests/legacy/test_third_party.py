@@ -1,4 +1,4 @@
-"""Of code that others wrote for Apex, as they published it: it trains behind `ampatch run`, and in half."""
+"""Tests that published code written for Apex trains in half behind `ampatch run`."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ class TestIgnite:
         return json.loads(carry_out(run).stdout.splitlines()[-1])
 
     @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_trains_in_half(self, level, third_party, tmp_path):
+    def test_ignite_trains_in_half(self, level, third_party, tmp_path):
         report = self.report(third_party, tmp_path, "--opt-level", level)
         assert falls(report["losses"])
         assert report["accuracy"] > 0.8
         assert report["dtypes"] == ["torch.float16"]
         assert report["amp"] == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 48}}
 
-    def test_accumulates_gradients(self, third_party, tmp_path):
+    def test_ignite_accumulates_gradients(self, third_party, tmp_path):
         once = self.report(third_party, tmp_path, "--accumulate", "1")
         twice = self.report(third_party, tmp_path, "--accumulate", "2")
         assert falls(twice["losses"])
         assert twice["losses"][1] != once["losses"][1], "without a step in between"
 
-    def test_trains_where_the_script_installs_ampatch_itself(self, third_party, tmp_path):
+    def test_ignite_trains_if_the_script_installs_ampatch_itself(self, third_party, tmp_path):
         report = self.report(third_party, tmp_path, driver="ignite_after_install")
         assert falls(report["losses"])
         assert report["dtypes"] == ["torch.float16"]
@@ -67,20 +67,20 @@ class TestTimm:
         runs = [Run(driver, each, where / str(i), environment=environment) for i, each in enumerate(options)]
         return [json.loads(done.stdout.splitlines()[-1]) for done in carry_out_all(runs)]
 
-    def test_trains_by_its_apex_scaler_which_saves_and_loads_the_scale(self, third_party, tmp_path):
+    def test_apex_scaler_of_timm_trains_and_saves_and_loads_the_scale(self, third_party, tmp_path):
         for report in self.reports(third_party, tmp_path, ["--opt-level", "O1"], ["--opt-level", "O2"]):
             assert falls(report["losses"])
             assert report["saved"] == {"amp": {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 24}}}
             assert report["loaded"] == {"loss_scaler0": {"loss_scale": 512.0, "unskipped": 24}}
 
-    def test_clips_the_masters(self, third_party, tmp_path):
+    def test_timm_clips_the_masters(self, third_party, tmp_path):
         limits = {"norm": "1e-6", "value": "1e-8", "agc": "1e-6"}
         options = [["--opt-level", "O2", "--clip-mode", mode, "--clip-grad", limits[mode]] for mode in limits]
         for report in self.reports(third_party, tmp_path, *options):
             # Clipped to almost nothing, it learns nothing: the seventeenth batch is the first once more.
             assert report["losses"][16] == pytest.approx(report["losses"][0], rel=1e-2)
 
-    def test_accumulates_gradients(self, third_party, tmp_path):
+    def test_timm_accumulates_gradients(self, third_party, tmp_path):
         [report] = self.reports(third_party, tmp_path, ["--grad-accum-steps", "4"])
         assert falls(report["losses"])
 
@@ -91,7 +91,7 @@ class TestTransformers:
         return json.loads((where / "report.json").read_text())
 
     @pytest.mark.parametrize(("level", "optimizer"), [("O1", "adamw_torch"), ("O2", "adamw_apex_fused")])
-    def test_trains_in_half_and_goes_on_from_a_checkpoint(self, level, optimizer, third_party, tmp_path):
+    def test_trainer_of_transformers_trains_in_half_and_resumes(self, level, optimizer, third_party, tmp_path):
         options = ["--opt-level", level, "--optim", optimizer]
         report = self.report(third_party, tmp_path, *options)
         losses = list(report["losses"].values())

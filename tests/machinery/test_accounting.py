@@ -1,4 +1,4 @@
-"""What a run of the tests says of itself: the slowest, those that took too long, and those that were left out."""
+"""Tests what a run prints of itself: the slowest tests, those that took too long, and those that did not run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     return pytester
 
 
-def test_a_test_that_takes_too_long_fails_the_run_and_is_named(suite: pytest.Pytester) -> None:
+def test_run_fails_and_names_a_test_beyond_the_limit(suite):
     ended = suite.runpytest_inprocess(*OPTIONS, "--processor-limit", "0.1", "-k", "not rows")
     ended.assert_outcomes(passed=3, errors=1, deselected=1)
     assert ended.ret == pytest.ExitCode.TESTS_FAILED
@@ -53,20 +53,20 @@ def test_a_test_that_takes_too_long_fails_the_run_and_is_named(suite: pytest.Pyt
 
 
 @pytest.mark.slow
-def test_the_phases_and_the_rows_of_a_test_are_added_up(suite: pytest.Pytester) -> None:
+def test_phases_and_subtests_of_a_test_are_added_up(suite):
     ended = suite.runpytest_inprocess(*OPTIONS, "--processor-limit", "0.35", "-k", "test_busy or test_rows")
     ended.assert_outcomes(passed=3, errors=1, deselected=2)
     ended.stdout.re_match_lines([r"it took 0\.[4-9] s .*"])
 
 
 @pytest.mark.slow
-def test_a_slow_machine_is_allowed_more(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_is_higher_on_a_slow_machine(suite, monkeypatch):
     monkeypatch.setattr("accounting._slowness", lambda: 10.0)
     ended = suite.runpytest_inprocess(*OPTIONS, "--processor-limit", "0.1", "-k", "not test_rows")
     assert ended.ret == pytest.ExitCode.OK
 
 
-def test_the_slowest_are_printed_and_without_a_limit_none_fails(suite: pytest.Pytester) -> None:
+def test_slowest_tests_are_printed_and_none_fails_without_a_limit(suite):
     ended = suite.runpytest_inprocess(*OPTIONS)
     assert ended.ret == pytest.ExitCode.OK
     ended.stdout.re_match_lines(
@@ -74,24 +74,14 @@ def test_the_slowest_are_printed_and_without_a_limit_none_fails(suite: pytest.Py
     )
 
 
-LEFT_OUT = [r"Not run: 1 tests that need a GPU.*", r"Not run: 1 tests that are slow\. `make slow beyond-ci`.*"]
-
-
-@pytest.mark.slow
-def test_what_was_left_out_is_counted_with_how_to_run_it(suite: pytest.Pytester) -> None:
-    ended = suite.runpytest_inprocess(*OPTIONS, "-m", "not slow")
-    ended.assert_outcomes(passed=3, deselected=1)
-    ended.stdout.re_match_lines(LEFT_OUT)
-
-
-def test_what_needs_a_gpu_can_be_listed_without_one(suite: pytest.Pytester) -> None:
+def test_gpu_tests_can_be_listed_without_a_gpu(suite):
     ended = suite.runpytest_inprocess(*OPTIONS, "--collect-only", "-q", "-m", "gpu")
     assert ended.ret == pytest.ExitCode.OK
     ended.stdout.fnmatch_lines(["*::test_on_a_gpu"])
 
 
 @pytest.mark.slow
-def test_a_machine_is_measured_by_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slowness_is_measured_by_importing_torch(monkeypatch):
     monkeypatch.setattr(accounting, "_USUAL", 0.01)
     assert accounting._slowness() > 10
     monkeypatch.setattr(accounting, "_USUAL", 1e9)
@@ -99,11 +89,11 @@ def test_a_machine_is_measured_by_importing_torch(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_two_processes_that_leave_out_the_same_count_it_once(
-    suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tests_left_out_by_two_processes_count_once(suite, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     ended = suite.runpytest_subprocess(*OPTIONS, "-m", "not slow", "-n", "2")
     ended.assert_outcomes(passed=3)
-    ended.stdout.re_match_lines(LEFT_OUT)
+    ended.stdout.re_match_lines(
+        [r"Not run: 1 tests that need a GPU.*", r"Not run: 1 tests that are slow\. `make slow beyond-ci`.*"]
+    )

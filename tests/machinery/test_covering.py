@@ -1,8 +1,9 @@
-"""Which cases of a test with many settings are kept, for `make test` and for `make slow`."""
+"""Tests which cases of a test with many settings run in `make test` and in `make slow`."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 from covering import covered
@@ -14,6 +15,14 @@ pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 pytest_plugins = ["pytester"]
 
 MARKERS = "markers=slow\nbeyond_ci\nslow_on_cpu\ngpu\ncovering\nwith_libraries\nwithout_libraries"
+OPTIONS = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester) -> Callable[..., pytest.RunResult]:
+    """Runs the test file of the test with some options."""
+    return lambda *options: pytester.runpytest_inprocess(*OPTIONS, *options)
+
 
 sizes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
@@ -27,7 +36,7 @@ def combinations(cases: list[tuple[int, ...]], strength: int) -> set[object]:
 
 
 @given(sizes, st.integers(1, 3), st.data())
-def test_every_combination_that_occurs_is_kept(sizes: list[int], strength: int, data: st.DataObject) -> None:
+def test_every_combination_that_occurs_is_kept(sizes, strength, data):
     product = list(itertools.product(*map(range, sizes)))
     cases = [case for case in product if data.draw(st.booleans())] or product  # some products have holes
     numbers = covered(cases, strength)
@@ -37,14 +46,14 @@ def test_every_combination_that_occurs_is_kept(sizes: list[int], strength: int, 
     assert combinations([cases[number] for number in more], strength + 1) == combinations(cases, strength + 1)
 
 
-def test_pairs_take_as_many_cases_as_the_two_largest_settings_make() -> None:
+def test_pairs_take_as_many_cases_as_the_two_largest_settings_make():
     cases = list(itertools.product(range(4), range(3), range(2), range(2)))
     assert len(covered(cases, 2)) == 12
     assert len(covered(cases, 1)) == 4
     assert len(covered(cases, 4)) == len(cases)
 
 
-def test_the_other_cases_are_slow_and_each_device_has_its_own(pytester: pytest.Pytester) -> None:
+def test_cases_beyond_every_value_are_slow_and_devices_are_covered_apart(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -54,16 +63,13 @@ def test_the_other_cases_are_slow_and_each_device_has_its_own(pytester: pytest.P
         @pytest.mark.covering(1)
         def test_some(flag, values, device): ...
     """)
-    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
     for device in ("gpu", "not gpu"):
-        pytester.runpytest_inprocess(*options, "-m", device).assert_outcomes(passed=4, deselected=4)
-        kept = pytester.runpytest_inprocess(*options, "-m", f"not slow and {device}")
+        run("-m", device).assert_outcomes(passed=4, deselected=4)
+        kept = run("-m", f"not slow and {device}")
         kept.assert_outcomes(passed=2, deselected=6)
 
 
-def test_without_the_mark_every_value_is_kept_bar_what_is_slow_and_on_a_gpu_every_case(
-    pytester: pytest.Pytester,
-) -> None:
+def test_every_value_is_kept_without_the_mark_and_on_a_gpu_every_case(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -78,14 +84,13 @@ def test_without_the_mark_every_value_is_kept_bar_what_is_slow_and_on_a_gpu_ever
         @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
         def test_slow(device): ...
     """)
-    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
-    kept = pytester.runpytest_inprocess(*options, "-m", "not slow and not gpu", "-v")
+    kept = run("-m", "not slow and not gpu", "-v")
     kept.assert_outcomes(passed=3, deselected=12)
     kept.stdout.no_fnmatch_line("*O3*")
-    pytester.runpytest_inprocess(*options, "-m", "not slow and gpu").assert_outcomes(passed=5, deselected=10)
+    run("-m", "not slow and gpu").assert_outcomes(passed=5, deselected=10)
 
 
-def test_of_a_slow_test_every_value_is_kept_and_no_more(pytester: pytest.Pytester) -> None:
+def test_slow_test_keeps_cases_with_every_value_only(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -100,12 +105,11 @@ def test_of_a_slow_test_every_value_is_kept_and_no_more(pytester: pytest.Pyteste
         @pytest.mark.covering(2)
         def test_pairs(half, number): ...
     """)
-    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
-    pytester.runpytest_inprocess(*options, "-k", "some").assert_outcomes(passed=4, deselected=8)
-    pytester.runpytest_inprocess(*options, "-k", "pairs").assert_outcomes(passed=8, deselected=4)
+    run("-k", "some").assert_outcomes(passed=4, deselected=8)
+    run("-k", "pairs").assert_outcomes(passed=8, deselected=4)
 
 
-def test_of_the_half_types_a_test_has_one_and_the_next_may_have_the_other(pytester: pytest.Pytester) -> None:
+def test_each_test_keeps_one_half_type_and_some_keep_the_other(pytester, run):
     pytester.makepyfile("""
         import pytest, torch
 
@@ -121,17 +125,16 @@ def test_of_the_half_types_a_test_has_one_and_the_next_may_have_the_other(pytest
             exec(f"@options\\n@level\\ndef test_options_{number}(options, level): ...")
             exec(f"@name\\n@level\\ndef test_name_{number}(name, level): ...")
     """)
-    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
     for kind in ("type", "name", "options"):
-        kept = pytester.runpytest_inprocess(*options, "-k", f"test_{kind}_", "-m", "not slow", "-v")
+        kept = run("-k", f"test_{kind}_", "-m", "not slow", "-v")
         kept.assert_outcomes(passed=24, deselected=120)  # each level once
         of_bfloat16 = kept.stdout.str().count("bfloat16")
         assert 4 < of_bfloat16 < 20
         assert of_bfloat16 % 2 == 0
-        pytester.runpytest_inprocess(*options, "-k", f"test_{kind}_").assert_outcomes(passed=48, deselected=96)
+        run("-k", f"test_{kind}_").assert_outcomes(passed=48, deselected=96)
 
 
-def test_more_values_than_two_need_not_meet(pytester: pytest.Pytester) -> None:
+def test_no_run_has_combinations_of_more_values_than_asked_for(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -149,14 +152,13 @@ def test_more_values_than_two_need_not_meet(pytester: pytest.Pytester) -> None:
         @pytest.mark.covering(2)
         def test_more(one, two, three, four): ...
     """)
-    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
     for test, quick, slow in (("test_some", 4, 16), ("test_more", 16, 64)):
         for selected, least in ((["-m", "not slow"], quick), ([], slow)):
-            found = pytester.runpytest_inprocess(*options, "-k", test, *selected).parseoutcomes()["passed"]
+            found = run("-k", test, *selected).parseoutcomes()["passed"]
             assert least <= found < 1.7 * least
 
 
-def test_the_other_cases_run_with_the_libraries_or_without_about_half_of_each_value(pytester: pytest.Pytester) -> None:
+def test_about_half_of_the_other_cases_run_with_the_libraries(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -165,17 +167,16 @@ def test_the_other_cases_run_with_the_libraries_or_without_about_half_of_each_va
         @pytest.mark.covering(1)
         def test_some(number, flag): ...
     """)
-    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
     ran = 0
     for library in ("with_libraries", "without_libraries"):
         for flag in ("one", "two"):
-            found = pytester.runpytest_inprocess(*options, "-m", f"slow and {library}", "-k", flag).parseoutcomes()
+            found = run("-m", f"slow and {library}", "-k", flag).parseoutcomes()
             assert 25 < found["passed"] < 75
             ran += found["passed"]
     assert ran == 198  # all but those that are kept to have these two values
 
 
-def test_ci_runs_one_case_of_a_test_that_is_slow_as_a_whole(pytester: pytest.Pytester) -> None:
+def test_ci_runs_one_case_of_a_test_that_is_slow_as_a_whole(pytester, run):
     pytester.makepyfile("""
         import pytest
 
@@ -187,7 +188,6 @@ def test_ci_runs_one_case_of_a_test_that_is_slow_as_a_whole(pytester: pytest.Pyt
         @pytest.mark.slow
         def test_alone(): ...
     """)
-    options = "-p", "covering", "-p", "no:cacheprovider", "-o", MARKERS
     for left_out, kept, others in (("beyond_ci", 5, 2), ("gpu or beyond_ci", 2, 5)):
-        run = pytester.runpytest_inprocess(*options, "-m", f"slow and not ({left_out})")
-        run.assert_outcomes(passed=kept, deselected=others)
+        ended = run("-m", f"slow and not ({left_out})")
+        ended.assert_outcomes(passed=kept, deselected=others)

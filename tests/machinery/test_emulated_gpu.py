@@ -1,7 +1,7 @@
-"""Of the CUDA kernels: their own source, run on the CPU by an emulation of threads, blocks and barriers.
+"""Tests the CUDA kernels: their own source runs on the CPU, with emulated threads, blocks and barriers.
 
-`emulated_gpu/` stands in for CUDA. What cannot be seen this way is how fast they are, what the hardware makes of them,
-and streams and devices; `pytest -m gpu` shows that. And of the one function that the library looks for in torch's own.
+`emulated_gpu/` stands in for CUDA. It does not show speed, streams and devices; `pytest -m gpu` does. Tests as well how
+the library finds torch's current stream.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -104,7 +105,7 @@ LAUNCHES = {
 
 @needs_cxx
 @pytest.mark.slow
-def test_the_cuda_kernels_pass_the_tests_of_the_operators(emulated: Path) -> None:
+def test_cuda_kernels_pass_the_tests_of_the_operators(emulated):
     tests = ROOT / "tests" / "native" / "test_operators.py"
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(emulated), str(tests), *map(str, LAUNCHES)],
@@ -123,53 +124,43 @@ def test_the_cuda_kernels_pass_the_tests_of_the_operators(emulated: Path) -> Non
     assert launches == {count: (len(each), sum(size_of[most] for most in each)) for count, each in LAUNCHES.items()}
 
 
-@needs_cxx
-class TestTheCurrentStream:
-    """Is told by a function of torch's library for CUDA, which is there for whoever asks that library."""
+@pytest.fixture
+def current_stream(fresh: Fresh, tmp_path: Path) -> Callable[[str], int]:
+    """Runs code, and returns the stream of device 3 that the library then finds; -1 if it raises."""
+    source = tmp_path / "asks.cpp"
+    source.write_text(
+        '#include "current_stream.h"\n'
+        'extern "C" __attribute__((visibility("default"))) long asks() {\n'
+        "  try {\n"
+        "    return reinterpret_cast<long>(ampatch::current_stream(3));\n"
+        "  } catch (const std::exception&) {\n"
+        "    return -1;\n"
+        "  }\n"
+        "}\n"
+    )
+    asks = compile_library(source, to=tmp_path / "asks.so", include=extension.source_directory())
 
-    @pytest.fixture
-    def asks(self, tmp_path: Path) -> Path:
-        source = tmp_path / "asks.cpp"
-        source.write_text(
-            '#include "current_stream.h"\n'
-            'extern "C" __attribute__((visibility("default"))) long asks() {\n'
-            "  try {\n"
-            "    return reinterpret_cast<long>(ampatch::current_stream(3));\n"
-            "  } catch (const std::exception&) {\n"
-            "    return -1;\n"
-            "  }\n"
-            "}\n"
-        )
-        return compile_library(source, to=tmp_path / "asks.so", include=extension.source_directory())
-
-    @pytest.mark.slow
-    @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a library of that name")
-    def test_is_found_where_torch_has_loaded_that_library_for_itself(
-        self, fresh: Fresh, asks: Path, tmp_path: Path
-    ) -> None:
-        source = tmp_path / "torch_cuda.cpp"
-        source.write_text(
-            'extern "C" __attribute__((visibility("default")))\n'
-            "int aoti_torch_get_current_cuda_stream(int device, void** stream) {\n"
-            "  *stream = reinterpret_cast<void*>(40L + device);\n"
-            "  return 0;\n"
-            "}\n"
-        )
-        torchs = tmp_path / "libtorch_cuda.so"
-        subprocess.run([str(CXX), "-fPIC", "-shared", "-Wl,-soname,libtorch_cuda.so", source, "-o", torchs], check=True)
-        told = self.told(
-            fresh, f"ctypes.CDLL({str(torchs)!r}, mode=ctypes.RTLD_LOCAL); library = ctypes.CDLL({str(asks)!r})"
-        )
-        assert told == 43
-
-    @pytest.mark.slow
-    @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
-    def test_is_an_error_where_torch_has_no_cuda(self, fresh: Fresh, asks: Path) -> None:
-        assert self.told(fresh, f"library = ctypes.CDLL({str(asks)!r})") == -1
-
-    @staticmethod
-    def told(fresh: Fresh, load: str) -> int:
-        code = f"import ctypes, torch; {load}; library.asks.restype = ctypes.c_long; print(library.asks())"
-        done = fresh.run(code)
+    def run(code: str) -> int:
+        load = f"library = ctypes.CDLL({str(asks)!r}); library.asks.restype = ctypes.c_long"
+        done = fresh.run(f"import ctypes, torch; {code}; {load}; print(library.asks())")
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
+
+    return run
+
+
+@needs_cxx
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA library of its own")
+def test_current_stream_is_found_in_the_cuda_library_that_torch_has_loaded(current_stream, tmp_path):
+    assert current_stream("pass") == -1
+    source, library = tmp_path / "torch_cuda.cpp", tmp_path / "libtorch_cuda.so"
+    source.write_text(
+        'extern "C" __attribute__((visibility("default")))\n'
+        "int aoti_torch_get_current_cuda_stream(int device, void** stream) {\n"
+        "  *stream = reinterpret_cast<void*>(40L + device);\n"
+        "  return 0;\n"
+        "}\n"
+    )
+    subprocess.run([str(CXX), "-fPIC", "-shared", "-Wl,-soname,libtorch_cuda.so", source, "-o", library], check=True)
+    assert current_stream(f"ctypes.CDLL({str(library)!r}, mode=ctypes.RTLD_LOCAL)") == 43

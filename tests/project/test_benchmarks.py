@@ -26,82 +26,74 @@ from torch import Tensor, nn
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HALVES = ["float16", "bfloat16"]
 
-Rows = dict[tuple[str, str, str, str], dict[str, Any]]
+# Each takes a minute or more.
+takes_long = [pytest.mark.slow, pytest.mark.beyond_ci]
+needs_valgrind = pytest.mark.skipif(shutil.which("valgrind") is None, reason="valgrind is not installed")
 
 
-def imported(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+@pytest.fixture
+def imported(monkeypatch) -> Callable[[str], ModuleType]:
+    """Imports a module of benchmarks/."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module(name)
+    return importlib.import_module
+
+
+def printed_by(script: str, *arguments: object) -> str:
+    """What a benchmark prints, in a process of its own."""
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def report(tmp_path_factory) -> dict[str, Any]:
     """What `benchmarks/eager_overhead.py --quick` found, and printed."""
     file = tmp_path_factory.mktemp("benchmark") / "report.json"
-    command = [sys.executable, str(BENCHMARKS / "eager_overhead.py"), "--quick", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(file.read_text(encoding="utf-8"))
-    report["printed"] = done.stdout
-    return report
+    printed = printed_by("eager_overhead.py", "--quick", "--json", file)
+    return {**json.loads(file.read_text(encoding="utf-8")), "printed": printed}
 
 
-@pytest.mark.slow
-@pytest.mark.beyond_ci
+@pytest.fixture
+def rows(report) -> dict[tuple[str, ...], dict[str, Any]]:
+    return {tuple(row[part] for part in ("section", "half", "name", "contender")): row for row in report["rows"]}
+
+
 class TestEagerOverhead:
-    @pytest.fixture
-    def rows(self, report: dict[str, Any]) -> Rows:
-        key = ("section", "half", "name", "contender")
-        return {tuple(row[part] for part in key): row for row in report["rows"]}
+    pytestmark = takes_long
 
     @pytest.mark.parametrize("half", HALVES)
-    def test_every_call_has_a_row_for_each_who_casts_calls(
-        self, rows: Rows, half: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        calls = [call.name for call in imported("eager_cases", monkeypatch).CALLS]
-        contenders = ["unpatched", "unpatched, again", "torch.autocast", "ampatch O1"]
-        expected = {("calls", half, *pair) for pair in itertools.product(calls, contenders)}
-        assert len(calls) > 10
-        assert expected <= rows.keys()
-
-    @pytest.mark.parametrize("half", HALVES)
-    @pytest.mark.parametrize("model", ["transformer", "convnet", "MLP"])
-    def test_every_model_has_a_row_for_everything_that_is_done_with_it(
-        self, rows: Rows, half: str, model: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        work = [f"{model}: {name}" for name in imported("eager_cases", monkeypatch).WORK]
-        contenders = ["unpatched", "torch.autocast", "ampatch O1", "O2 by hand", "ampatch O2"]
-        expected = {("steps", half, *pair) for pair in itertools.product(work, contenders)}
-        assert len(work) > 5
-        assert expected <= rows.keys()
-
-    @pytest.mark.parametrize("half", HALVES)
-    @pytest.mark.parametrize(
-        ("contender", "layers"),
-        [
-            ("ampatch O1", ["a cast", "a cached weight's look-up", "a weight's cast that misses"]),
-            ("ampatch O2", ["casts around a forward"]),
-        ],
-        ids=["O1", "O2"],
-    )
-    def test_every_layer_has_a_row(self, rows: Rows, half: str, contender: str, layers: list[str]) -> None:
+    def test_every_call_model_and_layer_has_a_row_for_each_contender(self, rows, half, imported):
+        cases = imported("eager_cases")
+        contenders = {
+            "calls": ["unpatched", "unpatched, again", "torch.autocast", "ampatch O1"],
+            "steps": ["unpatched", "torch.autocast", "ampatch O1", "O2 by hand", "ampatch O2"],
+            "layers": ["ampatch O1", "ampatch O2"],
+        }
         phases = ["scale", "unscale", "step, over the unpatched", "all but forward and backward"]
-        of_steps = [f"{optimizer}: {phase}" for optimizer in ("SGD", "fused AdamW") for phase in phases]
-        layers = [*layers, *of_steps, "by itself: unscale", "by itself: update"]
-        assert {("layers", half, layer, contender) for layer in layers} <= rows.keys()
+        layers = [f"{optimizer}: {phase}" for optimizer in ("SGD", "fused AdamW") for phase in phases]
+        names = {
+            "calls": [call.name for call in cases.CALLS],
+            "steps": [f"{model}: {work}" for model in ("transformer", "convnet", "MLP") for work in cases.WORK],
+            "layers": [*layers, "by itself: unscale", "by itself: update"],
+        }
+        expected = {(part, half, *pair) for part in names for pair in itertools.product(names[part], contenders[part])}
+        for name in ("a cast", "a cached weight's look-up", "a weight's cast that misses"):
+            expected.add(("layers", half, name, "ampatch O1"))
+        expected.add(("layers", half, "casts around a forward", "ampatch O2"))
+        assert len(expected) > 100
+        assert expected <= rows.keys()
 
-    def test_figures_are_finite_and_stand_within_their_spread(self, rows: Rows) -> None:
+    def test_figures_are_finite_within_their_spread_and_their_ratios_positive(self, rows):
         for row in rows.values():
             if not row["fault"]:
                 assert all(math.isfinite(row[part]) for part in ("median", "low", "high", "seconds")), row
                 assert row["low"] <= row["median"] <= row["high"], row
-
-    def test_ratios_to_the_reference_are_above_zero(self, rows: Rows) -> None:
         ratios = [row for row in rows.values() if row["unit"].startswith("of ")]
         assert {row["unit"] for row in ratios} == {"of torch.autocast", "of O2 by hand"}
         assert all(row["median"] > 0 for row in ratios)
 
-    def test_nobody_is_measured_who_computes_something_else(self, rows: Rows) -> None:
+    def test_contenders_with_other_results_have_a_fault(self, rows):
         """What torch.autocast computes in half on the CPU, and does not cast at all there."""
         faults = {(row["name"], row["contender"]): row["fault"].split()[0] for row in rows.values() if row["fault"]}
         assert faults == {
@@ -110,13 +102,11 @@ class TestEagerOverhead:
             ("torch.dot, mixed types (promote)", "torch.autocast"): "refused",
         }
 
-    def test_aims_stand_beside_what_is_to_reach_them(self, rows: Rows) -> None:
+    def test_aims_stand_beside_o1_and_contenders_left_out_are_named(self, rows, report):
         aims = {row["name"]: row["aim"] for row in rows.values() if row["aim"] is not None}
         assert aims["F.linear, half input, weights cached"] == 150
         assert aims["transformer: whole step, SGD"] == 0.95
         assert all(row["contender"].startswith("ampatch O1") for row in rows.values() if row["aim"] is not None)
-
-    def test_who_is_not_installed_is_named(self, report: dict[str, Any]) -> None:
         for name, reason in report["left_out"].items():
             assert f"{name} is left out: {reason}" in report["printed"]
         assert ("Apex" in report["left_out"]) != any(row["contender"].startswith("Apex") for row in report["rows"])
@@ -136,14 +126,14 @@ class TestComparison:
         ],
         ids=["close", "far", "not finite", "of another type", "refused"],
     )
-    def test_of_a_call(self, dtype: str, values: list[float], fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        overhead = imported("eager_overhead", monkeypatch)
+    def test_fault_of_a_call_with_other_results(self, dtype, values, fault, imported):
+        overhead = imported("eager_overhead")
         right, found = overhead.Evidence("float32", [1.0, 2.0]), overhead.Evidence(dtype, values)
         findings = {"unpatched": overhead.Findings({"x": right}), "ampatch O1": overhead.Findings({"x": found})}
         assert overhead.fault("calls", "x", "ampatch O1", findings) == fault
 
-    def test_the_spread_leaves_out_a_tenth_of_the_rounds_on_either_side(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        row = imported("eager_overhead", monkeypatch).Row("calls", "float16", "x", "ampatch O1", "ns over unpatched")
+    def test_spread_leaves_out_a_tenth_of_the_rounds_on_either_side(self, imported):
+        row = imported("eager_overhead").Row("calls", "float16", "x", "ampatch O1", "ns over unpatched")
         filled = row.of([float(value) for value in range(11)], [1.0] * 11)
         assert (filled.low, filled.median, filled.high) == (1, 5, 9)
         assert filled.cell() == "+5 (+1 to +9)"
@@ -152,41 +142,36 @@ class TestComparison:
 class TestInstructions:
     """`benchmarks/instructions.py`."""
 
-    SCRIPT = BENCHMARKS / "instructions.py"
-
     @pytest.mark.slow
     @pytest.mark.beyond_ci
-    def test_counts_every_step_and_call(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        if shutil.which("valgrind") is None:
-            pytest.skip("valgrind is not installed")
+    @needs_valgrind
+    def test_instructions_of_every_step_and_call_are_counted(self, tmp_path, imported):
         file = tmp_path / "counts.json"
-        command = [sys.executable, str(self.SCRIPT), "--models", "MLP", "--halves", "float16", "--json", str(file)]
-        command += ["--contenders", "ampatch O1"]  # and what it is compared with: the four of them take four minutes
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        options = ["--models", "MLP", "--halves", "float16", "--contenders", "ampatch O1"]  # all take four minutes
+        printed = printed_by("instructions.py", *options, "--json", file)
         rows = {(row["name"], row["contender"]): row for row in json.loads(file.read_text(encoding="utf-8"))}
-        contenders = {"torch.autocast", "ampatch O1"}
         for optimizer in ("SGD", "fused AdamW"):
-            step = {name: rows[f"MLP: whole step, {optimizer}", name] for name in contenders}
-            phases = {name: [] for name in contenders}
-            for (name, contender), row in rows.items():
-                if name.startswith(f"MLP, {optimizer}: "):
-                    phases[contender].append(row["instructions"])
-            for name, row in step.items():
+            step = {name: rows[f"MLP: whole step, {optimizer}", name] for name in ("torch.autocast", "ampatch O1")}
+            for contender, row in step.items():
+                phases = [
+                    each["instructions"]
+                    for (name, own), each in rows.items()
+                    if name.startswith(f"MLP, {optimizer}: ") and own == contender
+                ]
                 assert row["instructions"] > row["misses"] > 1000
-                assert len(phases[name]) >= 6
-                assert sum(phases[name]) == pytest.approx(row["instructions"])
+                assert len(phases) >= 6
+                assert sum(phases) == pytest.approx(row["instructions"])
             ours, autocasts = step["ampatch O1"], step["torch.autocast"]
             assert ours["of_instructions"] == pytest.approx(ours["instructions"] / autocasts["instructions"])
             assert ours["reference"] == "torch.autocast"
             assert autocasts["of_instructions"] is None
-        for call in imported("eager_cases", monkeypatch).CALLS:
+        for call in imported("eager_cases").CALLS:
             assert rows[call.name, "unpatched"]["instructions"] > 1000
             assert rows[call.name, "ampatch O1"]["over"] < rows[call.name, "ampatch O1"]["instructions"]
         # What is counted differs by a thousand now and then; two look-ups and a cast take five.
         assert rows["F.linear, float32 input, weights cached", "ampatch O1"]["over"] > 2000
-        assert "| MLP: whole step, SGD |" in done.stdout
-        assert "| x + y |" in done.stdout
+        assert "| MLP: whole step, SGD |" in printed
+        assert "| x + y |" in printed
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -199,15 +184,10 @@ class TestInstructions:
         ],
         ids=["model", "contender", "half", "json", "valgrind"],
     )
-    def test_says_what_it_cannot_do(
-        self,
-        arguments: list[str],
-        message: str,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-    ) -> None:
-        instructions = imported("instructions", monkeypatch)
+    def test_arguments_that_cannot_be_served_are_errors(
+        self, arguments, message, tmp_path, monkeypatch, capsys, imported
+    ):
+        instructions = imported("instructions")
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.setattr(sys, "argv", ["instructions.py", *arguments])
@@ -215,11 +195,11 @@ class TestInstructions:
             instructions.main()
         assert message in capsys.readouterr().err
 
-    def test_reads_what_callgrind_wrote_of_a_phase(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_counts_of_a_phase_are_read_from_a_file_of_callgrind(self, tmp_path, imported):
         file = tmp_path / "counts.1"
         header = "desc: Trigger: Client Request: ampatch O1|float16|MLP|SGD|zero_grad\n\nevents: Ir Dr Dw I1mr\n"
         file.write_text(f"version: 1\n{header}summary: 900 3 2 7\nfn=(1) main\n0 900 3 2 7\n", encoding="utf-8")
-        instructions = imported("instructions", monkeypatch)
+        instructions = imported("instructions")
         assert instructions.read(file) == (
             "ampatch O1",
             ("float16", "MLP", "SGD"),
@@ -235,14 +215,10 @@ class TestHost:
 
     @pytest.mark.slow
     @pytest.mark.beyond_ci
-    def test_counts_every_phase_of_a_step(self, tmp_path: Path) -> None:
-        if shutil.which("valgrind") is None:
-            pytest.skip("valgrind is not installed")
+    @needs_valgrind
+    def test_instructions_of_every_phase_of_a_step_are_counted(self, tmp_path):
         file = tmp_path / "host.json"
-        command = [sys.executable, str(BENCHMARKS / "host.py"), "--optimizers", "fused AdamW", "--json", str(file)]
-        command += ["--contenders", "ampatch O1"]  # and what it is compared with
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        printed = printed_by("host.py", "--optimizers", "fused AdamW", "--contenders", "ampatch O1", "--json", file)
         rows = {(row["contender"], row["phase"]): row for row in json.loads(file.read_text(encoding="utf-8"))}
         phases = {
             "torch.autocast": {"zero_grad", "forward", "scale", "backward", "step", "update"},
@@ -253,21 +229,21 @@ class TestHost:
             forward = rows[contender, "forward"]
             assert forward["device"] > forward["host"] > 100_000  # products of matrices; calls
             assert rows[contender, "scale"]["host"] > rows[contender, "scale"]["device"]  # one number
-        assert "| **fused AdamW: whole step** |" in done.stdout
+        assert "| **fused AdamW: whole step** |" in printed
 
-    def test_what_runs_more_often_in_the_larger_model_is_the_devices(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        host = imported("host", monkeypatch)
+    def test_instructions_that_grow_with_the_model_are_the_devices(self, imported):
+        host = imported("host")
         smaller, larger = {1: 100, 2: 100, 3: 100, 4: 7}, {1: 100, 2: 110, 3: 140}
         found = host.told_apart(Counter(smaller), Counter(larger))
         assert found == (200 / host.STEPS, 107 / host.STEPS)
 
-    def test_reads_how_often_each_instruction_ran(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_counts_of_each_instruction_are_read_from_a_file_of_callgrind(self, tmp_path, imported):
         file = tmp_path / "counts.1"
         body = "fn=(1) main\n0x10 3\n0x14 2\ncalls=1 0x20\n0x14 900\n0x18 1\nfn=(2) other\n0x10 4\n"
         file.write_text(
             f"desc: Trigger: Client Request: float16|smaller|SGD|step\nevents: Ir\n{body}", encoding="utf-8"
         )
-        label, places = imported("host", monkeypatch).read(file)
+        label, places = imported("host").read(file)
         assert label == "float16|smaller|SGD|step"
         assert places == {0x10: 7, 0x14: 2, 0x18: 1}
 
@@ -275,11 +251,8 @@ class TestHost:
 @pytest.mark.slow
 @pytest.mark.beyond_ci
 @pytest.mark.once
-def test_converted_models_are_measured_beside_autocast() -> None:
-    command = [sys.executable, str(BENCHMARKS / "converted.py"), "--rounds", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    header, *rows = done.stdout.splitlines()
+def test_converted_models_are_measured_beside_autocast():
+    header, *rows = printed_by("converted.py", "--rounds", 1).splitlines()
     assert header.split()[-1] == "converted"
     assert len(rows) == 6
     assert all(row.count("(") == 5 and "(1.00)" in row for row in rows)
@@ -288,11 +261,9 @@ def test_converted_models_are_measured_beside_autocast() -> None:
 @pytest.mark.slow
 @pytest.mark.beyond_ci
 @pytest.mark.once
-def test_skorch_nets_are_measured_with_amp_and_without() -> None:
-    command = [sys.executable, str(BENCHMARKS / "skorch_nets.py"), "--rounds", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^(.+?) {2,}\d+ \(.+\) +(\d+\.\d\d)$", done.stdout, re.MULTILINE)
+def test_skorch_nets_are_measured_with_amp_and_without():
+    printed = printed_by("skorch_nets.py", "--rounds", 2)
+    rows = re.findall(r"^(.+?) {2,}\d+ \(.+\) +(\d+\.\d\d)$", printed, re.MULTILINE)
     names = [name for name, _ in rows]
     assert names.count("skorch") == names.count("O1, float16") == names.count("O2, float16") == 2
     assert names.count("O1, float16, in a session") == 1
@@ -301,18 +272,18 @@ def test_skorch_nets_are_measured_with_amp_and_without() -> None:
 
 @pytest.mark.once
 def test_lists_are_measured_as_tensors_and_as_addresses(
-    compiled, compiled_calls, select, select_calls, monkeypatch, capsys
+    compiled, compiled_calls, select, select_calls, monkeypatch, capsys, imported
 ):
-    module = imported("lists", monkeypatch)
+    module = imported("lists")
     monkeypatch.setattr(sys, "argv", ["lists.py", "--rounds", "1"])
     module.main()
     rows = re.findall(r"^\| ([\w, ]+) \| (\d+) \| \d+ \| \d+ \|$", capsys.readouterr().out, re.MULTILINE)
     assert len(rows) == len(set(rows)) == 3 * len(module.COUNTS)
 
 
-def test_crossings_counts_the_modules_that_a_step_runs_through(monkeypatch, capsys):
+def test_crossings_counts_the_modules_that_a_step_runs_through(capsys, imported):
     """The counts themselves stand in docs/design/architecture.md."""
-    imported("crossings", monkeypatch).main()
+    imported("crossings").main()
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [row[:2] for row in rows] == [["O1", "model(x)"], ["O1", "block"], ["O2", "model(x)"], ["O2", "block"]]
     assert all("calls:" in row and int(row[row.index("calls:") - 1]) > 3 for row in rows)
@@ -337,9 +308,9 @@ class Repeating(nn.Module):
 
 
 @pytest.mark.once
-def test_casts_that_repeat_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_casts_that_repeat_others_are_counted(imported):
     pytest.importorskip("transformers")
-    module = imported("recasts", monkeypatch)
+    module = imported("recasts")
     found = module.counted("Repeating", Repeating(), {"x": torch.randn(2, 4)}, torch.bfloat16)
     # To half: the norm's result five times, in one after a write to it. To float32: the first layer's result twice.
     assert (found.weights.casts, found.activations.casts, found.widened.casts) == (8, 7, 2)
@@ -372,8 +343,9 @@ class TestOnGpu:
         return [(each[1], int(each[2]), each[3]) for each in found if each is not None]
 
     @pytest.fixture
-    def fake(self, tmp_path: Path) -> Path:
-        """A Python that runs nothing: it prints its arguments, and fails if they name a probe."""
+    def fake(self, tmp_path, monkeypatch) -> Path:
+        """A Python that runs nothing: it prints its arguments, and fails if they have what FAILS_AT says."""
+        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "cache"))
         file = tmp_path / "python"
         file.write_text('#!/bin/sh\necho "$@"\ncase "$*" in *"$FAILS_AT"*) exit 3 ;; esac\n', encoding="utf-8")
         file.chmod(0o755)
@@ -382,7 +354,7 @@ class TestOnGpu:
     @pytest.mark.slow
     @pytest.mark.beyond_ci
     @pytest.mark.once
-    def test_goes_through_every_line_on_a_cpu(self, tmp_path: Path) -> None:
+    def test_dry_run_of_on_gpu_runs_every_step(self, tmp_path):
         done = self.run("--dry-run", tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         summary = self.summary(tmp_path)
@@ -398,26 +370,20 @@ class TestOnGpu:
             assert {Path(name).stem for name in logs.getnames()} == {"logs", *self.STEPS}
 
     @pytest.mark.parametrize("fails_at", ["nowhere", "probe.py"], ids=["no-failure", "a-failure"])
-    def test_a_failed_step_shows_in_the_status_and_keeps_no_other_from_running(
-        self, fails_at: str, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_on_gpu_goes_on_after_a_failed_step_and_exits_with_1(self, fails_at, fake, tmp_path, monkeypatch):
         monkeypatch.setenv("FAILS_AT", fails_at)
-        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "cache"))
         done = self.run("--dry-run", tmp_path / "out", python=fake)
         assert done.returncode == int(fails_at == "probe.py"), done.stdout + done.stderr
         statuses = sorted((name, status) for name, status, _ in self.summary(tmp_path / "out"))
         assert statuses == sorted((name, 3 if f"{name}.py" == fails_at else 0) for name in self.STEPS)
 
-    def test_without_the_extension_its_tests_are_not_run(
-        self, fake: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_on_gpu_omits_tests_of_an_extension_that_was_not_built(self, fake, tmp_path, monkeypatch):
         monkeypatch.setenv("FAILS_AT", "ampatch build")
-        monkeypatch.setenv("AMPATCH_CACHE", str(tmp_path / "cache"))
         assert self.run("--dry-run", tmp_path / "out", python=fake).returncode == 1
         text = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
         assert re.search(r"tests-extension +not run: the extension was not built", text)
 
-    def test_a_step_in_the_background_is_interrupted_at_its_limit(self, fake: Path, tmp_path: Path) -> None:
+    def test_on_gpu_interrupts_a_step_in_the_background_at_its_limit(self, fake, tmp_path):
         """Then pytest still names the tests that failed."""
         script = self.SCRIPT.read_text(encoding="utf-8").replace("other-tests 140", "other-tests 1")
         copy = tmp_path / "benchmarks" / "on_gpu.sh"
@@ -427,12 +393,12 @@ class TestOnGpu:
             (tmp_path / name).mkdir()
         waits = "trap 'echo interrupted; exit 5' INT; while :; do sleep 0.1; done"
         fake.write_text(f'#!/bin/sh\ncase "$*" in *" tests "*) {waits} ;; esac\n', encoding="utf-8")
-        environment = {**os.environ, "PYTHON": str(fake), "AMPATCH_CACHE": str(tmp_path / "cache")}
+        environment = {**os.environ, "PYTHON": str(fake)}
         command = ["bash", str(copy), "--dry-run", str(tmp_path / "out")]
         assert subprocess.run(command, capture_output=True, env=environment, check=False).returncode == 1
         assert ("other-tests", 124, "interrupted") in self.summary(tmp_path / "out")
 
-    def test_the_limits_of_its_steps_fit_into_the_time_of_each_part(self) -> None:
+    def test_time_limits_of_on_gpu_fit_into_each_part(self):
         text = self.SCRIPT.read_text(encoding="utf-8")
         (end,) = map(int, re.findall(r"ends=\$\(\(SECONDS \+ (\d+)", text))
         (machine,) = re.findall(r"step machine (\d+)", text)
@@ -451,13 +417,13 @@ class TestOnGpu:
         assert end < 4 * 60
         assert text.count("step ") - 2 <= len(self.STEPS)  # two are in comments
 
-    def test_the_files_that_it_names_exist(self) -> None:
+    def test_files_named_in_on_gpu_exist(self):
         named = re.findall(r"\b(?:tests|benchmarks)/[\w/]+\.py", self.SCRIPT.read_text(encoding="utf-8"))
         assert len(named) > 10
         assert [name for name in named if not (BENCHMARKS.parent / name).is_file()] == []
 
     @pytest.mark.parametrize("arguments", [[], ["4", "x"], ["1"], ["--dry-run", "x", "y"], ["--prepare", "x"]], ids=str)
-    def test_other_arguments_are_refused(self, arguments: list[str]) -> None:
+    def test_on_gpu_refuses_other_arguments(self, arguments):
         done = self.run(*arguments)
         assert done.returncode == 2
         assert done.stderr.count("benchmarks/on_gpu.sh") == 3
@@ -466,8 +432,8 @@ class TestOnGpu:
 class TestSteps:
     """`benchmarks/steps.py`; `TestOnGpu` runs it."""
 
-    def test_times_are_ratios_within_a_round(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        steps = imported("steps", monkeypatch)
+    def test_ratios_of_times_are_taken_within_a_round(self, imported):
+        steps = imported("steps")
         row = steps.Row("m", "float16", "ampatch O1", "", 10, 0, 3, {}, {}, 2**20)
         ours = [steps.Round(each, each / 2) for each in (1.0, 4.0, 3.0)]
         reference = [steps.Round(2.0, 1.0), steps.Round(2.0, 1.0), steps.Round(6.0, 3.0)]
@@ -477,10 +443,8 @@ class TestSteps:
         assert "0.50 (0.50 to 1.70)" in list(timed.cells())
 
     @pytest.mark.parametrize(("until", "rounds"), [(-math.inf, 8), (math.inf, 100)], ids=["no_time_left", "time_left"])
-    def test_more_than_eight_rounds_only_if_there_is_time(
-        self, until: float, rounds: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        steps, on_device = imported("steps", monkeypatch), imported("on_device", monkeypatch)
+    def test_more_than_eight_rounds_only_if_there_is_time(self, until, rounds, imported):
+        steps, on_device = imported("steps"), imported("on_device")
 
         def worker(kernels: dict[str, int]) -> SimpleNamespace:
             once = steps.Once(steps.Evidence("float32", [1.0]), on_device.Counts(Counter(kernels), 1, 2), 2**20)
@@ -495,16 +459,16 @@ class TestSteps:
         assert ours.more_launches == {"add": 1, "mul": -1, "cast": -2}
         assert autocasts.more_launches == {}
 
-    def test_other_losses_are_named_and_not_timed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        steps = imported("steps", monkeypatch)
+    def test_other_losses_are_named_and_not_timed(self, imported):
+        steps = imported("steps")
         right, wrong = (steps.Evidence("float32", [loss]) for loss in (1.0, 2.0))
         assert steps.fault_of(right, right) == ""
         row = steps.Row("m", "float16", "ampatch O1", steps.fault_of(wrong, right), 10, 0, 3, {}, {}, 2**20)
         assert list(row.cells()) == ["ampatch O1", "other losses", "", "", "", "10", "0", "3", "1.0"]
 
     @pytest.mark.parametrize("half", HALVES)
-    def test_every_contender_clips_alike(self, half: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        steps, peers = imported("steps", monkeypatch), imported("peers", monkeypatch)
+    def test_every_contender_clips_alike(self, half, imported):
+        steps, peers = imported("steps"), imported("peers")
 
         def losses(contender: str, max_norm: float | None) -> Any:
             torch.manual_seed(0)
@@ -524,16 +488,16 @@ class TestSteps:
 class TestCounts:
     """`benchmarks/on_device.py`."""
 
-    def test_each_piece_of_work_has_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kernels_waits_and_allocations_are_counted_for_each_function(self, imported):
         x = torch.ones(3)
-        adds, nothing, reads = imported("on_device", monkeypatch).counts([lambda: x + 1, list, x[0].item], "cpu")
+        adds, nothing, reads = imported("on_device").counts([lambda: x + 1, list, x[0].item], "cpu")
         assert (adds.kernels["aten::add"], adds.waits, adds.allocations > 0) == (1, 0, True)
         assert (nothing.launches, nothing.waits, nothing.allocations) == (0, 0, 0)
         assert (reads.kernels["aten::add"], reads.waits) == (0, 1)
 
-    def test_on_a_gpu_kernels_and_waits_are_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kernels_and_waits_on_a_gpu_are_told_apart(self, monkeypatch, imported):
         """Stands in for the profiler and the allocator."""
-        on_device = imported("on_device", monkeypatch)
+        on_device = imported("on_device")
         host, gpu = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
         seen = [
             *((5, "cudaStreamSynchronize", host), (10, f"{on_device._WORK}0", host), (10, f"{on_device._WORK}0", gpu)),
@@ -567,8 +531,8 @@ class TestCounts:
 class TestUnscale:
     """`benchmarks/unscale.py`."""
 
-    def test_on_a_gpu_slow_calls_are_measured_in_fewer_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        unscale = imported("unscale", monkeypatch)
+    def test_slow_calls_on_a_gpu_are_measured_in_fewer_rounds(self, monkeypatch, imported):
+        unscale = imported("unscale")
         fast, slow, slower = (lambda _: None for _ in range(3))
         seconds = {fast: 0.0001, slow: 0.05, slower: 1.0}
         calls: Counter[Any] = Counter()
@@ -595,20 +559,16 @@ class TestUnscale:
             ("--operators", "nothing; expected some of unscale_,unscale_copy,unscale_add,"),
         ],
     )
-    def test_unknown_names_are_refused(
-        self, option: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        unscale = imported("unscale", monkeypatch)
+    def test_unscale_refuses_unknown_names(self, option, message, monkeypatch, capsys, imported):
+        unscale = imported("unscale")
         monkeypatch.setattr(sys, "argv", ["unscale.py", "--device", "cpu", option, "nothing"])
         with pytest.raises(SystemExit, match="2"):
             unscale.main()
         assert message in capsys.readouterr().err
 
     @pytest.mark.parametrize(("roundings", "agrees"), [(0, False), (1, True)])
-    def test_parameters_may_differ_by_a_rounding(
-        self, roundings: int, agrees: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        unscale = imported("unscale", monkeypatch)
+    def test_parameters_may_differ_by_a_rounding(self, roundings, agrees, imported):
+        unscale = imported("unscale")
         pristine, *models = (unscale.Model([(3,)], torch.float32, "cpu") for _ in range(3))
         for buffer in (pristine.grads, pristine.wide):
             buffer.flat.fill_(1.0)
@@ -626,14 +586,11 @@ class TestUnscale:
 
 @pytest.mark.slow
 @pytest.mark.beyond_ci
-def test_reports_of_architectures_are_saved(tmp_path: Path) -> None:
+def test_reports_of_architectures_are_saved(tmp_path):
     pytest.importorskip("transformers")
-    command = [sys.executable, str(BENCHMARKS / "reports.py"), "--models", "ViT", "--half", "bfloat16", "--rounds", "1"]
-    done = subprocess.run(
-        [*command, "--layers", "1", "--save", str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"^ViT +(O\d)", done.stdout, re.MULTILINE) == ["O1", "O2"]
+    options = ["--models", "ViT", "--half", "bfloat16", "--rounds", 1, "--layers", 1, "--save", tmp_path]
+    printed = printed_by("reports.py", *options)
+    assert re.findall(r"^ViT +(O\d)", printed, re.MULTILINE) == ["O1", "O2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"ViT_{level}.{suffix}" for level in ("O1", "O2") for suffix in ("html", "json")
     ]
@@ -642,8 +599,8 @@ def test_reports_of_architectures_are_saved(tmp_path: Path) -> None:
 class TestProbe:
     """`benchmarks/probe.py`."""
 
-    def test_what_a_check_raises_is_its_finding(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        probe = imported("probe", monkeypatch)
+    def test_probe_notes_what_a_check_raises(self, monkeypatch, imported):
+        probe = imported("probe")
 
         def fails(_: str) -> str:
             raise RuntimeError("not\nimplemented")
@@ -652,8 +609,8 @@ class TestProbe:
         found = [("first", "raised RuntimeError: not implemented"), ("second", "on cpu")]
         assert list(probe.behaviour("cpu")) == found
 
-    def test_packages_that_are_missing_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        probe = imported("probe", monkeypatch)
+    def test_probe_names_missing_packages(self, monkeypatch, imported):
+        probe = imported("probe")
         monkeypatch.setattr(probe, "OPTIONAL", ("no-such-package",))
         assert list(probe.packages())[-1] == "missing: no-such-package"
 
@@ -662,11 +619,11 @@ class TestFusedLinear:
     """`benchmarks/fused_linear.py`."""
 
     @pytest.fixture
-    def module(self, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    def module(self, imported) -> ModuleType:
         pytest.importorskip("transformers")
-        return imported("fused_linear", monkeypatch)
+        return imported("fused_linear")
 
-    def test_a_layer_is_one_node(self, module: ModuleType) -> None:
+    def test_fused_linear_makes_one_node_of_a_layer(self, module):
         rows = module.table_of_nodes([module.TRANSFORMER], torch.float16).splitlines()
         _, _, without, o1, layers = (int(re.sub(r"\D.*", "", cell.strip()) or 0) for cell in rows[-1].split("|")[1:-1])
         assert 0 < o1 < without
@@ -674,7 +631,7 @@ class TestFusedLinear:
 
     @pytest.mark.parametrize("half", HALVES)
     @pytest.mark.parametrize("micro_batches", [1, 4])
-    def test_each_weight_is_cast_read_and_written(self, module: ModuleType, half: str, micro_batches: int) -> None:
+    def test_bytes_of_a_step_are_those_of_its_weight(self, module, half, micro_batches):
         """Counts the bytes of a matrix that is much larger than what else a step reads and writes."""
         found = {}
         for contender in module.CONTENDERS:
@@ -693,7 +650,7 @@ class TestFusedLinear:
         assert found[module.AUTOCAST] == found[module.WITHOUT] == [forward, 8 * micro_batches + adding]
         assert found[module.O1] == [forward, 4 * micro_batches + adding]
 
-    def test_the_highest_scale_is_the_last_without_overflow(self, module: ModuleType) -> None:
+    def test_highest_scale_is_the_last_without_overflow(self, module):
         weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
         loss = (weight.float() * torch.tensor([3.0, 2.0**-26])).sum()
         found = module.Gradients(loss, {"weight": weight}, [torch.tensor([3.0, 2.0**-26])])

@@ -1,4 +1,4 @@
-"""The documentation's site: text made from the code, and links that leave docs/. `make docs` checks other links."""
+"""Tests the documentation's site: text made from the code, and links out of docs/."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import math
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -29,47 +30,62 @@ GUIDE = sorted((DOCS / "guide").glob("*.md"))
 
 
 @pytest.fixture
-def markdown(monkeypatch):
+def docs(monkeypatch) -> Callable[[str], ModuleType]:
+    """Imports a module that makes text for the site."""
     monkeypatch.syspath_prepend(str(DOCS))
-    return importlib.import_module("ampatch_docs.markdown")
+    return lambda name: importlib.import_module(f"ampatch_docs.{name}")
 
 
 @pytest.fixture
-def reference(monkeypatch):
+def for_the_site(docs) -> Callable[[str], str]:
+    return docs("markdown").for_the_site
+
+
+@pytest.fixture
+def page(for_the_site) -> Callable[[str], str]:
+    """Returns a page as the site has it."""
+    return lambda name: for_the_site((DOCS / name).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def reference(docs) -> ModuleType:
     pytest.importorskip("sphinx", reason="needs the extra docs")
-    monkeypatch.syspath_prepend(str(DOCS))
-    return importlib.import_module("ampatch_docs.reference")
+    return docs("reference")
 
 
-def test_links_to_examples_lead_to_their_sections(markdown):
+@pytest.fixture
+def modules(docs) -> ModuleType:
+    return docs("modules")
+
+
+def test_links_to_examples_lead_to_their_sections(for_the_site):
     text = "See [one](../../examples/gan.py) of [them](../../examples), and [this](../images/report.png)."
     expected = "See [one](/examples.md#ganpy) of [them](/examples.md), and [this](../images/report.png)."
-    assert markdown.for_the_site(text) == expected
+    assert for_the_site(text) == expected
 
 
-def test_comments_for_the_test_of_the_code_are_left_out(markdown):
+def test_comments_for_the_test_of_the_code_are_left_out(for_the_site):
     comments = ['<!-- skip: next "why" -->\n', "<!-- invisible-code-block: python\nx = 1\n-->\n", "<!-- b -->\n"]
     text = "a\n\n{}```sh\nls\n```\n\n{}{}".format(*comments)
-    assert markdown.for_the_site(text) == "a\n\n```sh\nls\n```\n\n<!-- b -->\n"
+    assert for_the_site(text) == "a\n\n```sh\nls\n```\n\n<!-- b -->\n"
 
 
-def test_every_example_has_a_section_with_its_code(markdown):
-    text = markdown.for_the_site((DOCS / "examples.md").read_text(encoding="utf-8"))
+def test_comment_for_which_nothing_is_made_is_an_error(for_the_site):
+    with pytest.raises(KeyError, match="nonsense"):
+        for_the_site("<!-- generated: nonsense -->")
+
+
+def test_every_example_has_a_section_with_its_code(page):
+    text = page("examples.md")
     scripts = sorted((ROOT / "examples").glob("*.py"))
     assert re.findall(r"^## (.+)$", text, re.MULTILINE) == [script.name for script in scripts]
     assert [script.name for script in scripts if script.read_text(encoding="utf-8") not in text] == []
 
 
-def test_a_comment_for_which_nothing_is_made_is_an_error(markdown):
-    with pytest.raises(KeyError, match="nonsense"):
-        markdown.for_the_site("<!-- generated: nonsense -->")
-
-
-def test_every_page_is_in_the_table_of_contents():
+def test_every_page_of_the_guide_is_in_the_table_of_contents():
     # Sphinx warns of pages in none; but a pattern of the table would take in pages that belong elsewhere.
     index = (DOCS / "index.md").read_text(encoding="utf-8")
-    guide = {path.stem for path in (DOCS / "guide").glob("*.md")}
-    assert set(re.findall(r"^guide/(\w+)$", index, re.MULTILINE)) == guide
+    assert set(re.findall(r"^guide/(\w+)$", index, re.MULTILINE)) == {path.stem for path in GUIDE}
 
 
 def all_of(path: Path) -> list[str]:
@@ -91,13 +107,7 @@ def public_names() -> set[str]:
     return names - {"ampatch.amp"}  # has a page
 
 
-@pytest.fixture
-def drawings(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    return importlib.import_module("ampatch_docs.drawings")
-
-
-def test_the_reference_has_every_public_name_once_and_no_other():
+def test_reference_has_every_public_name_once():
     pages = "".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "reference").glob("*.md")))
     listed = re.findall(r"^\.\. auto\w+:: (\S+)$", pages, re.MULTILINE)
     assert sorted(listed) == sorted(public_names())
@@ -125,12 +135,8 @@ def test_signatures_show_no_private_names(reference):
     assert reference.readable_types(signature) == "(models: Models, dtype: torch.dtype, x: ~Callable[[F], int] = 2.5)"
 
 
-def page(name: str, markdown: ModuleType) -> str:
-    return markdown.for_the_site((DOCS / name).read_text(encoding="utf-8"))
-
-
-def test_the_command_line_has_every_option_of_every_command(markdown, capsys):
-    text = page("reference/command_line.md", markdown)
+def test_page_of_the_command_line_has_every_option(page, capsys):
+    text = page("reference/command_line.md")
     found = re.findall(r"^#{2,3} (ampatch [\w ]+)\n\n(.*?)(?=^##|\Z)", text, re.MULTILINE | re.DOTALL)
     sections = dict(found)
     assert {"ampatch run", "ampatch lists check", "ampatch build"} < set(sections)
@@ -141,8 +147,8 @@ def test_the_command_line_has_every_option_of_every_command(markdown, capsys):
         assert options <= set(re.findall(r"^\| `(--[\w-]+)", section, re.MULTILINE)), command
 
 
-def test_the_lists_have_every_entry_with_its_reason(markdown):
-    text = page("reference/cast_lists.md", markdown).replace("\\", "")
+def test_page_of_the_lists_has_every_entry_with_its_reason(page):
+    text = page("reference/cast_lists.md").replace("\\", "")
     for entry in shipped_entries():
         group = text[text.index(f"\n\n{entry.reason}\n\n") :].partition("\n\n| ")[2].partition("\n\n")[0]
         assert re.search(rf"^\| `{re.escape(entry.path.name)}` \|.*`{entry.path.namespace}`", group, re.MULTILINE), (
@@ -165,59 +171,50 @@ def test_the_lists_have_every_entry_with_its_reason(markdown):
         "| `binary_cross_entropy` | `torch.nn.functional` |  | banned | banned | blacklist |",
     ],
 )
-def test_the_lists_say_what_others_do(markdown, row):
-    assert f"\n{row}\n" in page("reference/cast_lists.md", markdown)
+def test_page_of_the_lists_compares_other_libraries(page, row):
+    assert f"\n{row}\n" in page("reference/cast_lists.md")
 
 
-def test_pictures_are_drawn_from_their_text(drawings):
-    made = drawings.pictures()
+def test_pictures_are_drawn_from_their_text(docs):
+    made = docs("drawings").pictures()
     assert len(made) == 5
     assert [
         path.name for path, text in made.items() if path.read_text(encoding="utf-8") != text
     ] == []  # `make drawings`
 
 
-def test_a_drawing_has_its_boxes_and_arrows(drawings):
+def test_drawing_has_its_boxes_and_arrows(docs):
+    drawn = docs("drawings").drawn
     boxes = {"a": {"at": [0, 0], "text": "x < y"}, "b": {"at": [1, 0], "text": "half", "kind": "half", "note": "1\n2"}}
-    svg = ElementTree.fromstring(drawings.drawn({"title": "T", "boxes": boxes, "arrows": [["a", "b"]]}))
+    svg = ElementTree.fromstring(drawn({"title": "T", "boxes": boxes, "arrows": [["a", "b"]]}))
     texts = [each.text for each in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert texts == ["x < y", "half", "1", "2", "float16 or bfloat16"]  # the legend is the last
     assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) == 2  # a line and its head
     with pytest.raises(KeyError, match="c"):
-        drawings.drawn({"title": "T", "boxes": boxes, "arrows": [["a", "c"]]})
+        drawn({"title": "T", "boxes": boxes, "arrows": [["a", "c"]]})
 
 
-def test_drawings_become_part_of_the_page(markdown):
-    assert markdown.for_the_site("![A](../images/call.svg)").startswith("<div>\n<svg ")
-    assert "\n\n" not in markdown.for_the_site("![A](../images/call.svg)")  # a blank line would end the HTML
-    assert markdown.for_the_site("![A](images/growth.svg)") == "![A](images/growth.svg)"  # as matplotlib drew it
-
-
-@pytest.fixture
-def modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(DOCS))
-    return importlib.import_module("ampatch_docs.modules")
+def test_drawings_become_part_of_the_page(for_the_site):
+    assert for_the_site("![A](../images/call.svg)").startswith("<div>\n<svg ")
+    assert "\n\n" not in for_the_site("![A](../images/call.svg)")  # a blank line would end the HTML
+    assert for_the_site("![A](images/growth.svg)") == "![A](images/growth.svg)"  # as matplotlib drew it
 
 
 @pytest.mark.slow
-def test_the_plan_has_the_order_that_imports_are_checked_by(modules):
+def test_plan_has_every_module_with_a_sentence_in_the_order_of_imports(modules, page):
+    text = page("design/README.md")
+    rows = re.findall(r"^\| `(.+?)` \| (.+[.!?]) \|$", text.partition("## All modules")[2], re.MULTILINE)
+    inside = [each for room in modules.rooms() for each in modules.inside(room)]
+    assert len(rows) == len(inside)
+    assert sorted([*inside, *modules.rooms()]) == sorted(modules.modules())
+    assert "| `session.py` | The session: all that amp has installed between `amp.initialize`" in text
     assert list(modules.order()) == test_architecture.rooms()
     assert set(modules.modules()) == set(test_architecture.MODULES)
     for name in modules.modules():
         assert set(modules.imports(name)) == set(test_architecture.imports(name)), name
 
 
-@pytest.mark.slow
-def test_the_plan_has_every_module_once_with_a_sentence(modules, markdown):
-    text = page("design/README.md", markdown)
-    rows = re.findall(r"^\| `(.+?)` \| (.+[.!?]) \|$", text.partition("## All modules")[2], re.MULTILINE)
-    inside = [each for room in modules.rooms() for each in modules.inside(room)]
-    assert len(rows) == len(inside)
-    assert sorted([*inside, *modules.rooms()]) == sorted(modules.modules())
-    assert "| `session.py` | The session: all that amp has installed between `amp.initialize`" in text
-
-
-def test_a_new_module_appears_in_the_plan(modules, monkeypatch):
+def test_new_module_appears_in_the_plan(modules, monkeypatch):
     new = ast.parse('"""Does ``new`` things. And more."""\nfrom ampatch.integrations import timm')
     known = {**modules.modules(), "ampatch.integrations.new": new}
     monkeypatch.setattr(modules, "modules", lambda: known)
@@ -226,16 +223,13 @@ def test_a_new_module_appears_in_the_plan(modules, monkeypatch):
     assert text.index("`new.py`") < text.index("`timm.py`")
 
 
-def test_the_drawing_has_no_import_that_runs_upwards(modules):
+def test_drawing_has_no_import_that_runs_upwards(modules):
     svg = ElementTree.fromstring(modules.drawing())
-    rows = [_tail(each) for each in svg.iter("{http://www.w3.org/2000/svg}rect") if each.get("class") == "half"]
-    assert len(rows) > 100
-    assert all(x > y for x, y in rows)
-
-
-def _tail(mark) -> tuple[int, int]:
-    """The column and the row of a mark, counted from the first cell."""
-    return (int(mark.get("x")) - 182) // 19, (int(mark.get("y")) - 132) // 19
+    marks = [each for each in svg.iter("{http://www.w3.org/2000/svg}rect") if each.get("class") == "half"]
+    # Column and row, counted from the first cell.
+    cells = [((int(mark.get("x")) - 182) // 19, (int(mark.get("y")) - 132) // 19) for mark in marks]
+    assert len(cells) > 100
+    assert all(column > row for column, row in cells)
 
 
 def test_every_design_note_is_listed_by_subject_once():
@@ -245,7 +239,7 @@ def test_every_design_note_is_listed_by_subject_once():
     assert sorted(listed) == sorted(path.stem for path in (DOCS / "design").glob("*.md") if path.stem != "README")
 
 
-def test_the_page_says_what_the_histogram_counts():
+def test_figures_beside_the_histogram_are_those_counted():
     page = (DOCS / "guide" / "choosing_a_level.md").read_text(encoding="utf-8")
     counted = json.loads((DOCS / "drawings" / "gradients.json").read_text(encoding="utf-8"))
     elements, scale = counted["elements"], round(math.log2(counted["scale"]))

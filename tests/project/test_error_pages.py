@@ -1,4 +1,4 @@
-"""The page of errors has every message of the code, each with a cause and a cure, and no other."""
+"""Tests the page of errors: it has every message of the code, and no other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def entries(errors):
     return [entry for section in errors.sections_of_file() for entry in section.entries]
 
 
-def test_every_message_is_in_one_entry_or_in_one_table_of_checks(errors):
+def test_every_message_is_in_one_entry_or_one_table(errors):
     lost = {}
     for message in errors.messages():
         places = [entry.title for entry in entries(errors) if entry.matches(message)]
@@ -67,12 +67,12 @@ def test_every_piece_in_an_entry_is_in_a_message(errors):
     assert unused == []
 
 
-def test_messages_without_words_of_their_own_are_known_to_pass_on_others(errors):
+def test_messages_that_only_pass_on_others_are_listed(errors):
     places = {(each.file, each.place) for each in errors.found() if not each.has_words}
     assert places == errors.PASSED_ON
 
 
-def test_texts_that_the_file_adds_are_in_the_code(errors):
+def test_texts_added_by_the_file_are_in_the_code(errors):
     for section in errors.sections_of_file():
         for message in section.also:
             tree = ast.parse((ROOT / "ampatch" / message.file).read_text(encoding="utf-8"))
@@ -95,12 +95,7 @@ def test_every_call_that_makes_an_error_gives_a_message(errors):
     } == set()  # a few texts are raised twice in a function
 
 
-def test_titles_are_unique(errors):
-    titles = Counter(entry.title for entry in entries(errors))
-    assert [title for title, number in titles.items() if number > 1] == []
-
-
-def test_a_new_error_is_found_with_its_fields(sources_of):
+def test_new_error_is_found_with_its_fields(sources_of):
     code = """
 from ampatch.errors import OptionError, UsageError, did_you_mean, warn
 CURE = "Type it again."
@@ -123,15 +118,14 @@ def _fail(text):
     }
 
 
-def test_the_page_has_each_message_as_text(errors):
+def test_page_shows_messages_and_classes(errors):
     text = errors.text()
     assert "- `UsageError`: amp is set up already with other settings: *other*." in text
     assert "[Several losses, optimizers and models](../guide/several_losses.md)" in text
     assert r"*argument* contradicts opt\_level=*opt level*" in text
     assert "\x02" not in text
-
-
-def test_classes_stand_in_a_table_with_their_bases(errors):
+    titles = [entry.title for entry in entries(errors)]
+    assert len(titles) == len(set(titles))
     rows = errors.classes().splitlines()
     assert any("<ampatch.amp.OptionError>` | `AmpError`, `ValueError` |" in row for row in rows)
     assert len(rows) == 2 + sum(name in package_errors.__dict__ for name in errors._public())
@@ -175,7 +169,7 @@ CALLS = (
 ELSEWHERE = {"AssertionError: Torch not compiled with CUDA enabled"}
 
 
-def test_torch_says_what_the_page_says_of_it(errors):
+def test_errors_of_torch_on_the_page_are_those_that_torch_raises(errors):
     raised = []
     for call in CALLS:
         with pytest.raises((RuntimeError, ValueError)) as caught:

@@ -1,4 +1,4 @@
-"""What amp takes in memory: at O1 what `torch.autocast` takes, and at O2 the least that arithmetic allows.
+"""Tests the memory that amp takes: at O1 what `torch.autocast` takes, and at O2 the least that arithmetic allows.
 
 Memory does not vary from run to run, so that it is asserted and not only reported. How it is measured, and what the
 least is, stands in benchmarks/memory.py.
@@ -105,6 +105,11 @@ def parameters_of(make: Make) -> int:
     return sum(parameter.numel() for parameter in make()[0].parameters())
 
 
+def assert_no_higher_than_under_autocast(make: Make, make_optimizer: Callable, half: str, device: str) -> None:
+    peaks = [peak_of_step(way, half, make, make_optimizer, device=device) for way in ("O1", "autocast")]
+    assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
+
+
 @every_device
 @every_half
 class TestFunctionsThatCast:
@@ -113,44 +118,24 @@ class TestFunctionsThatCast:
     @every_optimizer
     @every_network
     @pytest.mark.covering(1)
-    def test_a_training_step_peaks_no_higher_than_under_autocast(
-        self, make: Make, make_optimizer: Callable, half: str, device: str
-    ) -> None:
-        peaks = [peak_of_step(way, half, make, make_optimizer, device=device) for way in ("O1", "autocast")]
-        assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
+    def test_step_peaks_no_higher_than_under_autocast(self, make, make_optimizer, half, device):
+        assert_no_higher_than_under_autocast(make, make_optimizer, half, device)
 
     @pytest.mark.slow_on_cpu
-    def test_nor_where_attention_takes_most(self, half: str, device: str) -> None:
-        make, adam = functools.partial(transformer, 32), EVERY_OPTIMIZER["Adam-fused"]
-        peaks = [peak_of_step(way, half, make, adam, device=device) for way in ("O1", "autocast")]
-        assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
-
-    @pytest.mark.slow_on_cpu
-    def test_nor_where_activations_are_computed_once_more(self, half: str, device: str) -> None:
-        adam = EVERY_OPTIMIZER["Adam-fused"]
-        peaks = [peak_of_step(way, half, checkpointed, adam, device=device) for way in ("O1", "autocast")]
-        assert peaks[0] <= (1 + TOLERANCE) * peaks[1]
+    @pytest.mark.parametrize(
+        "make", [functools.partial(transformer, 32), checkpointed], ids=["much-attention", "checkpointed"]
+    )
+    def test_step_of_many_activations_peaks_no_higher_than_under_autocast(self, make, half, device):
+        assert_no_higher_than_under_autocast(make, EVERY_OPTIMIZER["Adam-fused"], half, device)
 
     @pytest.mark.slow_on_cpu
     @every_network
     @pytest.mark.covering(1)
-    def test_between_two_steps_there_is_no_cast(self, make: Make, half: str, device: str) -> None:
+    def test_no_cast_is_kept_between_two_steps(self, make, half, device):
         adam = EVERY_OPTIMIZER["Adam-fused"]
         ours, bare = (functools.partial(start, way, half, make, adam, device) for way in ("O1", "float32"))
         of_a_loss_scale = 64
         assert memory.peak_of(device, "rest", ours) <= memory.peak_of(device, "rest", bare) + of_a_loss_scale
-
-    @pytest.fixture
-    def peak_of_inference(self, half: str, device: str) -> Callable:
-        def peak(way: str, make: Make, mode: Callable) -> int:
-            def prepare() -> Callable[[], object]:
-                training = start(way, half, make, EVERY_OPTIMIZER["Adam-fused"], device)
-                training.model.eval()
-                return mode()(training.infer)
-
-            return memory.peak(device, prepare)
-
-        return peak
 
     @pytest.fixture
     def _attention_that_can_be_cast(self) -> Iterator[None]:
@@ -161,28 +146,22 @@ class TestFunctionsThatCast:
         torch.backends.mha.set_fastpath_enabled(before)
 
     @pytest.mark.slow_on_cpu
-    @pytest.mark.parametrize("make", [mlp, convolutions])
-    @pytest.mark.covering(1)
-    def test_a_forward_without_gradients_peaks_where_it_does_under_autocast(
-        self, make: Make, peak_of_inference: Callable
-    ) -> None:
-        ours, theirs = (peak_of_inference(way, make, torch.no_grad) for way in ("O1", "autocast"))
-        assert ours == pytest.approx(theirs, rel=TOLERANCE)
-
-    @pytest.mark.slow_on_cpu
-    @pytest.mark.usefixtures("_attention_that_can_be_cast")
-    def test_so_it_does_where_attention_is_called(self, half: str, peak_of_inference: Callable) -> None:
-        ours, theirs = (peak_of_inference(way, transformer, torch.no_grad) for way in ("O1", "autocast"))
-        assert ours == pytest.approx(theirs, rel=TOLERANCE)
-
-    @pytest.mark.slow_on_cpu
     @pytest.mark.usefixtures("_attention_that_can_be_cast")
     @every_network
     @pytest.mark.covering(1)
-    def test_inference_mode_takes_no_more_than_no_grad(self, make: Make, peak_of_inference: Callable) -> None:
-        # Autocast keeps no casts there, and casts a weight as often as it is used.
-        modes = [peak_of_inference("O1", make, mode) for mode in (torch.inference_mode, torch.no_grad)]
-        assert modes[0] == pytest.approx(modes[1], rel=TOLERANCE)
+    def test_inference_peaks_as_under_autocast_and_in_inference_mode_as_under_no_grad(self, make, half, device):
+        def peak(way: str, mode: Callable) -> float:
+            def prepare() -> Callable[[], object]:
+                training = start(way, half, make, EVERY_OPTIMIZER["Adam-fused"], device)
+                training.model.eval()
+                return mode()(training.infer)
+
+            return memory.peak(device, prepare)
+
+        ours = peak("O1", torch.no_grad)
+        assert ours == pytest.approx(peak("autocast", torch.no_grad), rel=TOLERANCE)
+        # Autocast keeps no casts in inference mode, and casts a weight as often as it is used.
+        assert ours == pytest.approx(peak("O1", torch.inference_mode), rel=TOLERANCE)
 
 
 def own_needs(make: Make, half: str, device: str) -> int:
@@ -203,7 +182,7 @@ class TestHalfWeightsWithMasters:
     @every_fused
     @pytest.mark.parametrize("phase", memory.PHASES_AND_REST)
     @pytest.mark.covering(1)
-    def test_every_phase_takes_the_least(self, phase: str, optimizer: str, half: str, device: str) -> None:
+    def test_every_phase_takes_the_least_memory(self, phase, optimizer, half, device):
         begin = functools.partial(start, "O2", half, mlp, memory.OPTIMIZERS[optimizer], device)
         least = memory.MASTERS.least(phase, memory.STATE[optimizer]) * parameters_of(mlp)
         # On some processors products of halves take more than that for themselves, whoever calls them.
@@ -213,7 +192,7 @@ class TestHalfWeightsWithMasters:
 
     @every_fused
     @pytest.mark.covering(1)
-    def test_so_do_the_conversion_and_the_first_step(self, optimizer: str, half: str, device: str) -> None:
+    def test_conversion_and_first_step_take_the_least_memory(self, optimizer, half, device):
         def prepare() -> Callable[[], object]:
             torch.manual_seed(0)
             model, batch = (each.to(device) for each in mlp())
@@ -225,9 +204,7 @@ class TestHalfWeightsWithMasters:
     @pytest.mark.slow
     @pytest.mark.usefixtures("compiled")
     @pytest.mark.parametrize("kernel", ["extension", "torch"])
-    def test_so_does_a_step_of_several_passes_that_is_clipped(
-        self, kernel: str, half: str, device: str, select: Callable[[str], None]
-    ) -> None:
+    def test_clipped_step_of_several_passes_takes_the_least_memory(self, kernel, half, device, select):
         """Gradients of several blocks take 2 bytes a parameter beside their float32 sums, as those of one do."""
         select(kernel)
 
@@ -252,7 +229,7 @@ class TestHalfWeightsWithMasters:
 
     @pytest.mark.slow
     @pytest.mark.either_way
-    def test_gradients_of_both_kinds_live_until_the_step(self, half: str, device: str) -> None:
+    def test_half_and_float32_gradients_live_until_the_step(self, half, device):
         parts, numbers = memory.MASTERS, memory.STATE["Adam"]
 
         def held(after: Callable[[memory.Training], object]) -> float:
@@ -276,7 +253,7 @@ class TestHalfWeightsWithMasters:
         )
 
     @pytest.mark.slow_on_cpu
-    def test_weights_that_nobody_updates_are_half_and_nothing_else(self, half: str, device: str) -> None:
+    def test_weights_without_an_optimizer_have_no_masters(self, half, device):
         def prepare() -> Callable[[], object]:
             model = mlp()[0].to(device)
             amp.initialize(model, opt_level="O2", half_dtype=memory.HALVES[half], verbosity=0)
@@ -286,30 +263,26 @@ class TestHalfWeightsWithMasters:
 
 
 @every_device
-class TestDeinitialize:
-    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
-    def test_it_leaves_what_float32_takes(self, opt_level: str, device: str) -> None:
-        def prepare() -> Callable[[], object]:
-            training = start(opt_level, "bfloat16", mlp, memory.OPTIMIZERS["Adam"], device)
-            training.whole()
-            amp.deinitialize()
-            return training.rest
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_deinitialize_leaves_what_float32_takes(opt_level, device):
+    def prepare() -> Callable[[], object]:
+        training = start(opt_level, "bfloat16", mlp, memory.OPTIMIZERS["Adam"], device)
+        training.whole()
+        amp.deinitialize()
+        return training.rest
 
-        least = memory.FLOAT32.least("rest", memory.STATE["Adam"]) * parameters_of(mlp)
-        assert memory.peak(device, prepare) == pytest.approx(least, rel=SLACK)
+    least = memory.FLOAT32.least("rest", memory.STATE["Adam"]) * parameters_of(mlp)
+    assert memory.peak(device, prepare) == pytest.approx(least, rel=SLACK)
 
 
-class TestMeasuring:
-    """That what is above would be seen."""
+def test_one_more_tensor_is_measured():
+    begin = functools.partial(start, "O2", "bfloat16", mlp, memory.OPTIMIZERS["Adam"], "cpu")
 
-    def test_a_tensor_more_is_seen(self) -> None:
-        begin = functools.partial(start, "O2", "bfloat16", mlp, memory.OPTIMIZERS["Adam"], "cpu")
+    def prepare() -> Callable[[], object]:
+        training = begin()
+        training.whole()
+        training.more = torch.empty(parameters_of(mlp), dtype=torch.bfloat16)
+        return training.rest
 
-        def prepare() -> Callable[[], object]:
-            training = begin()
-            training.whole()
-            training.more = torch.empty(parameters_of(mlp), dtype=torch.bfloat16)
-            return training.rest
-
-        rest = memory.peak_of("cpu", "rest", begin)
-        assert memory.peak("cpu", prepare) - rest == pytest.approx(2 * parameters_of(mlp), rel=SLACK)
+    rest = memory.peak_of("cpu", "rest", begin)
+    assert memory.peak("cpu", prepare) - rest == pytest.approx(2 * parameters_of(mlp), rel=SLACK)

@@ -1,4 +1,4 @@
-"""The notebooks of the documentation run from top to bottom, and their outputs say what their text says."""
+"""Tests that the notebooks of the documentation run, and that their outputs show what their text claims."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check(notebook: Any) -> None:
     assert "torch.softmax" in lost
 
 
-def test_the_stored_outputs_are_of_one_run_and_name_no_machine():
+def test_stored_outputs_are_of_one_run_and_name_no_folder():
     notebook = nbformat.read(TUTORIAL, as_version=4)
     check(notebook)
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
@@ -57,7 +57,7 @@ def test_the_stored_outputs_are_of_one_run_and_name_no_machine():
 
 @pytest.mark.slow
 @pytest.mark.beyond_ci
-def test_the_tutorial_runs_from_top_to_bottom(tmp_path, monkeypatch):
+def test_tutorial_runs_from_top_to_bottom(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     notebooks = importlib.import_module("ampatch_docs.notebooks")
     check(notebooks.executed(TUTORIAL, tmp_path))

@@ -1,4 +1,4 @@
-"""The package as users get it: built, installed in each of the three ways, and used from there.
+"""Tests the package as users get it: built, installed in each of three ways, and used from there.
 
 Works on a copy of the checkout, because what earlier builds left there (`*.egg-info`, `build/`) can stand in for a file
 that is missing from the package. Each install goes to an environment of its own, which borrows torch from the
@@ -117,9 +117,7 @@ def install(folder: Path, *what: str) -> tuple[Path, Path]:
     return programs, packages
 
 
-def test_each_kind_of_install_brings_the_lists_the_peers_and_the_digits(
-    installed: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_installed_package_has_its_data_its_command_and_stands_in_for_apex(installed, tmp_path):
     programs, home = installed
 
     probed = json.loads(run(programs / "python", "-I", "-c", PROBE, cwd=tmp_path))
@@ -140,37 +138,25 @@ def test_each_kind_of_install_brings_the_lists_the_peers_and_the_digits(
     assert probed["library"] is None
     assert probed["digits"] == 1797
     assert {"data/digits.csv.gz", "data/README.md"} <= set(probed["demo"])
-
-
-def test_each_kind_of_install_brings_the_command(installed: tuple[Path, Path], tmp_path: Path) -> None:
-    programs, _ = installed
-
     assert "demo" in run(programs / "ampatch", "--help", cwd=tmp_path)
-
-
-def test_each_kind_of_install_stands_in_for_apex(installed: tuple[Path, Path], tmp_path: Path) -> None:
-    programs, home = installed
     (tmp_path / "train.py").write_text("from apex import amp; print(amp.__file__)")
     found = Path(run(programs / "ampatch", "run", "train.py", cwd=tmp_path).strip())
     assert found.is_relative_to(home)
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_module_and_template_of_the_checkout(checkout: Path, built: dict[str, Path]) -> None:
-    modules = {path.relative_to(checkout).as_posix() for path in (checkout / "ampatch").rglob("*.py")}
-
-    folder = checkout / "ampatch" / "diagnostics" / "report" / "templates"
-    templates = {path.relative_to(checkout).as_posix() for path in folder.iterdir()}
+def test_wheel_has_every_module_and_template_and_the_license(checkout, built):
+    templates = list((checkout / "ampatch" / "diagnostics" / "report" / "templates").iterdir())
     assert len(templates) == 5
-
-    assert modules | templates | {"ampatch/py.typed"} <= set(zipfile.ZipFile(built["wheel"]).namelist())
+    paths = [*(checkout / "ampatch").rglob("*.py"), *templates, checkout / "ampatch" / "py.typed"]
+    names = zipfile.ZipFile(built["wheel"]).namelist()
+    assert {path.relative_to(checkout).as_posix() for path in paths} <= set(names)
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler here")
-def test_a_wheel_may_carry_a_library_which_is_found_once_installed(
-    checkout: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
+def test_library_in_a_wheel_is_found_once_installed(checkout, tmp_path_factory, tmp_path):
     copy = Path(shutil.copytree(checkout, tmp_path / "checkout", ignore=shutil.ignore_patterns(*LEFTOVERS)))
     library = extension_build.carry_out(extension_build.plan("cpu", output=copy / "csrc")).library
     platform = sysconfig.get_platform().replace("-", "_")
@@ -187,18 +173,13 @@ def test_a_wheel_may_carry_a_library_which_is_found_once_installed(
     assert run(programs / "python", "-I", "-c", loads, cwd=tmp_path).strip() == probed["library"][0]
 
 
-@pytest.mark.slow
-def test_the_license_comes_with_the_wheel(built: dict[str, Path]) -> None:
-    assert any(name.endswith("/licenses/LICENSE") for name in zipfile.ZipFile(built["wheel"]).namelist())
-
-
-def test_torch_is_not_needed_to_build() -> None:
+def test_torch_is_not_needed_to_build():
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]
 
     assert [Requirement(line).name for line in build["requires"]] == ["setuptools"]
 
 
-def test_every_dependency_is_pinned() -> None:
+def test_every_dependency_is_pinned():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
     pinned = {canonicalize_name(line.partition("==")[0]): line.partition("==")[2] for line in lines}
     assert all(pinned.values()), "each line is name==version"

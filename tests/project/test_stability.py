@@ -27,11 +27,11 @@ def test_public_names_and_arguments_are_those_of_the_file():
     assert stability.public_names().splitlines() == stability.NAMES.read_text(encoding="utf-8").splitlines()
 
 
-def test_this_version_has_saved_its_states():
+def test_this_version_has_saved_states():
     assert (stability.SAVED / ampatch.__version__).is_dir()  # `python tests/stability.py`
 
 
-def test_the_version_is_the_same_everywhere():
+def test_version_is_the_same_in_every_file():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## \[(\d[^]]*)\] - (\S+)$", changelog, re.MULTILINE)
@@ -41,8 +41,8 @@ def test_the_version_is_the_same_everywhere():
 
 
 @each_version
-class TestSavedBy:
-    def test_amp_at_o2_goes_on(self, saved):
+class TestSavedStates:
+    def test_training_at_o2_resumes_from_an_earlier_version(self, saved):
         state = torch.load(saved / "o2.pt", weights_only=True)
         assert {value.dtype for value in state["model"].values()} == {torch.float32}
         model, optimizer = stability.network()
@@ -59,18 +59,18 @@ class TestSavedBy:
         stability.step(model, optimizer)
         assert {float(each["step"]) for each in optimizer.state_dict()["state"].values()} == {2.0}
 
-    def test_the_policy_is_compared(self, saved):
+    def test_policy_of_an_earlier_version_is_compared(self, saved):
         policy = torch.load(saved / "o2.pt", weights_only=True)["amp"]
         amp.initialize(*stability.network(), opt_level="O1", half_dtype="float16")
         with pytest.warns(amp.AmpWarning, match="opt_level: 'O2' -> 'O1'"):
             amp.load_state_dict(policy)
 
-    def test_a_grad_scaler_goes_on(self, saved):
+    def test_grad_scaler_resumes_from_an_earlier_version(self, saved):
         scaler = ampatch.GradScaler("cpu")
         scaler.load_state_dict(json.loads((saved / "grad_scaler.json").read_text(encoding="utf-8")))
         assert scaler.get_scale() == 512.0
 
-    def test_masters_inside_an_optimizer_go_on(self, saved):
+    def test_masters_in_an_optimizer_resume_from_an_earlier_version(self, saved):
         state = torch.load(saved / "mixed_precision.pt", weights_only=True)
         model, _ = stability.network()
         model.to(torch.bfloat16)
@@ -82,6 +82,6 @@ class TestSavedBy:
         for master, parameter in zip(masters, model.parameters(), strict=True):
             assert torch.equal(master.to(torch.bfloat16), parameter)
 
-    def test_a_report_is_compared(self, saved):
+    def test_report_of_an_earlier_version_is_compared(self, saved):
         comparison = amp.compare(saved / "report.json", saved / "report.json")
         assert comparison.rows

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow  # mypy reads torch, which takes ten seconds where it has no cache
-def test_mypy_sees_the_classes_of_what_was_handed_in() -> None:
+def test_mypy_keeps_the_class_of_a_model_through_initialize() -> None:
     pytest.importorskip("mypy")
     command = [sys.executable, "-m", "mypy", "--config-file", "setup.cfg", "tests/typed_calls.py"]
 
@@ -28,7 +28,7 @@ def test_mypy_sees_the_classes_of_what_was_handed_in() -> None:
     )
 
 
-def test_help_has_each_argument_with_its_default_and_its_meaning() -> None:
+def test_help_of_initialize_has_each_argument_with_default_and_meaning() -> None:
     text = pydoc.render_doc(amp.initialize, renderer=pydoc.plaintext)
     signature, _, described = text.partition("Args:")
     parameters = inspect.signature(amp.initialize).parameters.values()

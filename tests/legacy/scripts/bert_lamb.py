@@ -4,9 +4,7 @@
 # and only then checked for inf and nan. No DistributedDataParallel.
 import argparse
 import json
-import math
 import os
-import time
 
 import torch
 import torch.nn as nn
@@ -165,7 +163,7 @@ def main():
     )
     stats = open(args.out, "w")
     model.train()
-    global_step, average_loss, start = 0, 0.0, time.time()
+    global_step, average_loss = 0, 0.0
     for training_steps, batch in enumerate(loader, 1):
         tokens, labels = [t.to(device) for t in batch]
         loss = criterion(model(tokens), labels)
@@ -177,14 +175,9 @@ def main():
         average_loss += loss.item() / args.gradient_accumulation_steps
         if training_steps % args.gradient_accumulation_steps == 0:
             global_step = take_step(args, model, optimizer, overflow_buf, global_step)
-            if math.isnan(average_loss):
-                raise SystemExit("loss is nan")
             stats.write(json.dumps({"step": global_step, "loss": average_loss}) + "\n")
             average_loss = 0.0
     stats.close()
-    torch.cuda.synchronize()
-    print("raw_train_time", time.time() - start, "global_step", global_step)
-
     optimizer.zero_grad()
     torch.save(
         {

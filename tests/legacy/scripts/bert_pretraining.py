@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 import math
 import os
 import random
@@ -28,9 +27,6 @@ try:
 except ImportError:
     print("Better speed can be achieved with apex installed from https://www.github.com/nvidia/apex .")
     BertLayerNorm = nn.LayerNorm
-
-logging.basicConfig(format="%(asctime)s - %(levelname)s - %(name)s - %(message)s", level=logging.INFO)
-logger = logging.getLogger(__name__)
 
 VOCAB, MASK, IGNORE = 64, 63, -1
 
@@ -126,7 +122,6 @@ def all_reduce_gradients(model):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output_dir", default=".", type=str)
     parser.add_argument("--train_batch_size", default=32, type=int)
     parser.add_argument("--learning_rate", default=5e-3, type=float)
     parser.add_argument("--max_steps", default=30, type=int)
@@ -143,14 +138,10 @@ def main():
 
     if args.local_rank == -1:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        n_gpu = torch.cuda.device_count()
     else:
         torch.cuda.set_device(args.local_rank)
         device = torch.device("cuda", args.local_rank)
-        n_gpu = 1
         torch.distributed.init_process_group(backend="nccl", init_method="env://")
-    logger.info("device %s n_gpu %d distributed training %r", device, n_gpu, bool(args.local_rank != -1))
-
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -210,10 +201,6 @@ def main():
     checksum = sum(p.double().sum().item() for p in model.parameters())
     print("rank {} checksum {:.12f}".format(max(args.local_rank, 0), checksum))
 
-    if is_main:
-        model_to_save = model.module if hasattr(model, "module") else model
-        torch.save(model_to_save.state_dict(), os.path.join(args.output_dir, "pytorch_model.bin"))
-        torch.save(amp.state_dict(), os.path.join(args.output_dir, "amp.bin"))
 
 
 if __name__ == "__main__":

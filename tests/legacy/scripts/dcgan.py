@@ -81,9 +81,6 @@ parser.add_argument("--manualSeed", type=int, default=2809)
 parser.add_argument("--opt_level", default="O1", help='amp opt_level, default="O1"')
 parser.add_argument("--out", default="dcgan.jsonl")
 opt = parser.parse_args()
-print(opt)
-
-print("Random Seed: ", opt.manualSeed)
 random.seed(opt.manualSeed)
 torch.manual_seed(opt.manualSeed)
 cudnn.benchmark = True
@@ -98,7 +95,6 @@ netD = Discriminator(opt.ndf, 3).to(device)
 netD.apply(weights_init)
 
 criterion = nn.BCEWithLogitsLoss()
-fixed_noise = torch.randn(opt.batchSize, opt.nz, 1, 1, device=device)
 real_label = 1
 fake_label = 0
 
@@ -120,7 +116,6 @@ for i, (real,) in enumerate(dataloader):
     errD_real = criterion(output, label)
     with amp.scale_loss(errD_real, optimizerD, loss_id=0) as errD_real_scaled:
         errD_real_scaled.backward()
-    D_x = output.mean().item()
 
     noise = torch.randn(batch_size, opt.nz, 1, 1, device=device)
     fake = netG(noise)
@@ -129,7 +124,6 @@ for i, (real,) in enumerate(dataloader):
     errD_fake = criterion(output, label)
     with amp.scale_loss(errD_fake, optimizerD, loss_id=1) as errD_fake_scaled:
         errD_fake_scaled.backward()
-    D_G_z1 = output.mean().item()
     errD = errD_real + errD_fake
     optimizerD.step()
 
@@ -140,18 +134,7 @@ for i, (real,) in enumerate(dataloader):
     errG = criterion(output, label)
     with amp.scale_loss(errG, optimizerG, loss_id=2) as errG_scaled:
         errG_scaled.backward()
-    D_G_z2 = output.mean().item()
     optimizerG.step()
-
-    if i % 10 == 0:
-        print(
-            "[%d/%d] Loss_D: %.4f Loss_G: %.4f D(x): %.4f D(G(z)): %.4f / %.4f"
-            % (i, len(dataloader), errD.item(), errG.item(), D_x, D_G_z1, D_G_z2)
-        )
     log.write(json.dumps({"iter": i, "loss": errD.item(), "loss_G": errG.item()}) + "\n")
 
-netG.eval()
-with torch.no_grad():
-    fake = netG(fixed_noise)
-print("fixed samples: mean %.4f std %.4f" % (fake.mean().item(), fake.std().item()))
 log.close()

@@ -5,10 +5,7 @@ Two-stage detector on synthetic scenes.
 """
 
 import argparse
-import datetime
 import json
-import logging
-import time
 
 import torch
 import torch.nn as nn
@@ -159,24 +156,8 @@ class Detector(nn.Module):
         }
 
 
-class WarmupMultiStepLR(torch.optim.lr_scheduler._LRScheduler):
-    def __init__(self, optimizer, milestones, gamma=0.1, warmup_iters=10, last_epoch=-1):
-        self.milestones = milestones
-        self.gamma = gamma
-        self.warmup_iters = warmup_iters
-        super(WarmupMultiStepLR, self).__init__(optimizer, last_epoch)
-
-    def get_lr(self):
-        warmup = min(1.0, (self.last_epoch + 1) / float(self.warmup_iters))
-        decay = self.gamma ** sum(self.last_epoch >= m for m in self.milestones)
-        return [base_lr * warmup * decay for base_lr in self.base_lrs]
-
-
 def do_train(args, model, data_loader, optimizer, scheduler, device, stats):
-    logger = logging.getLogger("detector.trainer")
-    logger.info("Start training")
     model.train()
-    start = time.time()
     for iteration, (images, targets) in enumerate(data_loader, 1):
         images = images.to(device)
         targets = [{k: v.to(device) for k, v in t.items()} for t in targets]
@@ -188,23 +169,11 @@ def do_train(args, model, data_loader, optimizer, scheduler, device, stats):
         # Note: If mixed precision is not used, this ends up doing nothing
         with amp.scale_loss(losses, optimizer) as scaled_losses:
             scaled_losses.backward()
-        grad_norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip)
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip)
         optimizer.step()
         scheduler.step()
 
         stats.write(json.dumps({"iter": iteration, "loss": losses.item()}) + "\n")
-        if iteration % 10 == 0:
-            eta = datetime.timedelta(seconds=int((time.time() - start) / iteration * (args.max_iter - iteration)))
-            logger.info(
-                "eta: {}  iter: {}  {}  grad: {:.3f}  lr: {:.6f}  max mem: {:.0f}".format(
-                    eta,
-                    iteration,
-                    "  ".join("{}: {:.4f}".format(k, v.item()) for k, v in loss_dict.items()),
-                    grad_norm,
-                    optimizer.param_groups[0]["lr"],
-                    torch.cuda.max_memory_allocated() / 1024.0 / 1024.0,
-                )
-            )
 
 
 def main():
@@ -216,7 +185,6 @@ def main():
     parser.add_argument("--clip", type=float, default=5.0)
     parser.add_argument("--out", type=str, default="detection.jsonl")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO)
 
     torch.manual_seed(0)
     torch.backends.cudnn.benchmark = True
@@ -234,7 +202,7 @@ def main():
 
     # Initialize mixed-precision training
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level)
-    scheduler = WarmupMultiStepLR(optimizer, milestones=[25])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[25])
 
     loader = DataLoader(
         Scenes(args.max_iter * args.batch_size),

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import math
-import os
 
 import torch
 import torch.nn as nn
@@ -95,14 +93,6 @@ for i in range(args.start_iter, args.iters):
         optimizer.clip_master_grads(args.clip)
     optimizer.step()
     log.write(json.dumps({"iter": i, "loss": loss.item()}) + "\n")
-    if i % 10 == 0:
-        print(
-            "| iter {:5d} | loss {:5.3f} | ppl {:8.2f} | scale {}".format(
-                i, loss.item(), math.exp(loss.item()), "-" if args.fp32 else optimizer.loss_scale
-            )
-        )
-        if not args.fp32:
-            print("| skipped" if optimizer.overflow else "| stepped", os.getpid())
 log.close()
 
 torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, args.save)

@@ -1,8 +1,6 @@
 # coding: utf-8
 import argparse
 import json
-import math
-import time
 
 import torch
 import torch.nn as nn
@@ -14,7 +12,6 @@ except ImportError:
     raise ImportError("Please install apex from https://www.github.com/nvidia/apex to use FusedAdam and amp")
 
 parser = argparse.ArgumentParser(description="RNN language model on a synthetic text")
-parser.add_argument("--model", type=str, default="LSTM", help="type of recurrent net (LSTM, GRU)")
 parser.add_argument("--emsize", type=int, default=32)
 parser.add_argument("--nhid", type=int, default=32)
 parser.add_argument("--nlayers", type=int, default=2)
@@ -25,34 +22,27 @@ parser.add_argument("--bptt", type=int, default=12, help="sequence length")
 parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--tied", action="store_true", help="tie the word embedding and softmax weights")
 parser.add_argument("--seed", type=int, default=1111)
-parser.add_argument("--log-interval", type=int, default=10)
-parser.add_argument("--save", type=str, default="model.pt")
 parser.add_argument("--opt-level", type=str, default="O1")
 parser.add_argument("--loss-scale", type=str, default=None)
 parser.add_argument("--out", type=str, default="language_model.jsonl")
 args = parser.parse_args()
 
 torch.manual_seed(args.seed)
-if not torch.cuda.is_available():
-    raise RuntimeError("needs a CUDA device")
 device = torch.device("cuda")
 
 
 class RNNModel(nn.Module):
     """Container module with an encoder, a recurrent module, and a decoder."""
 
-    def __init__(self, rnn_type, ntoken, ninp, nhid, nlayers, tie_weights=False):
+    def __init__(self, ntoken, ninp, nhid, nlayers, tie_weights=False):
         super(RNNModel, self).__init__()
         self.encoder = nn.Embedding(ntoken, ninp)
-        self.rnn = getattr(nn, rnn_type)(ninp, nhid, nlayers)
+        self.rnn = nn.LSTM(ninp, nhid, nlayers)
         self.decoder = nn.Linear(nhid, ntoken)
         if tie_weights:
-            if nhid != ninp:
-                raise ValueError("When using the tied flag, nhid must be equal to emsize")
             self.decoder.weight = self.encoder.weight
         self.encoder.weight.data.uniform_(-0.1, 0.1)
         self.decoder.bias.data.zero_()
-        self.rnn_type = rnn_type
         self.nhid = nhid
         self.nlayers = nlayers
 
@@ -64,9 +54,7 @@ class RNNModel(nn.Module):
 
     def init_hidden(self, bsz):
         weight = next(self.parameters())
-        if self.rnn_type == "LSTM":
-            return (weight.new_zeros(self.nlayers, bsz, self.nhid), weight.new_zeros(self.nlayers, bsz, self.nhid))
-        return weight.new_zeros(self.nlayers, bsz, self.nhid)
+        return (weight.new_zeros(self.nlayers, bsz, self.nhid), weight.new_zeros(self.nlayers, bsz, self.nhid))
 
 
 def repackage_hidden(h):
@@ -93,13 +81,12 @@ def batchify(data, bsz):
 
 ntokens = 40
 train_data = batchify(markov_text(args.batch_size * (args.bptt * args.steps + 1), ntokens), args.batch_size)
-model = RNNModel(args.model, ntokens, args.emsize, args.nhid, args.nlayers, args.tied).to(device)
+model = RNNModel(ntokens, args.emsize, args.nhid, args.nlayers, args.tied).to(device)
 criterion = nn.CrossEntropyLoss()
 optimizer = FusedAdam(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=1e-5, adam_w_mode=True)
 model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, loss_scale=args.loss_scale)
 
 model.train()
-total_loss, start_time = 0.0, time.time()
 hidden = model.init_hidden(args.batch_size)
 with open(args.out, "w") as log:
     for batch, i in enumerate(range(0, train_data.size(0) - 1, args.bptt)):
@@ -112,17 +99,4 @@ with open(args.out, "w") as log:
             scaled_loss.backward()
         torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip)
         optimizer.step()
-        total_loss += loss.item()
         log.write(json.dumps({"batch": batch, "loss": loss.item()}) + "\n")
-        if (batch + 1) % args.log_interval == 0:
-            cur_loss = total_loss / args.log_interval
-            elapsed = time.time() - start_time
-            print(
-                "| {:5d} batches | lr {:02.4f} | ms/batch {:5.2f} | loss {:5.2f} | ppl {:8.2f}".format(
-                    batch + 1, args.lr, elapsed * 1000 / args.log_interval, cur_loss, math.exp(cur_loss)
-                )
-            )
-            total_loss, start_time = 0.0, time.time()
-
-with open(args.save, "wb") as f:
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, f)

@@ -71,8 +71,6 @@ def main():
             optimizer.step()
         torch.cuda.synchronize()
         log.write(json.dumps({"step": step, "loss": reduced_loss}) + "\n")
-        if step % 10 == 0:
-            print("step {} loss {:.4f}".format(step, reduced_loss))
     log.close()
 
 

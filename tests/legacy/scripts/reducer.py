@@ -53,8 +53,6 @@ for it in range(args.iters):
             reducer.reduce()
     optimizer.step()
     log.write(json.dumps({"iter": it, "loss": loss.item()}) + "\n")
-    if it % 10 == 0 and args.local_rank == 0:
-        print("iter {} loss {:.4f}".format(it, loss.item()))
 log.close()
 # sanity check: has to be the same everywhere
 print("rank {} checksum {:.12f}".format(args.local_rank, sum(p.double().sum().item() for p in model.parameters())))

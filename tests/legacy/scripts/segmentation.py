@@ -5,8 +5,6 @@ from __future__ import division
 import argparse
 import json
 import os
-import os.path as osp
-import sys
 
 import torch
 import torch.backends.cudnn as cudnn
@@ -14,7 +12,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
-from tqdm import tqdm
 
 try:
     from apex import amp
@@ -68,14 +65,12 @@ class PyramidNet(nn.Module):
         self.aux_head = nn.Conv2d(16, num_classes, 1)
         self.criterion = criterion
 
-    def forward(self, data, label=None):
+    def forward(self, data, label):
         low = self.stem(data)
         x = self.stage(low)
         pooled = [F.interpolate(p(x), x.size()[2:], mode="bilinear", align_corners=True) for p in self.ppm]
         out = self.head(torch.cat([x] + pooled, 1))
         out = F.interpolate(out, scale_factor=2, mode="bilinear", align_corners=True)
-        if label is None:
-            return F.log_softmax(out, dim=1)
         aux = F.interpolate(self.aux_head(low), scale_factor=2, mode="bilinear", align_corners=True)
         return self.criterion(out, label) + 0.4 * self.criterion(aux, label)
 
@@ -105,7 +100,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", default=0, type=int)
 parser.add_argument("--opt-level", default="O1", type=str)
 parser.add_argument("--niters", default=30, type=int)
-parser.add_argument("--snapshot_dir", default=".", type=str)
 parser.add_argument("--out", default="segmentation.jsonl", type=str)
 
 if __name__ == "__main__":
@@ -130,8 +124,7 @@ if __name__ == "__main__":
 
     model.train()
     stats = open(args.out, "w")
-    pbar = tqdm(loader, file=sys.stdout, bar_format="{desc}[{elapsed}<{remaining},{rate_fmt}]")
-    for idx, minibatch in enumerate(pbar):
+    for idx, minibatch in enumerate(loader):
         imgs = minibatch["data"].cuda(non_blocking=True)
         gts = minibatch["label"].cuda(non_blocking=True)
         loss = model(imgs, gts)
@@ -147,22 +140,4 @@ if __name__ == "__main__":
             dist.all_reduce(reduce_loss)
             reduce_loss = reduce_loss / dist.get_world_size()
         stats.write(json.dumps({"iter": idx, "loss": reduce_loss.item()}) + "\n")
-        pbar.set_description(
-            "Iter{}/{}: lr=%.2e loss=%.2f".format(idx + 1, args.niters) % (lr, reduce_loss.item()), refresh=False
-        )
     stats.close()
-
-    model.eval()
-    hits = total = 0
-    with torch.no_grad():
-        for minibatch in DataLoader(Circles(16), batch_size=8):
-            pred = model(minibatch["data"].cuda()).argmax(1).cpu()
-            valid = minibatch["label"] != IGNORE
-            hits += (pred[valid] == minibatch["label"][valid]).sum().item()
-            total += valid.sum().item()
-    print("pixel accuracy {:.3f}".format(hits / total))
-    if args.local_rank == 0:
-        torch.save(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "iteration": args.niters},
-            osp.join(args.snapshot_dir, "snapshot.pth"),
-        )

@@ -4,8 +4,6 @@
 import argparse
 import json
 import os
-import time
-from logging import INFO, basicConfig, getLogger
 
 import numpy as np
 import torch
@@ -20,13 +18,9 @@ try:
 except ImportError:
     raise ImportError("Please install apex: mixed precision, LARC and synchronized batch norms come from there")
 
-logger = getLogger()
-
 parser = argparse.ArgumentParser(description="Implementation of swapped assignments")
 parser.add_argument("--local_rank", default=0, type=int, help="this argument is not used and should be ignored")
-parser.add_argument("--dist_url", default="env://", type=str)
 parser.add_argument("--opt-level", default="O1", type=str)
-parser.add_argument("--sync_bn", type=str, default="apex", choices=["pytorch", "apex", "none"])
 parser.add_argument("--syncbn_process_group_size", type=int, default=2)
 parser.add_argument("--steps", default=30, type=int)
 parser.add_argument("--batch_size", default=16, type=int, help="per gpu")
@@ -35,7 +29,6 @@ parser.add_argument("--wd", default=1e-6, type=float)
 parser.add_argument("--temperature", default=0.2, type=float)
 parser.add_argument("--epsilon", default=0.2, type=float)
 parser.add_argument("--sinkhorn_iterations", default=3, type=int)
-parser.add_argument("--dump_path", default=".", type=str)
 parser.add_argument("--out", default="swav.jsonl", type=str)
 parser.add_argument("--seed", type=int, default=31)
 
@@ -81,7 +74,7 @@ class Encoder(nn.Module):
 def init_distributed_mode(args):
     args.rank = int(os.environ["RANK"])
     args.world_size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend="nccl", init_method=args.dist_url, world_size=args.world_size, rank=args.rank)
+    dist.init_process_group(backend="nccl", init_method="env://", world_size=args.world_size, rank=args.rank)
     args.gpu_to_work_on = args.rank % torch.cuda.device_count()
     torch.cuda.set_device(args.gpu_to_work_on)
 
@@ -104,7 +97,6 @@ def distributed_sinkhorn(out, args):
 def train(train_loader, model, optimizer, args):
     model.train()
     stats = open(args.out if args.rank == 0 else os.devnull, "w")
-    start = time.time()
     for it, inputs in enumerate(train_loader):
         for param_group in optimizer.param_groups:
             param_group["lr"] = args.base_lr * min(1.0, (it + 1) / 10.0)
@@ -138,18 +130,11 @@ def train(train_loader, model, optimizer, args):
         dist.all_reduce(reduced)
         reduced /= args.world_size
         stats.write(json.dumps({"it": it, "loss": reduced.item()}) + "\n")
-        if args.rank == 0 and it % 10 == 0:
-            logger.info(
-                "[{0}]\tTime {1:.3f}\tLoss {2:.4f}\tLr: {3:.4f}".format(
-                    it, time.time() - start, reduced.item(), optimizer.optim.param_groups[0]["lr"]
-                )
-            )
     stats.close()
 
 
 def main():
     args = parser.parse_args()
-    basicConfig(level=INFO)
     init_distributed_mode(args)
     torch.manual_seed(args.seed)
     torch.cuda.manual_seed_all(args.seed)
@@ -164,33 +149,18 @@ def main():
     train_loader.sampler.set_epoch(0)
 
     model = Encoder()
-    if args.sync_bn == "pytorch":
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    elif args.sync_bn == "apex":
-        process_group = apex.parallel.create_syncbn_process_group(args.syncbn_process_group_size)
-        model = apex.parallel.convert_syncbn_model(model, process_group=process_group)
+    process_group = apex.parallel.create_syncbn_process_group(args.syncbn_process_group_size)
+    model = apex.parallel.convert_syncbn_model(model, process_group=process_group)
     model = model.cuda()
-    if args.rank == 0:
-        logger.info(model)
-
     optimizer = torch.optim.SGD(model.parameters(), lr=args.base_lr, momentum=0.9, weight_decay=args.wd)
     optimizer = LARC(optimizer=optimizer, trust_coefficient=0.02, clip=False)
     model, optimizer = apex.amp.initialize(model, optimizer, opt_level=args.opt_level)
-    logger.info("Initializing mixed precision done.")
 
     model = apex.parallel.DistributedDataParallel(model, delay_allreduce=True)
     train(train_loader, model, optimizer, args)
     checksum = sum(p.double().sum().item() for p in model.parameters())
     print("rank {} checksum {:.12f}".format(args.rank, checksum))
 
-    if args.rank == 0:
-        save_dict = {
-            "epoch": 1,
-            "state_dict": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "amp": apex.amp.state_dict(),
-        }
-        torch.save(save_dict, os.path.join(args.dump_path, "checkpoint.pth.tar"))
     dist.destroy_process_group()
 
 

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import time
 
 import torch
 import torch.nn as nn
@@ -11,7 +9,6 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
 try:
-    import apex
     from apex import amp
 except ImportError:
     raise ImportError("Please install apex from https://github.com/NVIDIA/apex")
@@ -139,23 +136,8 @@ class AcousticLoss(nn.Module):
         return mel_loss + gate_loss
 
 
-def save_checkpoint(model, optimizer, learning_rate, iteration, filepath):
-    print("Saving model and optimizer state at iteration {} to {}".format(iteration, filepath))
-    torch.save(
-        {
-            "iteration": iteration,
-            "state_dict": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "amp": apex.amp.state_dict(),
-            "learning_rate": learning_rate,
-        },
-        filepath,
-    )
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("-o", "--output_directory", type=str, default=".")
     parser.add_argument("--opt-level", type=str, default="O1")
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--batch-size", type=int, default=16)
@@ -183,27 +165,14 @@ if __name__ == "__main__":
     model.train()
     with open(args.out, "w") as log:
         for iteration, batch in enumerate(train_loader):
-            start = time.perf_counter()
             text, input_lengths, mel, gate = [x.cuda(non_blocking=True) for x in batch]
             model.zero_grad()
             loss = criterion(model(text, input_lengths, mel), mel, gate)
             reduced_loss = loss.item()
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
-            grad_norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.grad_clip_thresh)
+            torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.grad_clip_thresh)
             optimizer.step()
-            print(
-                "Train loss {} {:.6f} Grad Norm {:.6f} {:.2f}s/it".format(
-                    iteration, reduced_loss, grad_norm, time.perf_counter() - start
-                )
-            )
             log.write(json.dumps({"iteration": iteration, "loss": reduced_loss}) + "\n")
     sharpness = model.alignments.max(-1)[0].float().mean()
     print("Alignments: {:.3f} sharp, {}".format(sharpness.item(), model.alignments.dtype))
-    save_checkpoint(
-        model,
-        optimizer,
-        args.learning_rate,
-        args.iterations,
-        os.path.join(args.output_directory, "checkpoint_{}".format(args.iterations)),
-    )

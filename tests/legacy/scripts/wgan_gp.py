@@ -77,6 +77,4 @@ for i in range(opt.n_iters):
         scaled_loss.backward()
     optimizer.step()
     log.write(json.dumps({"iter": i, "loss": loss.item(), "penalty": penalty.item()}) + "\n")
-    if i % 10 == 0:
-        print("[Iter %d/%d] [D loss: %f] [penalty: %f]" % (i, opt.n_iters, loss.item(), penalty.item()))
 log.close()

@@ -1,4 +1,4 @@
-"""What a mutant is: one change, of one function, by a name that stays when the function moves."""
+"""Tests mutants: each is one change of one function, by a name that stays when the function moves."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_operator_is_applied_and_names_the_function_and_itself(checkout: Path) -> None:
+def test_names_of_mutants_have_function_operator_and_number(checkout):
     assert sorted(all_mutants(checkout)) == [
         "Counter.note:arithmetic:1",
         "Counter.note:boolean:1",
@@ -60,7 +60,7 @@ def test_every_operator_is_applied_and_names_the_function_and_itself(checkout: P
     ]
 
 
-def test_a_mutant_is_one_change_and_compiles(checkout: Path) -> None:
+def test_mutant_is_one_change_that_compiles(checkout):
     plain = ast.unparse(ast.parse(SOURCE)).splitlines()
     for mutant in all_mutants(checkout).values():
         changed = mutant.source().splitlines()
@@ -68,13 +68,13 @@ def test_a_mutant_is_one_change_and_compiles(checkout: Path) -> None:
         assert [mine == other for mine, other in zip(plain, changed, strict=True)].count(False) == 1, mutant.name
 
 
-def test_a_function_that_moves_keeps_its_mutants(checkout: Path) -> None:
+def test_mutants_keep_their_names_if_the_function_moves(checkout):
     before = set(all_mutants(checkout))
     (checkout / "ampatch" / "weights" / "counter.py").rename(checkout / "ampatch" / "moved.py")
     assert set(all_mutants(checkout)) == before
 
 
-def test_the_same_are_drawn_whatever_else_there_is_and_one_of_each_function() -> None:
+def test_same_mutants_are_drawn_whatever_else_there_is():
     names = [f"function{number}:constant:{count}" for number in range(50) for count in (1, 2)]
     some = drawn(names, 10, seed=1)
     assert len({name.partition(":")[0] for name in some}) == 10
@@ -84,7 +84,7 @@ def test_the_same_are_drawn_whatever_else_there_is_and_one_of_each_function() ->
     assert drawn([name for name in names if name != gone], 9, seed=1)[:3] == some[:3]
 
 
-def test_an_instrumented_function_says_its_name_and_does_the_same() -> None:
+def test_instrumented_function_notes_its_name_and_returns_the_same():
     entered: list[str] = []
     namespace: dict[str, object] = {"_entered_": entered.append}
     exec(instrument(SOURCE), namespace)
@@ -93,7 +93,7 @@ def test_an_instrumented_function_says_its_name_and_does_the_same() -> None:
     assert entered == ["alone", "shared"]
 
 
-def test_tests_run_in_turns_the_narrowest_function_first() -> None:
+def test_tests_of_a_mutant_run_in_turns_the_narrowest_first():
     def covering(test: str, breadth: int) -> Covering:
         return Covering(test, 1.0, breadth)
 
