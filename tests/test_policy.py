@@ -22,7 +22,8 @@ from helpers import completed
 from torch import nn
 from torch.nn import functional as F
 
-from ampatch import amp, policy
+from ampatch import amp
+from ampatch import checkpoint_policy as policy
 from ampatch.errors import AmpWarning, OptionError
 from ampatch.runtime import runtime
 

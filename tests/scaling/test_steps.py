@@ -243,7 +243,7 @@ class TestForgottenScales:
         for _ in range(2):
             optimizer.zero_grad()
             backward(loss_of(model), optimizer)
-            runtime.live.gradients.judge(runtime.live.losses.scalers[0], torch.zeros(()))
+            runtime.live.gradients.replace_verdicts(runtime.live.losses.scalers[0], torch.zeros(()))
             optimizer.step()
         loss_of(theirs).backward()
         with pytest.warns(AmpWarning, match=NO_SCALE):
