@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -197,6 +198,10 @@ OBJECTS: Mistakes = {
     "no-optimizer": (
         lambda bench: amp.initialize(bench.model, bench.model.parameters()),
         "found generator as an optimizer, which lacks param_groups, step, zero_grad; expected an object with",
+    ),
+    "optimizer-without-groups": (
+        lambda bench: amp.initialize(bench.model, mock.Mock()),
+        "found Mock as an optimizer, whose param_groups is 'Mock'; expected a list of mappings",
     ),
     "optimizer-of-another-model": (
         lambda bench: amp.initialize(bench.model, [bench.optimizer, other_optimizer()]),

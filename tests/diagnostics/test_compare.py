@@ -466,6 +466,12 @@ class TestReports:
         a, b = (small(functions=each) for each in functions)
         assert amp.compare(saved("a.json", a), saved("b.json", b)).worst.function == linear["name"]
 
+    def test_a_report_without_amp_differs_in_one_note(self, saved: Any) -> None:
+        a, b = saved("a.json", small(settings=None)), saved("b.json", small())
+        assert amp.compare(a, b).notes == ("amp was off in a",)
+        assert amp.compare(b, a).notes == ("amp was off in b",)
+        assert amp.compare(a, a).notes == ()
+
     def test_rows_of_one_report_only_are_unmatched(self, saved: Any) -> None:
         underflow = {"lost": 0.25, "best_scale": 1024.0, "parameters": [{"name": "w", "zero": 0.5, "subnormal": 0.1}]}
         result = amp.compare(saved("a.json", small()), saved("b.json", small(underflow=underflow, functions=[])))
