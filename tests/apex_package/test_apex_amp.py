@@ -122,25 +122,9 @@ class TestThePackage:
         assert model[0].weight.dtype is torch.float32
         setup("O1")
 
-    @pytest.mark.parametrize("opt_level", ["O0", "O1", "O4"])
-    def test_false_leaves_the_type_of_the_model_to_the_level(self, opt_level: str) -> None:
-        model, _ = setup(opt_level, cast_model_type=False)
-        assert model[0].weight.dtype is torch.float32
-        assert _amp_state.opt_properties.opt_level == opt_level
-
     def test_false_may_be_given_by_position(self) -> None:
         model = nn.Linear(2, 2)
         assert apex_amp.initialize(model, None, True, "O1", False) is model
-
-    @pytest.mark.parametrize("opt_level", ["O2", "O3", "O5"])
-    def test_where_the_level_makes_weights_half_false_is_told_of(self, opt_level: str) -> None:
-        with pytest.warns(AmpWarning, match=rf"cast_model_type=False .*'{opt_level}' makes .*type opt_level='O1'"):
-            model, _ = setup(opt_level, cast_model_type=False)
-        assert model[0].weight.dtype.itemsize == 2
-
-    def test_in_ampatchs_own_name_false_is_no_type(self) -> None:
-        with pytest.raises(OptionError, match="cast_model_type is False"):
-            amp.initialize(nn.Linear(2, 2), cast_model_type=False)
 
 
 class TestFormsOf2018:
