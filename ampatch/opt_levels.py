@@ -162,11 +162,13 @@ def check_half_dtype(half_dtype: object, name: str = "half_dtype") -> torch.dtyp
 
 
 def check_model_type(dtype: object) -> torch.dtype | None:
-    """Returns the dtype for a model's weights, given as a dtype or by its name; None stays None.
+    """Returns the dtype for a model's weights, given as a dtype or by its name; False, as in Apex, gives None.
 
     Raises:
-        OptionError: the value is not None, float32 or a half dtype.
+        OptionError: the value is not None, False, float32 or a half dtype.
     """
+    if dtype is False:
+        return None
     found, allowed = dtype_of(dtype), {torch.float32, *HALVES}
     if found is None or (isinstance(found, torch.dtype) and found in allowed):
         return found

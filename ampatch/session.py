@@ -147,7 +147,9 @@ class Session:
         self.adopted.weak_models.add(model)
         for part in self.parts:
             part.adopt_model(model, is_new)
-        if is_new and (self.settings.properties.cast_model_type is not None or self.settings.patches_functions):
+        settings = self.settings
+        changes_forward = settings.patches_functions or settings.has_masters
+        if is_new and (changes_forward or settings.properties.cast_model_type is not None):
             adopted_model.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
 
     def trace_with(self, tracer: SessionTracer) -> None:

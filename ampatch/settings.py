@@ -80,8 +80,8 @@ class Settings:
 
     @property
     def has_masters(self) -> bool:
-        """True if half weights get float32 masters; ``master_weights=True`` alone makes none of float32 weights."""
-        return bool(self.properties.master_weights) and self.has_half_weights
+        """True if half weights get float32 masters, also those that were half before, if no weight is converted."""
+        return bool(self.properties.master_weights) and self.properties.cast_model_type is not torch.float32
 
     @property
     def patches_any(self) -> bool:

@@ -29,7 +29,7 @@ _PACKAGE = "ampatch.apex"
 _LAUNCHER = "apex.parallel.multiproc"
 
 # Apex's extensions that are top-level modules.
-_EXTENSIONS = ("amp_C", "apex_C")
+_EXTENSIONS = ("amp_C", "apex_C", "fused_layer_norm_cuda")
 
 
 def install(force: bool = False) -> bool:
@@ -122,6 +122,15 @@ def _refuse_attribute(module: str, name: str) -> object:
     raise AttributeError(f"module {module!r} has no attribute {name!r}: {_not_replaced.message(full)}")
 
 
+def _is_query() -> bool:
+    """Returns True if a finder's caller only asks for a module, by `importlib.util.find_spec`, and imports nothing.
+
+    Scripts ask so whether a module exists, and expect None.
+    """
+    # From here up: the finder, the import system's search through all finders, and the function that asked for it.
+    return sys._getframe(3).f_globals.get("__name__") == "importlib.util"
+
+
 _ALL = DistributionFinder.Context()
 
 
@@ -142,7 +151,8 @@ class _Finder(DistributionFinder, Loader):
             return None
         # `from apex.amp import x` asks for "ampatch.apex.amp.x", since Python takes the module's own name.
         name = fullname.removeprefix("ampatch.")
-        if name in _not_replaced.EXTENSIONS or (name.startswith("apex.") and not name.startswith("apex._")):
+        is_apex = name in _not_replaced.EXTENSIONS or (name.startswith("apex.") and not name.startswith("apex._"))
+        if is_apex and not _is_query():
             # Without `name=`: `from ... import` would replace an error with the requested name by one of its own.
             raise ModuleNotFoundError(_not_replaced.message(name))
         return None

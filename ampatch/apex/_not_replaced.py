@@ -5,8 +5,6 @@ from __future__ import annotations
 _EPILOGUE = "plain torch.nn layers under torch.compile, which fuses them"
 _SHARDED = "torch.distributed.fsdp, or torch.distributed.optim.ZeroRedundancyOptimizer"
 
-_FP16 = "FP16_Optimizer of apex.fp16_utils"
-
 #: Apex's top-level extension modules, and what to use instead.
 EXTENSIONS = {
     "bnp": "torch.nn.SyncBatchNorm",
@@ -14,10 +12,9 @@ EXTENSIONS = {
     "fused_adam_cuda": "FusedAdam of apex.optimizers",
     "fused_dense_cuda": _EPILOGUE,
     "fused_lamb_cuda": "FusedLAMB of apex.optimizers",
-    "fused_layer_norm_cuda": "the functions of apex.normalization.fused_layer_norm",
     "mlp_cuda": _EPILOGUE,
     "syncbn": "SyncBatchNorm of apex.parallel",
-    "xentropy_cuda": "torch.nn.CrossEntropyLoss, which has label_smoothing",
+    "xentropy_cuda": "SoftmaxCrossEntropyLoss of apex.contrib.xentropy",
 }
 
 # The longest key that a missing name starts with counts. Python imports a package before its contents, so the parent of
@@ -27,7 +24,6 @@ _INSTEAD = {
     "apex.RNN": "torch.nn.LSTM, torch.nn.GRU and torch.nn.RNN",
     "apex.contrib": "torch itself, in most cases",
     "apex.contrib.bottleneck": _EPILOGUE,
-    "apex.contrib.clip_grad": "amp.clip_grad_norm_(optimizer, max_norm), or torch.nn.utils.clip_grad_norm_",
     "apex.contrib.conv_bias_relu": _EPILOGUE,
     "apex.contrib.cudnn_gbn": "torch.nn.SyncBatchNorm",
     "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
@@ -38,23 +34,16 @@ _INSTEAD = {
     "apex.contrib.layer_norm": "torch.nn.LayerNorm",
     "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention, or torch.nn.functional.scaled_dot_product_attention",
     "apex.contrib.optimizers": _SHARDED,
-    "apex.contrib.optimizers.FP16_Optimizer": _FP16,
-    "apex.contrib.optimizers.fp16_optimizer": _FP16,
-    "apex.contrib.optimizers.FusedAdam": "apex.optimizers.FusedAdam",
-    "apex.contrib.optimizers.fused_adam": "apex.optimizers.FusedAdam",
     "apex.contrib.optimizers.FusedLAMB": "apex.optimizers.FusedLAMB",
     "apex.contrib.optimizers.fused_lamb": "apex.optimizers.FusedLAMB",
     "apex.contrib.optimizers.FusedSGD": "apex.optimizers.FusedSGD",
     "apex.contrib.optimizers.fused_sgd": "apex.optimizers.FusedSGD",
     "apex.contrib.sparsity": "torch.sparse.to_sparse_semi_structured and torch.ao.pruning.WeightNormSparsifier",
     "apex.contrib.transducer": "torchaudio.functional.rnnt_loss",
-    "apex.contrib.xentropy": "torch.nn.CrossEntropyLoss, which has label_smoothing",
     "apex.fused_dense": _EPILOGUE,
     "apex.mlp": _EPILOGUE,
     "apex.optimizers": "torch.optim, whose optimizers take fused=True",
     "apex.normalization": "the modules and functions of apex.normalization.fused_layer_norm, or torch.nn.LayerNorm",
-    "apex.optimizers.FP16_Optimizer": _FP16,
-    "apex.optimizers.FusedMixedPrecisionLamb": "apex.optimizers.FusedLAMB, with opt_level='O2'",
     "apex.pyprof": "torch.profiler",
     "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
     "apex.transformer": "torch.distributed.tensor.parallel and torch.distributed.pipelining, or Megatron-LM; and for "

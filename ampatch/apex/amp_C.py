@@ -1,5 +1,7 @@
 """Kernels of Apex's amp that scripts call directly, mostly to clip gradients; on top of `ampatch.native.kernels`.
 
+`multi_tensor_adam` is on top of torch's own update.
+
 Each kernel takes lists of dense float16, bfloat16 and float32 tensors, also mixed, of any strides and on any devices.
 It computes in float32, and autograd records nothing. It checks all arguments before it writes anything.
 Must not choose an implementation: `ampatch.native.kernels` does.
@@ -7,25 +9,34 @@ Must not choose an implementation: `ampatch.native.kernels` does.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
-from ampatch.errors import OptionError
+from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device
 from ampatch.torch_private import foreach
 
-__all__ = ["multi_tensor_axpby", "multi_tensor_l2norm", "multi_tensor_l2norm_scale", "multi_tensor_scale"]
+__all__ = [
+    "multi_tensor_adam",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_scale",
+]
 
 _DTYPES = (*HALVES, torch.float32)
 
 _FUSED = "{} of apex.optimizers, or torch.optim.{}"
 _INSTEAD = {
     "multi_tensor_adagrad": _FUSED.format("FusedAdagrad", "Adagrad"),
-    "multi_tensor_adam": _FUSED.format("FusedAdam", "AdamW(fused=True)"),
     "multi_tensor_adam_capturable": _FUSED.format("FusedAdam(capturable=True)", "AdamW(fused=True, capturable=True)"),
     "multi_tensor_adam_capturable_master": _FUSED.format("FusedAdam", "AdamW(fused=True, capturable=True)"),
     "multi_tensor_sgd": _FUSED.format("FusedSGD", "SGD(fused=True)"),
@@ -39,12 +50,29 @@ _INSTEAD = {
     "update_scale_hysteresis": 'amp.initialize(model, optimizer, opt_level="O1", hysteresis=2)',
 }
 
+# Projects read these at import, or in the constructor of an optimizer, and may never call them. Guards do not ask for
+# them. Each is a function that raises.
+_RAISE_IN_CALLS = (
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
+)
+
 
 def __getattr__(name: str) -> object:
+    if name in _RAISE_IN_CALLS:
+        return functools.partial(_refuse, name)
+    raise AttributeError(_not_replaced(name), name=name)
+
+
+def _refuse(name: str, *_: object, **__: object) -> NoReturn:
+    raise UsageError(_not_replaced(name))
+
+
+def _not_replaced(name: str) -> str:
     instead = _INSTEAD.get(name, "torch._foreach_* for work on lists of tensors, or the optimizers of torch.optim")
-    raise AttributeError(
-        f"ampatch does not replace amp_C.{name}; it replaces {', '.join(__all__)} of amp_C. Use {instead}.", name=name
-    )
+    return f"ampatch does not replace amp_C.{name}; it replaces {', '.join(__all__)} of amp_C. Use {instead}."
 
 
 def multi_tensor_scale(
@@ -147,6 +175,66 @@ def multi_tensor_l2norm_scale(
     ins, outs = _checked("multi_tensor_l2norm_scale", noop_flag, tensor_lists, ("ins", "outs"))
     _scale(noop_flag, ins, outs, scale)
     return _norms(noop_flag, outs, per_tensor)
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Sequence[Sequence[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """Updates parameters and their moments in place by one step of Adam or AdamW.
+
+    Args:
+        chunk_size: ignored.
+        noop_flag: int32 tensor of one element; ignored, as by Apex's kernel: a gradient of inf reaches the parameter.
+        tensor_lists: lists ``grads``, ``params``, ``exp_avgs`` and ``exp_avg_sqs`` of equal length, shapes and devices.
+        lr: learning rate.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: term added to the root of the second moment.
+        step: number of this step, from 1 on.
+        mode: 0 to add weight decay to the gradient (L2 regularization), 1 to decouple it (AdamW).
+        bias_correction: 1 to divide the moments by ``1 - beta ** step``; 0 to leave them.
+        weight_decay: factor of the weight decay.
+
+    Raises:
+        OptionError: an argument is not as described.
+    """
+    grads, *written = _checked(
+        "multi_tensor_adam", noop_flag, tensor_lists, ("grads", "params", "exp_avgs", "exp_avg_sqs")
+    )
+    wide_grads, params, exp_avgs, exp_avg_sqs = wide = [[each.float() for each in some] for some in (grads, *written)]
+    # adam() counts the step. With an infinite number of steps both corrections are 1.
+    steps_before = step - 1.0 if bias_correction else math.inf
+    with torch.no_grad():
+        adam(
+            params,
+            wide_grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [torch.tensor(steps_before, dtype=torch.float32, device="cpu") for _ in params],
+            foreach=True,
+            decoupled_weight_decay=mode == 1,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(lr),
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+        for originals, copies in zip(written, wide[1:], strict=True):
+            if any(each is not copy for each, copy in zip(originals, copies, strict=True)):
+                foreach.copy_(originals, copies)
 
 
 def _scale(noop_flag: Tensor, ins: list[Tensor], outs: list[Tensor], scale: float | Tensor) -> None:

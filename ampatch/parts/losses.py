@@ -172,7 +172,7 @@ class Losses(Part):
                 f"the step of this {type(optimizer).__name__} cannot be replaced on the object ({error}); expected an "
                 "optimizer that keeps its own attributes. Hand in the optimizer inside it, if there is one."
             ) from error
-        if settings.properties.cast_model_type is None:
+        if settings.properties.cast_model_type is None and not settings.has_masters:
             warn_of_half_updates(optimizer, shared.adopted, settings.properties.opt_level)
         shared.adopted.by_id[id(optimizer)] = record
         self._skips.append(record.skips)

@@ -37,7 +37,7 @@ class Masters(Part):
     def __init__(self, shared: Shared, weights: Weights) -> None:
         super().__init__(shared)
         adopted = shared.adopted
-        if self.settings.has_half_weights:
+        if self.settings.has_half_weights or self.settings.has_masters:
             self.before_forward = self._synchronise_before
         self._conversion = weights.conversion
         self._replaced = ReplacedParameters(

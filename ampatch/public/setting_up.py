@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch import nn
 from ampatch import distributed, opt_levels
 from ampatch.cast_lists.lists import Overlay
 from ampatch.errors import OptionError, UsageError, warn
-from ampatch.half_types import HALVES
 from ampatch.interfaces.inference_copy import check_no_copy
 from ampatch.native import calls, kernels
 from ampatch.opt_levels import as_flag
@@ -58,7 +57,7 @@ def initialize(
     optimizers: Any = None,
     enabled: bool = True,
     opt_level: str = "O1",
-    cast_model_type: torch.dtype | str | None = None,
+    cast_model_type: torch.dtype | str | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
     master_weights: bool | None = None,
@@ -102,7 +101,8 @@ def initialize(
             weights), "O4" and "O5" (O1 and O2 in bfloat16).
 
     Values of the level:
-        cast_model_type: dtype of the weights, at levels that convert them.
+        cast_model_type: dtype of the weights, at levels that convert them; False leaves all weights as they are. Those
+            that are half already get masters at O2 and O5.
         patch_torch_functions: whether torch's functions cast by the lists; None: the level's default.
         keep_batchnorm_fp32: whether batch norm stays float32, at levels that convert weights.
         master_weights: whether the optimizer updates float32 masters, at levels that convert weights.
@@ -241,7 +241,7 @@ def initialize(
     )
     live, outgoing = joined_and_replaced(settings)
     arguments.check_optimizers(optimizer_list, model_list, live, outgoing)
-    if properties.cast_model_type in HALVES:
+    if settings.has_half_weights or settings.has_masters:
         arguments.check_whole(optimizer_list, model_list, properties)
     every_model = [*model_list, *(live.adopted.models if live is not None else ())]
     conversion_plan.check_matches(every_model, kept)

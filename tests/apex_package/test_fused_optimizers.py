@@ -506,17 +506,6 @@ class TestOptions:
                 kept.add_param_group({"params": parameters[1:]})
             assert len(kept.param_groups) == 1
 
-    def test_fused_adam_refuses_to_clip_and_names_what_does(self):
-        parameters = parameters_of(values(0))
-        with pytest.raises(OptionError, match=r"max_grad_norm=0\.5; .*amp\.clip_grad_norm_\(optimizer, 0\.5\)"):
-            FusedAdam(parameters, max_grad_norm=0.5)
-        with pytest.raises(OptionError, match=r"amp\.clip_grad_norm_\(optimizer, 1\.0\)"):
-            FusedAdam([{"params": parameters, "max_grad_norm": 1.0}])
-        optimizer = FusedAdam(parameters[:1])
-        with pytest.raises(OptionError, match=r"amp\.clip_grad_norm_\(optimizer, 2\)"):
-            optimizer.add_param_group({"params": parameters[1:], "max_grad_norm": 2})
-        assert len(optimizer.param_groups) == 1
-
     def test_fused_adam_takes_arguments_of_2018_that_change_nothing(self):
         parameters = parameters_of(values(0))
         FusedAdam(parameters, max_grad_norm=0.0, eps_inside_sqrt=False, use_mt=True, amp_scale_adjustment=1.0)

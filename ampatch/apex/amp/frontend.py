@@ -20,7 +20,6 @@ from ampatch.apex._announcement import announce
 from ampatch.apex.amp import _stash, lists
 from ampatch.apex.amp._amp_state import _amp_state
 from ampatch.apex.amp.handle import AmpHandle
-from ampatch.errors import warn
 from ampatch.runtime import replacing, runtime
 
 __all__ = [
@@ -44,13 +43,6 @@ def _initialize(*args: Any, **kwargs: Any) -> Any:
     level = opt_levels.LEVELS.get(str(given.get("opt_level")), opt_levels.LEVELS["O1"])
     if level.half_dtype is None and opt_levels.dtype_of(given.get("cast_model_type")) is not torch.bfloat16:
         _mean_float16(given, "patch_torch_functions_type")
-    if given.get("cast_model_type") is False:  # scripts pass it at O1, where it means the same as None
-        given["cast_model_type"] = None
-        if level.converts:
-            warn(
-                f"cast_model_type=False is treated as None: opt_level={given['opt_level']!r} makes the weights half. "
-                "Leave it out; for weights that stay float32, type opt_level='O1'."
-            )
     patches = given.get("patch_torch_functions")
     if level.patched if patches is None else patches:
         _lay_over(given)

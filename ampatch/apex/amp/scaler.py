@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 import weakref
+from dataclasses import replace
 
 import torch
 
 import ampatch.scaling.loss_scaler
 from ampatch.errors import OptionError, UsageError
+from ampatch.opt_levels import check_count
 from ampatch.runtime import runtime
 
 # By the session's scaler: a script gets the same object again, with the attributes that it has set.
@@ -51,10 +53,18 @@ class LossScaler:
         """True if the loss scale is dynamic."""
         return self._there.dynamic
 
-    # The number of steps without overflow after which the scale grows, and the limits of the scale.
-    _scale_seq_len = property(operator.attrgetter("_there.policy.scale_window"))
+    # The limits of the scale.
     _min_loss_scale = property(operator.attrgetter("_there.policy.min_loss_scale"))
     _max_loss_scale = property(operator.attrgetter("_there.policy.max_loss_scale"))
+
+    @property
+    def _scale_seq_len(self) -> int:
+        """Number of steps without overflow after which the scale grows, which scripts read and write."""
+        return self._there.policy.scale_window
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self._there.policy = replace(self._there.policy, scale_window=check_count("_scale_seq_len", value))
 
     @property
     def _loss_scale(self) -> float:

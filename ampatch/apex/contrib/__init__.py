@@ -1,4 +1,1 @@
-"""Empty: ampatch replaces none of Apex's contributed modules.
-
-Python imports this package before a module in it, so that errors name the module that the script needs.
-"""
+"""Apex's contributed modules: the few that ampatch replaces, mostly by functions of torch."""

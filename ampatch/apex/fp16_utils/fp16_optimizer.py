@@ -87,6 +87,8 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         OptionError: ``init_optimizer`` is no optimizer, or a loss scale argument is invalid.
     """
 
+    _checks_static_scale = False
+
     def __init__(
         self,
         init_optimizer: Any,
@@ -226,7 +228,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         kernels.unscale_(sparse, _number(1 / half_scale, found_inf), found_inf)
         kernels.unscale_(full_grads, _number(1 / full_scale, found_inf), found_inf)
         self._half_scale, self._full_scale = half_scale, 1.0
-        overflow = self.dynamic_loss_scale and bool(found_inf)
+        overflow = (self.dynamic_loss_scale or self._checks_static_scale) and bool(found_inf)
         if self.overflow and not overflow:
             self._react()
         self.overflow = overflow

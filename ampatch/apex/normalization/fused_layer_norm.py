@@ -16,7 +16,13 @@ from ampatch.errors import OptionError
 
 __all__ = [
     "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
     "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
     "MixedFusedLayerNorm",
     "MixedFusedRMSNorm",
     "fused_layer_norm",
@@ -148,6 +154,48 @@ def mixed_dtype_fused_rms_norm_affine(
     """
     input, wide_weight, _ = _promoted(input, weight, None)
     return F.rms_norm(input, _as_list(normalized_shape), wide_weight, eps).to(weight.dtype)
+
+
+# Apex's autograd functions. Projects call `apply`, and some ask for the arguments of `forward`.
+
+
+class FusedLayerNormFunction:
+    """`fused_layer_norm`, as the ``apply`` of an autograd function."""
+
+    apply = forward = staticmethod(fused_layer_norm)
+
+
+class FusedLayerNormAffineFunction:
+    """`fused_layer_norm_affine`, as the ``apply`` of an autograd function."""
+
+    apply = forward = staticmethod(fused_layer_norm_affine)
+
+
+class FusedLayerNormAffineMixedDtypesFunction:
+    """`mixed_dtype_fused_layer_norm_affine`, as the ``apply`` of an autograd function."""
+
+    apply = forward = staticmethod(mixed_dtype_fused_layer_norm_affine)
+
+
+class FusedRMSNormFunction:
+    """`fused_rms_norm`, as the ``apply`` of an autograd function."""
+
+    apply = forward = staticmethod(fused_rms_norm)
+
+
+class FusedRMSNormAffineFunction:
+    """`fused_rms_norm_affine`, as the ``apply`` of an autograd function."""
+
+    apply = forward = staticmethod(fused_rms_norm_affine)
+
+
+class FusedRMSNormAffineMixedDtypesFunction:
+    """`mixed_dtype_fused_rms_norm_affine`, as the ``apply`` of an autograd function."""
+
+    apply = forward = staticmethod(mixed_dtype_fused_rms_norm_affine)
+
+
+# Modules
 
 
 class _WithApexArguments(nn.Module):

@@ -95,12 +95,36 @@ class Float32Optimizer(Optimizer):
             batches: pairs of a group and those of its parameters that have gradients and are on one device.
         """
         for group, parameters in batches:
-            with in_float32(parameters) as (values, grads):
+            with self._in_float32(parameters) as (values, grads):
                 self._update_batch(group, parameters, values, grads)
 
     def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
-        """Updates the values of parameters of one group and device, as `in_float32` gives them with the gradients."""
+        """Updates the values of parameters of one group and device, as `_in_float32` gives them with the gradients."""
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _in_float32(self, parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Converts parameters and gradients for an update; copies new values back when the ``with`` block ends.
+
+        Args:
+            parameters: floating-point parameters with gradients.
+
+        Yields:
+            Values to update in place, and gradients that must not be written to. Both are at least float32. Each
+            gradient has the strides of its value, without gaps: torch's fused kernels go through memory and ignore
+            indices (torch 2.13, on the CPU).
+        """
+        values = self._values(parameters)
+        grads = [_like(parameter.grad, value) for parameter, value in zip(parameters, values, strict=True)]  # type: ignore[arg-type]
+        yield values, grads
+        copied = [pair for pair in zip(parameters, values, strict=True) if pair[0] is not pair[1]]
+        if copied:
+            originals, copies = map(list, zip(*copied, strict=True))
+            foreach.copy_(originals, copies)
+
+    def _values(self, parameters: list[Tensor]) -> list[Tensor]:
+        """Returns the tensors that an update writes to: the parameters themselves, or copies in float32."""
+        return [_dense(parameter) for parameter in parameters]
 
     def _batches(self, group: Group) -> Iterator[tuple[Group, list[Tensor]]]:
         trained = [each for each in group["params"] if each.grad is not None and each.numel()]
@@ -204,27 +228,6 @@ class Float32Optimizer(Optimizer):
             dtype = _dtype_of_state(parameter) if value.is_floating_point() else value.dtype
             return value.to(parameter.device, dtype, copy=True)
         return copy.deepcopy(value)
-
-
-@contextlib.contextmanager
-def in_float32(parameters: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Converts parameters and gradients for an update; copies new values back when the ``with`` block ends.
-
-    Args:
-        parameters: floating-point parameters with gradients.
-
-    Yields:
-        Values to update in place, and gradients that must not be written to. Both are at least float32. Each gradient
-        has the strides of its value, without gaps: torch's fused kernels go through memory and ignore indices (torch
-        2.13, on the CPU).
-    """
-    values = [_dense(parameter) for parameter in parameters]
-    grads = [_like(parameter.grad, value) for parameter, value in zip(parameters, values, strict=True)]  # type: ignore[arg-type]
-    yield values, grads
-    copied = [pair for pair in zip(parameters, values, strict=True) if pair[0] is not pair[1]]
-    if copied:
-        originals, copies = map(list, zip(*copied, strict=True))
-        foreach.copy_(originals, copies)
 
 
 def _dense(parameter: Tensor) -> Tensor:

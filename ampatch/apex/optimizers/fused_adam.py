@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.adam import adam
 
+from ampatch.apex import amp_C
 from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, UnsupportedOptionError, check_no_amsgrad
 from ampatch.native.host_copy import for_fused_step
 
@@ -18,7 +21,8 @@ class FusedAdam(Float32Optimizer):
     """Adam (Kingma and Ba, 2015), or AdamW with its decoupled weight decay (Loshchilov and Hutter, 2019).
 
     After an overflow (``found_inf``) it skips the step by itself, as torch's fused optimizers do. Therefore neither
-    ampatch nor ``torch.amp.GradScaler`` syncs with the device to decide whether to skip.
+    ampatch nor ``torch.amp.GradScaler`` syncs with the device to decide whether to skip. They do if a group has
+    ``max_grad_norm``.
 
     Args:
         params: parameters, or groups of them.
@@ -32,17 +36,20 @@ class FusedAdam(Float32Optimizer):
         set_grad_none: True if ``zero_grad()`` sets gradients to None.
         capturable: True to keep the learning rate in a tensor on the device, where CUDA graphs read it at each replay.
         master_weights: not supported: ampatch keeps float32 masters at O2 and O5.
-        max_grad_norm: must be 0 or None, in groups too: `ampatch.amp.clip_grad_norm_` clips. Only the FusedAdam of 2018
-            had this argument and the following ones.
+        max_grad_norm: upper bound of the norm of each group's gradients, which ``step`` clips; 0 or None for no
+            clipping. Only the FusedAdam of early 2019 had this argument and the following ones.
         eps_inside_sqrt: must be False: ``eps`` is added to the root.
         use_mt: ignored: several tensors are always updated at once.
         amp_scale_adjustment: must be 1: gradients are unscaled when `ampatch.amp.scale_loss` ends.
+
+    Attributes:
+        multi_tensor_adam: `ampatch.apex.amp_C.multi_tensor_adam`, which steps of subclasses call.
 
     Raises:
         OptionError: an argument is out of its range, or not supported.
     """
 
-    _step_supports_amp_scaling: ClassVar[bool] = True
+    multi_tensor_adam = staticmethod(amp_C.multi_tensor_adam)
 
     _settings = (*Float32Optimizer._settings, "adam_w_mode", "capturable", "master_weights")
 
@@ -66,7 +73,6 @@ class FusedAdam(Float32Optimizer):
         amp_scale_adjustment: float = 1.0,
     ) -> None:
         check_no_amsgrad(type(self), amsgrad)
-        _check_not_clipping(max_grad_norm)
         if eps_inside_sqrt:
             raise UnsupportedOptionError(
                 "found eps_inside_sqrt=True; FusedAdam adds eps to the root, as torch.optim.Adam does. Leave it out; "
@@ -91,20 +97,23 @@ class FusedAdam(Float32Optimizer):
             betas=betas,
             eps=eps,
             weight_decay=weight_decay,
+            **({"max_grad_norm": max_grad_norm} if max_grad_norm else {}),
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group.
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return not any(group.get("max_grad_norm") for group in self.param_groups)
 
-        Args:
-            param_group: dict with parameters, under "params", and options; missing options are the optimizer's.
+    @functools.cached_property
+    def _dummy_overflow_buf(self) -> Tensor:
+        """Flag that steps of subclasses hand to ``multi_tensor_adam``."""
+        return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
 
-        Raises:
-            OptionError: the group has a ``max_grad_norm`` other than 0 or None.
-        """
-        if isinstance(param_group, dict):
-            _check_not_clipping(param_group.get("max_grad_norm"))
-        super().add_param_group(param_group)
+    def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
+        for group in self.param_groups:
+            if group.get("max_grad_norm"):
+                clip_grad_norm_(group["params"], group["max_grad_norm"])
+        super()._update(batches)
 
     def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
         adam(
@@ -147,13 +156,3 @@ class FusedAdam(Float32Optimizer):
         if name == "step":
             return torch.as_tensor(value, dtype=torch.float32, device=parameter.device).clone()
         return super()._loaded(name, value, parameter)
-
-
-def _check_not_clipping(max_grad_norm: float | None) -> None:
-    """Raises an `UnsupportedOptionError` if the optimizer is told to clip."""
-    if max_grad_norm:
-        raise UnsupportedOptionError(
-            f"found max_grad_norm={max_grad_norm}; FusedAdam clips no gradients. Leave it out, and type "
-            f"amp.clip_grad_norm_(optimizer, {max_grad_norm}) after the block of amp.scale_loss and before "
-            "optimizer.step()."
-        )

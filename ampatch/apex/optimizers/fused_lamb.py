@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, Tensors, check_no_amsgrad, in_float32
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, Tensors, check_no_amsgrad
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device
 from ampatch.torch_private import foreach
@@ -70,23 +70,25 @@ class FusedLAMB(Float32Optimizer):
         )
 
     def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
-        divisor = self._clipping_divisor([parameter for _, parameters in batches for parameter in parameters])
+        divisor = self._divisor([parameter for _, parameters in batches for parameter in parameters])
         for group, parameters in batches:
-            with in_float32(parameters) as (values, grads):
+            with self._in_float32(parameters) as (values, grads):
                 clipped: Tensors = grads
                 if divisor is not None:
                     clipped = foreach.div(grads, on_device(divisor.to(grads[0].dtype), grads[0].device))
                 self._update_batch(group, parameters, values, clipped)
 
-    def _clipping_divisor(self, parameters: list[Tensor]) -> Tensor | None:
-        """Returns the float64 divisor that clips the gradients to ``max_grad_norm``; None if they are not clipped."""
+    def _divisor(self, parameters: list[Tensor]) -> Tensor | None:
+        """Returns the divisor that clips the gradients to ``max_grad_norm``, after a scaler's; None for neither."""
+        scale: Tensor | None = getattr(self, "grad_scale", None)
         # The norm is that of the gradients of all groups, so a group's own value is ignored, as in Apex.
         max_norm = self.defaults["max_grad_norm"]
         if not parameters or not max_norm:
-            return None
+            return scale
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         _, sum_of_squares = kernels.flag_and_squares(grads, parameters[0].device)
-        return torch.clamp(sum_of_squares.sqrt() / max_norm, min=1)
+        ratio = sum_of_squares.sqrt() / max_norm
+        return torch.clamp(ratio, min=1) if scale is None else torch.maximum(ratio, on_device(scale, ratio.device))
 
     def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: Tensors) -> None:
         (beta1, beta2), weight_decay = group["betas"], group["weight_decay"]

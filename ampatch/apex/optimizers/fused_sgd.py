@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, decay_first, in_float32
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, decay_first
 from ampatch.errors import OptionError
 from ampatch.native.host_copy import for_fused_step
 
@@ -95,7 +95,7 @@ class FusedSGD(Float32Optimizer):
         return found_inf is not None and bool(found_inf)
 
     def _update_some(self, group: Group, parameters: list[Tensor], is_first: bool) -> None:
-        with in_float32(parameters) as (values, grads):
+        with self._in_float32(parameters) as (values, grads):
             buffers: list[Tensor | None] = [None for _ in values]
             if group["momentum"] and not is_first:
                 buffers = list(self._moments(parameters, values, "momentum_buffer"))

@@ -1,4 +1,8 @@
-"""Empty: the replacements of these optimizers are elsewhere.
+"""Apex's optimizers of early 2019, in their form of then."""
 
-Python imports this package before an optimizer in it, so that errors name the optimizer that the script needs.
-"""
+from __future__ import annotations
+
+from ampatch.apex.contrib.optimizers.fp16_optimizer import FP16_Optimizer
+from ampatch.apex.contrib.optimizers.fused_adam import FusedAdam
+
+__all__ = ["FP16_Optimizer", "FusedAdam"]

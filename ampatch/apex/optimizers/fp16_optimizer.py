@@ -1,0 +1,103 @@
+"""The ``FP16_Optimizer`` of early 2019, for Apex's own optimizers, on top of the one of `ampatch.apex.fp16_utils`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ampatch.apex import fp16_utils
+from ampatch.errors import UsageError
+
+
+class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
+    """Wraps an optimizer, which then updates float32 masters of its half parameters.
+
+    ::
+
+        model.half()
+        optimizer = FP16_Optimizer(FusedAdam(model.parameters(), max_grad_norm=1.0), dynamic_loss_scale=True)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    All gradients stay scaled until ``step``, which unscales them, and skips the update after an overflow.
+
+    Args:
+        init_optimizer: optimizer of the model's parameters.
+        static_loss_scale: factor of losses.
+        dynamic_loss_scale: True for a scale that reacts to overflows.
+        dynamic_loss_args: settings of the dynamic scale, as for ``apex.fp16_utils.FP16_Optimizer``; None for those of
+            Apex here: ``scale_window=1000`` and ``min_loss_scale=1``.
+        verbose: True to log skipped steps.
+
+    Raises:
+        OptionError: ``init_optimizer`` is no optimizer, or a loss scale argument is invalid.
+    """
+
+    _checks_static_scale = True
+
+    def __init__(
+        self,
+        init_optimizer: Any,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        dynamic_loss_args = dynamic_loss_args or {"scale_window": 1000, "min_loss_scale": 1.0}
+        super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, dynamic_loss_args, verbose)
+
+    @property
+    def cur_scale(self) -> float:
+        """Factor of losses."""
+        return self.loss_scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self.loss_scale = scale
+
+    @property
+    def fp32_groups(self) -> list[list[Tensor]]:
+        """What the optimizer updates, by group: masters, and parameters that are not half."""
+        return [list(map(self._updated_for, group["params"])) for group in self.param_groups]
+
+    def zero_grad(self, set_grads_to_None: bool = True) -> None:  # noqa: N803 - Apex's name
+        """Clears the gradients of the masters and of the model's parameters.
+
+        Args:
+            set_grads_to_None: True to set gradients to None; False to set them to 0.
+        """
+        super().zero_grad(set_grads_to_None)
+
+    def backward(self, loss: Tensor, update_master_grads: bool = False, retain_graph: bool = False) -> None:
+        """Runs the backward pass of the loss, multiplied by the scale.
+
+        Args:
+            loss: floating-point tensor of one element.
+            update_master_grads: True to unscale the gradients now, and not in ``step``.
+            retain_graph: True to keep the graph, as for ``loss.backward``.
+        """
+        super().backward(loss, update_master_grads, retain_graph)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Unscales the gradients, and updates the masters and the model's parameters; skips after an overflow.
+
+        Args:
+            closure: must be None, as in Apex.
+
+        Returns:
+            Result of the inner step; None if it was skipped.
+
+        Raises:
+            UsageError: there is a closure.
+            LossScaleError: the gradients overflowed with the loss scale at its lower limit.
+        """
+        if closure is not None:
+            raise UsageError(
+                "this FP16_Optimizer, that of apex.optimizers, takes no closure, as in Apex. Type "
+                "apex.fp16_utils.FP16_Optimizer(optimizer)."
+            )
+        self.update_master_grads()
+        return super().step()
