@@ -145,7 +145,7 @@ class TestChecks:
             *((check_model_type, name, FLOAT32) for name in ("float32", "torch.float")),
             (check_model_type, "bfloat16", BFLOAT16),
         ],
-        ids=repr,
+        ids=lambda value: getattr(value, "__name__", None if callable(value) else repr(value)),
     )
     def test_value_that_is_taken(self, check, given, expected):
         checked = check(given)
