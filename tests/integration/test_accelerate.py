@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -24,12 +25,12 @@ from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from helpers import assert_same_state, completed
 from safetensors.torch import load_file
 from small_nets import EACH_HALF, EACH_LEVEL, ENVIRONMENT, TORCHRUN, net, norm, types_computed_by, types_of, weights
+from small_transformers import bert
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
@@ -66,9 +67,8 @@ class Run:
     """A loop as users of Accelerate write it, with its objects and what it saw."""
 
     def __init__(self, level: str | None = "O1", batch_size: int = 8, **given: Any) -> None:
-        of_accelerator = ("gradient_accumulation_steps", "kwargs_handlers", "project_config")
-        taken = {name: given.pop(name) for name in of_accelerator if name in given}
-        self.accelerator = Accelerator(cpu=True, **taken)
+        steps = given.pop("gradient_accumulation_steps", 1)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
         self.raw = net()
         optimizer = adam(self.raw)
         objects = (self.raw, optimizer, loader(batch_size), StepLR(optimizer, 1, 0.99))
@@ -324,10 +324,7 @@ class TestCheckpoints:
         Run("O1", half_dtype="bfloat16").accelerator.load_state(tmp_path)
 
     def test_save_pretrained_writes_float32_into_the_config(self, tmp_path: Path) -> None:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-        model = BertForSequenceClassification(BertConfig(vocab_size=20, max_position_embeddings=8, **sizes))
-        accelerator = Accelerator(cpu=True)
+        accelerator, model = Accelerator(cpu=True), bert()
         model, _ = prepare(accelerator, model, adam(model), opt_level="O2", **FLOAT16)
         assert torch.float16 in types_of(model)
         state = accelerator.get_state_dict(model)
@@ -362,7 +359,7 @@ def in_many_checkpoints(module: Any, x: Tensor) -> Tensor:
     return run(x)  # type: ignore[no-any-return]
 
 
-#: Ways to run a module whose parameters the graph of the loss does not show.
+# Ways to run a module whose parameters the graph of the loss does not show.
 HIDING: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "checkpoint": lambda module, x: checkpoint(module, x, use_reentrant=True),
     "function": lambda module, x: Hiding.apply(x, module),  # type: ignore[no-untyped-call]
@@ -406,21 +403,27 @@ class TestSeveralModels:
         for name, value in with_amp["model"].items():
             assert torch.allclose(value, without["model"][name], atol=0.02)
 
-    @pytest.mark.parametrize("shared", [False, True], ids=["apart", "sharing a layer"])
-    def test_an_overflow_skips_the_steps_of_optimizers_whose_gradients_have_it(self, shared: bool) -> None:
+    @pytest.mark.parametrize("how", ["apart", "sharing a layer", "within amp.scale_loss"])
+    def test_an_overflow_skips_the_steps_of_optimizers_whose_gradients_have_it(self, how: str) -> None:
+        def backward(loss: Tensor, optimizer: Any) -> None:
+            block = amp.scale_loss(loss, optimizer) if how == "within amp.scale_loss" else contextlib.nullcontext(loss)
+            with block as given:
+                accelerator.backward(given)
+
         accelerator, nets = Accelerator(cpu=True), [net(0), net(1)]
-        if shared:
+        is_shared = how == "sharing a layer"
+        if is_shared:
             nets[1][2] = nets[0][2]
         first, second, of_first, of_second = prepare(accelerator, *nets, *map(adam, nets), **FLOAT16)
-        accelerator.backward(F.cross_entropy(first(X), Y) * torch.inf)
+        backward(F.cross_entropy(first(X), Y) * torch.inf, of_first)
         of_first.step()
-        if not shared:
+        if not is_shared:
             of_first.zero_grad()
-            accelerator.backward(F.cross_entropy(second(X), Y))
+            backward(F.cross_entropy(second(X), Y), of_second)
+            assert 0 < max(each.abs().max().item() for each in grads_of(of_second)) < 1  # unscaled
         of_second.step()
         assert accelerator.optimizer_step_was_skipped
-        assert of_first.step_was_skipped
-        assert of_second.step_was_skipped is shared
+        assert (of_first.step_was_skipped, of_second.step_was_skipped) == (True, is_shared)
 
     @EACH_LEVEL
     @pytest.mark.parametrize("how", HIDING)
@@ -488,18 +491,6 @@ class TestSeveralModels:
         output = checkpoint(note, checkpoint(note, hidden, use_reentrant=True), use_reentrant=True)
         run.accelerator.backward(run.raw[2](output).square().mean())
         assert alive == [False, False]
-
-    def test_amp_scale_loss_chooses_the_optimizer_of_a_backward_pass(self) -> None:
-        accelerator, nets = Accelerator(cpu=True), [net(0), net(1)]
-        first, second, of_first, of_second = prepare(accelerator, *nets, *map(adam, nets), **FLOAT16)
-        with amp.scale_loss(F.cross_entropy(first(X), Y) * torch.inf, of_first) as scaled_loss:
-            accelerator.backward(scaled_loss)
-        of_first.step()
-        with amp.scale_loss(F.cross_entropy(second(X), Y), of_second) as scaled_loss:
-            accelerator.backward(scaled_loss)
-        assert 0 < max(each.abs().max().item() for each in grads_of(of_second)) < 1
-        of_second.step()
-        assert (of_first.step_was_skipped, of_second.step_was_skipped) == (True, False)
 
     @pytest.mark.parametrize("steps", [1, 2])
     def test_a_scaled_loss_after_the_end_of_its_block_raises(self, steps: int) -> None:
@@ -720,17 +711,7 @@ class TestProcesses:
             assert overflow["skipped"] == [False, True, *[False] * 6]
             assert (overflow["scale"], overflow["epochs"]) == (512, 14)
         ways = {name.partition(" ")[0] for name in results}
-        assert ways == {
-            "plain",
-            "accumulated",
-            "synchronised",
-            "triggered",
-            "resumed",
-            "adversarial",
-            "adversarial-accumulated",
-            "partly-trained",
-            "partly-trained-hidden",
-        }
+        assert ways >= {"accumulated", "synchronised", "triggered", "adversarial-accumulated", "partly-trained-hidden"}
         for name, result in results.items():
             plain = results[f"{name.partition(' ')[0]} O0"]
             assert result["weights"] == pytest.approx(plain["weights"], rel=1e-2, abs=1e-3)

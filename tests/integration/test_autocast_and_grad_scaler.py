@@ -86,11 +86,6 @@ class TestRegionUnderCasts:
         assert casts.seen in ([], [(region, torch.float32)])  # of those that read half and compute in float32, none
         assert_same_bits(found, BLACKLISTED[name](x.float()))
 
-    def test_values_beyond_float16_survive_in_a_region_of_bfloat16(self, half, region, device):
-        x = torch.full((2, 2), 1e5, device=device)
-        with casts_on(half), torch.autocast(device, region):
-            assert bool((x @ torch.eye(2, device=device)).isfinite().all()) is (region is torch.bfloat16)
-
     def test_a_layer_of_several_functions_computes_as_in_float32(self, half, region, device):
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0).to(device)

@@ -458,7 +458,7 @@ class TestUnderCapture:
 
     @pytest.mark.parametrize("overflows", [False, True])
     @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @EACH_LEVEL
     def test_a_captured_step_sends_nothing_to_the_host(self, level, make, overflows, capturing, monkeypatch):
         def sends(*_: object) -> None:
             pytest.fail("a value was sent to the host")

@@ -19,7 +19,7 @@ import torch
 import yaml
 from apart import WITH_TIMM
 from helpers import assert_same_state, completed
-from small_nets import ENVIRONMENT, TORCHRUN
+from small_nets import EACH_LEVEL, ENVIRONMENT, TORCHRUN
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -95,7 +95,7 @@ class TestExamples:
         first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path, launcher=launcher))
         assert last < first / 2
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @EACH_LEVEL
     @pytest.mark.parametrize("command", [("lightning_digits", "--devices"), ("ignite_digits", "--processes")], ids=str)
     def test_loss_falls_in_two_processes_of_the_framework(self, command, level, tmp_path):
         printed = run(*command, "2", "--opt-level", level, where=tmp_path)
@@ -177,7 +177,7 @@ def assert_same_files(one: Path, other: Path, names: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@EACH_LEVEL
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.covering(1)
 def test_an_example_killed_within_an_epoch_resumes_to_the_same_bits(name, level, half, tmp_path) -> None:

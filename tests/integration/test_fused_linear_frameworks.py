@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,48 +12,25 @@ import torch.nn.functional as F
 from apart import import_timm
 from peft import LoraConfig, get_peft_model
 from small_nets import EACH_HALF
+from small_transformers import bert, gpt2, llama
 from test_fused_linear_ranks import QUIET, backward, compared, nodes_of, state
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 from ampatch import amp
-
-# Lightning wraps it for good, for Fabric; after each test torch must be what it was.
-torch.compile = getattr(torch.compile, "__wrapped__", torch.compile)
 
 WORDS = torch.randint(2, 20, (4, 8), generator=torch.Generator().manual_seed(0))
 
 
-def bert() -> tuple[nn.Module, Callable[..., Tensor]]:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = BertConfig(vocab_size=20, max_position_embeddings=8, num_labels=3, **sizes)
-    model = BertForSequenceClassification(config)
+def bert_losses(checkpointed: bool) -> tuple[nn.Module, Callable[..., Tensor]]:
+    model = bert(layers=2)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     return model, lambda: model(input_ids=WORDS, labels=WORDS[:, 0] % 3).loss
 
 
-def bert_with_checkpoints() -> tuple[nn.Module, Callable[..., Tensor]]:
-    model, loss = bert()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model, loss
-
-
-def gpt2() -> tuple[nn.Module, Callable[..., Tensor]]:
-    """Its layers are products of ``addmm``; the head, whose weight is the embedding's, is a linear layer."""
-    config = GPT2Config(vocab_size=20, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1)
-    model = GPT2LMHeadModel(config)
+def gpt2_losses() -> tuple[nn.Module, Callable[..., Tensor]]:
+    model = gpt2()
     return model, lambda: model(input_ids=WORDS, labels=WORDS).loss
-
-
-def llama() -> LlamaForCausalLM:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=20, max_position_embeddings=16, **sizes))
 
 
 def lora() -> tuple[nn.Module, Callable[..., Tensor]]:
@@ -68,9 +46,15 @@ def vit() -> tuple[nn.Module, Callable[..., Tensor]]:
     return model, lambda: F.cross_entropy(model(images).float(), torch.arange(4))
 
 
-# Models, and the number of their fused layers: those of LoRA are two for each of four adapters.
-MODELS = {"bert": (bert, 14), "bert with checkpoints": (bert_with_checkpoints, 14), "gpt2": (gpt2, 1)}
-MODELS |= {"lora": (lora, 8), "vit": (vit, 9)}
+# Models, and the number of their fused layers: those of LoRA are two for each of four adapters. The layers of GPT-2 are
+# products of ``addmm``; its head, whose weight is the embedding's, is a linear layer.
+MODELS = {
+    "bert": (functools.partial(bert_losses, False), 14),
+    "bert with checkpoints": (functools.partial(bert_losses, True), 14),
+    "gpt2": (gpt2_losses, 1),
+    "lora": (lora, 8),
+    "vit": (vit, 9),
+}
 
 
 def three_steps(make: Callable[..., Any], half: torch.dtype, fused: bool) -> tuple[int, Any]:

@@ -420,7 +420,7 @@ def of_a_compiled_backward(
             if how == "saved tensor hooks":
                 pack = functools.partial(torch.Tensor.clone)
                 hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
-            out = model(x, how) if how != "a frozen bias" else model(x)
+            out = model(x, how)
         found += nodes_of(out)
         if how == "stopped":
             out = model.last(Stop.apply(model.first(x)))

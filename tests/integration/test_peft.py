@@ -36,8 +36,9 @@ from peft import (
 from peft.helpers import disable_input_dtype_casting
 from safetensors.torch import load_file
 from small_nets import EACH_HALF, EACH_LEVEL, ENVIRONMENT, TORCHRUN
+from small_transformers import llama
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 
 from ampatch import amp
 from ampatch.diagnostics.peak_memory import peak_allocated
@@ -109,15 +110,8 @@ EACH_BASE = pytest.mark.parametrize("half_base", [True, False], ids=["half-base"
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
 
 
-def llama(dtype: torch.dtype = torch.float32, hidden: int = 16) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=20, max_position_embeddings=16, **sizes)).to(dtype)
-
-
 def adapted(dtype: torch.dtype = torch.float32, config: Any = None, **given: Any) -> PeftModel:
-    model = llama(dtype)
-    return get_peft_model(model, config or lora(), **given)
+    return get_peft_model(llama().to(dtype), config or lora(), **given)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
@@ -204,7 +198,7 @@ class TestTraining:
     @pytest.mark.slow
     @EACH_LEVEL
     def test_a_frozen_half_base_is_not_copied(self, level: str) -> None:
-        base = llama(torch.float16, hidden=256)
+        base = llama(hidden=256).to(torch.float16)
         size = sum(each.nbytes for each in base.parameters())
         model = get_peft_model(base, lora())
         optimizer = adam(model)
@@ -235,7 +229,7 @@ class TestTraining:
     def test_gradient_checkpointing_changes_nothing(self, level: str) -> None:
         losses = []
         for checkpointed in (False, True):
-            base = llama(torch.float16)
+            base = llama().to(torch.float16)
             if checkpointed:
                 base.config.use_cache = False
                 base.gradient_checkpointing_enable()
@@ -248,7 +242,7 @@ class TestTraining:
     @pytest.mark.parametrize("prepare", ["norms", "kbit"])
     @EACH_LEVEL
     def test_a_half_base_with_float32_norms_learns_what_float32_learns(self, level: str, prepare: str) -> None:
-        base = llama(torch.float16)
+        base = llama().to(torch.float16)
         if prepare == "kbit":
             base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
         else:
@@ -263,7 +257,7 @@ class TestTraining:
 
     @EACH_LEVEL
     def test_adapters_injected_without_a_wrapper_learn_what_float32_learns(self, level: str) -> None:
-        model = llama(torch.float16)
+        model = llama().to(torch.float16)
         inject_adapter_in_model(lora(task_type=None), model)
         for name, each in model.named_parameters():
             each.requires_grad_("lora_" in name)
@@ -331,7 +325,7 @@ class TestSaving:
         wanted = trained_weights(model)
         amp.deinitialize()
 
-        resumed = PeftModel.from_pretrained(llama(base), tmp_path, is_trainable=True)
+        resumed = PeftModel.from_pretrained(llama().to(base), tmp_path, is_trainable=True)
         assert_same_state(trained_weights(resumed), saved)
         optimizer = initialize(resumed, level, half)
         optimizer.load_state_dict(kept["optimizer"])

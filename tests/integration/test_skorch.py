@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import small_nets
 import torch
-from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name, together
+from helpers import assert_same_bits, assert_same_state, together
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
@@ -35,7 +35,7 @@ from skorch.callbacks import (
 )
 from skorch.dataset import unpack_data
 from skorch.exceptions import NotInitializedError, SkorchTrainingImpossibleError
-from small_nets import EACH_LEVEL, norm, types_of
+from small_nets import EACH_HALF, EACH_LEVEL, norm, types_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -106,7 +106,7 @@ def on_event(event: str, function: Callable[[Any], object]) -> Callback:
 
 
 class TestTraining:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @EACH_HALF
     @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
     @pytest.mark.covering(1)
     def test_learns_what_float32_learns(self, level: str, half: torch.dtype) -> None:
