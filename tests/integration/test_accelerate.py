@@ -168,7 +168,7 @@ class TestTraining:
         assert outputs.dtype is torch.float32
         assert torch.equal(unwrapped(X), outputs)
 
-    def test_a_model_is_moved_to_its_device_before_amp_looks_at_it(self) -> None:
+    def test_prepare_moves_a_model_to_its_device_before_initialize(self) -> None:
         class Moving(nn.Linear):
             def to(self, *args: Any, **kwargs: Any) -> Any:
                 moves.append((args, amp.is_on()))
@@ -427,7 +427,7 @@ class TestSeveralModels:
 
     @EACH_LEVEL
     @pytest.mark.parametrize("how", HIDING)
-    def test_parameters_that_a_graph_hides_get_unscaled_gradients_too(self, how: str, level: str) -> None:
+    def test_parameters_that_a_graph_hides_get_unscaled_gradients(self, how: str, level: str) -> None:
         accelerator, nets = Accelerator(cpu=True), [nn.Linear(8, 8), net(1)]
         plain = copy.deepcopy(nets)
         F.cross_entropy(plain[1](plain[0](X)), Y).backward()

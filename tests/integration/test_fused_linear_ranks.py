@@ -294,7 +294,7 @@ def arrivals(fused: bool) -> tuple[int, list[str]]:
     return nodes_of(out), arrived
 
 
-def test_gradients_arrive_in_the_same_order():
+def test_fused_gradients_arrive_in_torchs_order():
     """DDP lays its buckets out in this order, and random projections of its hooks follow the buckets."""
     found, arrived = compared(arrivals)
     assert found == 4
@@ -618,7 +618,7 @@ def operators_of_node(half: torch.dtype, device: str) -> tuple[list[tuple[str, t
 
 class TestOnCuda:
     @EACH_HALF
-    def test_the_product_of_halves_has_a_float32_result(self, half):
+    def test_gradients_of_weights_on_cuda_are_float32_products(self, half):
         """No half gradient of a weight is ever made, so that none can overflow."""
         operators, grads = operators_of_node(half, "cuda")
         assert ("aten.mm.dtype", torch.float32) in operators
@@ -630,7 +630,7 @@ class TestOnCuda:
         ]  # fmt: skip
 
     @EACH_HALF
-    def test_a_cpu_has_no_such_product(self, half):
+    def test_gradients_on_a_cpu_come_from_no_float32_product(self, half):
         operators, grads = operators_of_node(half, "cpu")
         assert "aten.mm.dtype" not in dict(operators)
         assert [grad.dtype for grad in grads] == [half, torch.float32, torch.float32]
@@ -690,7 +690,7 @@ class TestOnCuda:
     # The graph of the first stream lives until the backward pass, so its nodes serve the second, as in plain torch.
     @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
     @pytest.mark.gpu
-    def test_streams_may_change_within_a_step(self):
+    def test_fused_layers_train_on_several_streams(self):
         def train(fused: bool) -> tuple[int, Any]:
             model = Net().to("cuda")
             optimizer = set_up(model, torch.bfloat16, fused)

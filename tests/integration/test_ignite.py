@@ -104,7 +104,7 @@ class TestTraining:
     @EACH_HALF
     @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
     @pytest.mark.covering(1)
-    def test_learns_what_float32_learns(self, level: str, half: torch.dtype) -> None:
+    def test_a_trainer_learns_what_float32_learns(self, level: str, half: torch.dtype) -> None:
         run, plain = Run(level, half).run(), Run().run()
         assert run.losses[-1] == pytest.approx(plain.losses[-1], rel=5e-3)
         assert run.net.seen == {half}

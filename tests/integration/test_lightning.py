@@ -111,7 +111,7 @@ class TestTraining:
     @EACH_HALF
     @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
     @pytest.mark.covering(1)
-    def test_learns_what_float32_learns(self, level: str, half: torch.dtype) -> None:
+    def test_a_module_learns_what_float32_learns(self, level: str, half: torch.dtype) -> None:
         module, plain = fit(level, half=half), fit()
         assert module.losses[-1] == pytest.approx(plain.losses[-1], rel=5e-3)
         assert module.seen == {torch.float32 if level == "O0" else half}
@@ -621,7 +621,7 @@ class TestPackages:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("adapter", ["lightning", "pytorch_lightning"])
-    def test_pytorch_lightning_trains_too(self, adapter: str, tmp_path: Path) -> None:
+    def test_the_plugin_trains_in_pytorch_lightning(self, adapter: str, tmp_path: Path) -> None:
         script = f"""
 import warnings
 warnings.simplefilter("ignore")

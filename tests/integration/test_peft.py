@@ -165,7 +165,9 @@ class TestTraining:
     @EACH_LEVEL
     @EACH_HALF
     @pytest.mark.covering(1)
-    def test_learns_what_float32_learns(self, method: str, half_base: bool, level: str, half: torch.dtype) -> None:
+    def test_an_adapter_learns_what_float32_learns(
+        self, method: str, half_base: bool, level: str, half: torch.dtype
+    ) -> None:
         wanted = float32_losses(method)
         model = adapted(half if half_base else torch.float32, METHODS[method]())
         losses = train(model, initialize(model, level, half), steps=6)
@@ -226,7 +228,7 @@ class TestTraining:
             amp.deinitialize()
 
     @EACH_LEVEL
-    def test_gradient_checkpointing_changes_nothing(self, level: str) -> None:
+    def test_gradient_checkpointing_changes_no_losses(self, level: str) -> None:
         losses = []
         for checkpointed in (False, True):
             base = llama().to(torch.float16)

@@ -109,7 +109,7 @@ class TestTraining:
     @EACH_HALF
     @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
     @pytest.mark.covering(1)
-    def test_learns_what_float32_learns(self, level: str, half: torch.dtype) -> None:
+    def test_a_net_learns_what_float32_learns(self, level: str, half: torch.dtype) -> None:
         net, plain = make(amp__opt_level=level, amp__half_dtype=half).fit(X, Y), make(amp__enabled=False).fit(X, Y)
         assert net.history[-1, "train_loss"] == pytest.approx(plain.history[-1, "train_loss"], rel=1e-3)
         assert net.module_.seen == {torch.float32 if level == "O0" else half}
@@ -298,6 +298,24 @@ class TestCasting:
         assert seen.pop("infer") == seen.pop("get_loss") == {True}
         assert len(seen) == 4
         assert set().union(*seen.values()) == {False}
+
+    def test_casts_are_on_in_the_backward_of_functions_of_the_users(self) -> None:
+        class Times(torch.autograd.Function):
+            @staticmethod
+            def forward(context: Any, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+                context.save_for_backward(weight)
+                return inputs @ weight
+
+            @staticmethod
+            def backward(context: Any, gradient: torch.Tensor) -> Any:
+                (weight,) = context.saved_tensors
+                return gradient @ weight.t(), None  # of two types
+
+        class Custom(MLP):
+            def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+                return self.last(Times.apply(self.first(inputs), torch.eye(16)))  # type: ignore[no-any-return]
+
+        make(module=Custom).fit(X, Y)
 
     def test_disable_casts_around_a_step_warns_of_no_casts(self) -> None:
         class Partly(Net):

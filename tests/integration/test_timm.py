@@ -181,6 +181,13 @@ class TestTraining:
             optimizer.step()
         assert_same_state(weights(model), weights(plain))
 
+    @EACH_LEVEL
+    def test_weights_and_masters_stay_in_channels_last(self, level):
+        model, optimizer = make(level, network=lambda: convolutions().to(memory_format=torch.channels_last))
+        train(model, optimizer, range(2))
+        for each in (*model.parameters(), *amp.master_params(optimizer)):
+            assert each.ndim != 4 or each.is_contiguous(memory_format=torch.channels_last)
+
 
 class TestClipping:
     @EACH_LEVEL
@@ -285,7 +292,7 @@ class TestOptimizers:
     @pytest.mark.parametrize(
         ("level", "half", "why"), [("O2", torch.bfloat16, "masters"), ("O1", torch.float16, "overflow in float16")]
     )
-    def test_second_derivatives_raise_where_they_would_be_wrong(self, level, half, why):
+    def test_second_derivatives_raise_if_they_would_be_wrong(self, level, half, why):
         model, optimizer = make(level, half)
         with pytest.raises(UsageError, match=rf"create_graph=True.*{level}.*{why}.*half_dtype='bfloat16'"):
             train(model, optimizer, range(1), create_graph=True)

@@ -143,7 +143,7 @@ class TestGraphs:
 
     @pytest.mark.parametrize("tracer", ["export", "export-strict", "jit-trace", "make-fx"])
     @pytest.mark.covering(1)
-    def test_leave_out_casts_where_they_are_disabled(self, tracer, half, device):
+    def test_graphs_hold_no_casts_of_regions_without_casts(self, tracer, half, device):
         class Partly(nn.Module):
             def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
                 with amp.disable_casts():
@@ -161,8 +161,8 @@ class TestGraphs:
 @EACH_DEVICE
 class TestHalfWeights:
     @pytest.mark.parametrize("tracer", ["export", "export-strict", "export-loaded", "jit-trace", "make-fx"])
-    def test_are_traced_with_the_casts_of_inputs_and_outputs(self, tracer, half, device):
-        """At O2; before any other forward, which brings weights and masters into step: no part of what is traced."""
+    def test_graphs_of_half_models_cast_inputs_and_outputs(self, tracer, half, device):
+        # Before any other forward pass, which would copy masters to weights: that must not be traced.
         model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(model, optimizer, opt_level="O2", half_dtype=half, verbosity=0)

@@ -151,7 +151,7 @@ def amp_is_off_afterwards() -> Iterator[None]:
 class TestTraining:
     @EACH_HALF
     @EACH_LEVEL
-    def test_learns_what_float32_learns(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
+    def test_a_trainer_learns_what_float32_learns(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
         model = bert()
         computed = types_computed_by(model.classifier)
         trainer = trained(tmp_path, {"opt_level": level, "half_dtype": half, "init_scale": 1024.0}, model=model)
