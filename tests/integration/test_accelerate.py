@@ -143,8 +143,8 @@ class TestTraining:
         accelerator, model = Accelerator(cpu=True), net()
         optimizer = adam(model)
         scheduler = LambdaLR(optimizer, lambda step: 1.0)
-        results = prepare(accelerator, "anything", optimizer, loader(), model, scheduler)
-        kinds = (str, AcceleratedOptimizer, DataLoader, nn.Sequential, AcceleratedScheduler)
+        results = prepare(accelerator, "anything", optimizer, loader(), model, scheduler, [], {})
+        kinds = (str, AcceleratedOptimizer, DataLoader, nn.Sequential, AcceleratedScheduler, list, dict)
         assert all(isinstance(each, kind) for each, kind in zip(results, kinds, strict=True))
         assert results[1].optimizer is optimizer
         assert results[3] is model
@@ -728,6 +728,10 @@ class TestProcesses:
         assert "OptionError: accelerate has mixed_precision='bf16'" in done.stderr
 
 
+class Lomo(torch.optim.SGD):
+    def fused_backward(self, loss: Tensor, lr: float) -> None: ...
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("given", "message"),
@@ -765,32 +769,28 @@ class TestBadInput:
             prepare(net(), adam(net()))  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
-        ("given", "meant"),
+        ("objects", "message"),
         [
-            ("O2", "opt_level='O2'"),
-            ("o0", "opt_level='O0'"),
-            (torch.float16, "half_dtype=torch.float16"),
-            ({"opt_level": "O2", "init_scale": 8.0}, "opt_level='O2', init_scale=8.0"),
+            (lambda model: [model, "O2"], r"without a name.*Type prepare\(accelerator, \.\.\., opt_level='O2'\)"),
+            (lambda model: [model, "o0"], "without a name.*opt_level='O0'"),
+            (lambda model: [model, torch.float16], "without a name.*half_dtype=torch.float16"),
+            (lambda model: [model, {"opt_level": "O2", "init_scale": 8.0}], "opt_level='O2', init_scale=8.0"),
+            (lambda model: [[model]], r"got a list with Sequential in it.*\*optimizers\)"),
+            (lambda model: [model, (adam(model),)], "got a tuple with AdamW in it"),
+            (lambda model: [{"net": model}], "got a dict with Sequential in it"),
+            (lambda model: [], r"no model.*accelerator\.prepare by themselves"),
+            (lambda model: [loader()], r"no model.*accelerator\.prepare by themselves"),
+            (
+                lambda model: [nn.DataParallel(model)],
+                r"wrapped in DataParallel already. Hand in the model inside",
+            ),
+            (lambda model: [model, Lomo(model.parameters())], "Lomo updates weights within the backward pass"),
         ],
-        ids=str,
     )
-    def test_arguments_of_amp_without_their_names_raise(self, given: Any, meant: str) -> None:
-        accelerator, model = Accelerator(cpu=True), net()
-        with pytest.raises(OptionError, match=rf"without a name.*Type prepare\(accelerator, \.\.\., {meant}\)"):
-            prepare(accelerator, model, adam(model), given)
+    def test_objects_that_cannot_be_prepared_raise(self, objects: Callable[[Any], Any], message: str) -> None:
+        with pytest.raises((OptionError, UsageError), match=message):
+            prepare(Accelerator(cpu=True), *objects(net()))
         assert not amp.is_on()
-
-    @pytest.mark.parametrize("kind", [list, tuple, dict])
-    @pytest.mark.parametrize("which", ["model", "optimizer"])
-    def test_lists_of_models_and_optimizers_raise(self, which: str, kind: Any) -> None:
-        accelerator, model = Accelerator(cpu=True), net()
-        part: Any = model if which == "model" else adam(model)
-        given = {"part": part} if kind is dict else kind([part])
-        with pytest.raises(
-            OptionError, match=rf"got a {kind.__name__} with {type(part).__name__} in it.*\*optimizers\)"
-        ):
-            prepare(accelerator, model, given)
-        assert prepare(accelerator, model, kind())[1] == kind()
 
     def test_a_backward_pass_of_something_else_than_a_loss_raises(self) -> None:
         run = Run("O1", **FLOAT16)
@@ -812,11 +812,6 @@ class TestBadInput:
                     OptionError, match=rf"gradients of {type(given).__name__} cannot be clipped; expected"
                 ):
                     clip(given, 1.0)
-
-    @pytest.mark.parametrize("objects", [(), (loader(),)], ids=["nothing", "a data loader"])
-    def test_prepare_without_a_model_raises(self, objects: Any) -> None:
-        with pytest.raises(OptionError, match=r"no model.*accelerator\.prepare by themselves"):
-            prepare(Accelerator(cpu=True), *objects)
 
     @pytest.mark.parametrize("precision", ["bf16", "fp16"])
     def test_a_precision_of_the_accelerator_raises(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -867,13 +862,6 @@ class TestBadInput:
         accelerator.free_memory()
         prepare(accelerator, model, adam(model))
 
-    def test_a_model_in_a_wrapper_of_torch_raises(self) -> None:
-        model = nn.DataParallel(net())
-        with pytest.raises(
-            UsageError, match=r"wrapped in DataParallel already. Hand in the model inside \(its \.module"
-        ):
-            prepare(Accelerator(cpu=True), model, adam(model.module))
-
     def test_an_optimizer_prepared_without_amp_raises(self) -> None:
         run, other = Run(None), net(1)
         with pytest.raises(UsageError, match="got an optimizer before, without amp"):
@@ -902,11 +890,3 @@ class TestBadInput:
             assert model(X).dtype is torch.float32
             accelerator.free_memory()
             assert types_of(model) == {torch.bfloat16}
-
-    def test_an_optimizer_that_steps_within_the_backward_pass_raises(self) -> None:
-        class Lomo(torch.optim.SGD):
-            def fused_backward(self, loss: Tensor, lr: float) -> None: ...
-
-        model = net()
-        with pytest.raises(OptionError, match="Lomo updates weights within the backward pass"):
-            prepare(Accelerator(cpu=True), model, Lomo(model.parameters(), lr=0.1))
