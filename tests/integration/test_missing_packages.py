@@ -9,6 +9,7 @@ import types
 
 import pytest
 
+from ampatch import integrations
 from ampatch.errors import IntegrationError
 from ampatch.integrations.precision_plugin import precision_class
 
@@ -34,6 +35,7 @@ def packages(monkeypatch: pytest.MonkeyPatch):
 
     for adapter in (*ADAPTERS, "accelerated"):
         monkeypatch.delitem(sys.modules, f"ampatch.integrations.{adapter}", raising=False)
+        monkeypatch.delattr(integrations, adapter, raising=False)
     return put
 
 
