@@ -256,7 +256,7 @@ ORDERS: dict[str, tuple[int, list[Event]]] = {
 @EACH_LEVEL
 @AS_VIEW
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 def test_orders_of_passes_end_with_the_weights_of_plain_torch(two: Workers, level, as_view, order):
     models, script = ORDERS[order]
     setting = Setting(models, of_wrapper=("gradient_as_bucket_view",) if as_view else ())

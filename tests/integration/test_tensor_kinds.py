@@ -181,7 +181,7 @@ TRAINED: dict[str, tuple[Callable[[], nn.Module], Callable[[str], Any]]] = {
 @EACH_HALF
 @EACH_DEVICE
 @pytest.mark.parametrize("kind", TRAINED)
-@pytest.mark.covering(1)
+@pytest.mark.covering(2)
 def test_models_and_inputs_of_every_kind_train_as_in_float32(kind, level, half, device):
     make, make_inputs = TRAINED[kind]
 
