@@ -329,7 +329,7 @@ class TestOverrides:
 
     @pytest.mark.slow
     def test_hyperparameter_search_makes_a_model_for_each_run(self, tmp_path: Path) -> None:
-        trainer = make(tmp_path, "O2", model_init=bert)
+        trainer = make(tmp_path, "O2", model_init=lambda _: bert())
         trainer.train()
         first = trainer.model
         trainer.train()
