@@ -77,12 +77,6 @@ class Run:
         return {"weights": weights.tolist(), "skipped": self.skipped, "scale": scale, "epochs": epochs}
 
 
-def plain(level: str) -> Run:
-    run = Run(level)
-    run.train()
-    return run
-
-
 def accumulated(level: str) -> Run:
     run = Run(level, gradient_accumulation_steps=3)
     run.train()
@@ -115,24 +109,6 @@ def overflow(level: str) -> Run:
     """Overflows on one rank, in a batch whose gradients are not reduced yet."""
     run = Run(level, gradient_accumulation_steps=2)
     run.train(bad_batch=2)
-    return run
-
-
-def resumed(level: str) -> Run:
-    """Saves in the middle, and goes on with other objects that load the file."""
-    run = Run(level)
-    run.train()
-    folder = f"state {level}"
-    run.accelerator.save_state(folder)
-    run.accelerator.wait_for_everyone()
-    assert Path(folder, "ampatch.pt").exists() is (level != "O0")
-    expected = run.accelerator.get_state_dict(run.model)
-    run.accelerator.free_memory()
-    run = Run(level)
-    run.accelerator.load_state(folder)
-    found = run.accelerator.get_state_dict(run.model)
-    assert all(torch.equal(found[name], value) and value.dtype is torch.float32 for name, value in expected.items())
-    run.train()
     return run
 
 
@@ -241,7 +217,7 @@ if __name__ == "__main__":
         results[f"adversarial-accumulated {level}"] = adversarial(level, every=2)
         results[f"partly-trained {level}"] = partly_trained(level)
         results[f"partly-trained-hidden {level}"] = partly_trained(level, Checkpointing)
-    for way in (plain, accumulated, synchronised, triggered, overflow, resumed):
+    for way in (accumulated, synchronised, triggered, overflow):
         for level in ("O0", "O1", "O2"):
             if (way, level) != (overflow, "O0"):
                 results[f"{way.__name__} {level}"] = way(level).result()

@@ -27,7 +27,7 @@ Y = X[:, :3] * 1.2345
 
 def train(mode: str, level: str) -> None:
     """Trains, and writes what came of it into a file for each rank."""
-    rank, steps = idist.get_rank(), 1 + (mode != "plain")
+    rank = idist.get_rank()
     torch.manual_seed(rank)  # DDP sends rank 0's weights
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = idist.auto_optim(torch.optim.SGD(net.parameters(), lr=0.05))
@@ -44,7 +44,7 @@ def train(mode: str, level: str) -> None:
         return F.mse_loss(output, targets) * (torch.inf if is_bad else 1)
 
     create = create_supervised_trainer if is_amp else ignite.engine.create_supervised_trainer
-    trainer = create(model, optimizer, loss_fn, gradient_accumulation_steps=steps)
+    trainer = create(model, optimizer, loss_fn, gradient_accumulation_steps=2)
     handler = AmpHandler()
     if is_amp:
         handler.attach(trainer)
@@ -63,8 +63,8 @@ def main(local_rank: int) -> None:
     warnings.filterwarnings("ignore", "the loss of a skipped step is")
     warnings.filterwarnings("ignore", "the weights of a model that is in a DistributedDataParallel have the types back")
     torch.set_num_threads(1)
-    for mode, level in itertools.product(("plain", "accumulated"), ("float32", "O1", "O2")):
-        train(mode, level)
+    for level in ("float32", "O1", "O2"):
+        train("accumulated", level)
     for level in ("O1", "O2"):
         train("overflow", level)
 

@@ -8,14 +8,15 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import DEVICES, assert_same_state
+from optimizers import backward
+from small_nets import EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
-    checkpoint_sequential,
     create_selective_checkpoint_contexts,
     set_checkpoint_early_stop,
 )
@@ -25,9 +26,7 @@ from ampatch import amp
 aten = torch.ops.aten
 Checkpoint = Callable[[nn.Module, Tensor], Tensor]
 
-LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
-HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 class Block(nn.Module):
@@ -145,6 +144,7 @@ def gradients(
             amp.clear_cache()
         loss.backward()
     found = [x.grad, *(parameter.grad for parameter in amp.master_params(optimizer))]
+    assert all(each.any() for each in found)
     amp.deinitialize()
     return found
 
@@ -159,70 +159,39 @@ def expected_without_casts(device: str) -> list[Tensor]:
     return gradients(without_casts(directly), "O1", torch.bfloat16, device)
 
 
-def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert other.abs().sum() > 0
-        assert_same_bits(one, other)
-
-
-@LEVELS
-@HALVES
-@ON_DEVICES
+@EACH_LEVEL
+@EACH_HALF
+@EACH_DEVICE
 class TestGradients:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.covering(1)
-    def test_are_those_without_a_checkpoint(self, kind, level, half, device):
-        assert_same(gradients(KINDS[kind], level, half, device), expected_gradients(level, half, device))
-
-    @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-    @pytest.mark.covering(1)
-    def test_of_a_sequence_are_so_too(self, use_reentrant, level, half, device):
-        def outputs(model: nn.Sequential, x: Tensor, segments: int) -> Tensor:
-            return checkpoint_sequential(model, segments, x, use_reentrant=use_reentrant) if segments else model(x)
-
-        found = []
-        for segments in (0, 2):
-            torch.manual_seed(0)
-            model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.GELU()) for _ in range(4)])
-            model = model.to(device)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            holder = nn.ModuleList([model])
-            amp.initialize(holder, optimizer, opt_level=level, half_dtype=half, loss_scale=128.0, verbosity=0)
-            x = torch.linspace(-1, 1, 24, device=device).view(4, 6).to(half if level == "O2" else torch.float32)
-            x.requires_grad_()
-            with amp.scale_loss(outputs(model, x, segments).float().pow(2).sum(), optimizer) as loss:
-                loss.backward()
-            found.append([x.grad, *(parameter.grad for parameter in amp.master_params(optimizer))])
-            amp.deinitialize()
-        assert_same(found[1], found[0])
+    def test_gradients_are_those_without_a_checkpoint(self, kind, level, half, device):
+        assert_same_state(gradients(KINDS[kind], level, half, device), expected_gradients(level, half, device))
 
 
-@HALVES
-@ON_DEVICES
-class TestCastsOfBefore:
-    @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "saves-casts"])
-    @pytest.mark.parametrize(("warm", "clear"), [(True, False), (False, True), (True, True)])
-    @pytest.mark.covering(1)
-    def test_make_no_difference_whether_they_are_there_or_dropped(self, kind, half, device, warm, clear):
-        """Saved tensors must agree in number and kind, or torch raises a `CheckpointError`."""
-        assert_same(gradients(KINDS[kind], "O1", half, device, warm, clear), expected_gradients("O1", half, device))
+@EACH_HALF
+@EACH_DEVICE
+@pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "saves-casts"])
+@pytest.mark.parametrize(("warm", "clear"), [(True, False), (False, True), (True, True)])
+@pytest.mark.covering(1)
+def test_casts_kept_from_before_or_dropped_change_no_gradient(kind, half, device, warm, clear):
+    found = gradients(KINDS[kind], "O1", half, device, warm, clear)
+    assert_same_state(found, expected_gradients("O1", half, device))
 
 
-@ON_DEVICES
+@EACH_DEVICE
 class TestWithoutCasts:
-    """The checkpointed call stood in a block of `disable_casts`, which has ended when it is recomputed."""
-
     @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "nested", "saves-products"])
-    def test_gradients_are_those_of_float32(self, kind, device):
+    def test_gradients_of_checkpoints_without_casts_are_those_of_float32(self, kind, device):
         found = gradients(without_casts(KINDS[kind]), "O1", torch.bfloat16, device)
-        assert_same(found, expected_without_casts(device))
+        assert_same_state(found, expected_without_casts(device))
 
-    @HALVES
+    @EACH_HALF
     @pytest.mark.filterwarnings("ignore:Please specify CheckpointImpl.NO_REENTRANT")
     @pytest.mark.parametrize("kind", ["reentrant", "saves-products", "composable", *CheckpointImpl.__members__])
     @pytest.mark.parametrize("off", [False, True], ids=["on", "off"])
     @pytest.mark.covering(1)
-    def test_every_recomputation_runs_as_the_forward_did(self, kind, half, device, off):
+    def test_recomputations_compute_in_the_type_of_the_forward(self, kind, half, device, off):
         block = Block().to(device)
         run: Checkpoint = KINDS.get(kind, directly)
         outer: nn.Module = block
@@ -239,8 +208,8 @@ class TestWithoutCasts:
         assert set(block.seen) == {torch.float32 if off else half}
         assert block.linear.weight.grad is not None
 
-    @HALVES
-    def test_that_begins_inside_of_the_region_ends_with_it(self, half, device):
+    @EACH_HALF
+    def test_regions_within_a_checkpoint_are_recomputed(self, half, device):
         seen = []
 
         def region(x: Tensor) -> Tensor:
@@ -257,13 +226,8 @@ class TestWithoutCasts:
         assert seen == [(torch.float32, half)] * 4
 
 
-@HALVES
+@EACH_HALF
 class TestNumberOfCasts:
-    """A weight is cast once in the forward, however many checkpoints use it, and once in each that is recomputed.
-
-    What recomputation casts is let go of with it, as the memory is what checkpoints are for.
-    """
-
     def counts(self, run: Checkpoint, half: torch.dtype) -> tuple[int, int]:
         """Casts in the forward, and in the backward, of a model of one weight and nothing else to cast."""
 
@@ -286,20 +250,20 @@ class TestNumberOfCasts:
 
     @pytest.mark.parametrize("kind", ["non-reentrant", "saves-products", "saves-casts", "to-the-end"])
     @pytest.mark.covering(1)
-    def test_is_one_for_the_forward_and_the_first_recomputation_together(self, kind, half):
+    def test_a_weight_is_cast_once_in_each_pass(self, kind, half):
         assert self.counts(KINDS[kind], half) == (1, 1)
 
-    def test_is_one_in_each_for_reentrant_checkpoints(self, half):
-        """Their forward records no gradients, so that what it has cast cannot serve the backward."""
+    # Their forward records no gradients, so that its cast cannot serve the backward.
+    def test_a_weight_is_cast_in_each_reentrant_checkpoint(self, half):
         assert self.counts(KINDS["reentrant"], half) == (1, 2)
 
 
 class TestTraining:
     @pytest.mark.parametrize("kind", ["reentrant", "non-reentrant", "saves-products"])
-    @LEVELS
-    @HALVES
+    @EACH_LEVEL
+    @EACH_HALF
     @pytest.mark.covering(1)
-    def test_ends_in_the_same_bits_over_steps_of_which_one_is_skipped(self, kind, level, half):
+    def test_training_with_checkpoints_ends_with_the_same_bits(self, kind, level, half):
         def trained(run: Checkpoint) -> list[Tensor]:
             model = Blocks(run)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -310,18 +274,16 @@ class TestTraining:
                 torch.manual_seed(step)
                 optimizer.zero_grad()
                 x = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_() * (float("inf") if step == 1 else 1.0)
-                with amp.scale_loss(model(x).float().pow(2).sum(), optimizer) as loss:
-                    loss.backward()
+                backward(model(x).float().pow(2).sum(), optimizer)
                 optimizer.step()
             assert amp.skipped_steps(optimizer) == 1
             state = [value.clone() for value in model.state_dict().values()]
             amp.deinitialize()
             return state
 
-        for found, expected in zip(trained(KINDS[kind]), trained(directly), strict=True):
-            assert_same_bits(found, expected)
+        assert_same_state(trained(KINDS[kind]), trained(directly))
 
-    def test_with_several_backward_passes_through_one_region(self):
+    def test_two_backward_passes_through_a_checkpoint_have_the_same_bits(self):
         weights = {}
         for run in (directly, KINDS["non-reentrant"]):
             model, optimizer = adopted(run, "O1", torch.bfloat16, "cpu")
@@ -332,4 +294,4 @@ class TestTraining:
                 loss.backward()
             weights[run] = [parameter.grad for parameter in model.parameters()]
             amp.deinitialize()
-        assert_same(*weights.values())
+        assert_same_state(*weights.values())

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from helpers import DEVICES, HALF_DTYPES, casts_on, check_rows, dtype_name, together
+from helpers import DEVICES, casts_on, check_rows, dtype_name, together
+from small_nets import EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -26,7 +27,6 @@ from ampatch import amp
 from ampatch.runtime import runtime
 from ampatch.switch import Switch
 
-HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 # Where one case takes long.
 ONE_HALF = pytest.mark.parametrize(
     "half", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=dtype_name
@@ -35,9 +35,8 @@ RESTORES_AUTOCAST = pytest.mark.skipif(
     torch.torch_version.TorchVersion(torch.__version__) < "2.13",
     reason="torch 2.10 and 2.11 leave autocast on where a graph that runs as it was traced raises inside of it",
 )
-BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
-LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+EACH_BACKEND = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)
@@ -210,10 +209,10 @@ def recording_backend(recorder: Recorder, name: str) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*autograd functions are all static:DeprecationWarning")  # torch, of itself
 class TestEachKindOfRule:
-    @ON_DEVICES
+    @EACH_DEVICE
     @ONE_HALF
     @EACH_KIND_AND_ALL
-    def test_is_one_graph_with_the_results_and_gradients_of_eager_code(self, kinds, half, device, subtests):
+    def test_each_rule_compiles_to_one_graph_with_the_results_of_eager_code(self, kinds, half, device, subtests):
         weights, x = nn.ModuleList(Weights() for _ in kinds).to(device), inputs(device)
 
         def run(function: Callable[..., Any]) -> tuple[Any, list[list[Tensor | None]]]:
@@ -235,10 +234,10 @@ class TestEachKindOfRule:
         check_rows(subtests, zip(kinds, found[0], eager[0], found[1], eager[1], strict=True), check)
 
     @pytest.mark.slow_on_cpu
-    @ON_DEVICES
+    @EACH_DEVICE
     @pytest.mark.parametrize(("half", "backend"), [(torch.bfloat16, "eager"), (torch.float16, "aot_eager")])
     @EACH_KIND_AND_ALL
-    def test_has_the_type_of_every_intermediate(self, kinds, half, backend, device):
+    def test_compiled_operators_have_the_types_of_eager_code(self, kinds, half, backend, device):
         weights, x = nn.ModuleList(Weights() for _ in kinds).to(device), inputs(device)
         eager, compiled = Recorder(), Recorder()
         with casts_on_by_every_kind(weights, half), torch.no_grad():
@@ -304,12 +303,10 @@ def after_a_break(x: Tensor, w: Tensor) -> list[Tensor]:
 
 
 class TestRegionsWithoutCasts:
-    """`disable_casts` within what is compiled."""
-
-    @BACKENDS
+    @EACH_BACKEND
     @pytest.mark.parametrize("region", REGIONS)
     @pytest.mark.covering(1)
-    def test_are_part_of_the_graph(self, region, backend):
+    def test_regions_without_casts_are_part_of_the_graph(self, region, backend):
         x, w = torch.ones(3, 8), nn.Parameter(torch.ones(8, 8))
         with casts_on():
             eager = dtypes(REGIONS[region](x, w))
@@ -323,14 +320,14 @@ class TestRegionsWithoutCasts:
         assert graph_breaks() == 0
         assert w.grad is not None
 
-    @BACKENDS
-    def test_may_hold_graph_breaks(self, backend):
+    @EACH_BACKEND
+    def test_regions_without_casts_may_hold_graph_breaks(self, backend):
         x, w = torch.ones(3, 8), torch.ones(8, 8)
         with casts_on():
             assert dtypes(torch.compile(after_a_break, backend=backend)(x, w)) == dtypes(after_a_break(x, w))
 
     @pytest.mark.parametrize("backend", [pytest.param("eager", marks=RESTORES_AUTOCAST), "aot_eager"])
-    def test_end_where_the_graph_raises_when_it_runs(self, backend):
+    def test_regions_without_casts_end_if_the_graph_raises(self, backend):
         def function(x: Tensor, w: Tensor, index: Tensor) -> Tensor:
             with amp.disable_casts():
                 return x[index] @ w
@@ -352,7 +349,7 @@ class TestRegionsWithoutCasts:
             torch.autocast_decrement_nesting()
         torch.autocast_decrement_nesting()
 
-    def test_are_of_one_thread(self):
+    def test_regions_without_casts_hold_for_one_thread(self):
         x, w, seen = torch.ones(3, 8), torch.ones(8, 8), []
         fast = torch.compile(in_a_loop, backend="eager", fullgraph=True)
 
@@ -365,16 +362,12 @@ class TestRegionsWithoutCasts:
         assert seen == [expected] * 200
 
     @pytest.mark.parametrize("strict", [True, False])
-    def test_are_exported(self, strict):
-        class Model(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.w = nn.Parameter(torch.ones(8, 8))
-
+    def test_regions_without_casts_are_exported(self, strict):
+        class Model(nn.Linear):
             def forward(self, x: Tensor) -> list[Tensor]:
-                return in_a_loop(x, self.w)
+                return in_a_loop(x, self.weight)
 
-        model, x = Model(), torch.ones(3, 8)
+        model, x = Model(8, 8), torch.ones(3, 8)
         with casts_on():
             eager = dtypes(model(x))
             program = torch.export.export(model, (x,), strict=strict)
@@ -458,13 +451,13 @@ def compiled_in_place(training: Training, **how: Any) -> Any:
     return training.initialize()
 
 
-@HALVES
-@LEVELS
+@EACH_HALF
+@EACH_LEVEL
 class TestTraining:
-    @ON_DEVICES
+    @EACH_DEVICE
     @pytest.mark.parametrize("make", [compiled_before, compiled_after, handed_in_compiled, compiled_in_place])
     @pytest.mark.covering(1)
-    def test_goes_as_in_eager_code_and_compiles_once(self, make, level, half, device):
+    def test_compiled_models_train_as_in_eager_code_and_compile_once(self, make, level, half, device):
         expected = eager_losses(level, half, device)
         training, counter = Training(level, half, device), CompileCounterWithBackend("aot_eager")
         model = make(training, backend=counter)
@@ -480,7 +473,7 @@ class TestTraining:
     @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")  # inductor, of torch
     @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for the CPU")
     @pytest.mark.parametrize("dynamic", [False, True])
-    def test_goes_as_in_eager_code_with_inductor(self, level, half, dynamic):
+    def test_compiled_models_train_as_in_eager_code_with_inductor(self, level, half, dynamic):
         expected = eager_losses(level, half)
         training = Training(level, half)
         losses = training.losses(compiled_after(training, dynamic=dynamic))
@@ -491,7 +484,7 @@ class TestTraining:
     @pytest.mark.gpu
     @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
     @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-    def test_goes_as_in_eager_code_on_a_gpu(self, level, half, mode):
+    def test_compiled_models_train_as_in_eager_code_on_a_gpu(self, level, half, mode):
         expected = eager_losses(level, half, "cuda")
         training = Training(level, half, "cuda")
         assert training.losses(compiled_after(training, mode=mode)) == pytest.approx(expected, rel=2e-2)
@@ -500,7 +493,7 @@ class TestTraining:
 class TestRecompilation:
     @pytest.mark.slow
     @ONE_HALF
-    def test_follows_the_switch_and_the_patches_and_nothing_else(self, half):
+    def test_models_recompile_for_casts_on_and_off_only(self, half):
         counter = CompileCounterWithBackend("aot_eager")
         model, x = Net(), torch.ones(3, 8)
         fast = torch.compile(model, backend=counter, fullgraph=True)
@@ -527,7 +520,7 @@ class TestRecompilation:
         assert compilations() == 1
 
     @torch._dynamo.config.patch(recompile_limit=2)
-    def test_of_one_decorated_function_leaves_the_others_alone(self):
+    def test_decorated_functions_recompile_apart(self):
         functions = [amp.half_function(lambda a, number=number: a * number) for number in range(4)]
         with casts_on():
             for function in functions:
@@ -547,7 +540,7 @@ def many_functions(x: Tensor, w: Tensor) -> Tensor:
 class TestAroundGraphBreaks:
     """What torch.compile leaves to Python, and what is called there."""
 
-    def test_builtins_are_not_compiled_by_themselves(self):
+    def test_patched_functions_after_graph_breaks_are_not_compiled_apart(self):
         x, w = torch.ones(3, 8), torch.ones(8, 8)
 
         def compilations() -> int:
@@ -561,7 +554,7 @@ class TestAroundGraphBreaks:
             assert compilations() == without
 
     @ONE_HALF
-    def test_recurrent_layers_train(self, half):
+    def test_compiled_recurrent_layers_train(self, half):
         model, x = nn.Sequential(nn.Linear(8, 8), nn.LSTM(8, 8)), torch.ones(3, 8)
         amp.initialize(model, half_dtype=half, verbosity=0)
         result, _ = torch.compile(model, backend="aot_eager")(x)
@@ -571,7 +564,7 @@ class TestAroundGraphBreaks:
 
     # Dynamo looks at the gradient of every tensor that it meets: here at that of a result, behind a graph break.
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
-    def test_parts_that_are_kept_from_the_compiler_cast(self):
+    def test_parts_with_compiler_disable_cast(self):
         inner = nn.Linear(8, 8)
         inner.forward = torch.compiler.disable(inner.forward)
         model, x = nn.Sequential(nn.Linear(8, 8), inner, nn.Linear(8, 8)), torch.ones(3, 8)
@@ -586,9 +579,9 @@ class TestAroundGraphBreaks:
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
     @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")  # what Dynamo imports, of torch
     @pytest.mark.parametrize("fused", [False, True])
-    @LEVELS
+    @EACH_LEVEL
     @pytest.mark.covering(1)
-    def test_a_whole_step_trains_as_in_eager_code(self, level, fused):
+    def test_a_compiled_step_trains_as_in_eager_code(self, level, fused):
         half = torch.float16
 
         def losses(compiled: bool) -> tuple[list[float], int]:
@@ -625,7 +618,7 @@ class TestAdoptedModels:
     @pytest.mark.parametrize("fullgraph", [False, True])
     @pytest.mark.parametrize("make", [Net, lambda: nn.Sequential(nn.Linear(8, 8))], ids=["own-class", "torch-class"])
     @pytest.mark.covering(1)
-    def test_are_refused_on_another_device_when_compiled_too(self, make, fullgraph):
+    def test_a_compiled_model_on_another_device_raises(self, make, fullgraph):
         model, x = amp.initialize(make(), half_dtype=torch.bfloat16, verbosity=0), torch.ones(2, 8)
         fast = torch.compile(model, backend="eager", fullgraph=fullgraph)
         fast(x)
@@ -638,17 +631,17 @@ class TestAdoptedModels:
     @pytest.mark.slow
     @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
     @ONE_HALF
-    def test_compile_for_shapes_that_change(self, half, dynamic):
+    def test_compiled_models_take_inputs_of_other_shapes(self, half, dynamic):
         model = amp.initialize(Net(), half_dtype=half, verbosity=0)
         fast = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
         for rows in (3, 5, 7):
             x = torch.linspace(-1, 1, rows * 8).view(rows, 8)
             torch.testing.assert_close(fast(x), model(x))
 
-    @HALVES
-    @LEVELS
+    @EACH_HALF
+    @EACH_LEVEL
     @pytest.mark.covering(1)
-    def test_compile_with_checkpoints_inside(self, level, half):
+    def test_compiled_models_with_checkpoints_have_the_gradients_of_eager_code(self, level, half):
         class Checkpointed(Net):
             def forward(self, x: Tensor) -> Tensor:
                 return checkpoint(super().forward, x, use_reentrant=False)
@@ -665,7 +658,7 @@ class TestAdoptedModels:
 
         torch.testing.assert_close(gradients(compiled=True), gradients(compiled=False), rtol=2e-2, atol=1e-3)
 
-    def test_forward_alone_compiles(self):
+    def test_a_compiled_forward_gives_the_results_of_eager_code(self):
         model = amp.initialize(Net(), half_dtype=torch.float16, verbosity=0)
         x = torch.linspace(-1, 1, 24).view(3, 8)
         fast = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
@@ -673,7 +666,7 @@ class TestAdoptedModels:
 
 
 @pytest.mark.parametrize("patched", [False, True])
-def test_a_function_of_torch_in_python_compiles_by_itself(patched):
+def test_a_python_function_of_torch_compiles_by_itself(patched):
     with casts_on() if patched else contextlib.nullcontext():
         counter = CompileCounterWithBackend("aot_eager")
         loss = torch.compile(F.cross_entropy, backend=counter)(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))

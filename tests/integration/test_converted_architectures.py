@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from architectures import SIZES, model_and_inputs
-from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import assert_same_bits
+from small_nets import EACH_HALF
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -23,8 +23,6 @@ pytestmark = [
 # The sizes of Mixtral's experts depend on values, for which torch's exporter cannot make a program.
 EXPORTED = [name for name in SIZES if name != "Mixtral"]
 
-EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-
 
 def tensors(outputs: Any) -> list[Tensor]:
     return [value for value in outputs.to_tuple() if isinstance(value, Tensor)]
@@ -35,21 +33,17 @@ def assert_same(found: Any, expected: list[Tensor]) -> None:
         assert_same_bits(one, other)
 
 
-@pytest.fixture
-def of_o1() -> Callable[..., list[Tensor]]:
-    def run(model: nn.Module, half: torch.dtype, inputs: dict[str, Any]) -> list[Tensor]:
-        amp.initialize(model, opt_level="O1", half_dtype=half, verbosity=0)
-        try:
-            return tensors(model(**inputs))
-        finally:
-            amp.deinitialize()
-
-    return run
+def of_o1(model: nn.Module, half: torch.dtype, inputs: dict[str, Any]) -> list[Tensor]:
+    amp.initialize(model, opt_level="O1", half_dtype=half, verbosity=0)
+    try:
+        return tensors(model(**inputs))
+    finally:
+        amp.deinitialize()
 
 
 @EACH_HALF
 @pytest.mark.parametrize("name", SIZES)
-def test_computes_and_is_saved_as_the_model(name, half, of_o1):
+def test_a_converted_architecture_computes_and_is_saved_as_at_o1(name, half):
     model, inputs = model_and_inputs(name)
     with torch.no_grad():
         expected = of_o1(model, half, inputs)
@@ -66,7 +60,7 @@ def test_computes_and_is_saved_as_the_model(name, half, of_o1):
 
 @EACH_HALF
 @pytest.mark.parametrize("name", EXPORTED)
-def test_exported(name, half):
+def test_a_converted_architecture_exports_to_the_same_bits(name, half):
     model, inputs = model_and_inputs(name)
     made = amp.convert_model(model, half)
     with torch.no_grad():
@@ -76,7 +70,7 @@ def test_exported(name, half):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # in torch's compiler
 @pytest.mark.parametrize("name", ["Bert", "Llama", "T5", "ViT"])
-def test_compiled(name):
+def test_a_converted_architecture_compiles_to_the_same_bits(name):
     model, inputs = model_and_inputs(name)
     made = amp.convert_model(model, "bfloat16")
     with torch.no_grad():
@@ -85,7 +79,7 @@ def test_compiled(name):
         assert_same(torch.compile(made, backend="aot_eager")(**inputs), expected)
 
 
-def test_generates():
+def test_a_converted_architecture_generates_the_same_words():
     model, _ = model_and_inputs("Llama")
     words = torch.arange(2, 8)[None]
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}

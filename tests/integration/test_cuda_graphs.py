@@ -14,7 +14,9 @@ from typing import Any
 import emulated_graphs
 import pytest
 import torch
-from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import assert_same_bits, assert_same_state
+from optimizers import backward
+from small_nets import EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -30,9 +32,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2, fused=True, capturable=True),
     "SGD": functools.partial(torch.optim.SGD, lr=1e-1, momentum=0.9, fused=True),
 }
-levels = pytest.mark.parametrize("level", ["O1", "O2"])
-halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-makes = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+EACH_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 WITHOUT_SKIPPING: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "cuda": functools.partial(torch.optim.Adam, lr=1e-2, capturable=True, foreach=True),
     "cpu": functools.partial(torch.optim.SGD, lr=1e-1, momentum=0.9, foreach=True),  # Adam reads its count of steps
@@ -69,24 +69,22 @@ class Loop:
         self.input = torch.zeros(5, 8, device=device)
 
     def step(self) -> None:
-        """Whole: forward, backward, the check for overflow, and the update or none."""
         self.optimizer.zero_grad(set_to_none=True)
-        with amp.scale_loss(self.loss(), self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(self.loss(), self.optimizer)
         self.optimizer.step()
 
     def feed(self, index: int, overflows: bool) -> None:
         batch = torch.randn(5, 8, generator=torch.Generator().manual_seed(index))
         self.input.copy_(batch * math.inf if overflows else batch)
 
-    def warm_up(self, step: Callable[[Loop], None] | None = None) -> None:
+    def warm_up(self, step: Callable[[Loop], None] = step) -> None:
         """Two steps on a stream of their own, as torch asks for before a capture; the first makes the state."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for index in range(2):
                 self.feed(index, overflows=False)
-                (step or Loop.step)(self)
+                step(self)
         torch.cuda.current_stream().wait_stream(stream)
 
     def loss(self) -> Tensor:
@@ -110,18 +108,38 @@ def capture(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def moments(
+    device: str,
+    make: Callable[..., torch.optim.Optimizer],
+    step: Callable[[Loop], None] = Loop.step,
+    *,
+    graphed: bool,
+    **options: Any,
+) -> list[Tensor]:
+    """What there is after each of ten steps, run or replayed; with a dynamic scale, some overflow."""
+    loop, found = Loop(make, device, **options), []
+    loop.warm_up(step)
+    run = functools.partial(step, loop)
+    if graphed:
+        run = capture(run).replay
+    for index, overflows in enumerate(OVERFLOWS):
+        loop.feed(index, overflows and "loss_scale" not in options)
+        run()
+        found += loop.everything()
+    amp.deinitialize()
+    return found
+
+
 def clipped_step(loop: Loop) -> None:
     loop.optimizer.zero_grad(set_to_none=True)
-    with amp.scale_loss(loop.loss(), loop.optimizer, delay_unscale=True) as scaled_loss:
-        scaled_loss.backward()
+    backward(loop.loss(), loop.optimizer, delay_unscale=True)
     amp.clip_grad_norm_(loop.optimizer, 0.1)
     loop.optimizer.step()
 
 
 def step_clipped_by_torch(loop: Loop) -> None:
     loop.optimizer.zero_grad(set_to_none=True)
-    with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loop.loss(), loop.optimizer)
     nn.utils.clip_grad_norm_(amp.master_params(loop.optimizer), 0.1)
     loop.optimizer.step()
 
@@ -129,24 +147,21 @@ def step_clipped_by_torch(loop: Loop) -> None:
 def accumulating_step(loop: Loop) -> None:
     loop.optimizer.zero_grad(set_to_none=True)
     for delays in (True, False):
-        with amp.scale_loss(loop.loss() / 2, loop.optimizer, delay_unscale=delays) as scaled_loss:
-            scaled_loss.backward()
+        backward(loop.loss() / 2, loop.optimizer, delay_unscale=delays)
     loop.optimizer.step()
 
 
 def step_of_two_losses(loop: Loop) -> None:
     loop.optimizer.zero_grad(set_to_none=True)
     for loss_id in (0, 1):
-        with amp.scale_loss(loop.loss(), loop.optimizer, loss_id=loss_id) as scaled_loss:
-            scaled_loss.backward()
+        backward(loop.loss(), loop.optimizer, loss_id=loss_id)
     loop.optimizer.step()
 
 
 def zeroing_step(loop: Loop) -> None:
     """Leaves zeros in place of no gradients, so that their memory stays."""
     loop.optimizer.zero_grad(set_to_none=False)
-    with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loop.loss(), loop.optimizer)
     loop.optimizer.step()
 
 
@@ -160,71 +175,33 @@ STEPS = {
 OVERFLOWS = [False, True, False, False, True, True, False, False, False, False]
 
 
-class TestAWholeStep:
-    @makes
-    @halves
-    @levels
-    def test_replayed_is_what_it_is_when_it_is_run(self, device, level, half, make):
-        def train(graphed: bool) -> list[list[Tensor]]:
-            loop = Loop(make, device, opt_level=level, half_dtype=half)
-            loop.warm_up()
-            run = capture(loop.step).replay if graphed else loop.step
-            moments = []
-            for index, overflows in enumerate(OVERFLOWS):
-                loop.feed(index, overflows)
-                run()
-                moments.append(loop.everything())
-            amp.deinitialize()
-            return moments
-
-        for replayed, plain in zip(train(graphed=True), train(graphed=False), strict=True):
-            for found, wanted in zip(replayed, plain, strict=True):
-                assert_same_bits(found, wanted)
-
-    @levels
-    def test_that_overflows_changes_nothing_but_the_scale(self, device, level):
-        loop = Loop(OPTIMIZERS["Adam"], device, opt_level=level, half_dtype=torch.float16)
-        loop.warm_up()
-        graph = capture(loop.step)
-        before = loop.everything()
-        loop.feed(0, overflows=True)
-        graph.replay()
-        after = loop.everything()
-        for found, wanted in zip(after[:-1], before[:-1], strict=True):
-            assert_same_bits(found, wanted)
-        assert after[-1] == before[-1] / 2
+class TestSteps:
+    @EACH_OPTIMIZER
+    @EACH_HALF
+    @EACH_LEVEL
+    def test_a_replayed_step_has_the_bits_of_a_step(self, device, level, half, make):
+        run, replayed = (
+            moments(device, make, graphed=graphed, opt_level=level, half_dtype=half) for graphed in (False, True)
+        )
+        assert_same_state(replayed, run)
 
     @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-    @levels
-    def test_of_another_form_is_what_it_is_when_it_is_run(self, device, step, level):
-        results = []
-        for graphed in (True, False):
-            loop = Loop(OPTIMIZERS["Adam"], device, opt_level=level, half_dtype=torch.float16, num_losses=2)
-            loop.warm_up(step)
-            run = capture(lambda: step(loop)).replay if graphed else functools.partial(step, loop)  # noqa: B023
-            for index, overflows in enumerate(OVERFLOWS):
-                loop.feed(index, overflows)
-                run()
-            results.append(loop.everything())
-            amp.deinitialize()
-        for found, wanted in zip(*results, strict=True):
-            assert_same_bits(found, wanted)
+    @EACH_LEVEL
+    def test_replayed_steps_of_other_forms_have_the_bits_of_steps(self, device, step, level):
+        options = {"opt_level": level, "half_dtype": torch.float16, "num_losses": 2}
+        run, replayed = (
+            moments(device, OPTIMIZERS["Adam"], step, graphed=graphed, **options) for graphed in (False, True)
+        )
+        assert_same_state(replayed, run)
 
-    def test_under_a_static_scale_needs_no_optimizer_that_skips(self, device):
-        results = []
-        for graphed in (True, False):
-            loop = Loop(WITHOUT_SKIPPING[device], device, half_dtype=torch.float16, loss_scale=128.0)
-            loop.warm_up()
-            run = capture(loop.step).replay if graphed else loop.step
-            for index in range(5):
-                loop.feed(index, overflows=False)
-                run()
-            results.append(loop.everything())
-            amp.deinitialize()
-        for found, wanted in zip(*results, strict=True):
-            assert_same_bits(found, wanted)
+    def test_optimizers_that_cannot_skip_replay_under_a_static_scale(self, device):
+        options = {"half_dtype": torch.float16, "loss_scale": 128.0}
+        run, replayed = (
+            moments(device, WITHOUT_SKIPPING[device], graphed=graphed, **options) for graphed in (False, True)
+        )
+        assert_same_state(replayed, run)
 
-    def test_goes_on_with_a_scale_that_was_loaded_after_the_capture(self, device):
+    def test_a_scale_loaded_after_the_capture_counts_in_replays(self, device):
         loop = Loop(OPTIMIZERS["Adam"], device, half_dtype=torch.float16)
         loop.warm_up()
         graph = capture(loop.step)
@@ -233,8 +210,7 @@ class TestAWholeStep:
         graph.replay()
         assert amp.get_loss_scale() == 2.0**9
 
-    def test_is_followed_by_code_that_is_run(self, device):
-        """Whose casts of the weights are of those that the replay has left."""
+    def test_a_forward_pass_after_a_replay_sees_the_new_weights(self, device):
         loop = Loop(OPTIMIZERS["Adam"], device, half_dtype=torch.float16)
         loop.warm_up()
         graph = capture(loop.step)
@@ -246,24 +222,21 @@ class TestAWholeStep:
         assert_same_bits(found, loop.model(loop.input))
         assert not torch.equal(found, stale)
 
-    @levels
-    def test_without_its_end_is_refused_once_the_step_is_run(self, device, level):
-        """Which would skip after the first replay at most."""
+    @EACH_LEVEL
+    def test_a_step_after_a_graph_of_the_backward_pass_alone_raises(self, device, level):
         loop = Loop(OPTIMIZERS["Adam"], device, opt_level=level, half_dtype=torch.float16)
         loop.warm_up()
 
         def without_step() -> None:
             loop.optimizer.zero_grad(set_to_none=True)
-            with amp.scale_loss(loop.loss(), loop.optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loop.loss(), loop.optimizer)
 
-        graph = capture(without_step)
-        graph.replay()
+        capture(without_step).replay()
         with pytest.raises(UsageError, match=r"Capture optimizer\.step\(\) as well"):
             loop.optimizer.step()
-        loop.step()  # of a block that is run
+        loop.step()
 
-    def test_by_an_optimizer_that_cannot_skip_is_refused(self, device):
+    def test_capturing_an_optimizer_that_cannot_skip_raises(self, device):
         loop = Loop(WITHOUT_SKIPPING[device], device, half_dtype=torch.float16)
         loop.warm_up()
         with pytest.raises(UsageError, match=r"while a CUDA graph is captured\. Use an optimizer with fused=True"):
@@ -281,31 +254,27 @@ def graph_it(model: nn.Module, *shapes: tuple[int, ...], device: str, **options:
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
 class TestGraphedModels:
     @pytest.mark.filterwarnings("ignore:the loss of a skipped step is nan:UserWarning")
-    @makes
-    @halves
+    @EACH_OPTIMIZER
+    @EACH_HALF
     @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
     @pytest.mark.covering(1)
-    def test_train_as_they_do_without_a_graph(self, level, half, make, device):
-        halves_of = {"O4": torch.bfloat16, "O5": torch.bfloat16}
-
-        def train(graphed: bool) -> list[list[Tensor]]:
-            loop = Loop(make, device, opt_level=level, half_dtype=halves_of.get(level, half))
+    def test_graphed_models_train_to_the_same_bits(self, level, half, make, device):
+        def train(graphed: bool) -> list[Tensor]:
+            half_dtype = torch.bfloat16 if level in ("O4", "O5") else half
+            loop, found = Loop(make, device, opt_level=level, half_dtype=half_dtype), []
             if graphed:
                 assert graph_it(loop.model, device=device) is loop.model
-            moments = []
             for index, overflows in enumerate(OVERFLOWS):
                 loop.feed(index, overflows)
                 loop.step()
-                moments.append([*loop.everything(), loop.model(loop.input).nan_to_num()])
+                found += [*loop.everything(), loop.model(loop.input).detach().nan_to_num()]
             amp.deinitialize()
-            return moments
+            return found
 
-        for found, wanted in zip(train(graphed=True), train(graphed=False), strict=True):
-            for one, other in zip(found, wanted, strict=True):
-                assert_same_bits(one, other)
+        assert_same_state(train(graphed=True), train(graphed=False))
 
-    @levels
-    def test_run_their_graph_and_see_updated_weights(self, level, device, monkeypatch):
+    @EACH_LEVEL
+    def test_graphed_models_run_their_graph_with_updated_weights(self, level, device, monkeypatch):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level=level, half_dtype=torch.bfloat16)
         ran = []
         loop.model[0].register_forward_hook(lambda *_: ran.append("layer"))
@@ -320,8 +289,8 @@ class TestGraphedModels:
         assert not torch.equal(before, after)
         assert before.dtype == after.dtype == (torch.float32 if level == "O2" else torch.bfloat16)
 
-    @levels
-    def test_are_evaluated_without_the_graph(self, level, device):
+    @EACH_LEVEL
+    def test_graphed_models_are_evaluated_without_the_graph(self, level, device):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level=level, half_dtype=torch.bfloat16)
         loop.feed(0, overflows=False)
         loop.model.eval()
@@ -334,8 +303,8 @@ class TestGraphedModels:
         assert_same_bits(loop.model(loop.input), expected)
         assert ran
 
-    @levels
-    def test_are_what_they_were_after_deinitialize(self, level, device):
+    @EACH_LEVEL
+    def test_deinitialize_undoes_graphed_models(self, level, device):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level=level, half_dtype=torch.float16)
         expected = [parameter.detach().clone() for parameter in amp.master_params(loop.optimizer)]
         graph_it(loop.model, device=device)
@@ -343,12 +312,11 @@ class TestGraphedModels:
         assert "forward" not in vars(loop.model)
         assert not loop.model._forward_hooks
         assert not loop.model._forward_pre_hooks
-        for parameter, wanted in zip(loop.model.parameters(), expected, strict=True):
-            assert_same_bits(parameter, wanted)
+        assert_same_state(list(loop.model.parameters()), expected)
         assert loop.model(loop.input).dtype == torch.float32
 
-    @levels
-    def test_pass_gradients_to_their_inputs(self, level, device):
+    @EACH_LEVEL
+    def test_graphed_models_pass_gradients_to_their_inputs(self, level, device):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level=level, half_dtype=torch.bfloat16)
         x = torch.randn(5, 8, device=device, requires_grad=True)
         loop.model(x).float().sum().backward()
@@ -357,21 +325,20 @@ class TestGraphedModels:
         loop.model(x).float().sum().backward()
         assert_same_bits(x.grad, wanted)
 
-    @levels
-    def test_several_at_once_with_a_function_and_a_part_of_a_model(self, level, device):
+    @EACH_LEVEL
+    def test_a_model_and_a_part_of_it_are_graphed_at_once(self, level, device):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level=level, half_dtype=torch.bfloat16)
         half = torch.bfloat16 if level == "O2" else torch.float32
         samples = ((torch.randn(5, 8, device=device),), (torch.randn(5, 8, device=device, dtype=half),))
         loop.feed(0, overflows=False)
-        expected = loop.model(loop.input).detach(), loop.model[0](loop.input.to(half)).detach()
+        expected = [loop.model(loop.input).detach(), loop.model[0](loop.input.to(half)).detach()]
         model, layer = torch.cuda.make_graphed_callables((loop.model, loop.model[0]), samples)
         assert (model, layer) == (loop.model, loop.model[0])
-        for found, wanted in zip((model(loop.input), layer(loop.input.to(half))), expected, strict=True):
-            assert_same_bits(found, wanted)
+        assert_same_state([model(loop.input), layer(loop.input.to(half))], expected)
         amp.deinitialize()
         assert not any("forward" in vars(module) for module in loop.model.modules())
 
-    def test_parts_that_stay_float32_keep_their_casts(self, device):
+    def test_parts_that_stay_float32_are_cast_in_a_graphed_model(self, device):
         model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(device)
         amp.initialize(model, opt_level="O2", half_dtype=torch.bfloat16, verbosity=0)
         x = torch.randn(5, 8, device=device)
@@ -379,7 +346,7 @@ class TestGraphedModels:
         graph_it(model, device=device)
         assert_same_bits(model(x), expected)
 
-    def test_with_hooks_of_the_user_are_refused_as_torch_does_and_stay_as_they_are(self, device):
+    def test_graphing_a_model_with_hooks_raises_and_changes_nothing(self, device):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O2", half_dtype=torch.bfloat16)
         handle = loop.model.register_forward_hook(lambda *_: None)
         before = dict(loop.model._forward_hooks), dict(loop.model._forward_pre_hooks)
@@ -389,16 +356,16 @@ class TestGraphedModels:
         handle.remove()
         assert loop.model(loop.input).dtype == torch.float32
 
-    @levels
+    @EACH_LEVEL
     @pytest.mark.parametrize("is_part", [False, True], ids=["model", "part"])
-    def test_that_are_graphed_before_amp_is_set_up_are_refused(self, level, is_part, device):
+    def test_models_graphed_before_initialize_raise(self, level, is_part, device):
         model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(device)
         graph_it(model[0] if is_part else model, device=device)
         with pytest.raises(OptionError, match=r"Call amp\.initialize first, and torch\.cuda\.make_graphed_callables"):
             amp.initialize(model, opt_level=level, half_dtype=torch.bfloat16, verbosity=0)
         assert not model._forward_hooks
 
-    def test_may_be_handed_in_again_with_another_optimizer(self, device):
+    def test_graphed_models_may_be_initialized_again(self, device):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O1", half_dtype=torch.bfloat16)
         graph_it(loop.model, device=device)
         options = {"loss_scale": "dynamic", "init_scale": SCALE, "scale_window": 3, "verbosity": 0}
@@ -407,7 +374,7 @@ class TestGraphedModels:
         )
         assert "forward" in vars(loop.model)
 
-    def test_of_a_user_are_none_of_amps_business_once_it_is_off(self, device):
+    def test_make_graphed_callables_after_deinitialize_is_torchs(self, device):
         model = nn.Linear(8, 8).to(device)
         amp.initialize(nn.Linear(2, 2), verbosity=0, half_dtype=torch.bfloat16)
         make_graphed = torch.cuda.make_graphed_callables
@@ -415,7 +382,7 @@ class TestGraphedModels:
         make_graphed(model, (torch.randn(5, 8, device=device),))
         assert model(torch.randn(5, 8, device=device)).dtype == torch.float32
 
-    def test_warm_up_without_kept_casts(self, device):
+    def test_make_graphed_callables_drops_kept_casts(self, device):
         """Their autograd graphs belong to this stream, and a capture must not wait for it."""
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O1", half_dtype=torch.bfloat16)
         loop.loss().backward()
@@ -432,7 +399,7 @@ class TestGraphedModels:
 
 
 class TestBeforeACapture:
-    def test_no_cast_is_kept_whose_graph_belongs_to_another_stream(self, device):
+    def test_a_capture_drops_kept_casts(self, device):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O1", half_dtype=torch.bfloat16)
         loop.warm_up()
         loop.model(loop.input)
@@ -442,7 +409,7 @@ class TestBeforeACapture:
         assert sizes == [0]
 
     @pytest.mark.parametrize("written", ["weight", "weight.data", "master"])
-    def test_written_weights_reach_their_masters_and_the_reverse(self, written, device):
+    def test_weights_written_before_a_capture_reach_masters_and_the_reverse(self, written, device):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O2", half_dtype=torch.bfloat16)
         loop.warm_up()
         weight, master = loop.model[0].weight, next(iter(amp.master_params(loop.optimizer)))
@@ -454,7 +421,7 @@ class TestBeforeACapture:
         assert (next(iter(amp.master_params(loop.optimizer))) - 2).abs().max() < 1
         assert_same_bits(weight, master.bfloat16())
 
-    def test_masters_that_share_their_memory_are_compared(self, device):
+    def test_masters_written_through_views_before_a_capture_count(self, device):
         """Which reads from the device, and so is not done within the capture."""
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O2", half_dtype=torch.bfloat16)
         loop.warm_up()
@@ -466,7 +433,7 @@ class TestBeforeACapture:
         assert (views[0] - 2).abs().max() < 1
         assert_same_bits(loop.model[0].weight, views[0].bfloat16())
 
-    def test_a_step_is_asked_for_where_the_scale_is_still_elsewhere(self, device):
+    def test_a_capture_before_the_first_step_raises(self, device):
         loop = Loop(OPTIMIZERS["SGD"], device, opt_level="O1", half_dtype=torch.float16, loss_scale=128.0)
         if device == "cpu":  # where the scale begins
             runtime.live.losses.scalers[0].to(torch.device("meta"))
@@ -491,8 +458,8 @@ class TestUnderCapture:
 
     @pytest.mark.parametrize("overflows", [False, True])
     @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_a_step_sends_nothing_to_the_host(self, level, make, overflows, capturing, monkeypatch):
+    @EACH_LEVEL
+    def test_a_captured_step_sends_nothing_to_the_host(self, level, make, overflows, capturing, monkeypatch):
         def sends(*_: object) -> None:
             pytest.fail("a value was sent to the host")
 
@@ -505,7 +472,7 @@ class TestUnderCapture:
         loop.step()
         assert amp.get_loss_scale() == (SCALE / 2 if overflows else SCALE)
 
-    def test_a_step_does_not_ask_for_what_was_sent_before(self, capturing, monkeypatch):
+    def test_a_captured_step_does_not_ask_for_earlier_values(self, capturing, monkeypatch):
         def asks(*_: object) -> bool:
             pytest.fail("it was asked whether a value has arrived")
 
@@ -516,28 +483,13 @@ class TestUnderCapture:
         monkeypatch.setattr(scale_use.ScaleUse, "has_arrived", property(asks))
         loop.step()
 
-    def test_a_first_step_is_refused_where_it_would_make_state(self, capturing):
+    def test_a_captured_first_step_that_would_make_state_raises(self, capturing):
         loop = Loop(OPTIMIZERS["Adam"], "cpu", half_dtype=torch.float16)
         capturing()
         with pytest.raises(UsageError, match=r"fused=True .* that has made a step before; or a static loss_scale"):
             loop.step()
 
-    def test_a_step_of_an_optimizer_that_cannot_skip_is_refused(self, capturing):
-        loop = Loop(functools.partial(torch.optim.SGD, lr=0.1), "cpu", half_dtype=torch.float16)
-        loop.step()
-        capturing()
-        with pytest.raises(UsageError, match="while a CUDA graph is captured"):
-            loop.step()
-
-    def test_a_step_of_such_an_optimizer_runs_under_a_static_scale(self, capturing):
-        loop = Loop(functools.partial(torch.optim.SGD, lr=0.1), "cpu", half_dtype=torch.float16, loss_scale=128.0)
-        before = loop.everything()
-        loop.feed(0, overflows=False)
-        capturing()
-        loop.step()
-        assert not torch.equal(loop.everything()[0], before[0])
-
-    def test_weights_that_a_step_updates_are_kept_for_a_forward_at_most_from_then_on(self, capturing, monkeypatch):
+    def test_casts_of_weights_of_captured_steps_are_not_kept(self, capturing, monkeypatch):
         loop = Loop(OPTIMIZERS["Adam"], "cpu", half_dtype=torch.bfloat16)
         cache = runtime.live.cache
         loop.model(loop.input)
@@ -551,7 +503,7 @@ class TestUnderCapture:
             loop.model(loop.input)
             assert len(cache) == 0
 
-    def test_what_a_graph_would_write_to_stays_where_it_is(self):
+    def test_tensors_of_the_loss_scaler_stay_at_their_addresses(self):
         loop = Loop(OPTIMIZERS["Adam"], "cpu", half_dtype=torch.float16)
         loop.step()
         (scaler,) = runtime.live.losses.scalers

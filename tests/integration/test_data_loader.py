@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import DEVICES, assert_same_bits
+from optimizers import backward
+from small_nets import EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -71,18 +73,9 @@ def warnings_are_errors(_: int) -> None:
 
 
 def load(data: Dataset[Any], method: str, **options: Any) -> list[dict[str, Tensor]]:
-    """All batches, by two workers that are started in one way; an error or a warning in one of them is raised here."""
-    loader = DataLoader(
-        data,
-        batch_size=2,
-        num_workers=2,
-        multiprocessing_context=method,
-        collate_fn=collate,
-        worker_init_fn=warnings_are_errors,
-        timeout=120,
-        **options,
-    )
-    return list(loader)
+    """All batches, from two workers that are started in one way; a warning in one of them is an error here."""
+    start = {"num_workers": 2, "multiprocessing_context": method, "worker_init_fn": warnings_are_errors, "timeout": 120}
+    return list(DataLoader(data, batch_size=2, collate_fn=collate, **start, **options))
 
 
 def types(batches: list[dict[str, Tensor]]) -> dict[str, torch.dtype]:
@@ -106,38 +99,30 @@ def adopt(device: str = "cpu", half: torch.dtype = torch.bfloat16, level: str = 
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)).to(device)
     optimizer = torch.optim.Adam(model.parameters())
     amp.initialize(model, optimizer, half_dtype=half, opt_level=level, verbosity=0)
-    with amp.scale_loss(model(torch.ones(2, 4, device=device)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(model(torch.ones(2, 4, device=device)).float().sum(), optimizer)
     optimizer.step()
     return model, optimizer
 
 
 class TestForkedWorkers:
     @pytest.mark.parametrize("device", DEVICES)
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @EACH_HALF
+    @EACH_LEVEL
     @pytest.mark.covering(1)
-    def test_cast_as_their_parent_does(self, device, half, level):
+    def test_forked_workers_cast_as_their_parent(self, device, half, level):
         data = Products()
         adopt(device, half, level)
         # Tensors in a worker are on the CPU; those of a model on a GPU are what is cast then.
         casts = level == "O1" and device == "cpu"
         assert types(load(data, "fork")) == in_types(half if casts else torch.float32)
 
-    def test_give_what_the_parent_itself_would(self):
-        data = Products()
-        adopt()
-        for there, here in zip(load(data, "fork"), DataLoader(data, batch_size=2, collate_fn=collate), strict=True):
-            for name, tensor in here.items():
-                assert_same_bits(there[name], tensor)
-
-    def test_may_be_forked_where_casts_are_off(self):
+    def test_workers_forked_within_disable_casts_do_not_cast(self):
         data = Products()
         adopt()
         with amp.disable_casts():
             assert types(load(data, "fork")) == in_types(torch.float32)
 
-    def test_that_outlive_deinitialize_go_on(self):
+    def test_forked_workers_outlive_deinitialize(self):
         data = Products()
         adopt()
         loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="fork", persistent_workers=True)
@@ -145,15 +130,15 @@ class TestForkedWorkers:
         amp.deinitialize()
         assert next(iter(loader))["blacklist"].dtype is with_casts.dtype is torch.float32
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_use_an_adopted_model_that_their_data_set_holds(self, level):
+    @EACH_LEVEL
+    def test_forked_workers_use_an_adopted_model(self, level):
         model, optimizer = adopt(level=level)
         with torch.no_grad():
             expected = model(torch.full((2, 4), 3.0))
         assert_same_bits(load(Holds(model, optimizer), "fork")[-1]["output"][-1], expected)
 
     @pytest.mark.gpu
-    def test_cast_parameters_where_the_parent_uses_a_gpu(self):
+    def test_forked_workers_cast_parameters_if_the_parent_uses_a_gpu(self):
         """Which cannot be asked whether it captures a graph there."""
         data = Products()
         adopt("cuda")
@@ -161,7 +146,7 @@ class TestForkedWorkers:
         assert types(load(data, "fork"))["parameter"] is torch.bfloat16
 
     @pytest.mark.gpu
-    def test_have_their_batches_pinned(self):
+    def test_batches_of_forked_workers_are_pinned(self):
         data = Products()
         adopt("cuda")
         assert all(tensor.is_pinned() for batch in load(data, "fork", pin_memory=True) for tensor in batch.values())
@@ -170,14 +155,13 @@ class TestForkedWorkers:
 @pytest.mark.slow
 @pytest.mark.either_way
 class TestSpawnedWorkers:
-    def test_do_not_cast(self):
+    def test_spawned_workers_do_not_cast(self):
         data = Products()
         adopt()
         assert types(load(data, "spawn")) == in_types(torch.float32)
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_use_an_adopted_model_that_their_data_set_holds(self, level):
-        """Without casts; but a half model goes on taking and giving float32."""
+    @EACH_LEVEL
+    def test_spawned_workers_use_an_adopted_model_without_casts(self, level):
         model, optimizer = adopt(level=level, half=torch.float16)
         found = load(Holds(model, optimizer), "spawn")[-1]["output"][-1]
         with torch.no_grad(), amp.disable_casts():

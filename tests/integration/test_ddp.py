@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICES, HALF_DTYPES, assert_same_state, dtype_name
+from helpers import DEVICES, assert_same_state
+from optimizers import backward
 from round_numbers import MICRO_BATCHES, SCALE, data, round_weights
+from small_nets import EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -21,9 +23,7 @@ from workers import Workers
 
 from ampatch import amp
 
-LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
-HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 class Exact(nn.Module):
@@ -100,11 +100,6 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).float().sum()
 
 
-def backward(loss: Tensor, optimizer: Any) -> None:
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-
-
 def alone(level: str, half: torch.dtype, device: str, with_unused: bool) -> dict[str, Any]:
     """One process on the whole batch: all micro-batches of all ranks."""
     model, optimizer = trained(level, half, Exact(with_unused).to(device))
@@ -165,45 +160,42 @@ def through_bfloat16(_, bucket):
     return default_hooks.bf16_compress_hook(None, bucket)
 
 
-@ON_DEVICES
-@HALVES
-@LEVELS
+# Options of `together`.
+WRAPPED: dict[str, dict[str, Any]] = {
+    "each pass reduces": {},
+    "each pass reduces bucket views": {"gradient_as_bucket_view": True},
+    "no_sync": {"postpone": "no_sync"},
+    "no_sync, bucket views": {"postpone": "no_sync", "gradient_as_bucket_view": True},
+    "no_sync around the forward": {"postpone": "no_sync around the forward"},
+    "attribute, bucket views": {"postpone": "attribute", "gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused parameters": {"find_unused_parameters": True},
+    "unused parameters, no_sync": {"postpone": "no_sync", "find_unused_parameters": True},
+    "reduced in float16": {"postpone": "no_sync", "hook": through_float16},
+    "reduced in bfloat16": {"postpone": "no_sync", "hook": through_bfloat16},
+}
+
+
+@EACH_DEVICE
+@EACH_HALF
+@EACH_LEVEL
 class TestOneStep:
-    """Bit for bit what one process does on the whole batch."""
-
-    @pytest.mark.parametrize("as_view", [False, True])
-    @pytest.mark.parametrize("postpone", ["", "no_sync", "no_sync around the forward", "attribute"])
+    @pytest.mark.parametrize("how", WRAPPED)
     @pytest.mark.covering(1)
-    def test_of_two_processes(self, two, level, half, device, postpone, as_view):
-        assert_as_one(two, level, half, device, postpone=postpone, gradient_as_bucket_view=as_view)
+    def test_two_ranks_step_to_the_bits_of_one_process(self, two, level, half, device, how):
+        assert_as_one(two, level, half, device, **WRAPPED[how])
 
-    @pytest.mark.parametrize("as_view", [False, True])
+    @pytest.mark.parametrize("how", ["no_sync", "no_sync, bucket views"])
     @pytest.mark.slow
     @pytest.mark.either_way
-    def test_of_four_processes_that_reduce_once(self, four, level, half, device, as_view):
-        assert_as_one(four, level, half, device, postpone="no_sync", gradient_as_bucket_view=as_view)
-
-    @pytest.mark.covering(1)
-    def test_with_a_static_graph(self, two, level, half, device):
-        assert_as_one(two, level, half, device, static_graph=True)
-
-    @pytest.mark.parametrize("postpone", ["", "no_sync"])
-    @pytest.mark.covering(1)
-    def test_with_unused_parameters(self, two, level, half, device, postpone):
-        assert_as_one(two, level, half, device, postpone=postpone, find_unused_parameters=True)
-
-    @pytest.mark.slow_on_cpu
-    @pytest.mark.parametrize("hook", [through_float16, through_bfloat16])
-    @pytest.mark.covering(1)
-    def test_with_gradients_that_travel_in_half(self, two, level, half, device, hook):
-        assert_as_one(two, level, half, device, postpone="no_sync", hook=hook)
+    def test_four_ranks_step_to_the_bits_of_one_process(self, four, level, half, device, how):
+        assert_as_one(four, level, half, device, **WRAPPED[how])
 
 
-class Classifier(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
-        )
+def classifier() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+    )
 
 
 STEPS, OVERFLOWS = 50, {3: 0, 20: 1, 21: 1}  # by step, the rank in which it happens
@@ -212,7 +204,7 @@ STEPS, OVERFLOWS = 50, {3: 0, 20: 1, 21: 1}  # by step, the rank in which it hap
 def fifty_steps(level: str, half: torch.dtype, device: str, accumulate: bool, fused: bool) -> dict[str, Any]:
     rank = dist.get_rank()
     torch.manual_seed(rank)  # each starts from weights of its own, as without a seed
-    model = Classifier().to(device)
+    model = classifier().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE, scale_window=10)
     replica = DistributedDataParallel(model)
@@ -238,45 +230,43 @@ def fifty_steps(level: str, half: torch.dtype, device: str, accumulate: bool, fu
     }
 
 
-@ON_DEVICES
-@HALVES
-@LEVELS
-class TestFiftySteps:
-    """Overflows in one process skip the step in all, and all stay bit for bit the same."""
+def check_fifty_steps(workers: Workers, *args: Any) -> None:
+    found = the_same(workers, fifty_steps, *args)
+    assert [step for step, was_skipped in enumerate(found["skipped"]) if was_skipped] == list(OVERFLOWS)
+    assert len(set(found["scales"])) > 2
 
+
+@EACH_DEVICE
+@EACH_HALF
+@EACH_LEVEL
+class TestFiftySteps:
     @pytest.mark.slow_on_cpu
     @pytest.mark.parametrize(("accumulate", "fused"), [(False, False), (True, False), (False, True)])
     @pytest.mark.covering(1)
-    def test_of_two_processes(self, two, level, half, device, accumulate, fused):
-        self.check(two, level, half, device, accumulate, fused)
+    def test_two_ranks_skip_the_same_steps_and_stay_equal(self, two, level, half, device, accumulate, fused):
+        check_fifty_steps(two, level, half, device, accumulate, fused)
 
     @pytest.mark.slow
     @pytest.mark.either_way
-    def test_of_four_processes(self, four, level, half, device):
-        self.check(four, level, half, device, True, False)
-
-    def check(self, workers: Workers, *args: Any) -> None:
-        found = the_same(workers, fifty_steps, *args)
-        assert [step for step, was_skipped in enumerate(found["skipped"]) if was_skipped] == list(OVERFLOWS)
-        assert len(set(found["scales"])) > 2
+    def test_four_ranks_skip_the_same_steps_and_stay_equal(self, four, level, half, device):
+        check_fifty_steps(four, level, half, device, True, False)
 
 
 def from_other_weights(level: str, device: str, init_sync: bool) -> list[Tensor | None]:
     torch.manual_seed(dist.get_rank())
-    model, optimizer = trained(level, model=Classifier().to(device))
+    model, optimizer = trained(level, model=classifier().to(device))
     DistributedDataParallel(model, init_sync=init_sync)
     return on_cpu([*amp.master_params(optimizer), *model.state_dict().values()])
 
 
 def types_beside_the_optimizer(frozen: bool) -> list[torch.dtype]:
-    model = Classifier()
+    model = classifier()
     model[0].requires_grad_(not frozen)
     optimizer = torch.optim.SGD(model[-1].parameters(), lr=0.1)
     amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
     wrapper = DistributedDataParallel(model, find_unused_parameters=True)
     for _ in range(2):
-        with amp.scale_loss(wrapper(torch.randn(4, 8)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(wrapper(torch.randn(4, 8)).float().sum(), optimizer)
         optimizer.step()
     return [parameter.dtype for parameter in model[0].parameters()]
 
@@ -286,15 +276,15 @@ def test_wrapping_leaves_weights_half_that_no_optimizer_updates(two: Workers, fr
     assert set(the_same(two, types_beside_the_optimizer, frozen)) == {torch.bfloat16}
 
 
-@ON_DEVICES
+@EACH_DEVICE
 class TestWrapping:
-    @LEVELS
-    def test_gives_all_the_weights_of_the_first_with_every_bit(self, two, level, device):
+    @EACH_LEVEL
+    def test_wrapping_sends_every_bit_of_the_weights_of_rank_0(self, two, level, device):
         found = the_same(two, from_other_weights, level, device, True)
         assert any(bool((tensor != tensor.half()).any()) for tensor in found if tensor.is_floating_point())
 
-    @LEVELS
-    def test_leaves_them_where_it_is_told_to(self, two, level, device):
+    @EACH_LEVEL
+    def test_init_sync_false_leaves_the_weights(self, two, level, device):
         first, second = two.run(from_other_weights, level, device, False)
         assert not torch.equal(first[0], second[0])
 
@@ -338,25 +328,25 @@ def without_scale() -> None:
     optimizer.step()
 
 
-class TestAPassUnderNoSync:
-    @LEVELS
-    def test_is_no_end_of_an_iteration(self, two, level):
+class TestNoSync:
+    @EACH_LEVEL
+    def test_a_step_after_a_pass_under_no_sync_raises(self, two, level):
         two.run(refused_at_the_step, level)
 
-    @LEVELS
-    def test_is_one_where_gradients_are_reduced_by_hand(self, two, level):
+    @EACH_LEVEL
+    def test_gradients_reduced_by_hand_are_unscaled_and_stepped_with(self, two, level):
         found = the_same(two, stepped, level, "reduced by hand")
         assert float(found["grads"][0].abs().max()) <= 16  # it would be at the scale else
 
-    @LEVELS
+    @EACH_LEVEL
     @pytest.mark.parametrize("what", ["raised afterwards", "cleared"])
     @pytest.mark.covering(1)
-    def test_is_forgotten_with_its_gradients(self, two, level, what):
+    def test_a_pass_under_no_sync_is_forgotten_with_its_gradients(self, two, level, what):
         for before in two.run(stepped, level, what):
             assert before["grads"] == [None] * 6
             assert before["scale"] == SCALE["init_scale"]
 
-    def test_needs_no_second_one_without_a_scale(self, two):
+    def test_a_step_after_a_pass_under_no_sync_without_a_scale_is_allowed(self, two):
         two.run(without_scale)
 
 
@@ -384,14 +374,14 @@ def refused_in_half(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O3"])
 class TestHalfWeightsWithoutMasters:
-    def test_accumulate_under_no_sync(self, two, level):
+    def test_half_gradients_accumulate_under_no_sync(self, two, level):
         found = the_same(two, accumulated_in_half, level)
         one = Exact()
         batches = [batch for rank in range(2) for batch in data("cpu", rank)[:2]]
         (one(torch.cat(batches)).sum() / 2).backward()
         assert_same_state([grad.float() for grad in found], [p.grad for p in one.parameters()])
 
-    def test_cannot_be_added_to_otherwise(self, two, level):
+    def test_half_gradients_accumulated_without_no_sync_raise(self, two, level):
         two.run(refused_in_half, level)
 
 
@@ -413,19 +403,19 @@ def clipped(level: str, device: str) -> tuple[float, float]:
     return norm, float(clipped_to)
 
 
-class TestBesides:
-    @HALVES
+class TestCompiledAndClipped:
+    @EACH_HALF
     @pytest.mark.slow
     @pytest.mark.either_way
-    def test_compiled_replicas_accumulate(self, two, half):
+    def test_compiled_replicas_accumulate_to_the_bits_of_one_process(self, two, half):
         for (one, _), several in zip(
             two.run(both, "O1", half, "cpu"), two.run(compiled_accumulation, half), strict=True
         ):
             assert_same_state(several, one["grads"])
 
-    @ON_DEVICES
-    @LEVELS
-    def test_clipping_is_by_the_norm_of_the_reduced_gradients(self, two, level, device):
+    @EACH_DEVICE
+    @EACH_LEVEL
+    def test_reduced_gradients_are_clipped(self, two, level, device):
         norm, clipped_to = the_same(two, clipped, level, device)
         assert norm > 1
         assert clipped_to == pytest.approx(0.5, rel=1e-3)
@@ -494,28 +484,28 @@ def joined(level: str) -> None:
         replica(own_data()[0])
 
 
-class TestWrappersOfAnotherTime:
+class TestOlderWrappers:
     @pytest.mark.parametrize("how", ["made before", "set up again", "copied"])
-    def test_postpone_as_those_do_that_were_made_since(self, two, how):
+    def test_older_wrappers_accumulate_under_no_sync(self, two, how):
         scales, _ = the_same(two, of_an_older_wrapper, how)
         assert scales == [2.0**10, 2.0**9, 2.0**9]
 
-    def test_are_not_to_lose_what_they_reduce(self, two):
+    def test_converting_a_model_inside_a_wrapper_raises(self, two):
         two.run(converted_inside)
 
     @pytest.mark.parametrize(("level", "count"), [("O1", 0), ("O2", 1)])
-    def test_are_told_of_where_weights_get_their_types_back(self, two, level, count):
+    def test_deinitialize_warns_of_wrappers_around_converted_weights(self, two, level, count):
         for messages in two.run(converted_back, level):
             assert [message for message in messages if "Wrap the model anew" in message] == messages
             assert len(messages) == count
 
-    @LEVELS
-    def test_send_the_scale_of_the_first_as_well(self, two, level):
+    @EACH_LEVEL
+    def test_wrapping_sends_the_scale_of_rank_0(self, two, level):
         saved, _ = the_same(two, loaded_in_the_first, level)
         assert saved == {"loss_scaler0": {"loss_scale": 64.0, "unskipped": 7}}
 
-    @LEVELS
-    def test_are_not_to_go_on_without_one_another(self, two, level):
+    @EACH_LEVEL
+    def test_join_raises(self, two, level):
         two.run(joined, level)
 
 
@@ -537,41 +527,6 @@ def with_a_scale_that_moves(level: str, half: torch.dtype) -> Any:
     return grads(optimizers[0]), amp.get_loss_scale()
 
 
-def with_a_forward_between() -> Any:
-    """Once a forward was run whose backward is to reduce, others under no_sync do not change that."""
-    replica, optimizer = replicated("O1")
-    first, second, _ = own_data()
-    loss = loss_of(replica, first)
-    with replica.no_sync():
-        replica(second)
-    backward(loss, optimizer)
-    optimizer.step()
-    return list(replica.module.state_dict().values())
-
-
-def with_another_model_between(level: str, hands_in_all: bool) -> Any:
-    """A block for another model's loss stands between the forward and the backward pass that reduces."""
-    models = [Exact(), Exact()]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
-    amp.initialize(models, optimizers, opt_level=level, half_dtype=torch.float16, **SCALE)
-    one, other = map(DistributedDataParallel, models)
-    of_one, of_other = (optimizers, optimizers) if hands_in_all else ([optimizers[0]], [optimizers[1]])
-    *postponed, last = own_data()
-    for batch in postponed:
-        with one.no_sync():
-            backward(loss_of(one, batch), of_one)
-    loss = loss_of(one, last)
-    backward(loss_of(other, last), of_other)
-    told = None
-    try:
-        optimizers[1].step()
-    except amp.UsageError as error:
-        told = str(error)
-    backward(loss, of_one)
-    optimizers[0].step()
-    return told, masters(optimizers[0])
-
-
 def set_down_inside(level: str) -> Any:
     replica, optimizer = replicated(level)
     with replica.no_sync(), amp.scale_loss(loss_of(replica, own_data()[0]), optimizer) as scaled_loss:
@@ -582,82 +537,19 @@ def set_down_inside(level: str) -> Any:
 
 class TestAccumulation:
     @pytest.mark.slow
-    @HALVES
-    @LEVELS
+    @EACH_HALF
+    @EACH_LEVEL
     @pytest.mark.covering(1)
-    def test_stays_at_its_scale(self, two, level, half):
+    def test_an_accumulation_stays_at_its_scale(self, two, level, half):
         for (one, _), (several, scale) in zip(
             two.run(both, level, half, "cpu"), two.run(with_a_scale_that_moves, level, half), strict=True
         ):
             assert_same_state(several, one["grads"])
             assert scale == 2.0**9
 
-    def test_is_none_where_a_backward_reduces_all_the_same(self, two):
-        the_same(two, with_a_forward_between)
-
-    @pytest.mark.slow
-    @LEVELS
-    @pytest.mark.parametrize("hands_in_all", [False, True], ids=["its optimizer", "all optimizers"])
-    def test_is_reduced_after_a_block_for_another_model(self, two, level, hands_in_all):
-        told, found = the_same(two, with_another_model_between, level, hands_in_all)
-        ((expected, _), *_) = two.run(both, level, torch.float16, "cpu")
-        assert_same_state(found, expected["masters"])
-        assert told is None
-
-    @LEVELS
-    def test_ends_with_amp(self, two, level):
+    @EACH_LEVEL
+    def test_deinitialize_unscales_accumulated_gradients(self, two, level):
         assert all(largest <= 16 for largest in two.run(set_down_inside, level))  # it would be at the scale else
-
-
-def after_a_backward_outside(level: str, half: torch.dtype, what: str) -> Any:
-    """Steps whose passes accumulate under no_sync, each after a backward that no block knows of."""
-    replica, optimizer = replicated(level, half, lr=0.25)
-    model, scales = replica.module, []
-    for step in range(3):
-        first, second, _ = own_data()
-        if what == "adversarial input":
-            probe = first.clone().requires_grad_()
-            loss_of(replica, probe).backward()
-            assert probe.grad is not None
-        else:
-            with contextlib.nullcontext() if what == "norm" else replica.no_sync():
-                loss_of(replica, first).backward()
-            nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-        model.zero_grad()
-        with replica.no_sync():
-            loss = loss_of(replica, first)
-            backward(loss * float("inf") if step == 1 == dist.get_rank() else loss, optimizer)
-        backward(loss_of(replica, second), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        scales.append(amp.get_loss_scale())
-    return scales, list(model.state_dict().values()), masters(optimizer)
-
-
-def in_float32_alone() -> list[Tensor]:
-    """What `after_a_backward_outside` comes to."""
-    model = Exact()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    for step in range(3):
-        passes = [batch for rank in range(dist.get_world_size()) for batch in data("cpu", rank)[:2]]
-        if step != 1:
-            (loss_of(model, torch.cat(passes)) / dist.get_world_size()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return [p.detach() for p in model.parameters()]
-
-
-class TestABackwardOutsideOfAnyBlock:
-    """Does not have a later pass under no_sync taken for one that was reduced."""
-
-    @LEVELS
-    @HALVES
-    @pytest.mark.parametrize("what", ["adversarial input", "norm", "norm of this process"])
-    @pytest.mark.covering(1)
-    def test_leaves_processes_alike(self, two, level, half, what):
-        _, _, found = the_same(two, after_a_backward_outside, level, half, what)
-        wanted = the_same(two, in_float32_alone)
-        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
 
 
 def reduced_by_hand(half: torch.dtype, how: str) -> list[Tensor | None]:
@@ -681,10 +573,10 @@ def reduced_by_hand(half: torch.dtype, how: str) -> list[Tensor | None]:
 
 class TestReducedByHand:
     @pytest.mark.slow
-    @HALVES
+    @EACH_HALF
     @pytest.mark.parametrize("how", ["all_reduce", "averaged", "broadcast"])
     @pytest.mark.covering(1)
-    def test_after_the_block_counts_at_o2(self, two, half, how):
+    def test_gradients_reduced_by_hand_after_the_block_count_at_o2(self, two, half, how):
         found = the_same(two, reduced_by_hand, half, how)
         if how == "averaged":
             ((one, _), _) = two.run(both, "O2", half, "cpu")
@@ -707,11 +599,11 @@ def broadcast_weights(level: str, half: torch.dtype, how: str) -> Any:
 
 
 class TestWeightsSentByHand:
-    @LEVELS
-    @HALVES
+    @EACH_LEVEL
+    @EACH_HALF
     @pytest.mark.parametrize("how", ["parameter", "data", "masters"])
     @pytest.mark.covering(1)
-    def test_count_for_the_next_forward_and_step(self, two, level, half, how):
+    def test_weights_sent_by_hand_count_for_the_next_forward_pass_and_step(self, two, level, half, how):
         (first, first_masters), (second, second_masters) = two.run(broadcast_weights, level, half, how)
         assert not torch.equal(first[0], second[0])
         for found, wanted in zip(first[1:], second[1:], strict=True):

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import is_thorough
+from small_nets import EACH_LEVEL
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import Workers
@@ -26,7 +27,6 @@ from workers import Workers
 from ampatch import amp
 from ampatch.errors import AmpWarning, UsageError
 
-LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
 AS_VIEW = pytest.mark.parametrize("as_view", [False, True], ids=["own gradients", "bucket views"])
 EVENTS = 22
 
@@ -51,6 +51,11 @@ def block(loss: int = 0) -> Event:
 def plain(loss: int = 0) -> Event:
     """A backward pass outside of any block."""
     return "plain", loss
+
+
+def assigned(model: int = 0) -> Event:
+    """A forward pass past the wrapper, whose gradients the user assigns."""
+    return "assigned", model
 
 
 def clear(model: int = 0, how: str = "optimizer to None") -> Event:
@@ -144,6 +149,12 @@ class World:
         ):
             scaled.backward()
 
+    def assigned(self, model: int) -> None:
+        parameters = list(self.models[model].parameters())
+        self.past_wrapper(model, 2.0)
+        for parameter, grad in zip(parameters, torch.autograd.grad(self.losses.pop()[1], parameters), strict=True):
+            parameter.grad = grad.clone()
+
     def plain(self, loss: int) -> None:
         self.losses.pop(loss)[1].backward()
 
@@ -180,6 +191,14 @@ def both(script: list[Event], setting: Setting, level: str) -> tuple[list[list[f
 
 
 ORDERS: dict[str, tuple[int, list[Event]]] = {
+    "a forward under no_sync before the block of another": (
+        1,
+        [forward(), forward(sync=False), block(), step(), forward(), block(1), step()],
+    ),
+    "plain under no_sync, then a block": (1, [forward(sync=False), plain(), forward(), block(), step()]),
+    "plain past the wrapper, then a block": (1, [past_wrapper(), plain(), forward(), block(), step()]),
+    "assigned, then a block": (1, [assigned(), forward(), block(), step()]),
+    "a block past the wrapper, then a block": (1, [past_wrapper(), block(), forward(), block(), step()]),
     "sum of a reduced block, then one that is not": (
         1,
         [forward(), forward(factor=2), block(), block(), forward(factor=-1), block(), step()],
@@ -234,11 +253,11 @@ ORDERS: dict[str, tuple[int, list[Event]]] = {
 }
 
 
-@LEVELS
+@EACH_LEVEL
 @AS_VIEW
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.covering(1)
-def test_orders_that_mix_what_is_reduced_and_what_is_not(two: Workers, level, as_view, order):
+@pytest.mark.covering(2)
+def test_orders_of_passes_end_with_the_weights_of_plain_torch(two: Workers, level, as_view, order):
     models, script = ORDERS[order]
     setting = Setting(models, of_wrapper=("gradient_as_bucket_view",) if as_view else ())
     for wanted, found in two.run(both, script, setting, level):
@@ -246,11 +265,11 @@ def test_orders_that_mix_what_is_reduced_and_what_is_not(two: Workers, level, as
         assert all(isinstance(each, list) for each in wanted)
 
 
-@LEVELS
+@EACH_LEVEL
 @AS_VIEW
 @pytest.mark.parametrize("shares_optimizer", [True, False], ids=["one optimizer", "two"])
 @pytest.mark.covering(1)
-def test_outputs_in_a_class_of_the_users_own_hide_nothing(two: Workers, level, as_view, shares_optimizer):
+def test_outputs_in_a_class_of_the_users_own_reduce_the_same(two: Workers, level, as_view, shares_optimizer):
     of_wrapper = ("gradient_as_bucket_view",) if as_view else ()
     setting = Setting(2, shares_optimizer, of_wrapper=of_wrapper, hides_outputs=True)
     script = [forward(0, sync=False), block(), forward(0, factor=2), forward(1), block(1), block(), step(0), step(1)]
@@ -347,17 +366,18 @@ def check_random_orders(workers: Workers, level: str, seeds: range) -> None:
             assert found[: steps if is_refused else None] == wanted[:steps], f"{level}, seed {seed}: {vars(Draw(seed))}"
 
 
-@LEVELS
-class TestRandomOrders:
-    @pytest.mark.slow
-    def test_a_few(self, two: Workers, level):
-        check_random_orders(two, level, range(60 if is_thorough() else 8))
+@EACH_LEVEL
+@pytest.mark.slow
+def test_random_orders_end_with_the_weights_of_plain_torch(two: Workers, level):
+    check_random_orders(two, level, range(60 if is_thorough() else 8))
 
-    @pytest.mark.slow
-    @pytest.mark.beyond_ci
-    def test_many(self, two: Workers, level):
-        for begin in range(60, 200, 20):
-            check_random_orders(two, level, range(begin, begin + 20))
+
+@EACH_LEVEL
+@pytest.mark.slow
+@pytest.mark.beyond_ci
+def test_more_random_orders_end_with_the_weights_of_plain_torch(two: Workers, level):
+    for begin in range(60, 200, 20):
+        check_random_orders(two, level, range(begin, begin + 20))
 
 
 def refused(level: str, as_view: bool, how: str) -> list[str]:
@@ -379,11 +399,11 @@ def refused(level: str, as_view: bool, how: str) -> list[str]:
     return [str(caught.value), str(grads)]
 
 
-@LEVELS
+@EACH_LEVEL
 @AS_VIEW
 @pytest.mark.parametrize("how", ["backward", "autograd.backward", "inputs"])
 @pytest.mark.covering(1)
-def test_a_backward_pass_without_scale_adds_to_no_scaled_gradient(two: Workers, level, as_view, how):
+def test_a_backward_pass_without_scale_after_an_unreduced_block_raises(two: Workers, level, as_view, how):
     first, second = two.run(refused, level, as_view, how)
     assert first == second
     assert "scaled_loss.backward()" in first[0]

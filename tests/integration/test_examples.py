@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,20 +19,18 @@ import torch
 import yaml
 from apart import WITH_TIMM
 from helpers import assert_same_state, completed
+from small_nets import EACH_LEVEL, ENVIRONMENT, TORCHRUN
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 UNDER_TORCHRUN = [
     *((script, "--opt-level", level) for script in ("ddp", "accelerate_digits") for level in ("O1", "O2")),
     ("fsdp2",),
 ]
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
-#: Of frameworks' adapters; each learns the digits, and resumes to the same bits.
+# Of frameworks' adapters; each learns the digits, and resumes to the same bits.
 ADAPTERS = ["skorch_digits", "lightning_digits", "ignite_digits", "peft_lora"]
 
 SCRIPTS = [
@@ -50,7 +50,7 @@ SCRIPTS = [
     *ADAPTERS,
 ]
 
-#: What comes before the path of a script that needs it.
+# What comes before the path of a script that needs it.
 LAUNCHERS = {"timm_digits": WITH_TIMM}
 
 
@@ -82,7 +82,7 @@ def typed(command: str, where: Path) -> str:
 @pytest.mark.slow
 class TestExamples:
     @pytest.mark.parametrize("script", SCRIPTS)
-    def test_learn_something(self, script, tmp_path):
+    def test_loss_falls(self, script, tmp_path):
         first, last = first_and_last(run(script, where=tmp_path, launcher=LAUNCHERS.get(script, ())))
         assert last < first / 2
 
@@ -90,20 +90,20 @@ class TestExamples:
         "script",
         [*ADAPTERS, "accumulation", "single_process", "transformers_digits", "accelerate_digits", "timm_digits"],
     )
-    def test_learn_something_in_half(self, script, tmp_path):
+    def test_loss_falls_with_half_weights(self, script, tmp_path):
         launcher = LAUNCHERS.get(script, ())
         first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path, launcher=launcher))
         assert last < first / 2
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @EACH_LEVEL
     @pytest.mark.parametrize("command", [("lightning_digits", "--devices"), ("ignite_digits", "--processes")], ids=str)
-    def test_learn_something_where_the_framework_starts_two_processes(self, command, level, tmp_path):
+    def test_loss_falls_in_two_processes_of_the_framework(self, command, level, tmp_path):
         printed = run(*command, "2", "--opt-level", level, where=tmp_path)
         first, last = first_and_last(printed)
         assert last < first / 2
 
     @pytest.mark.parametrize("command", UNDER_TORCHRUN, ids=" ".join)
-    def test_learn_something_in_two_processes(self, command, tmp_path):
+    def test_loss_falls_in_two_processes(self, command, tmp_path):
         first, last = first_and_last(run(*command, where=tmp_path, launcher=TORCHRUN))
         assert last < first / 2
 
@@ -120,7 +120,7 @@ def saved_by(script: list[str], *options: str, checkpoint: Path) -> dict[str, An
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", [*ADAPTERS, "convert_model", "grad_scaler", "mixed_precision"])
-def test_one_that_is_killed_and_resumed_ends_with_the_same_bits(name: str, half: str, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_example_ends_with_the_same_bits(name: str, half: str, tmp_path: Path) -> None:
     script = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / f"{name}.py")]
     options = ["--epochs", "12", "--half", half]
     whole = saved_by(script, *options, checkpoint=tmp_path / "whole.pt")
@@ -142,9 +142,71 @@ def test_one_that_is_killed_and_resumed_ends_with_the_same_bits(name: str, half:
         assert resumed["amp"]["loss_scaler0.loss_scale"] == (1 if half == "bfloat16" else 2**16)
 
 
+# Runs a script, and kills it within an epoch: after the first step of its optimizer once a file exists.
+KILLED = """
+import os, runpy, signal, sys
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+def kill(*_):
+    if os.path.exists(file):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+_, file, *sys.argv = sys.argv
+register_optimizer_step_post_hook(kill)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+# Of examples that save each epoch: what they save after the first epoch of three, and at the end.
+FOLDERS = {
+    "accelerate_digits": ("epoch.1", ["model/model.safetensors", "epoch.3/optimizer.bin", "epoch.3/ampatch.pt"]),
+    "transformers_digits": (
+        "checkpoint-12",
+        ["model/model.safetensors", "checkpoint-36/optimizer.pt", "checkpoint-36/ampatch.pt"],
+    ),
+    "timm_digits": ("last.pth.tar", ["last.pth.tar"]),
+}
+
+
+def assert_same_files(one: Path, other: Path, names: list[str]) -> None:
+    from safetensors.torch import load_file
+
+    for name in names:
+        load = load_file if name.endswith("safetensors") else functools.partial(torch.load, weights_only=False)
+        assert_same_state(load(one / name), load(other / name))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_a_program_that_is_exported_runs_without_ampatch(half: str, tmp_path: Path) -> None:
+@EACH_LEVEL
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.covering(1)
+def test_an_example_killed_within_an_epoch_resumes_to_the_same_bits(name, level, half, tmp_path) -> None:
+    first, files = FOLDERS[name]
+    script = [*LAUNCHERS.get(name, ()), str(EXAMPLES / f"{name}.py")]
+    killed = ["-c", KILLED, str(tmp_path / "killed" / first), *script]
+    codes = []
+    for folder, command in (("whole", script), ("killed", killed), ("killed", script)):
+        options = ["--epochs", "3", "--opt-level", level, "--half", half, "--checkpoints", str(tmp_path / folder)]
+        done = subprocess.run([sys.executable, *command, *options], env=ENVIRONMENT, check=False)
+        codes.append(done.returncode)
+    assert codes == [0, -signal.SIGKILL, 0]
+    assert_same_files(tmp_path / "whole", tmp_path / "killed", files)
+
+
+@pytest.mark.beyond_ci
+def test_two_ranks_of_accelerate_resume_to_the_same_bits(tmp_path: Path) -> None:
+    options = ["--opt-level", "O2", "--half", "float16", "--accumulate", "2"]
+    for name, epochs in (("whole", 3), ("broken", 2), ("broken", 3)):
+        given = [*options, "--epochs", str(epochs), "--checkpoints", str(tmp_path / name)]
+        command = [sys.executable, *TORCHRUN, str(EXAMPLES / "accelerate_digits.py"), *given]
+        done = completed(command, cwd=tmp_path, env=ENVIRONMENT)
+        assert done.returncode == 0, done.stderr
+    assert_same_files(tmp_path / "whole", tmp_path / "broken", FOLDERS["accelerate_digits"][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_an_exported_program_runs_without_ampatch(half: str, tmp_path: Path) -> None:
     program = tmp_path / "digits.pt2"
     script = [sys.executable, "-W", "error::UserWarning", str(EXAMPLES / "convert_model.py")]
     options = ["--epochs", "1", "--half", half, "--program", str(program)]
@@ -160,16 +222,16 @@ def test_a_program_that_is_exported_runs_without_ampatch(half: str, tmp_path: Pa
 
 @pytest.mark.slow
 class TestTune:
-    def test_the_planted_culprit_is_found_and_the_others_need_no_list(self, tmp_path: Path) -> None:
+    def test_only_the_planted_function_needs_an_overlay(self, tmp_path: Path) -> None:
         printed = run("tune", where=tmp_path)
         digits, language, planted = printed.split("== ")[1:]
-        for each in (digits, language):
-            assert "no overlay is needed" in each
+        assert "no overlay is needed" in digits
+        assert "no overlay is needed" in language
         assert "blacklist:\n  __main__:\n" in planted
         assert planted.count("    - ") == 1
         assert "    - standardised" in planted
 
-    def test_the_command_of_its_docstring_writes_the_list(self, tmp_path: Path) -> None:
+    def test_the_command_of_the_docstring_writes_the_list(self, tmp_path: Path) -> None:
         command = "ampatch tune tune:planted"
         assert command in (EXAMPLES / "tune.py").read_text(encoding="utf-8")
         shutil.copy(EXAMPLES / "tune.py", tmp_path)
@@ -178,7 +240,7 @@ class TestTune:
         assert written == {"blacklist": {"tune": ["standardised"]}}
 
 
-def test_all_of_them_are_run() -> None:
+def test_every_example_is_run() -> None:
     run_here = {getattr(script, "values", [script])[0] for script in SCRIPTS} | {name for name, *_ in UNDER_TORCHRUN}
     run_here.add("tune")
     page = (EXAMPLES.parent / "docs" / "guide" / "find_an_overflow.md").read_text(encoding="utf-8")

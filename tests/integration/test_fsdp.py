@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import DEVICES_OF_EACH, HALF_DTYPES, assert_same_state, dtype_name
+from helpers import DEVICES_OF_EACH, HALF_DTYPES, assert_same_state
+from optimizers import backward
 from round_numbers import MICRO_BATCHES, SCALE, data, round_weights
+from small_nets import EACH_HALF, net
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,9 +30,8 @@ from ampatch import GradScaler, amp
 from ampatch.native.kernels import values_of
 from ampatch.runtime import runtime
 
-HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-ON_DEVICES = pytest.mark.parametrize("device", DEVICES_OF_EACH)
-KINDS = pytest.mark.parametrize("kind", ["fully_shard", "FSDP1", "FSDP1 flat"])
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES_OF_EACH)
+EACH_KIND = pytest.mark.parametrize("kind", ["fully_shard", "FSDP1", "FSDP1 flat"])
 
 
 class Exact(nn.Sequential):
@@ -66,11 +67,6 @@ def postponed(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(False)
         yield
         model.set_requires_gradient_sync(True)
-
-
-def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
 
 
 def set_up(kind: str, half: torch.dtype, device: str, make: Any = Exact, fused: bool = False) -> tuple[Any, Any]:
@@ -128,33 +124,31 @@ def both(kind: str, half: torch.dtype, device: str, postpone: bool) -> Any:
     return alone(half, device), *together(kind, half, device, postpone)
 
 
-@ON_DEVICES
-@HALVES
-class TestOneStep:
-    """Bit for bit what one process does on the whole batch."""
+def check_one_step(workers, kind, half, device, postpone):
+    for one, several, dtypes, passes in workers.run(both, kind, half, device, postpone):
+        assert dtypes == {half}
+        assert passes == (1 if postpone else MICRO_BATCHES)
+        if several:  # FSDP1 gives the whole state to the first process only
+            assert_same_state(several, one)
+        assert not torch.equal(one["0.weight"], Exact()[0].weight)
 
-    @KINDS
-    @pytest.mark.parametrize("postpone", [False, True])
-    @pytest.mark.covering(1)
-    def test_of_two_processes(self, two, kind, half, device, postpone):
-        self.check(two, kind, half, device, postpone)
 
-    def test_of_weights_that_are_gathered_in_half(self, two, half, device):
-        self.check(two, "gathered in half", half, device, False)
+@EACH_DEVICE
+@EACH_HALF
+@pytest.mark.parametrize("kind", ["fully_shard", "FSDP1", "FSDP1 flat", "gathered in half"])
+@pytest.mark.parametrize("postpone", [False, True])
+@pytest.mark.covering(1)
+def test_two_ranks_step_to_the_bits_of_one_process(two, kind, half, device, postpone):
+    check_one_step(two, kind, half, device, postpone)
 
-    @pytest.mark.parametrize("kind", ["fully_shard", "mesh 2 2"])
-    @pytest.mark.slow
-    @pytest.mark.either_way
-    def test_of_four_processes(self, four, kind, half, device):
-        self.check(four, kind, half, device, True)
 
-    def check(self, workers, kind, half, device, postpone):
-        for one, several, dtypes, passes in workers.run(both, kind, half, device, postpone):
-            assert dtypes == {half}
-            assert passes == (1 if postpone else MICRO_BATCHES)
-            if several:  # FSDP1 gives the whole state to the first process only
-                assert_same_state(several, one)
-            assert not torch.equal(one["0.weight"], Exact()[0].weight)
+@EACH_DEVICE
+@EACH_HALF
+@pytest.mark.parametrize("kind", ["fully_shard", "mesh 2 2"])
+@pytest.mark.slow
+@pytest.mark.either_way
+def test_four_ranks_step_to_the_bits_of_one_process(four, kind, half, device):
+    check_one_step(four, kind, half, device, True)
 
 
 def overflow_in_one_piece(kind: str, half: torch.dtype, device: str, how: str) -> Any:
@@ -178,13 +172,13 @@ def overflow_in_one_piece(kind: str, half: torch.dtype, device: str, how: str) -
     return weights, skipped, scales
 
 
-@ON_DEVICES
+@EACH_DEVICE
 class TestAnOverflowInOnePiece:
-    @KINDS
+    @EACH_KIND
     @pytest.mark.parametrize("how", ["plain", "fused", "clipped"])
     @pytest.mark.parametrize("half", [*HALF_DTYPES, None], ids=["float16", "bfloat16", "O4"])
     @pytest.mark.covering(1)
-    def test_skips_the_step_in_all(self, two, kind, half, device, how):
+    def test_an_overflow_in_one_piece_skips_the_step_of_all_ranks(self, two, kind, half, device, how):
         for weights, skipped, scales in two.run(overflow_in_one_piece, kind, half, device, how):
             assert skipped == [False, True, False]
             assert scales == [2.0**10, 2.0**9, 2.0**9]
@@ -194,7 +188,7 @@ class TestAnOverflowInOnePiece:
 
     @pytest.mark.slow
     @pytest.mark.either_way
-    def test_skips_it_in_all_replicas_too(self, four, device):
+    def test_an_overflow_in_one_piece_skips_the_step_of_all_replicas(self, four, device):
         for _, skipped, _ in four.run(overflow_in_one_piece, "mesh 2 2", torch.float16, device, "plain"):
             assert skipped == [False, True, False]
 
@@ -217,37 +211,41 @@ def clipped(kind: str, device: str, how: str) -> Any:
     return before, whole_weights(model), norm
 
 
-@ON_DEVICES
-class TestClipping:
-    @pytest.mark.parametrize("how", ["unscaled", "delayed", "off"])
-    @KINDS
-    @pytest.mark.covering(1)
-    def test_is_by_the_norm_of_all_pieces(self, two, kind, device, how):
-        self.check(two, kind, device, how)
+def norm_of(loss: Tensor, model: nn.Module) -> float:
+    return float(torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(model.parameters()))]).norm())
 
-    @pytest.mark.slow
-    @pytest.mark.either_way
-    def test_counts_replicas_once(self, four, device):
-        self.check(four, "mesh 2 2", device, "delayed")
 
-    @pytest.mark.slow
-    @pytest.mark.either_way
-    @pytest.mark.parametrize("how", ["unscaled", "delayed"])
-    def test_counts_processes_that_have_nothing_of_some(self, four, device, how):
-        self.check(four, "fully_shard", device, how)
+def check_clipping(workers, kind, device, how):
+    model = Exact()
+    loss = sum(model(data("cpu", rank)[0]).sum() for rank in range(workers.count)) / workers.count
+    expected = pytest.approx(norm_of(loss, model), rel=1e-5)
+    for outcome in workers.run(clipped, kind, device, how):
+        if outcome is None:
+            continue
+        before, after, norm = outcome
+        assert norm == expected
+        if before:
+            moved = torch.cat([(before[name] - after[name]).flatten() for name in before]).norm()
+            assert float(moved) == pytest.approx(0.25 * 0.5, rel=1e-3)  # the norm times the learning rate
 
-    def check(self, workers, kind, device, how):
-        model = Exact()
-        loss = sum(model(data("cpu", rank)[0]).sum() for rank in range(workers.count)) / workers.count
-        expected = torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(model.parameters()))]).norm()
-        for outcome in workers.run(clipped, kind, device, how):
-            if outcome is None:
-                continue
-            before, after, norm = outcome
-            assert norm == pytest.approx(float(expected), rel=1e-5)
-            if before:
-                moved = torch.cat([(before[name] - after[name]).flatten() for name in before]).norm()
-                assert float(moved) == pytest.approx(0.25 * 0.5, rel=1e-3)  # the norm times the learning rate
+
+@EACH_DEVICE
+@pytest.mark.parametrize("how", ["unscaled", "delayed", "off"])
+@EACH_KIND
+@pytest.mark.covering(1)
+def test_clipping_is_by_the_norm_of_all_pieces(two, kind, device, how):
+    check_clipping(two, kind, device, how)
+
+
+# On four ranks some have no piece of a bias; on the mesh the norm counts replicas once.
+@EACH_DEVICE
+@pytest.mark.slow
+@pytest.mark.either_way
+@pytest.mark.parametrize(
+    ("kind", "how"), [("mesh 2 2", "delayed"), ("fully_shard", "unscaled"), ("fully_shard", "delayed")]
+)
+def test_clipping_on_four_ranks_counts_each_piece_once(four, kind, device, how):
+    check_clipping(four, kind, device, how)
 
 
 def overflowed_under_a_static_scale(kind: str) -> list[bool]:
@@ -264,8 +262,8 @@ def overflowed_under_a_static_scale(kind: str) -> list[bool]:
     return [bool(grad.any()) and torch.equal(grad, was) for grad, was in zip(grads, before, strict=True)]
 
 
-@KINDS
-def test_clipping_leaves_all_pieces_as_they_are_where_one_has_overflowed(two, kind):
+@EACH_KIND
+def test_clipping_after_an_overflow_in_one_piece_changes_no_piece(two, kind):
     for are_left in two.run(overflowed_under_a_static_scale, kind):
         assert any(are_left)
         assert all(are_left)
@@ -283,15 +281,10 @@ def clipped_twice(device: str, fused: bool) -> dict[str, Tensor]:
     return whole_weights(model)
 
 
-@ON_DEVICES
-def test_an_optimizer_clips_pieces_in_its_own_kernel(two, device):
+@EACH_DEVICE
+def test_fused_optimizers_clip_pieces_as_plain_ones_do(two, device):
     for fused, plain in zip(two.run(clipped_twice, device, True), two.run(clipped_twice, device, False), strict=True):
         torch.testing.assert_close(fused, plain)
-
-
-class Classifier(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
 def train(model: Any, optimizer: Any, steps: range, device: str) -> None:
@@ -304,12 +297,16 @@ def train(model: Any, optimizer: Any, steps: range, device: str) -> None:
 
 
 def begun(kind: str, device: str) -> tuple[Any, Any]:
-    torch.manual_seed(7)
-    model = sharded(Classifier(), kind, device)
+    model = sharded(net(), kind, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     # Overflows at first, so that the scale is part of what has to be saved.
     amp.initialize(model, optimizer, half_dtype=torch.float16, verbosity=0, scale_window=3)
     return model, optimizer
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer, "amp": amp.state_dict()}
 
 
 def interrupted(kind: str, device: str, directory: str) -> Any:
@@ -320,12 +317,11 @@ def interrupted(kind: str, device: str, directory: str) -> Any:
 
     model, optimizer = begun(kind, device)
     train(model, optimizer, range(5), device)
-    saved = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True), amp=amp.state_dict())
-    dcp.save(saved, checkpoint_id=directory)
+    dcp.save(state_of(model, optimizer), checkpoint_id=directory)
     amp.deinitialize()
 
     model, optimizer = begun(kind, device)
-    loaded = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True), amp=amp.state_dict())
+    loaded = state_of(model, optimizer)
     dcp.load(loaded, checkpoint_id=directory)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     amp.load_state_dict(loaded["amp"])
@@ -333,14 +329,13 @@ def interrupted(kind: str, device: str, directory: str) -> Any:
     return expected, (pieces(model.parameters()), amp.state_dict())
 
 
-@ON_DEVICES
-class TestCheckpoints:
-    @pytest.mark.slow_on_cpu
-    @pytest.mark.parametrize("kind", ["fully_shard", "FSDP1"])
-    @pytest.mark.filterwarnings("ignore")
-    def test_go_on_as_if_nothing_had_happened(self, two, kind, device, tmp_path: Path):
-        for expected, found in two.run(interrupted, kind, device, str(tmp_path)):
-            assert_same_state(found, expected)
+@EACH_DEVICE
+@pytest.mark.slow_on_cpu
+@pytest.mark.parametrize("kind", ["fully_shard", "FSDP1"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_resumed_run_ends_with_the_same_bits(two, kind, device, tmp_path: Path):
+    for expected, found in two.run(interrupted, kind, device, str(tmp_path)):
+        assert_same_state(found, expected)
 
 
 def raised_after_a_postponed_pass(kind: str) -> Any:
@@ -390,20 +385,20 @@ def another_scale() -> None:
 
 
 class TestBadUse:
-    @KINDS
+    @EACH_KIND
     @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-    def test_half_weights_are_refused(self, two, kind, level):
+    def test_levels_with_half_weights_raise(self, two, kind, level):
         two.run(refused, kind, level)
 
     @pytest.mark.parametrize("kind", ["FSDP1", "FSDP1 flat"])
-    def test_a_module_that_amp_does_not_know_is_refused(self, two, kind):
+    def test_a_module_without_amp_raises(self, two, kind):
         two.run(unknown, kind)
 
-    def test_two_scales_are_not_added_up_out_of_sight(self, two):
+    def test_passes_at_two_scales_raise(self, two):
         two.run(another_scale)
 
-    @KINDS
-    def test_a_block_that_raises_leaves_nothing_behind(self, two, kind):
+    @EACH_KIND
+    def test_a_block_that_raises_forgets_a_postponed_pass(self, two, kind):
         assert_same_state(two.run(raised_after_a_postponed_pass, kind), two.run(one_pass, kind))
 
 
@@ -417,8 +412,8 @@ def casts_of_weights(kind: str) -> tuple[int, int]:
     return amp.cast_counts().cache_hits, kept
 
 
-@KINDS
-def test_gathered_weights_are_not_kept_in_half_either(two, kind):
+@EACH_KIND
+def test_casts_of_gathered_weights_are_not_cached(two, kind):
     assert two.run(casts_of_weights, kind) == [(0, 0)] * 2
 
 
@@ -433,7 +428,7 @@ def scaler_by_itself() -> tuple[bool, float]:
     return overflow, scaler.state_dict()["loss_scale"]
 
 
-def test_a_scaler_by_itself_hears_of_other_pieces(two):
+def test_a_loss_scaler_sees_an_overflow_in_another_piece(two):
     assert two.run(scaler_by_itself) == [(True, 4.0)] * 2
 
 
@@ -466,13 +461,13 @@ def grad_scaler_by_itself(how: str, device: str) -> tuple[bool, float]:
     return same, scaler.get_scale()
 
 
-@ON_DEVICES
+@EACH_DEVICE
 @pytest.mark.parametrize(
     "how", ["plain", "unscaled", "closure", "fused", "no gradients beside", "no gradients beside, fused"]
 )
 @pytest.mark.slow
 @pytest.mark.either_way
-def test_a_grad_scaler_by_itself_skips_in_all(two, how, device):
+def test_a_grad_scaler_skips_the_step_of_all_ranks(two, how, device):
     assert two.run(grad_scaler_by_itself, how, device) == [(True, 4.0)] * 2
 
 
@@ -494,8 +489,7 @@ def norm_beside_whole_weights(how: str) -> float:
 @pytest.mark.parametrize("how", ["another strategy inside", "ignored modules"])
 def test_the_norm_counts_whole_weights_beside_pieces_once(two, how):
     model = Exact()
-    grads = torch.autograd.grad(model(data("cpu", 0)[0]).sum(), list(model.parameters()))
-    expected = float(torch.cat([grad.flatten() for grad in grads]).norm())
+    expected = norm_of(model(data("cpu", 0)[0]).sum(), model)
     assert two.run(norm_beside_whole_weights, how) == [pytest.approx(expected, rel=1e-5)] * 2
 
 
@@ -534,21 +528,21 @@ def sharded_after_conversion() -> None:
         amp.initialize([], torch.optim.SGD(model.parameters(), lr=0.5), opt_level="O2", **SCALE)
 
 
-class TestAPostponedPass:
-    @KINDS
-    def test_is_no_end_of_an_iteration(self, two, kind):
+class TestPostponedPasses:
+    @EACH_KIND
+    def test_a_step_after_a_postponed_pass_raises(self, two, kind):
         two.run(step_after_a_postponed_pass, kind)
 
     @pytest.mark.slow
     @pytest.mark.either_way
-    def test_is_none_where_replicas_are_left_to_be_reduced(self, four):
+    def test_a_step_before_replicas_are_reduced_raises(self, four):
         four.run(step_after_a_postponed_pass, "mesh 2 2")
 
     @pytest.mark.slow
     @pytest.mark.either_way
-    def test_leaves_nothing_behind_where_a_block_raises(self, four):
+    def test_a_block_that_raises_forgets_a_pass_without_all_reduce(self, four):
         assert_same_state(four.run(raised_after_a_half_reduced_pass), four.run(one_pass, "mesh 2 2"))
 
 
-def test_a_model_that_was_converted_is_not_to_be_sharded(two):
+def test_sharding_a_converted_model_raises(two):
     two.run(sharded_after_conversion)

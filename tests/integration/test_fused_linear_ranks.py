@@ -6,9 +6,7 @@ On a CPU the node's products are those of torch's own nodes: every gradient and 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from helpers import HALF_DTYPES, assert_same_state, dtype_name
+from helpers import assert_same_state
+from optimizers import backward
+from small_nets import EACH_HALF
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.backends.common import aot_autograd
@@ -34,10 +34,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ampatch import GradScaler, amp
+from ampatch import amp
 from ampatch.scaling import scale_use
 
-HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 TORCHS_OWN = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 QUIET = {"verbosity": 0, "loss_scale": "dynamic", "init_scale": 2.0**8}
 
@@ -87,11 +86,6 @@ def set_up(model: nn.Module, half: torch.dtype, fused: bool, **options: Any) -> 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     amp.initialize(model, optimizer, half_dtype=half, fused_linear=fused, **{**QUIET, **options})
     return optimizer
-
-
-def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
 
 
 def loss_of(out: Tensor) -> Tensor:
@@ -167,13 +161,10 @@ def replicated(kind: str, half: torch.dtype, fused: bool) -> tuple[int, list[Any
     found, states = 0, []
     for step in range(3):
         optimizer.zero_grad()
-        for micro in range(2):
-            postponed = kind.startswith("no_sync") and micro == 0
-            if micro == 0 and not postponed:
-                continue
-            how = "skip" if kind == "unused parameters" and step % 2 == dist.get_rank() else kind
+        how = "skip" if kind == "unused parameters" and step % 2 == dist.get_rank() else kind
+        for postponed in (True, False) if kind.startswith("no_sync") else (False,):
             with replica.no_sync() if postponed else contextlib.nullcontext():
-                out = replica(batch(10 * step + 2 * dist.get_rank() + micro), how)
+                out = replica(batch(10 * step + 2 * dist.get_rank() + postponed), how)
                 found += nodes_of(out)
                 if step == 1 and dist.get_rank() == 1 and kind != "power SGD":  # it would keep the NaN
                     out.register_hook(lambda grad: grad * float("inf"))
@@ -184,16 +175,15 @@ def replicated(kind: str, half: torch.dtype, fused: bool) -> tuple[int, list[Any
     return found, states
 
 
-class TestDistributedDataParallel:
-    @pytest.mark.slow
-    @HALVES
-    @pytest.mark.parametrize("kind", DDP)
-    @pytest.mark.covering(1)
-    def test_has_the_same_bits(self, two, kind, half):
-        (found, first), (_, second) = two.run(compared, replicated, kind, half)
-        assert found > 0
-        for (one, _), (other, _) in zip(first[1::2], second[1::2], strict=True):
-            assert_same_state(one["weights"], other["weights"])
+@pytest.mark.slow
+@EACH_HALF
+@pytest.mark.parametrize("kind", DDP)
+@pytest.mark.covering(1)
+def test_ddp_trains_to_the_same_bits(two, kind, half):
+    (found, first), (_, second) = two.run(compared, replicated, kind, half)
+    assert found > 0
+    for (one, _), (other, _) in zip(first[1::2], second[1::2], strict=True):
+        assert_same_state(one["weights"], other["weights"])
 
 
 FSDP = {
@@ -235,25 +225,22 @@ def sharded(kind: str, half: torch.dtype, fused: bool) -> tuple[int, list[Any]]:
     return found, states
 
 
-class TestFullySharded:
-    @pytest.mark.slow
-    @HALVES
-    @pytest.mark.parametrize("kind", FSDP)
-    @pytest.mark.covering(1)
-    @pytest.mark.filterwarnings("ignore")
-    def test_has_the_same_bits(self, two, kind, half):
-        for found, states in two.run(compared, sharded, kind, half):
-            assert [skipped for _, skipped in states[1::2]] == [False, True, False]
-            # FSDP1 runs layers with views of its flat parameter, which are no parameters.
-            assert (found == 0) == (kind.startswith("FSDP1") or kind == "fully_shard, in half")
+@pytest.mark.slow
+@EACH_HALF
+@pytest.mark.parametrize("kind", FSDP)
+@pytest.mark.covering(1)
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp_trains_to_the_same_bits(two, kind, half):
+    for found, states in two.run(compared, sharded, kind, half):
+        assert [skipped for _, skipped in states[1::2]] == [False, True, False]
+        # FSDP1 runs layers with views of its flat parameter, which are no parameters.
+        assert (found == 0) == (kind.startswith("FSDP1") or kind == "fully_shard, in half")
 
 
 def in_columns_and_rows(with_fsdp: bool, half: torch.dtype, fused: bool) -> tuple[int, Any]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
     mesh = init_device_mesh("cpu", (2, 2) if with_fsdp else (2,), mesh_dim_names=("data", "model")[-1 - with_fsdp :])
-    parallelize_module(
-        model, mesh["model"], {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    )  # whose result is not there yet
+    parallelize_module(model, mesh["model"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     if with_fsdp:
         fully_shard(model, mesh=mesh["data"])
     optimizer = set_up(model, half, fused)
@@ -264,50 +251,19 @@ def in_columns_and_rows(with_fsdp: bool, half: torch.dtype, fused: bool) -> tupl
     return found, state(model)
 
 
-class TestTensorParallel:
-    """The layers that are split have DTensors as weights, and are called as without fused_linear."""
-
-    @HALVES
-    def test_has_the_same_bits(self, two, half):
-        for found, _ in two.run(compared, in_columns_and_rows, False, half):
-            assert found == 1  # the layer that is not split
-
-    @HALVES
-    @pytest.mark.slow
-    @pytest.mark.either_way
-    def test_has_the_same_bits_under_fsdp_too(self, four, half):
-        for found, _ in four.run(compared, in_columns_and_rows, True, half):
-            assert found == 1
+# Layers that are split have DTensors as weights, and are called as without fused_linear.
+@EACH_HALF
+def test_tensor_parallel_layers_train_to_the_same_bits(two, half):
+    for found, _ in two.run(compared, in_columns_and_rows, False, half):
+        assert found == 1  # the layer that is not split
 
 
-def in_stages(half: torch.dtype, fused: bool) -> tuple[int, Any]:
-    """Two ranks have a stage each, and send activations and gradients of micro-batches."""
-    torch.manual_seed(dist.get_rank())
-    is_first = dist.get_rank() == 0
-    stage = nn.Sequential(nn.Linear(8, 16), nn.ReLU()) if is_first else nn.Linear(16, 4)
-    optimizer = set_up(stage, half, fused, loss_scale=64.0)
-    found, sent = 0, []
-    for micro in range(2):
-        if is_first:
-            out = stage(batch(micro))
-            activations = out.detach().float()
-            sent.append((out, activations, dist.isend(activations, 1)))
-        else:
-            received = torch.empty(6, 16)
-            dist.recv(received, 0)
-            received.requires_grad_()
-            out = stage(received)
-            backward(loss_of(out), optimizer)
-            dist.send(received.grad, 0)
-        found += nodes_of(out)
-    for out, _, sending in sent:
-        sending.wait()
-        grad = torch.empty(6, 16)
-        dist.recv(grad, 1)
-        with amp.scale_loss(torch.zeros(()), optimizer):
-            out.backward(grad.to(out.dtype) * 64)
-    optimizer.step()
-    return found, state(stage)
+@EACH_HALF
+@pytest.mark.slow
+@pytest.mark.either_way
+def test_tensor_parallel_layers_under_fsdp_train_to_the_same_bits(four, half):
+    for found, _ in four.run(compared, in_columns_and_rows, True, half):
+        assert found == 1
 
 
 def in_two_parts(half: torch.dtype, fused: bool) -> tuple[int, Any]:
@@ -322,16 +278,10 @@ def in_two_parts(half: torch.dtype, fused: bool) -> tuple[int, Any]:
     return found, (of_input.clone(), state(model))
 
 
-class TestPipelines:
-    @HALVES
-    def test_of_two_ranks_have_the_same_bits(self, two, half):
-        for found, _ in two.run(compared, in_stages, half):
-            assert found == 2
-
-    @HALVES
-    def test_may_compute_gradients_of_weights_later(self, half):
-        found, _ = compared(in_two_parts, half)
-        assert found == 4
+@EACH_HALF
+def test_gradients_of_weights_computed_after_those_of_inputs_have_the_same_bits(half):
+    found, _ = compared(in_two_parts, half)
+    assert found == 4
 
 
 def arrivals(fused: bool) -> tuple[int, list[str]]:
@@ -344,7 +294,7 @@ def arrivals(fused: bool) -> tuple[int, list[str]]:
     return nodes_of(out), arrived
 
 
-def test_gradients_arrive_in_the_same_order():
+def test_fused_gradients_arrive_in_torchs_order():
     """DDP lays its buckets out in this order, and random projections of its hooks follow the buckets."""
     found, arrived = compared(arrivals)
     assert found == 4
@@ -408,7 +358,7 @@ COMPILED: dict[str, Callable[..., Any]] = {
     )[1],
     "dynamic": lambda model, compile: compile(model, dynamic=True, fullgraph=True),
 }
-#: Layers that are called in eager code.
+# Layers that are called in eager code.
 IN_EAGER_CODE = {"a layer": 3, "graph breaks": 1, "in a checkpoint": 3}
 
 
@@ -434,10 +384,10 @@ def compiled(how: str, before: bool, half: torch.dtype, graphs: list[Graphs], fu
 @pytest.mark.slow
 @TORCHS_OWN
 @pytest.mark.parametrize("before", [True, False], ids=["before initialize", "after initialize"])
-@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+@EACH_HALF
 @pytest.mark.parametrize("how", COMPILED)
 @pytest.mark.covering(1)
-def test_compiled_code_is_the_same(how, half, before):
+def test_compiled_graphs_have_the_same_operators_and_bits(how, half, before):
     """The compiler sees torch's own linear layers; only eager code around them has fused ones."""
     graphs: list[Graphs] = []
     found, _ = compared(compiled, how, before, half, graphs)
@@ -446,23 +396,6 @@ def test_compiled_code_is_the_same(how, half, before):
     assert fused.targets() == unfused.targets()
     assert len(fused.forward) == len(unfused.forward) > 0
     assert len(fused.backward) == len(unfused.backward) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.either_way
-@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore")
-def test_inductor_gives_the_same(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-    def train(fused: bool) -> tuple[int, Any]:
-        model = Net()
-        optimizer = set_up(model, torch.bfloat16, fused)
-        out = torch.compile(model, fullgraph=True)(batch())
-        backward(loss_of(out), optimizer)
-        return nodes_of(out), state(model)
-
-    assert compared(train)[0] == 0
 
 
 def of_a_compiled_backward(
@@ -487,7 +420,7 @@ def of_a_compiled_backward(
             if how == "saved tensor hooks":
                 pack = functools.partial(torch.Tensor.clone)
                 hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
-            out = model(x, how) if how != "a frozen bias" else model(x)
+            out = model(x, how)
         found += nodes_of(out)
         if how == "stopped":
             out = model.last(Stop.apply(model.first(x)))
@@ -518,11 +451,11 @@ class Stop(torch.autograd.Function):
 
 @pytest.mark.slow
 @TORCHS_OWN
-@HALVES
+@EACH_HALF
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", ["plain", "checkpoint", "inputs too", "saved tensor hooks", "some", "stopped"])
 @pytest.mark.covering(1)
-def test_compiled_autograd_gives_the_same(how, backend, half):
+def test_compiled_autograd_gives_the_same_bits(how, backend, half):
     graphs: list[torch.fx.GraphModule] = []
     found, _ = compared(of_a_compiled_backward, how, backend, half, graphs)
     assert found >= 12
@@ -562,9 +495,9 @@ def traced_by_jit(fused: bool) -> tuple[int, Any]:
     set_up(model, torch.bfloat16, fused)
     traced = torch.jit.trace(model, (batch(),), check_trace=False)
     out = traced(batch(1))
+    assert nodes_of(out) == 0
     loss_of(out).backward()
-    kinds = [node.kind() for node in traced.inlined_graph.nodes()]
-    return nodes_of(out), (kinds, out, state(model))
+    return 0, ([node.kind() for node in traced.inlined_graph.nodes()], out, state(model))
 
 
 def traced_symbolically(fused: bool) -> tuple[int, Any]:
@@ -602,242 +535,49 @@ def functional(fused: bool) -> tuple[int, Any]:
     return 0, (torch.func.grad(loss)(weights, batch()), torch.func.vmap(model)(batch().unflatten(0, (2, 3))))
 
 
-class TestTracers:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("strict", [True, False])
-    def test_export_sees_no_node(self, strict):
-        compared(exported, strict)
-
-    @pytest.mark.filterwarnings("ignore")
-    def test_jit_trace_sees_no_node(self):
-        assert compared(traced_by_jit)[0] == 0
-
-    def test_symbolic_trace_sees_no_node(self):
-        compared(traced_symbolically)
-
-    def test_make_fx_sees_no_node(self):
-        compared(made_by_make_fx)
-
-    def test_functional_transforms_see_no_node(self):
-        compared(functional)
+@pytest.mark.parametrize(
+    "trace",
+    [
+        pytest.param(functools.partial(exported, True), marks=pytest.mark.slow),
+        pytest.param(functools.partial(exported, False), marks=pytest.mark.slow),
+        traced_by_jit,
+        traced_symbolically,
+        made_by_make_fx,
+        functional,
+    ],
+    ids=["strict export", "export", "jit.trace", "symbolic_trace", "make_fx", "func"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tracers_see_no_fused_node(trace):
+    compared(trace)
 
 
-# --- training loops -------------------------------------------------------------------------------
-
-
-class Loop:
-    """A model, its optimizer and two kinds of loss.
-
-    Args:
-        fused: whether linear layers are fused.
-        half: half type.
-        options: those of `amp.initialize`.
-    """
-
-    def __init__(self, fused: bool, half: torch.dtype, **options: Any) -> None:
-        self.model, self.found, self.noted = Net(), 0, []
-        self.optimizer = set_up(self.model, half, fused, **options)
-
-    def loss(self, number: int, factor: float = 1.0) -> Tensor:
-        out = self.model(batch(number))
-        self.found += nodes_of(out)
-        return loss_of(out) * factor
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        self.noted.append(state(self.model))
-        self.optimizer.step(*([] if closure is None else [closure]))
-        self.optimizer.zero_grad()
-        self.noted.append((state(self.model), amp.step_was_skipped(self.optimizer)))
-
-
-def accumulating(loop: Loop) -> None:
-    for number in range(6):
-        backward(loop.loss(number), loop.optimizer)
-        if number % 3 == 2:
-            loop.step()
-
-
-def clipping(loop: Loop) -> None:
-    for number in range(3):
-        backward(loop.loss(number), loop.optimizer)
-        loop.noted.append(amp.clip_grad_norm_(loop.optimizer, 0.1))
-        loop.step()
-
-
-def delaying(loop: Loop) -> None:
-    for number in range(4):
-        backward(loop.loss(number), loop.optimizer, delay_unscale=number % 2 == 0)
-        if number % 2:
-            loop.step()
-
-
-def overflowing(loop: Loop) -> None:
-    """The gradients of the second step overflow in half, in the loss's own gradient and in a layer's."""
-    for number in range(4):
-        backward(loop.loss(number, 2.0**20 if number == 1 else 1.0), loop.optimizer)
-        loop.step()
-
-
-def with_two_losses(loop: Loop) -> None:
-    for number in range(3):
-        for loss_id in range(2):
-            with amp.scale_loss(loop.loss(number + loss_id), loop.optimizer, loss_id=loss_id) as scaled_loss:
-                scaled_loss.backward()
-        loop.step()
-
-
-def keeping_the_graph(loop: Loop) -> None:
-    loss = loop.loss(0)
-    with amp.scale_loss(loss, loop.optimizer) as scaled_loss:
-        scaled_loss.backward(retain_graph=True)
-    with amp.scale_loss(loss * 2, loop.optimizer) as scaled_loss:
-        scaled_loss.backward()
-    loop.step()
-
-
-def averaging(loop: Loop) -> None:
-    averaged = torch.optim.swa_utils.AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for number in range(3):
-        backward(loop.loss(number), loop.optimizer)
-        loop.step()
-        averaged.update_parameters(loop.model)
-        with torch.no_grad():
-            loop.noted.append(averaged(batch(9)))
-    assert nodes_of(averaged(batch(9))) in (0, 4)  # a copy is trained like the model
-
-
-def validating(loop: Loop) -> None:
-    for number in range(3):
-        backward(loop.loss(number), loop.optimizer)
-        loop.step()
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                loop.noted.append(loop.model(batch(9)).clone())
-
-
-def freezing(loop: Loop) -> None:
-    for number, frozen in enumerate([loop.model.first, loop.model.last.bias, loop.model.last.weight]):
-        frozen.requires_grad_(False)
-        backward(loop.loss(number), loop.optimizer)
-        loop.step()
-
-
-LOOPS: dict[str, tuple[Callable[[Loop], None], dict[str, Any]]] = {
-    "accumulation": (accumulating, {}),
-    "clipping": (clipping, {}),
-    "delayed unscaling": (delaying, {}),
-    "overflow": (overflowing, {}),
-    "static scale": (overflowing, {"loss_scale": 128.0}),
-    "checked for inf": (overflowing, {"loss_scale": 1.0, "check_finite": True}),
-    "labels": (accumulating, {"profile_casts": True}),
-    "two losses": (with_two_losses, {"num_losses": 2}),
-    "two passes of a graph": (keeping_the_graph, {}),
-    "averaged weights": (averaging, {}),
-    "validation": (validating, {}),
-    "frozen layers": (freezing, {}),
-}
-
-
-def looped(name: str, half: torch.dtype, fused: bool) -> tuple[int, Any]:
-    run, options = LOOPS[name]
-    loop = Loop(fused, half, **options)
-    run(loop)
-    return loop.found, (loop.noted, state(loop.model), amp.state_dict())
-
-
-@HALVES
-@pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.filterwarnings("ignore:the loss of a skipped step is")
-def test_loops_have_the_same_bits(name, half):
-    assert compared(looped, name, half)[0] > 0
-
-
-def with_two_optimizers(half: torch.dtype, fused: bool) -> tuple[int, Any]:
-    """A generator and a discriminator, each with an optimizer and a loss scale."""
-    torch.manual_seed(0)
-    generator, discriminator = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
-    models = [generator, discriminator]
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
-    amp.initialize(models, optimizers, half_dtype=half, fused_linear=fused, num_losses=2, **QUIET)
-    found, states = 0, []
-    for step in range(3):
-        fake = generator(batch(step))
-        out = discriminator(fake.detach()) - discriminator(batch(step + 9))
-        found += nodes_of(out)
-        with amp.scale_loss(out.float().mean(), optimizers[1], loss_id=0) as scaled_loss:
-            scaled_loss.backward()
-        optimizers[1].step()
-        with amp.scale_loss(-discriminator(fake).float().mean(), optimizers[0], loss_id=1) as scaled_loss:
-            scaled_loss.backward()
-        optimizers[0].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        states.append([whole(model.parameters()) for model in models])
-    return found, states
-
-
-@HALVES
-def test_two_optimizers_learn_the_same(half):
-    """The discriminator is called twice in a pass, so that its gradients are summed in float32: bits may differ."""
-    unfused, fused = with_two_optimizers(half, False), (amp.deinitialize(), with_two_optimizers(half, True))[1]
-    assert (unfused[0], fused[0]) == (0, 12)
-    torch.testing.assert_close(fused[1], unfused[1], rtol=0, atol=0.03)
-
-
-def by_grad_scaler(half: torch.dtype, fused: bool) -> tuple[int, Any]:
-    """The interface of ``torch.amp.GradScaler``, whose scale is not that of a session."""
+def in_a_loop(half: torch.dtype, fused: bool) -> tuple[int, Any]:
+    """Accumulates two gradients in each step, clips them, and averages weights; one gradient overflows in float16."""
     model = Net()
-    optimizer = set_up(model, half, fused, loss_scale=1.0)
-    scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    found, states = 0, []
-    for step in range(4):
-        out = model(batch(step))
+    optimizer = set_up(model, half, fused)
+    averaged = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    found, noted = 0, []
+    for number in range(8):
+        out = model(batch(number))
         found += nodes_of(out)
-        if step == 1:
-            out.register_hook(lambda grad: grad * float("inf"))
-        scaler.scale(loss_of(out)).backward()
-        if step % 2:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        states.append((state(model), scaler.get_scale()))
-    return found, states
+        backward(loss_of(out) * (2.0**20 if number == 3 else 1.0), optimizer, delay_unscale=number % 2 == 0)
+        if number % 2:
+            noted += [amp.clip_grad_norm_(optimizer, 0.1), state(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+            averaged.update_parameters(model)
+            with torch.no_grad():
+                noted += [averaged(batch(9)), amp.step_was_skipped(optimizer)]
+    return found, (noted, state(model), amp.state_dict())
 
 
-@HALVES
-def test_grad_scaler_has_the_same_bits(half):
-    assert compared(by_grad_scaler, half)[0] == 16
-
-
-def resumed(half: torch.dtype, fused: bool) -> tuple[int, Any]:
-    """Four steps at once, and four with everything saved and loaded in a new session after two."""
-    loop = Loop(fused, half, scale_window=1)
-    for number in range(4):
-        backward(loop.loss(number), loop.optimizer)
-        loop.step()
-    at_once = state(loop.model), amp.state_dict()
-    saved: Any = None
-    for numbers in (range(2), range(2, 4)):
-        amp.deinitialize()
-        loop = Loop(fused, half, scale_window=1)
-        if saved is not None:
-            loop.model.load_state_dict(saved[0])
-            loop.optimizer.load_state_dict(saved[1])
-            amp.load_state_dict(saved[2])
-        for number in numbers:
-            backward(loop.loss(number), loop.optimizer)
-            loop.step()
-        saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict(), amp.state_dict()))
-    assert_same_state((state(loop.model), amp.state_dict()), at_once)
-    return loop.found, at_once
-
-
-@pytest.mark.slow
-@HALVES
-def test_a_resumed_run_has_the_same_bits(half):
-    assert compared(resumed, half)[0] == 8
+@EACH_HALF
+@pytest.mark.filterwarnings("ignore:the loss of a skipped step is")
+def test_a_training_loop_ends_with_the_same_bits(half):
+    found, (noted, *_) = compared(in_a_loop, half)
+    assert found == 8 * 4
+    assert noted[3::4] == [False, half is torch.float16, False, False]
 
 
 # --- CUDA -----------------------------------------------------------------------------------------
@@ -877,8 +617,8 @@ def operators_of_node(half: torch.dtype, device: str) -> tuple[list[tuple[str, t
 
 
 class TestOnCuda:
-    @HALVES
-    def test_the_product_of_halves_has_a_float32_result(self, half):
+    @EACH_HALF
+    def test_gradients_of_weights_on_cuda_are_float32_products(self, half):
         """No half gradient of a weight is ever made, so that none can overflow."""
         operators, grads = operators_of_node(half, "cuda")
         assert ("aten.mm.dtype", torch.float32) in operators
@@ -889,15 +629,15 @@ class TestOnCuda:
             (half, "cuda"), (torch.float32, "cuda"), (torch.float32, "cuda"),
         ]  # fmt: skip
 
-    @HALVES
-    def test_a_cpu_has_no_such_product(self, half):
+    @EACH_HALF
+    def test_gradients_on_a_cpu_come_from_no_float32_product(self, half):
         operators, grads = operators_of_node(half, "cpu")
         assert "aten.mm.dtype" not in dict(operators)
         assert [grad.dtype for grad in grads] == [half, torch.float32, torch.float32]
 
     @pytest.mark.gpu
-    @HALVES
-    def test_gradients_are_nearer_to_those_of_float32(self, half):
+    @EACH_HALF
+    def test_gradients_are_nearer_to_float32_than_torchs_on_a_gpu(self, half):
         x, grads = torch.randn(256, 64, device="cuda").to(half).float(), {}
         for fused in (None, False, True):
             torch.manual_seed(0)
@@ -915,8 +655,8 @@ class TestOnCuda:
         assert errors[True] < errors[False] / 4
 
     @pytest.mark.gpu
-    @HALVES
-    def test_a_captured_step_replays_what_is_run(self, half):
+    @EACH_HALF
+    def test_a_captured_step_replays_the_same_bits(self, half):
         weights = {}
         for captured in (False, True):
             model = Net().to("cuda")
@@ -950,7 +690,7 @@ class TestOnCuda:
     # The graph of the first stream lives until the backward pass, so its nodes serve the second, as in plain torch.
     @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
     @pytest.mark.gpu
-    def test_streams_may_change_within_a_step(self):
+    def test_fused_layers_train_on_several_streams(self):
         def train(fused: bool) -> tuple[int, Any]:
             model = Net().to("cuda")
             optimizer = set_up(model, torch.bfloat16, fused)
@@ -997,8 +737,8 @@ def captured_on_the_cpu(half: torch.dtype, fused: bool) -> tuple[int, Any]:
     return found, states
 
 
-@HALVES
-def test_an_emulated_graph_replays_the_same(half, monkeypatch):
+@EACH_HALF
+def test_an_emulated_graph_replays_the_same_bits(half, monkeypatch):
     emulated_graphs.install(monkeypatch)
     monkeypatch.setattr(scale_use, "AT_HAND", frozenset())
     found, states = compared(captured_on_the_cpu, half)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from helpers import HALF_DTYPES, dtype_name
+from optimizers import backward
+from small_nets import EACH_HALF
 from torch import nn
 
 from ampatch import amp
@@ -88,8 +88,7 @@ def trained(model: nn.Module, inputs: dict[str, Any], **options: Any) -> float:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, init_scale=128.0, **options)
     try:
         loss = model(**inputs).loss
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
+        backward(loss, optimizer)
         optimizer.step()
         assert not amp.step_was_skipped(optimizer)
         return float(loss.detach())
@@ -97,26 +96,16 @@ def trained(model: nn.Module, inputs: dict[str, Any], **options: Any) -> float:
         amp.deinitialize()
 
 
-@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-class TestO2:
-    def test_fnet_trains(self, half: torch.dtype) -> None:
-        model, inputs = fnet()
-        expected = float(model(**inputs).loss.detach())
-        assert trained(model, inputs, half_dtype=half) == pytest.approx(expected, rel=0.02)
-
-    def test_apertus_trains(self, half: torch.dtype) -> None:
-        model, inputs = apertus()
-        expected = float(model(**inputs).loss.detach())
-        assert trained(model, inputs, half_dtype=half) == pytest.approx(expected, rel=0.02)
-
-    @pytest.mark.parametrize("make", [autoformer, ctrl, nystromformer, recurrent_gemma])
-    def test_models_that_mix_types_train(self, make: Callable[[], Any], half: torch.dtype) -> None:
-        model, inputs = make()
-        expected = float(model(**inputs).loss.detach())
-        assert trained(make()[0], inputs, half_dtype=half) == pytest.approx(expected, rel=0.02)
-
-    def test_autoformer_trains_with_functions_patched(self, half: torch.dtype) -> None:
-        model, inputs = autoformer()
-        expected = float(model(**inputs).loss.detach())
-        loss = trained(model, inputs, half_dtype=half, patch_torch_functions=True)
-        assert loss == pytest.approx(expected, rel=0.1)
+@EACH_HALF
+@pytest.mark.parametrize(
+    ("make", "options", "tolerance"),
+    [
+        *((make, {}, 0.02) for make in (fnet, apertus, autoformer, ctrl, nystromformer, recurrent_gemma)),
+        (autoformer, {"patch_torch_functions": True}, 0.1),
+    ],
+)
+def test_a_step_at_o2_has_the_loss_of_float32(make, options, tolerance, half: torch.dtype) -> None:
+    model, inputs = make()
+    expected = float(model(**inputs).loss.detach())
+    loss = trained(make()[0], inputs, half_dtype=half, **options)
+    assert loss == pytest.approx(expected, rel=tolerance)

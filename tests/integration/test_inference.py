@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name, together
+from helpers import DEVICES, assert_same_bits, assert_same_state
+from optimizers import backward
+from small_nets import EACH_HALF
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampatch import amp
 from ampatch.errors import OptionError, UsageError
 from ampatch.runtime import runtime
-
-WITHOUT_GRAD = [torch.no_grad, torch.inference_mode]
 
 
 class Network(nn.Module):
@@ -32,26 +30,8 @@ class Network(nn.Module):
     def forward(self, value: Tensor) -> Tensor:
         return self.head(self.norm(self.features(value[:, None])))
 
-    def predict(self, value: Tensor) -> Tensor:
-        """What is called beside the forward, as ``generate`` is."""
-        return self.head(self.norm(self.features(value[:, None]))).argmax(-1)
-
 
 WEIGHTS = 4  # weight and bias of the convolution and of the head
-
-
-class WeightCasts(TorchDispatchMode):
-    """Counts the casts of float32 tensors as large as a model's weights, whoever makes them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.shapes = {parameter.shape for parameter in model.parameters()}
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.to, torch.ops.aten._to_copy) and args[0].shape in self.shapes:
-            self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def batch(device: str) -> Tensor:
@@ -69,88 +49,34 @@ def casts(function: Callable[[], object], times: int = 1) -> int:
     return amp.cast_counts().casts - before
 
 
-def inputs_cast(function: Callable[[], object]) -> int:
-    """How many casts of a call are not of weights: those that a block does not save."""
-    return casts(function) - WEIGHTS
-
-
 def kept() -> int:
     return len(runtime.live.cache)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("without_grad", WITHOUT_GRAD)
-class TestACall:
-    def test_casts_each_weight_once_in_a_hundred(self, device, half, without_grad):
-        model = adopt(device, half)
-        with without_grad():
-            inputs = inputs_cast(lambda: model(batch(device)))
-            with amp.frozen_weights(model):
-                assert casts(lambda: model(batch(device)), times=100) == WEIGHTS + 100 * inputs
-
-    @pytest.mark.covering(1)
-    def test_gives_the_same_bits(self, device, half, without_grad):
-        model = adopt(device, half)
-        with without_grad():
-            expected = model(batch(device))
-            with amp.frozen_weights(model):
-                for _ in range(3):
-                    assert_same_bits(model(batch(device)), expected)
+@EACH_HALF
+@pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
+def test_frozen_weights_are_cast_once_and_give_the_same_bits(device, half, without_grad):
+    model = adopt(device, half)
+    with without_grad():
+        expected = model(batch(device))
+        of_inputs = casts(lambda: model(batch(device))) - WEIGHTS
+        with amp.frozen_weights(model):
+            assert casts(lambda: model(batch(device)), times=100) == WEIGHTS + 100 * of_inputs
             assert_same_bits(model(batch(device)), expected)
-
-    def test_beside_the_forward_is_served_too(self, device, half, without_grad):
-        model = adopt(device, half)
-        with without_grad():
-            inputs = inputs_cast(lambda: model.predict(batch(device)))
-            with amp.frozen_weights(model):
-                assert casts(lambda: model.predict(batch(device)), times=3) == WEIGHTS + 3 * inputs
-
-    @pytest.mark.covering(1)
-    def test_after_a_checkpoint_was_loaded_uses_it(self, device, half, without_grad):
-        model = adopt(device, half)
-        other = {name: tensor + 0.5 for name, tensor in model.state_dict().items()}
-        with amp.frozen_weights(model), without_grad():
-            before = model(batch(device))
-            model.load_state_dict(other)
-            after = model(batch(device))
-        assert not torch.equal(before, after)
-        with without_grad():
-            assert_same_bits(model(batch(device)), after)
-
-
-def test_torch_autocast_casts_each_weight_in_every_call():
-    """Which is what the block is for."""
-    model = Network().eval()
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), WeightCasts(model) as counted:
-        for _ in range(100):
-            model(batch("cpu"))
-    assert counted.count == 100 * WEIGHTS
+        assert_same_bits(model(batch(device)), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-class TestTheBlock:
-    def test_keeps_nothing_when_it_has_ended(self, device):
+class TestFrozenWeights:
+    def test_casts_are_kept_until_the_block_ends(self, device):
         model = adopt(device)
         with torch.inference_mode(), amp.frozen_weights(model):
             model(batch(device))
             assert kept() == WEIGHTS
         assert kept() == 0
 
-    def test_keeps_nothing_when_it_was_left_by_an_error(self, device):
-        model = adopt(device)
-
-        def stop() -> None:
-            assert kept() == WEIGHTS
-            raise ValueError("stop")
-
-        with pytest.raises(ValueError, match="stop"), torch.inference_mode(), amp.frozen_weights(model):
-            model(batch(device)), stop()
-        assert kept() == 0
-
-    def test_does_not_disturb_a_training_loop(self, device):
-        """With an evaluation between the steps, the same bits as without."""
-
+    def test_evaluation_between_steps_changes_no_bits(self, device):
         def train(evaluate: bool) -> list[Tensor]:
             model = Network().to(device)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -159,18 +85,15 @@ class TestTheBlock:
                 if evaluate:
                     with torch.no_grad(), amp.frozen_weights(model):
                         model(batch(device))
-                with amp.scale_loss(model(batch(device)).float().square().mean(), optimizer) as loss:
-                    loss.backward()
+                backward(model(batch(device)).float().square().mean(), optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
             amp.deinitialize()
             return list(model.parameters())
 
-        for alone, between in zip(train(evaluate=False), train(evaluate=True), strict=True):
-            assert_same_bits(between, alone)
+        assert_same_state(train(evaluate=True), train(evaluate=False))
 
-    def test_around_training_lets_weights_learn(self, device):
-        """The weights are not frozen for the optimizer: what is kept of them never serves a step."""
+    def test_weights_learn_within_a_block(self, device):
         model = Network().to(device)
         model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
         with amp.frozen_weights(model):
@@ -181,41 +104,12 @@ class TestTheBlock:
                 loss = model(batch(device)).float().square().mean()
                 assert_same_bits(loss.detach(), evaluated)
                 losses.append(loss.item())
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                backward(loss, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
         assert losses == sorted(losses, reverse=True)
 
-    def test_serves_threads_that_call_at_once(self, device):
-        def run() -> None:
-            barrier.wait(60)
-            with torch.inference_mode():
-                for _ in range(20):
-                    results.append(model(batch(device)))  # noqa: PERF401 - each call by itself
-
-        model, results, barrier = adopt(device), [], threading.Barrier(4)
-        with torch.inference_mode():
-            expected = model(batch(device))
-        with amp.frozen_weights(model):
-            together([run] * 4)
-            assert kept() == WEIGHTS
-        assert len(results) == 80
-        for result in results:
-            assert_same_bits(result, expected)
-
-    def test_of_two_models_with_a_weight_in_common_casts_it_once(self, device):
-        first, second = Network().to(device).eval(), Network().to(device).eval()
-        second.head = first.head
-        amp.initialize([first, second], verbosity=0)
-        with torch.inference_mode(), amp.frozen_weights(first):
-            with amp.frozen_weights(second):
-                first(batch(device)), second(batch(device))
-                assert kept() == WEIGHTS + WEIGHTS // 2
-            assert kept() == WEIGHTS
-        assert kept() == 0
-
-    def test_is_left_by_disable_casts(self, device):
+    def test_disable_casts_holds_within_a_block(self, device):
         model = adopt(device)
         with torch.inference_mode(), amp.frozen_weights(model):
             model(batch(device))
@@ -225,23 +119,6 @@ class TestTheBlock:
         amp.deinitialize()
         with torch.inference_mode():
             assert_same_bits(plain, model(batch(device)))
-
-    def test_ends_with_deinitialize(self, device):
-        model = adopt(device)
-        cache = runtime.live.cache
-        with torch.inference_mode(), amp.frozen_weights(model):
-            model(batch(device))
-            amp.deinitialize()
-            assert len(cache) == 0
-            assert model(batch(device)).dtype is torch.float32
-
-    def test_is_emptied_by_clear_cache(self, device):
-        model = adopt(device)
-        with torch.inference_mode(), amp.frozen_weights(model):
-            before = model(batch(device))
-            model.head.bias.data.add_(1)
-            amp.clear_cache()
-            assert not torch.equal(model(batch(device)), before)
 
 
 def replicated(model: nn.Module) -> nn.DataParallel:
@@ -260,10 +137,10 @@ class Holds(nn.Module):
         return self.module(value)
 
 
-class TestTheModel:
+class TestModels:
     @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("wrap", [Holds, replicated])
-    def test_may_be_wrapped(self, wrap, device):
+    def test_wrapped_models_are_frozen(self, wrap, device):
         if wrap is replicated and device == "cpu" and torch.cuda.is_available():
             pytest.skip("where there are GPUs DataParallel takes no model on the CPU")
         wrapped = wrap(adopt(device))
@@ -271,7 +148,7 @@ class TestTheModel:
             wrapped(batch(device))
             assert kept() == WEIGHTS
 
-    def test_may_be_compiled_and_casts_for_itself_then(self):
+    def test_compiled_models_cast_for_themselves(self):
         model = adopt()
         compiled = torch.compile(model, backend="eager")
         with torch.inference_mode():
@@ -281,26 +158,26 @@ class TestTheModel:
                 assert kept() == 0
                 assert casts(lambda: compiled(batch("cpu"))) == 0  # none that amp makes
 
-    def test_may_be_a_part_of_one(self):
+    def test_parts_of_models_are_frozen(self):
         model = adopt()
         with torch.inference_mode(), amp.frozen_weights(model.head):
             model(batch("cpu"))
             assert kept() == 2
 
-    def test_need_not_be_known_where_amp_knows_no_models(self):
+    def test_any_model_is_frozen_after_amp_init(self):
         with amp.init(half_dtype=torch.bfloat16):
             model = Network().eval()
             with torch.inference_mode(), amp.frozen_weights(model):
                 model(batch("cpu"))
                 assert kept() == WEIGHTS
 
-    def test_that_amp_does_not_have_is_refused(self):
+    def test_models_without_amp_raise(self):
         model = adopt()
         for stranger in (Network(), copy.deepcopy(model)):
             with pytest.raises(UsageError, match=r"never handed .* Type: model = amp\.initialize\(model, \.\.\.\)"):
                 amp.frozen_weights(stranger).__enter__()
 
-    def test_that_is_none_is_refused(self):
+    def test_something_else_than_a_model_raises(self):
         for on in (False, True):
             if on:
                 adopt()
@@ -308,7 +185,7 @@ class TestTheModel:
                 amp.frozen_weights([Network()]).__enter__()
 
     @pytest.mark.parametrize("level", ["O0", "O2", "O3", "O5"])
-    def test_at_other_levels_is_called_as_ever(self, level):
+    def test_nothing_is_kept_at_levels_without_casts(self, level):
         half = torch.bfloat16 if level == "O5" else torch.float16
         model = adopt(half=half, opt_level=level)
         with torch.inference_mode():
@@ -317,7 +194,7 @@ class TestTheModel:
                 assert_same_bits(model(batch("cpu")), expected)
                 assert kept() == 0
 
-    def test_in_half_with_functions_patched_has_its_casts_to_float32_kept(self):
+    def test_casts_to_float32_are_kept_at_o2_with_patched_functions(self):
         model = adopt(half=torch.float16, opt_level="O2", patch_torch_functions=True)
         with torch.inference_mode():
             expected = model(batch("cpu"))
@@ -326,7 +203,7 @@ class TestTheModel:
                 assert kept() == 2  # of the layer norm
 
     @pytest.mark.parametrize("state", ["before", "disabled", "after"])
-    def test_is_called_as_ever_where_amp_is_off(self, state):
+    def test_models_run_in_float32_with_amp_off(self, state):
         model = Network().eval()
         if state != "before":
             amp.initialize(model, enabled=state != "disabled", verbosity=0)
@@ -336,7 +213,7 @@ class TestTheModel:
             assert model(batch("cpu")).dtype is torch.float32
 
 
-def test_in_compiled_code_breaks_the_graph_and_casts_as_eager_code() -> None:
+def test_compiled_code_with_a_block_casts_as_eager_code() -> None:
     model = adopt()
 
     def predict(x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def test_every_block_has_a_language_and_each_that_does_not_run_a_reason(page):
     assert skips_without_reason(page) == []
 
 
-class TestThePagesOfThisFile:
+class TestPageRun:
     """The blocks of a page that tests write."""
 
     @pytest.fixture
@@ -148,7 +148,7 @@ class TestThePagesOfThisFile:
             with pytest.raises(AssertionError, match="exits with"):
                 run(f"```sh\n{wrong}\n```", commands=True)
 
-    def test_what_a_page_leaves_out_has_a_reason(self, run):
+    def test_skipped_blocks_return_their_reasons(self, run):
         skipped = '<!-- skip: next "needs two GPUs" -->\n\n```python\n1 / 0\n```'
         assert run(skipped, "```python\nmodel\n```") == ["needs two GPUs"]
 
@@ -159,7 +159,7 @@ class TestThePagesOfThisFile:
             run(set_up, "<!-- clear-namespace -->", "```python\nx\n```")
         run("<!-- invisible-code-block: python\nx = 1\n-->", "```python\nassert x == 1\n```")
 
-    def test_skips_without_a_reason_are_found(self, tmp_path):
+    def test_skips_without_a_reason_are_reported(self, tmp_path):
         page = tmp_path / "page.md"
         page.write_text('<!-- skip: next -->\n<!-- skip: next "needs two GPUs" -->\n<!-- skip: end -->\n')
         assert skips_without_reason(page) == ["<!-- skip: next -->"]

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, completed, dtype_name
+from helpers import assert_same_bits, assert_same_state, completed, dtype_name
+from optimizers import backward
 from peft import (
     AdaLoraConfig,
     IA3Config,
@@ -33,10 +34,11 @@ from peft import (
     prepare_model_for_kbit_training,
 )
 from peft.helpers import disable_input_dtype_casting
-from peft.optimizers import create_loraplus_optimizer
 from safetensors.torch import load_file
+from small_nets import EACH_HALF, EACH_LEVEL, ENVIRONMENT, TORCHRUN
+from small_transformers import llama
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainingArguments
+from transformers import PrinterCallback, TrainingArguments
 
 from ampatch import amp
 from ampatch.diagnostics.peak_memory import peak_allocated
@@ -66,12 +68,12 @@ METHODS: dict[str, Callable[[], Any]] = {
     "p-tuning": lambda: PromptEncoderConfig(task_type=TASK, num_virtual_tokens=3, encoder_hidden_size=8),
     "prefix": lambda: PrefixTuningConfig(task_type=TASK, num_virtual_tokens=3),
 }
-#: PEFT leaves what these train in the type of the base.
+# PEFT leaves what these train in the type of the base.
 IN_THE_TYPE_OF_THE_BASE: dict[str, Callable[[], Any]] = {
     "modules_to_save": functools.partial(lora, modules_to_save=["lm_head"]),
     "norms": lambda: LNTuningConfig(task_type=TASK, target_modules=["input_layernorm"]),
 }
-#: Runs under torchrun: two ranks train one adapter, and end with the same bits.
+# Runs under torchrun: two ranks train one adapter, and end with the same bits.
 RANKS = """
 import torch
 import torch.distributed as dist
@@ -103,29 +105,20 @@ for level in ("O1", "O2"):
 print("alike", flush=True)
 dist.destroy_process_group()
 """
-EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
-EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 EACH_BASE = pytest.mark.parametrize("half_base", [True, False], ids=["half-base", "float32-base"])
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
 
 
-def llama(dtype: torch.dtype = torch.float32, hidden: int = 16) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=20, max_position_embeddings=16, **sizes)).to(dtype)
-
-
 def adapted(dtype: torch.dtype = torch.float32, config: Any = None, **given: Any) -> PeftModel:
-    model = llama(dtype)
-    return get_peft_model(model, config or lora(), **given)
+    return get_peft_model(llama().to(dtype), config or lora(), **given)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.02)
 
 
-def initialize(model: nn.Module, level: str, half: torch.dtype, optimizer: Any = None, **options: Any) -> Any:
+def initialize(model: nn.Module, level: str, half: torch.dtype | None, optimizer: Any = None, **options: Any) -> Any:
     """Returns the model's optimizer, a new one if none is given."""
     optimizer = optimizer or adam(model)
     amp.initialize(model, optimizer, opt_level=level, half_dtype=half, verbosity=0, **{"init_scale": 1024.0, **options})
@@ -136,8 +129,7 @@ def train(model: nn.Module, optimizer: Any, steps: int = 4) -> list[float]:
     losses = []
     for step in range(steps):
         loss = model(input_ids=BATCHES[step % 4], labels=BATCHES[step % 4]).loss
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -162,7 +154,7 @@ def logits(model: nn.Module) -> Tensor:
         return model(input_ids=BATCHES[0]).logits.float()  # type: ignore[no-any-return]
 
 
-def types_of(model: nn.Module, *, trained: bool) -> set[torch.dtype]:
+def types_of_those(model: nn.Module, *, trained: bool) -> set[torch.dtype]:
     return {each.dtype for each in model.parameters() if each.requires_grad is trained}
 
 
@@ -173,7 +165,9 @@ class TestTraining:
     @EACH_LEVEL
     @EACH_HALF
     @pytest.mark.covering(1)
-    def test_learns_what_float32_learns(self, method: str, half_base: bool, level: str, half: torch.dtype) -> None:
+    def test_an_adapter_learns_what_float32_learns(
+        self, method: str, half_base: bool, level: str, half: torch.dtype
+    ) -> None:
         wanted = float32_losses(method)
         model = adapted(half if half_base else torch.float32, METHODS[method]())
         losses = train(model, initialize(model, level, half), steps=6)
@@ -185,34 +179,28 @@ class TestTraining:
     def test_lora_has_the_types_of_its_level(self, half_base: bool, level: str, half: torch.dtype) -> None:
         base = half if half_base else torch.float32
         model = adapted(base)
-        optimizer = initialize(model, level, half)
-        assert types_of(model, trained=True) == ({half} if level == "O2" else {torch.float32})
-        assert types_of(model, trained=False) == ({half} if level == "O2" else {base})
+        optimizer = initialize(model, level, None if half_base else half)  # whose default is the type of the base
+        assert amp.settings()["half_dtype"] == dtype_name(half)
+        assert types_of_those(model, trained=True) == ({half} if level == "O2" else {torch.float32})
+        assert types_of_those(model, trained=False) == ({half} if level == "O2" else {base})
         assert {each.dtype for each in amp.master_params(optimizer)} == {torch.float32}
         train(model, optimizer)
         saved = trained_weights(model)
         amp.deinitialize()
-        assert types_of(model, trained=True) == {torch.float32}
-        assert types_of(model, trained=False) == {base}
+        assert types_of_those(model, trained=True) == {torch.float32}
+        assert types_of_those(model, trained=False) == {base}
         assert_same_state(trained_weights(model), saved)
 
-    def test_o5_is_for_a_bfloat16_base(self) -> None:
+    def test_o5_learns_what_float32_learns_on_a_bfloat16_base(self) -> None:
         model = adapted(torch.bfloat16)
         losses = train(model, initialize(model, "O5", None))
         amp.deinitialize()
         assert losses == pytest.approx(float32_losses("LoRA")[:4], abs=0.02)
 
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_the_half_type_is_that_of_the_base(self, half: torch.dtype, level: str) -> None:
-        model = adapted(half)
-        initialize(model, level, None)
-        assert amp.settings()["half_dtype"] == dtype_name(half)
-
     @pytest.mark.slow
     @EACH_LEVEL
-    def test_frozen_half_base_is_not_copied(self, level: str) -> None:
-        base = llama(torch.float16, hidden=256)
+    def test_a_frozen_half_base_is_not_copied(self, level: str) -> None:
+        base = llama(hidden=256).to(torch.float16)
         size = sum(each.nbytes for each in base.parameters())
         model = get_peft_model(base, lora())
         optimizer = adam(model)
@@ -224,7 +212,7 @@ class TestTraining:
 
     @pytest.mark.filterwarnings("ignore:Unsupported layer type .*RMSNorm")
     @pytest.mark.parametrize("method", IN_THE_TYPE_OF_THE_BASE)
-    def test_half_weights_that_o1_would_train_are_warned_of_and_o2_gives_them_masters(self, method: str) -> None:
+    def test_half_weights_to_be_trained_warn_at_o1_and_get_masters_at_o2(self, method: str) -> None:
         make, wanted = IN_THE_TYPE_OF_THE_BASE[method], float32_losses(method)
         with pytest.warns(AmpWarning, match=r"AdamW updates half weights, such as base_model\..*use opt_level='O2'"):
             initialize(adapted(torch.float16, make()), "O1", torch.float16)
@@ -240,10 +228,10 @@ class TestTraining:
             amp.deinitialize()
 
     @EACH_LEVEL
-    def test_gradient_checkpointing_changes_nothing(self, level: str) -> None:
+    def test_gradient_checkpointing_changes_no_losses(self, level: str) -> None:
         losses = []
         for checkpointed in (False, True):
-            base = llama(torch.float16)
+            base = llama().to(torch.float16)
             if checkpointed:
                 base.config.use_cache = False
                 base.gradient_checkpointing_enable()
@@ -255,8 +243,8 @@ class TestTraining:
 
     @pytest.mark.parametrize("prepare", ["norms", "kbit"])
     @EACH_LEVEL
-    def test_base_with_float32_norms(self, level: str, prepare: str) -> None:
-        base = llama(torch.float16)
+    def test_a_half_base_with_float32_norms_learns_what_float32_learns(self, level: str, prepare: str) -> None:
+        base = llama().to(torch.float16)
         if prepare == "kbit":
             base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
         else:
@@ -270,8 +258,8 @@ class TestTraining:
         assert losses == pytest.approx(float32_losses("LoRA")[:4], abs=0.02)
 
     @EACH_LEVEL
-    def test_adapters_that_are_injected_without_a_wrapper(self, level: str) -> None:
-        model = llama(torch.float16)
+    def test_adapters_injected_without_a_wrapper_learn_what_float32_learns(self, level: str) -> None:
+        model = llama().to(torch.float16)
         inject_adapter_in_model(lora(task_type=None), model)
         for name, each in model.named_parameters():
             each.requires_grad_("lora_" in name)
@@ -280,19 +268,7 @@ class TestTraining:
         amp.deinitialize()
         assert losses == pytest.approx(float32_losses("LoRA")[:4], abs=0.02)
 
-    @EACH_LEVEL
-    def test_lora_plus_keeps_its_learning_rates(self, level: str) -> None:
-        rates = {"optimizer_cls": torch.optim.AdamW, "lr": 0.01, "loraplus_lr_ratio": 4}
-        losses = []
-        for found in ("O0", level):
-            model = adapted(torch.float32)
-            optimizer = initialize(model, found, torch.float16, create_loraplus_optimizer(model, **rates))
-            losses.append(train(model, optimizer))
-            assert {group["lr"] for group in optimizer.param_groups if group["params"]} == {0.01, 0.04}
-            amp.deinitialize()
-        assert losses[0] == pytest.approx(losses[1], abs=0.02)
-
-    def test_without_peft_s_casts_of_activations_the_bits_are_the_same_at_o1(self) -> None:
+    def test_disable_input_dtype_casting_changes_no_bits_at_o1(self) -> None:
         weights = []
         for context in (contextlib.nullcontext, disable_input_dtype_casting):
             model = adapted(torch.float16)
@@ -303,7 +279,7 @@ class TestTraining:
             amp.deinitialize()
         assert_same_state(*weights)
 
-    def test_adalora_that_reads_cleared_gradients_at_o2_raises(self) -> None:
+    def test_adalora_at_o2_raises(self) -> None:
         model = adapted(torch.float16, METHODS["AdaLoRA"]())
         optimizer = initialize(model, "O2", torch.float16)
         train(model, optimizer, steps=1)
@@ -315,8 +291,7 @@ class TestTraining:
         model = adapted(torch.float16, config)
         optimizer = initialize(model, "O1", torch.float16)
         for step in range(12):
-            with amp.scale_loss(model(input_ids=BATCHES[0], labels=BATCHES[0]).loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(model(input_ids=BATCHES[0], labels=BATCHES[0]).loss, optimizer)
             optimizer.step()
             model.base_model.update_and_allocate(step)
             optimizer.zero_grad()
@@ -327,9 +302,8 @@ class TestTraining:
     def test_two_ranks_end_with_the_same_bits(self, tmp_path: Path) -> None:
         script = tmp_path / "ranks.py"
         script.write_text(RANKS)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        done = completed([sys.executable, *torchrun, str(script)], cwd=tmp_path, env=environment)
+        environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = completed([sys.executable, *TORCHRUN, str(script)], cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.count("alike") == 2
 
@@ -339,7 +313,7 @@ class TestSaving:
     @EACH_LEVEL
     @EACH_BASE
     @pytest.mark.covering(1)
-    def test_saved_adapter_is_float32_and_goes_on_with_the_same_bits(
+    def test_a_saved_adapter_is_float32_and_trains_on_to_the_same_bits(
         self, half_base: bool, level: str, half: torch.dtype, tmp_path: Path
     ) -> None:
         base = half if half_base else torch.float32
@@ -353,7 +327,7 @@ class TestSaving:
         wanted = trained_weights(model)
         amp.deinitialize()
 
-        resumed = PeftModel.from_pretrained(llama(base), tmp_path, is_trainable=True)
+        resumed = PeftModel.from_pretrained(llama().to(base), tmp_path, is_trainable=True)
         assert_same_state(trained_weights(resumed), saved)
         optimizer = initialize(resumed, level, half)
         optimizer.load_state_dict(kept["optimizer"])
@@ -364,7 +338,7 @@ class TestSaving:
     @EACH_LEVEL
     @EACH_BASE
     @pytest.mark.parametrize("method", ["prompt", "prefix", "p-tuning"])
-    def test_saved_prompt_is_that_of_float32_weights(self, method: str, half_base: bool, level: str) -> None:
+    def test_a_saved_prompt_has_the_bits_of_float32_weights(self, method: str, half_base: bool, level: str) -> None:
         model = adapted(torch.float16 if half_base else torch.float32, METHODS[method]())
         optimizer = initialize(model, level, torch.float16)
         train(model, optimizer, steps=2)
@@ -376,7 +350,7 @@ class TestSaving:
         assert_same_bits(saved, wanted)
 
     @EACH_LEVEL
-    def test_load_adapter_in_place_sets_what_the_optimizer_updates(self, level: str, tmp_path: Path) -> None:
+    def test_load_adapter_in_place_sets_the_weights_of_the_optimizer(self, level: str, tmp_path: Path) -> None:
         model = adapted(torch.float16)
         optimizer = initialize(model, level, torch.float16)
         train(model, optimizer)
@@ -391,7 +365,7 @@ class TestSaving:
         assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
         assert all(not torch.equal(each, saved[name]) for name, each in trained_weights(model).items())
 
-    def test_load_adapter_with_assigned_weights_is_refused_at_o2(self, tmp_path: Path) -> None:
+    def test_load_adapter_with_assigned_weights_raises_at_o2(self, tmp_path: Path) -> None:
         model = adapted(torch.float16)
         initialize(model, "O2", torch.float16)
         model.save_pretrained(tmp_path)
@@ -402,9 +376,7 @@ class TestSaving:
 class TestMerging:
     @EACH_BASE
     @EACH_LEVEL
-    def test_merged_unmerged_and_disabled_adapters_are_never_computed_from_old_casts(
-        self, level: str, half_base: bool
-    ) -> None:
+    def test_merged_unmerged_and_disabled_adapters_use_no_old_casts(self, level: str, half_base: bool) -> None:
         model = adapted(torch.float16 if half_base else torch.float32)
         optimizer = initialize(model, level, torch.float16)
         base = logits(model)  # lora_B is zero at first
@@ -424,7 +396,7 @@ class TestMerging:
         train(model, optimizer, 2)
         assert all(not torch.equal(each, before[name]) for name, each in trained_weights(model).items())
 
-    def test_of_a_live_session_is_in_float32(self) -> None:
+    def test_merging_within_a_session_is_in_float32(self) -> None:
         model = adapted(torch.float32)
         train(model, initialize(model, "O1", torch.float16), 8)
         layer = model.base_model.model.model.layers[0].self_attn.q_proj
@@ -436,7 +408,7 @@ class TestMerging:
 
     @EACH_BASE
     @EACH_LEVEL
-    def test_state_dict_has_the_merged_weights(self, level: str, half_base: bool) -> None:
+    def test_a_state_dict_has_the_merged_weights(self, level: str, half_base: bool) -> None:
         model = adapted(torch.float16 if half_base else torch.float32)
         train(model, initialize(model, level, torch.float16), 8)
         layer = model.base_model.model.model.layers[0].self_attn.q_proj
@@ -448,7 +420,7 @@ class TestMerging:
 
     @EACH_BASE
     @EACH_LEVEL
-    def test_merging_after_deinitialize_is_that_of_float32_adapters(self, level: str, half_base: bool) -> None:
+    def test_merging_after_deinitialize_is_in_float32(self, level: str, half_base: bool) -> None:
         base = torch.float16 if half_base else torch.float32
         model = adapted(base)
         train(model, initialize(model, level, torch.float16), 8)
@@ -463,7 +435,7 @@ class TestMerging:
 
 class TestSeveralAdapters:
     @EACH_LEVEL
-    def test_one_that_is_added_later_trains_in_float32(self, level: str) -> None:
+    def test_an_adapter_added_later_trains_in_float32(self, level: str) -> None:
         model = adapted(torch.float16)
         optimizer = initialize(model, level, torch.float16)
         train(model, optimizer)
@@ -480,7 +452,7 @@ class TestSeveralAdapters:
         train(model, optimizer)
         assert all(not torch.equal(each, first[name]) for name, each in trained_weights(model).items())
 
-    def test_one_with_whole_modules_is_converted_by_initialize_with_its_optimizer(self) -> None:
+    def test_a_second_initialize_converts_an_adapter_with_whole_modules(self) -> None:
         model = adapted(torch.float32)
         train(model, initialize(model, "O2", torch.float16))
         model.add_adapter("second", lora(r=2, modules_to_save=["lm_head"]))
@@ -492,7 +464,7 @@ class TestSeveralAdapters:
         assert all(not torch.equal(each, before[name]) for name, each in trained_weights(model).items())
 
     @EACH_LEVEL
-    def test_an_inactive_one_keeps_its_bits_at_o1_and_in_keep_fp32(self, level: str) -> None:
+    def test_an_inactive_adapter_keeps_its_bits_at_o1_and_in_keep_fp32(self, level: str) -> None:
         model = adapted(torch.float16)
         model.add_adapter("second", lora(init_lora_weights=False))
         for name, each in model.named_parameters():
@@ -511,14 +483,14 @@ class TestSeveralAdapters:
 
 class TestMistakes:
     @EACH_LEVEL
-    def test_an_optimizer_from_before_the_adapter(self, level: str) -> None:
+    def test_an_optimizer_made_before_the_adapter_warns(self, level: str) -> None:
         base = llama()
         optimizer = torch.optim.AdamW(base.parameters())
         model = get_peft_model(base, lora())
         with pytest.warns(AmpWarning, match=r"AdamW updates \d+ parameters, all of which are frozen.*lora_A"):
             initialize(model, level, torch.float16, optimizer)
 
-    def test_wrapping_a_base_that_amp_has_made_half(self) -> None:
+    def test_wrapping_a_base_that_amp_has_made_half_raises(self) -> None:
         base = llama()
         amp.initialize(base, opt_level="O2", half_dtype=torch.float16, verbosity=0, init_scale=1024.0)
         model = get_peft_model(base, lora())
@@ -528,7 +500,7 @@ class TestMistakes:
         initialize(model, "O2", torch.float16)
 
     @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-    def test_a_base_of_the_other_half_type(self, level: str) -> None:
+    def test_a_base_of_the_other_half_type_raises(self, level: str) -> None:
         base, half = (torch.float16, torch.bfloat16) if level == "O5" else (torch.bfloat16, torch.float16)
         model = adapted(base)
         weights = copy.deepcopy(model.state_dict())
@@ -538,8 +510,6 @@ class TestMistakes:
 
 
 class TestTrainer:
-    """`AmpatchTrainer` with a PeftModel."""
-
     def make(self, folder: Path, level: str, config: Any = None, **given: Any) -> Any:
         examples = [{"input_ids": each, "labels": each} for each in torch.cat(BATCHES)]
         often = {"max_steps": 6, "save_steps": 2, "eval_steps": 2, "logging_steps": 1, "eval_strategy": "steps"}
@@ -554,16 +524,16 @@ class TestTrainer:
 
     @pytest.mark.slow
     @EACH_LEVEL
-    def test_resumes_with_the_same_bits(self, level: str, tmp_path: Path) -> None:
+    def test_a_resumed_run_of_the_trainer_ends_with_the_same_bits(self, level: str, tmp_path: Path) -> None:
         whole = self.make(tmp_path, level)
         whole.train()
-        assert types_of(whole.model, trained=False) == {torch.float16}
+        assert types_of_those(whole.model, trained=False) == {torch.float16}
         resumed = self.make(tmp_path, level)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert_same_state(trained_weights(resumed.model), trained_weights(whole.model))
 
     @EACH_LEVEL
-    def test_half_weights_that_are_to_be_trained_are_refused(self, level: str, tmp_path: Path) -> None:
+    def test_half_weights_to_be_trained_raise_in_the_trainer(self, level: str, tmp_path: Path) -> None:
         trainer = self.make(tmp_path, level, config=lora(modules_to_save=["lm_head"]))
         with pytest.raises(
             OptionError, match=r"modules_to_save\.default\.weight is to be trained and is torch\.float16"
@@ -571,7 +541,7 @@ class TestTrainer:
             trainer.train()
 
     @EACH_LEVEL
-    def test_ends_with_the_best_adapter(self, level: str, tmp_path: Path) -> None:
+    def test_the_trainer_loads_the_best_adapter_at_the_end(self, level: str, tmp_path: Path) -> None:
         best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
         trainer = self.make(tmp_path, level, **best)
         trainer.train()

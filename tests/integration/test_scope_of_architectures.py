@@ -49,7 +49,7 @@ def products_of(model: nn.Module, inputs: dict[str, Any]) -> Iterator[list[tuple
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # of DeBERTa
 @pytest.mark.filterwarnings("ignore:TorchScript has compiled transformers")
 @pytest.mark.parametrize("name", SIZES)
-def test_products_are_those_of_casts_for_the_process(name: str) -> None:
+def test_an_adopted_architecture_has_the_products_of_amp_init(name: str) -> None:
     model, inputs = model_and_inputs(name)
     with amp.init(half_dtype="bfloat16"):
         wanted = list(products_of(model, inputs))

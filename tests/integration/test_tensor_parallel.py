@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICES_OF_EACH, HALF_DTYPES, dtype_name
+from helpers import DEVICES_OF_EACH, assert_same_state
+from round_numbers import SCALE
+from small_nets import EACH_HALF
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,10 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from ampatch import amp
 
-HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-ON_DEVICES = pytest.mark.parametrize("device", DEVICES_OF_EACH)
-
-SCALE = {"loss_scale": "dynamic", "init_scale": 2.0**10, "verbosity": 0}
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES_OF_EACH)
 
 
 class Block(nn.Module):
@@ -106,39 +105,34 @@ def both(plan: str, half: torch.dtype, device: str, clip: bool) -> tuple[dict[st
     return one, trained(plan, half, device, clip, False)
 
 
-@ON_DEVICES
-@HALVES
+def check_training(workers, plan, half, device, clip):
+    for one, several in workers.run(both, plan, half, device, clip):
+        assert several["dtypes"] == one["dtypes"] == {"norm": torch.float32, "up": half, "down": half}
+        # Sums are taken in another order, in half.
+        tolerance = {"rtol": 0, "atol": 0.02 * max(float(grad.abs().max()) for grad in one["grads"].values())}
+        torch.testing.assert_close(several["grads"], one["grads"], **tolerance)
+        torch.testing.assert_close(several["weights"], one["weights"], **tolerance)
+        assert several["norm"] == (pytest.approx(one["norm"], rel=0.01) if clip else None)
+        assert not several["skipped"]
+
+
+@EACH_DEVICE
+@EACH_HALF
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.covering(1)
 class TestTensorParallelism:
     @pytest.mark.slow_on_cpu
-    @pytest.mark.parametrize("clip", [False, True])
     @pytest.mark.parametrize("plan", ["columns and rows", "sequence"])
-    @pytest.mark.covering(1)
-    def test_trains_as_one_process(self, two, plan, half, device, clip):
-        self.check(two, plan, half, device, clip)
+    def test_split_layers_train_as_in_one_process(self, two, plan, half, device, clip):
+        check_training(two, plan, half, device, clip)
 
-    @pytest.mark.parametrize("clip", [False, True])
-    @pytest.mark.covering(1)
     @pytest.mark.slow
     @pytest.mark.either_way
-    def test_trains_as_one_process_under_fsdp_too(self, four, half, device, clip):
-        self.check(four, "with FSDP", half, device, clip)
+    def test_split_layers_under_fsdp_train_as_in_one_process(self, four, half, device, clip):
+        check_training(four, "with FSDP", half, device, clip)
 
-    def check(self, workers, plan, half, device, clip):
-        for one, several in workers.run(both, plan, half, device, clip):
-            assert several["dtypes"] == one["dtypes"] == {"norm": torch.float32, "up": half, "down": half}
-            # Sums are taken in another order, in half.
-            tolerance = {"rtol": 0, "atol": 0.02 * max(float(grad.abs().max()) for grad in one["grads"].values())}
-            torch.testing.assert_close(several["grads"], one["grads"], **tolerance)
-            torch.testing.assert_close(several["weights"], one["weights"], **tolerance)
-            assert several["norm"] == (pytest.approx(one["norm"], rel=0.01) if clip else None)
-            assert not several["skipped"]
-
-    @pytest.mark.parametrize("clip", [False, True])
-    @pytest.mark.covering(1)
-    def test_skips_in_all_what_overflowed_in_one(self, two, half, device, clip):
+    def test_an_overflow_in_one_piece_skips_the_step_of_all_ranks(self, two, half, device, clip):
         first, second = two.run(trained, "columns and rows", half, device, clip, True)
         assert first["skipped"]
         assert second["skipped"]
-        before = Block().state_dict()
-        for name, weight in first["weights"].items():
-            assert torch.equal(weight, before[name])
+        assert_same_state(first["weights"], dict(Block().state_dict()))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
-import threading
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name, is_thorough, together
+from helpers import DEVICES, assert_same_bits, assert_same_state, is_thorough, together
+from optimizers import backward
+from small_nets import EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -70,8 +71,7 @@ class Trainer:
         for _ in range(3):
             self.optimizer.zero_grad()
             loss = self.model(self.value).float().square().mean()
-            with amp.scale_loss(loss, self.optimizer, loss_id=self.index) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss, self.optimizer, loss_id=self.index)
             self.optimizer.step()
         return [tensor.clone() for tensor in self.model.state_dict().values()]
 
@@ -85,8 +85,7 @@ def train_side_by_side(device: str, seconds: float, **options: object) -> None:
 
     def train(trainer: Trainer) -> None:
         while time.monotonic() < until or not done[trainer.index]:
-            for found, wanted in zip(trainer.run(), expected[trainer.index], strict=True):
-                assert_same_bits(found, wanted)
+            assert_same_state(trainer.run(), expected[trainer.index])
             assert trainer.compute_types() == types[trainer.index]
             if trainer.index % 2:
                 with amp.disable_casts():
@@ -102,33 +101,21 @@ def train_side_by_side(device: str, seconds: float, **options: object) -> None:
     until = time.monotonic() + seconds
     together(functools.partial(train, trainer) for trainer in trainers)
     assert min(done) > 0
-
-
-def on_every_device(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in (
-        pytest.mark.parametrize("device", DEVICES),
-        pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name),
-        pytest.mark.parametrize("level", ["O1", "O2"]),
-    ):
-        test = mark(test)
-    return test
+    gc.collect()
+    assert len(runtime.live.cache) == 0
+    assert not Switch.is_off()
 
 
 class TestThreads:
-    @on_every_device
+    @pytest.mark.parametrize("device", DEVICES)
+    @EACH_HALF
+    @EACH_LEVEL
     @pytest.mark.covering(1)
-    def test_that_train_side_by_side_do_as_each_does_alone(self, device, half, level):
+    def test_models_trained_in_threads_have_the_bits_of_each_alone(self, device, half, level):
         train_side_by_side(device, 3.0 if is_thorough() else 0.4, half_dtype=half, opt_level=level)
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("device", DEVICES)
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_that_train_for_long_do_as_each_does_alone(self, device, level):
-        train_side_by_side(device, 15, half_dtype=torch.float16, opt_level=level)
-
-    @pytest.mark.parametrize("device", DEVICES)
-    def test_that_run_one_model_leave_the_weights_of_another_alone(self, device):
-        """Which may be half written, in the middle of its step."""
+    def test_a_forward_pass_leaves_the_masters_of_another_model(self, device):
         one, other = (Trainer(index, device, opt_level="O2", half_dtype=torch.float16) for index in range(2))
         (master, *_) = amp.master_params(other.optimizer)
         half = next(other.model.parameters())
@@ -140,17 +127,7 @@ class TestThreads:
         other.model(other.value)
         torch.testing.assert_close(master, before + 1, rtol=0, atol=1e-2)
 
-    @pytest.mark.parametrize("device", DEVICES)
-    def test_that_are_gone_leave_nothing_behind(self, device):
-        train_side_by_side(device, 0.2, half_dtype=torch.bfloat16)
-        gc.collect()
-        assert len(runtime.live.cache) == 0
-        assert not Switch.is_off()
-        weight = torch.ones(2, 2, device=device, requires_grad=True)
-        assert torch.mm(torch.ones(2, 2, device=device), weight).dtype is torch.bfloat16
-
-    def test_evaluate_one_model_at_once(self):
-        """Casts made without gradients belong to the thread in whose forward they are."""
+    def test_threads_evaluate_one_model_at_once(self):
 
         def evaluate() -> None:
             with torch.no_grad():
@@ -163,22 +140,6 @@ class TestThreads:
             expected = model(value)
         together([evaluate] * THREADS)
         assert len(runtime.live.cache) == 0
-
-    def test_that_turn_casts_off_are_not_seen_by_one_that_does_not(self):
-        def is_off() -> None:
-            with amp.disable_casts():
-                barrier.wait(60)
-                assert torch.mm(value, value).dtype is torch.float32
-                barrier.wait(60)
-
-        def is_on() -> None:
-            barrier.wait(60)
-            assert torch.mm(value, value).dtype is torch.bfloat16
-            barrier.wait(60)
-
-        value, barrier = torch.ones(2, 2, requires_grad=True), threading.Barrier(3)
-        amp.initialize(nn.Linear(2, 2), half_dtype=torch.bfloat16, verbosity=0)
-        together([is_off, is_on, is_off])
 
 
 class Types(nn.Module):
@@ -201,8 +162,7 @@ def trained(wrap: Callable[[nn.Module], nn.Module], device: str, half: torch.dty
     wrapped, value = wrap(model), torch.linspace(-1, 1, 24, device=device).view(6, 4)
     for _ in range(3):
         optimizer.zero_grad()
-        with amp.scale_loss(wrapped(value).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(wrapped(value).float().square().mean(), optimizer)
         optimizer.step()
     weights = list(model.state_dict().values())
     amp.deinitialize()
@@ -211,16 +171,13 @@ def trained(wrap: Callable[[nn.Module], nn.Module], device: str, half: torch.dty
 
 class TestDataParallel:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="where there are GPUs DataParallel takes no model on the CPU")
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_without_gpus_is_the_model(self, half, level):
-        for wrapped, alone in zip(
-            trained(nn.DataParallel, "cpu", half, level), trained(lambda model: model, "cpu", half, level), strict=True
-        ):
-            assert_same_bits(wrapped, alone)
+    @EACH_HALF
+    @EACH_LEVEL
+    def test_data_parallel_without_gpus_trains_as_the_model(self, half, level):
+        alone = trained(lambda model: model, "cpu", half, level)
+        assert_same_state(trained(nn.DataParallel, "cpu", half, level), alone)
 
-    def test_has_its_threads_follow_the_one_that_starts_them(self):
-        """By way of a function that starts threads as torch's does, which wants accelerators."""
+    def test_threads_of_parallel_apply_follow_the_thread_that_starts_them(self):
 
         def parallel_apply(modules: list[Callable[..., Tensor]], inputs: list[Tensor]) -> list[Tensor]:
             results: dict[int, Tensor] = {}
@@ -239,7 +196,7 @@ class TestDataParallel:
             assert torch.cat(parallel_apply([model, model], values)).tolist() == [[1], [1]]
         assert torch.cat(carried([model, model], values)).tolist() == [[1], [1]]
 
-    def test_is_reached_under_every_name_that_it_is_bound_to(self):
+    def test_parallel_apply_is_patched_under_every_name(self):
         places = [
             torch.nn.parallel,
             importlib.import_module("torch.nn.parallel.data_parallel"),
@@ -253,7 +210,7 @@ class TestDataParallel:
         assert [place.parallel_apply for place in places] == before
 
     @pytest.mark.gpu
-    def test_threads_on_one_gpu_follow_the_one_that_starts_them(self):
+    def test_threads_on_one_gpu_follow_the_thread_that_starts_them(self):
         model = amp.initialize(Types().cuda(), half_dtype=torch.bfloat16, verbosity=0)
         values = [torch.ones(1, 4, device="cuda")] * 2
         apply = functools.partial(nn.parallel.parallel_apply, [model, model], values, devices=[0, 0])
@@ -263,18 +220,17 @@ class TestDataParallel:
 
     @pytest.mark.gpu
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_trains_on_two_gpus_as_on_one(self, half, level):
+    @EACH_HALF
+    @EACH_LEVEL
+    def test_data_parallel_on_two_gpus_trains_as_on_one(self, half, level):
         def on(devices: list[int]) -> list[Tensor]:
             return trained(lambda model: nn.DataParallel(model, devices), "cuda", half, level)
 
-        for many, one in zip(on([0, 1]), on([0]), strict=True):
-            torch.testing.assert_close(many, one, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(on([0, 1]), on([0]), rtol=1e-2, atol=1e-2)
 
     @pytest.mark.gpu
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-    def test_on_two_gpus_has_casts_off_where_it_is_called_so(self):
+    def test_disable_casts_holds_in_data_parallel_on_two_gpus(self):
         model = amp.initialize(Types().cuda(), half_dtype=torch.bfloat16, verbosity=0)
         wrapped, value = nn.DataParallel(model, [0, 1]), torch.ones(2, 4, device="cuda")
         assert wrapped(value).tolist() == [[1], [1]]

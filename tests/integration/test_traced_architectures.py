@@ -51,7 +51,7 @@ def loss_of(outputs: Any) -> Tensor:
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", SIZES)
-def test_is_named(name, direction, opt_level):
+def test_a_planted_overflow_is_named(name, direction, opt_level):
     model, inputs = model_and_inputs(name)
     place = planted(model, direction)
     foretold = amp.preflight(model, inputs, loss_of, levels=[(opt_level, "float16")], measure=False).levels[0]

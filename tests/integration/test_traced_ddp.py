@@ -46,7 +46,7 @@ def traced(opt_level: str) -> tuple[int, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.filterwarnings("ignore:the loss of a skipped step:ampatch.errors.AmpWarning")
-def test_each_rank_says_what_it_knows(two: Workers, opt_level: str) -> None:
+def test_the_trace_of_each_rank_says_where_it_overflowed(two: Workers, opt_level: str) -> None:
     (of_0, finite), (of_1, overflowed) = two.run(traced, opt_level)
     assert of_0 == of_1 > 0  # the all-reduce has spread the inf
     assert finite["direction"] == "unknown"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import DEVICES, assert_same_bits, assert_same_state
+from small_nets import EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,16 +20,15 @@ from ampatch.errors import AmpWarning, OptionError
 
 # All of them are torch's own: of its use of TorchScript and of itself, of what its recurrent layers ask of shapes, and
 # (up to torch 2.11) of the buffer that it loads an exported program from.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
-    pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*deprecated:DeprecationWarning",
+    "ignore:.*LeafSpec.*deprecated:FutureWarning",
+    "ignore::torch.jit.TracerWarning",
+    "ignore:The given buffer is not writable:UserWarning",
+    "ignore:The tensor attributes .*_flat_weights:UserWarning",
+)
 
-HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 class Mixed(nn.Module):
@@ -94,21 +94,14 @@ def inputs(device: str) -> Tensor:
     return torch.linspace(-1, 1, 24, device=device).view(4, 6)
 
 
-def assert_same(actual: Any, expected: Any) -> None:
-    assert len(actual) == len(expected) > 0
-    for one, other in zip(actual, expected, strict=True):
-        assert_same_bits(one.detach(), other.detach())
-
-
-@HALVES
-@ON_DEVICES
+@EACH_HALF
+@EACH_DEVICE
 class TestGraphs:
     @pytest.mark.slow_on_cpu
-    @pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch 2.11 warns of its own load
     @pytest.mark.parametrize("tracer", TRACERS)
     @pytest.mark.parametrize("made_of", [Mixed, pytest.param(Recurrent, marks=pytest.mark.slow)])
     @pytest.mark.covering(1)
-    def test_run_after_amp_as_the_model_ran_under_it(self, made_of, tracer, half, device):
+    def test_graphs_run_after_amp_as_the_model_ran_under_it(self, made_of, tracer, half, device):
         if made_of is Recurrent and tracer in ("export-decomposed", "export-any-length"):
             pytest.skip("torch 2.13 decomposes an LSTM into others' arithmetic, and bakes its length in")
         model = amp.initialize(made_of().to(device), half_dtype=half, verbosity=0)
@@ -118,16 +111,15 @@ class TestGraphs:
         run = TRACERS[tracer](model, x)
         under_amp = run(x)
         amp.deinitialize()
-        assert_same(run(x), under_amp)
+        assert_same_state(run(x), under_amp)
         if tracer == "export-decomposed":  # other operators round otherwise
             torch.testing.assert_close(under_amp, expected, rtol=2e-2, atol=2e-2)
         else:
-            assert_same(under_amp, expected)
+            assert_same_state(under_amp, expected)
 
     @pytest.mark.parametrize("tracer", ["export", "export-strict", "jit-trace"])
     @pytest.mark.covering(1)
-    def test_have_the_models_weights_and_no_cast_of_before(self, tracer, half, device):
-        """A cast from the cache would be a constant in the graph."""
+    def test_graphs_hold_no_casts_from_the_cache(self, tracer, half, device):
         model = amp.initialize(nn.Linear(6, 6).to(device), half_dtype=half, verbosity=0)
         x = inputs(device)
         model(x)
@@ -137,7 +129,7 @@ class TestGraphs:
         assert_same_bits(run(x).detach(), model(x).detach())
 
     @pytest.mark.slow_on_cpu
-    def test_train_on(self, half, device):
+    def test_graphs_train_as_the_model_does(self, half, device):
         model = amp.initialize(Mixed().to(device), half_dtype=half, verbosity=0)
         x = inputs(device)
         run = exported(True)(model, x)
@@ -151,7 +143,7 @@ class TestGraphs:
 
     @pytest.mark.parametrize("tracer", ["export", "export-strict", "jit-trace", "make-fx"])
     @pytest.mark.covering(1)
-    def test_leave_out_casts_where_they_are_disabled(self, tracer, half, device):
+    def test_graphs_hold_no_casts_of_regions_without_casts(self, tracer, half, device):
         class Partly(nn.Module):
             def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
                 with amp.disable_casts():
@@ -165,12 +157,12 @@ class TestGraphs:
         assert [out.dtype for out in run(x)] == [torch.float32, half]
 
 
-@HALVES
-@ON_DEVICES
+@EACH_HALF
+@EACH_DEVICE
 class TestHalfWeights:
     @pytest.mark.parametrize("tracer", ["export", "export-strict", "export-loaded", "jit-trace", "make-fx"])
-    def test_are_traced_with_the_casts_of_inputs_and_outputs(self, tracer, half, device):
-        """At O2; before any other forward, which brings weights and masters into step: no part of what is traced."""
+    def test_graphs_of_half_models_cast_inputs_and_outputs(self, tracer, half, device):
+        # Before any other forward pass, which would copy masters to weights: that must not be traced.
         model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6)).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(model, optimizer, opt_level="O2", half_dtype=half, verbosity=0)
@@ -181,7 +173,7 @@ class TestHalfWeights:
         run = TRACERS[tracer](model, x)
         assert run(x).dtype is torch.float32
         assert_same_bits(run(x).detach(), model(x).detach())
-        assert_same(list(amp.master_params(optimizer)), masters)
+        assert_same_state(list(amp.master_params(optimizer)), masters)
 
 
 @torch.no_grad()
@@ -220,7 +212,7 @@ def with_traced_part() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4)))
 
 
-@HALVES
+@EACH_HALF
 class TestTorchScript:
     @pytest.mark.parametrize(
         ("make", "named"),
@@ -232,7 +224,7 @@ class TestTorchScript:
         ],
     )
     @pytest.mark.covering(1)
-    def test_parts_of_a_model_are_named_in_one_warning(self, make, named, half):
+    def test_scripted_parts_of_a_model_warn_once(self, make, named, half):
         model = make()
         with pytest.warns(AmpWarning, match=named) as caught:
             amp.initialize(model, half_dtype=half, verbosity=0)
@@ -240,7 +232,7 @@ class TestTorchScript:
         assert caught[0].filename == __file__
         amp.initialize(model, half_dtype=half, verbosity=0)  # known by now
 
-    def test_parts_run_in_what_they_are_given(self, half):
+    def test_scripted_parts_are_not_cast(self, half):
         model = with_scripted_part()
         with pytest.warns(AmpWarning, match="TorchScript"):
             amp.initialize(model, half_dtype=half, verbosity=0)
@@ -248,17 +240,17 @@ class TestTorchScript:
         assert model[1](torch.ones(2, 4)).dtype is torch.float32
         assert model[1](model[0](torch.ones(2, 4)).float()).dtype is torch.float32
 
-    def test_models_without_them_are_not_warned_of(self, half):
+    def test_models_without_scripted_parts_do_not_warn(self, half):
         amp.initialize(nn.TransformerEncoderLayer(4, 2), half_dtype=half, verbosity=0)
 
-    def test_parts_cannot_be_converted(self, half):
+    def test_scripted_parts_cannot_be_converted(self, half):
         model = with_scripted_part()
         before = [parameter.dtype for parameter in model.parameters()]
         with pytest.raises(OptionError, match="'1' was compiled by TorchScript"):
             amp.initialize(model, opt_level="O2", half_dtype=half, verbosity=0)
         assert [parameter.dtype for parameter in model.parameters()] == before
 
-    @pytest.mark.parametrize("level", ["O1", "O2"])
-    def test_a_whole_model_is_refused(self, level, half):
+    @EACH_LEVEL
+    def test_a_scripted_model_raises(self, level, half):
         with pytest.raises(OptionError, match="compiled by TorchScript"):
             amp.initialize(scripted(nn.Linear(4, 4)), opt_level=level, half_dtype=half)

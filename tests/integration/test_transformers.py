@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,24 +14,18 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from helpers import HALF_DTYPES, assert_clear_import_error, assert_same_state, dtype_name
+from helpers import assert_same_state, completed
+from small_nets import EACH_HALF, EACH_LEVEL, ENVIRONMENT, TORCHRUN, norm, types_computed_by, types_of, weights
+from small_transformers import bert, gpt2, t5
 from torch import nn
 from transformers import (
     AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    EarlyStoppingCallback,
-    GPT2Config,
-    GPT2LMHeadModel,
     PreTrainedModel,
     PrinterCallback,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -41,7 +33,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from ampatch import amp
-from ampatch.errors import AmpWarning, OptionError, UsageError
+from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import accelerate_optimizers
 from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.integrations.transformers import AmpatchMixin, AmpatchTrainer
@@ -55,35 +47,22 @@ COPIES = [{"input_ids": each, "labels": each} for each in SENTENCES]
 UNEVEN = [
     {**each, "labels": torch.where(each["labels"] > n % 18, each["labels"], -100)} for n, each in enumerate(COPIES)
 ]
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-#: Runs a script that is killed in the middle of its second epoch.
-KILLED = """
-import os, runpy, signal, sys
-from transformers import TrainerCallback, trainer
-
-class Killer(TrainerCallback):
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == 15:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-trainer.DEFAULT_CALLBACKS.append(Killer)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-#: Runs under torchrun: accumulation, skipped steps and a second train() at O2, compared between two ranks.
+# Runs under torchrun: accumulation, skipped steps and a second train() at O2, compared between two ranks.
 RANKS = """
 import tempfile
 from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from test_transformers import COPIES, calling, gpt, make, types_of
+from small_nets import types_of
+from small_transformers import gpt2
+from test_transformers import COPIES, calling, make
 
 told = []
 note = calling(on_step_end=lambda optimizer, **_: told.append(bool(optimizer.step_was_skipped)))
 options = {"opt_level": "O2", "half_dtype": "float16", "init_scale": 2.0**22}
 given = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "ddp_backend": "gloo", "max_steps": 8}
-trainer = make(Path(tempfile.mkdtemp()), options, model=gpt(), data=COPIES, callbacks=[note], **given)
+trainer = make(Path(tempfile.mkdtemp()), options, model=gpt2(), data=COPIES, callbacks=[note], **given)
 for _ in range(2):
     trainer.train()
     assert isinstance(trainer.model_wrapped, DistributedDataParallel)
@@ -96,35 +75,13 @@ assert torch.equal(*all_ranks)
 print("alike", flush=True)
 dist.destroy_process_group()
 """
-EXPLODING = {"init_scale": 2.0**24, "half_dtype": "float16"}
-EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
-EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+FLOAT16 = {"init_scale": 1024.0, "half_dtype": "float16"}
 
 pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found")
 
 
 class Seq2Seq(AmpatchMixin, Seq2SeqTrainer):
     pass
-
-
-def bert() -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return BertForSequenceClassification(BertConfig(vocab_size=20, max_position_embeddings=8, num_labels=3, **sizes))
-
-
-def gpt() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=20, n_positions=8, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1)
-    )
-
-
-def t5() -> T5ForConditionalGeneration:
-    torch.manual_seed(0)
-    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
-    sizes = {"vocab_size": 20, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
-    return T5ForConditionalGeneration(T5Config(**sizes, **tokens))
 
 
 def arguments(folder: Path, kind: type = TrainingArguments, **given: Any) -> Any:
@@ -166,12 +123,8 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def weights(trainer: Any) -> dict[str, Any]:
-    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
-
-
-def types_of(model: nn.Module) -> set[torch.dtype]:
-    return {each.dtype for each in model.parameters()}
+def bits(trainer: Any) -> dict[str, Any]:
+    return weights(trainer.model)
 
 
 def calling(**events: Callable[..., None]) -> TrainerCallback:
@@ -198,125 +151,58 @@ def amp_is_off_afterwards() -> Iterator[None]:
 class TestTraining:
     @EACH_HALF
     @EACH_LEVEL
-    def test_learns_what_float32_learns(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
-        seen = set()
+    def test_a_trainer_learns_what_float32_learns(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
         model = bert()
-        model.classifier.register_forward_hook(lambda _, args, output: seen.add(output.dtype))
+        computed = types_computed_by(model.classifier)
         trainer = trained(tmp_path, {"opt_level": level, "half_dtype": half, "init_scale": 1024.0}, model=model)
         plain = trained(tmp_path, kind=Trainer)
-        assert seen == {half}
+        assert computed == {half}
         assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=0.02)
         assert logged(trainer, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=0.05)
         assert types_of(trainer.model) == {torch.float32}
 
     @pytest.mark.slow
     @pytest.mark.parametrize("options", ["O0", {"enabled": False}], ids=str)
-    def test_where_amp_is_off_the_bits_are_those_of_trainer(self, options: Any, tmp_path: Path) -> None:
+    def test_with_amp_off_the_bits_are_those_of_trainer(self, options: Any, tmp_path: Path) -> None:
         trainer, plain = trained(tmp_path, options), trained(tmp_path, kind=Trainer)
-        assert_same_state(weights(trainer), weights(plain))
+        assert_same_state(bits(trainer), bits(plain))
 
     @pytest.mark.parametrize("data", [COPIES, UNEVEN], ids=["even", "uneven"])
     @EACH_LEVEL
     @pytest.mark.covering(1)
-    def test_accumulates_over_batches_as_trainer_does(self, level: str, data: Any, tmp_path: Path) -> None:
+    def test_gradients_accumulate_as_in_float32(self, level: str, data: Any, tmp_path: Path) -> None:
         # 32 examples in 7 batches of 5, 3 a step: the last step of an epoch has one batch only.
         batches = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 3, "max_steps": 6}
         options = {"opt_level": level, "half_dtype": "float16", "init_scale": 256.0}
-        trainer = trained(tmp_path, options, model=gpt(), data=data, **batches)
-        plain = trained(tmp_path, kind=Trainer, model=gpt(), data=data, **batches)
+        trainer = trained(tmp_path, options, model=gpt2(), data=data, **batches)
+        plain = trained(tmp_path, kind=Trainer, model=gpt2(), data=data, **batches)
         assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=0.01)
         assert logged(trainer, "grad_norm") == pytest.approx(logged(plain, "grad_norm"), rel=0.02)
 
     @EACH_LEVEL
-    def test_the_scale_reacts_once_for_all_batches_of_a_step(self, level: str, tmp_path: Path) -> None:
-        class Overflowing(AmpatchTrainer):
-            batches = 0
-
-            def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-                self.batches += 1
-                return super().compute_loss(*args, **kwargs) * (torch.inf if self.batches in (1, 2, 4) else 1.0)
-
-        scales: list[float] = []
-        callback = calling(on_step_end=lambda **_: scales.append(amp.get_loss_scale()))
-        options = {"opt_level": level, "half_dtype": "float16", "init_scale": 64.0, "scale_window": 2}
-        batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 3}
-        make(tmp_path, options, Overflowing, callbacks=[callback], **batches).train()
-        assert scales == [32.0, 32.0, 64.0]
-
-    @EACH_LEVEL
-    def test_clips_the_gradients_that_the_optimizer_steps_with(self, level: str, tmp_path: Path) -> None:
+    def test_unscaled_gradients_of_the_masters_are_clipped(self, level: str, tmp_path: Path) -> None:
         norms = []
 
         def measure(optimizer: Any, **_: Any) -> None:
-            gradients = [each.grad for each in amp.master_params(optimizer) if each.grad is not None]
-            assert {each.dtype for each in gradients} == {torch.float32}
-            norms.append(torch.stack([each.double().norm() for each in gradients]).norm().item())
+            assert {each.grad.dtype for each in amp.master_params(optimizer)} == {torch.float32}
+            norms.append(norm(amp.master_params(optimizer)))
 
-        options = {"opt_level": level, "half_dtype": "float16", "init_scale": 1024.0}
+        options = {"opt_level": level, **FLOAT16}
         callback = calling(on_pre_optimizer_step=measure)
         trainer = make(tmp_path, options, max_grad_norm=1e-4, callbacks=[callback])
         trainer.train()
         assert norms == pytest.approx([1e-4] * 4, rel=1e-5)
         assert min(logged(trainer, "grad_norm")) > 0.1  # before clipping, and unscaled
 
-    def test_clips_by_value_too(self, tmp_path: Path) -> None:
-        class Clipping(AmpatchTrainer):
-            def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-                loss = super().training_step(model, *args, **kwargs)
-                self.accelerator.clip_grad_value_(model.parameters(), 1e-3)
-                full = [each.grad.abs().max() for each in amp.master_params(self.optimizer) if each.grad is not None]
-                largest.append(max(full).item())
-                return loss
-
-        largest: list[float] = []
-        options = {"opt_level": "O2", "half_dtype": "float16", "init_scale": 1024.0}
-        make(tmp_path, options, Clipping, max_steps=2).train()
-        assert largest == pytest.approx([1e-3] * 2, rel=1e-6)
-
-    @pytest.mark.slow
-    @EACH_LEVEL
-    def test_schedulers_leave_out_skipped_steps(self, level: str, tmp_path: Path) -> None:
-        skipped, told = [], []
-
-        def count(optimizer: Any, **_: Any) -> None:
-            skipped.append(amp.skipped_steps(optimizer))
-            told.append(optimizer.step_was_skipped)
-
-        trainer = make(
-            tmp_path, {"opt_level": level, **EXPLODING}, max_steps=12, callbacks=[calling(on_step_end=count)]
-        )
-        trainer.train()
-        assert 0 < skipped[-1] < 12
-        assert trainer.lr_scheduler.last_epoch == 12 - skipped[-1]
-        assert told == [now > before for before, now in zip([0, *skipped], skipped, strict=False)]
-
-    @pytest.mark.parametrize(
-        "options", [{"on_overflow": "raise", "check_finite": True}, {"half_dtype": "float16"}], ids=str
-    )
-    def test_arguments_of_initialize_arrive(self, options: dict[str, Any], tmp_path: Path) -> None:
+    def test_arguments_of_initialize_arrive(self, tmp_path: Path) -> None:
         settings = []
         callback = calling(on_step_end=lambda **_: settings.append(amp.settings()))
+        options = {"on_overflow": "raise", "check_finite": True, "half_dtype": "float16"}
         make(tmp_path, options, max_steps=1, callbacks=[callback]).train()
         assert settings[0] == {**settings[0], **options, "opt_level": "O1"}
 
     @pytest.mark.slow
-    @EACH_LEVEL
-    def test_compiled_by_torch_compile(self, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name in ("BACKEND", "MODE", "USE_FULLGRAPH", "USE_DYNAMIC"):
-            monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "")
-            monkeypatch.delenv(f"ACCELERATE_DYNAMO_{name}")
-        options = {"opt_level": level, "half_dtype": "float16", "init_scale": 1024.0}
-        eager = trained(tmp_path, options)
-        for name in ("BACKEND", "MODE"):
-            os.environ.pop(f"ACCELERATE_DYNAMO_{name}", None)
-        compiled = make(tmp_path, options, torch_compile=True, torch_compile_backend="aot_eager")
-        compiled.train()
-        assert isinstance(compiled.model_wrapped, torch._dynamo.OptimizedModule)
-        assert logged(compiled, "loss") == pytest.approx(logged(eager, "loss"), rel=5e-3)
-        torch._dynamo.reset()
-
-    @pytest.mark.slow
-    def test_trains_twice_and_keeps_the_scale(self, tmp_path: Path) -> None:
+    def test_a_second_train_keeps_the_scale(self, tmp_path: Path) -> None:
         scales: list[float] = []
         callback = calling(
             on_train_begin=lambda **_: scales.append(amp.get_loss_scale()),
@@ -324,19 +210,18 @@ class TestTraining:
         )
         options = {"opt_level": "O2", "half_dtype": "float16", "init_scale": 2.0**18}
         trainer = trained(tmp_path, options, callbacks=[callback])
-        between = weights(trainer)
+        between = bits(trainer)
         trainer.train()
         assert scales[0] == 2.0**18 > scales[1] == scales[2]
-        assert any(not torch.equal(now, between[name]) for name, now in weights(trainer).items())
+        assert any(not torch.equal(now, between[name]) for name, now in bits(trainer).items())
 
     @pytest.mark.slow
     @pytest.mark.once
-    def test_two_ranks_train_alike_and_twice(self, tmp_path: Path) -> None:
+    def test_two_ranks_stay_equal_through_two_calls_of_train(self, tmp_path: Path) -> None:
         script = tmp_path / "ranks.py"
         script.write_text(RANKS)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
         environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = completed([sys.executable, *TORCHRUN, str(script)], cwd=tmp_path, env=environment)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("alike") == 2
 
@@ -355,8 +240,6 @@ class TestTraining:
 
 
 class TestOverrides:
-    """Of methods that users override, with ``super()`` or without."""
-
     @pytest.mark.slow
     def test_a_training_step_without_super_gives_the_same_bits(self, tmp_path: Path) -> None:
         class Own(AmpatchTrainer):
@@ -366,44 +249,32 @@ class TestOverrides:
                 loss.backward()
                 return loss.detach()
 
-        options = {"opt_level": "O2", "half_dtype": "float16", "init_scale": 1024.0}
+        options = {"opt_level": "O2", **FLOAT16}
         own, usual = trained(tmp_path, options, Own), trained(tmp_path, options)
-        assert_same_state(weights(own), weights(usual))
+        assert_same_state(bits(own), bits(usual))
 
-    def test_a_base_that_precedes_the_mixin_is_guarded(self, tmp_path: Path) -> None:
-        class First:
-            def training_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-                output = model(**inputs).loss
-                products.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype)
-                output.backward()
-                return output.detach()
-
-        class Both(First, AmpatchTrainer):
-            pass
-
-        products: list[torch.dtype] = []
-        make(tmp_path, {"half_dtype": "float16"}, Both, max_steps=1).train()
-        assert products == [torch.float16]
-
-    def test_a_method_under_another_name_is_guarded(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("where", ["a base before the mixin", "the class"])
+    def test_a_training_step_of_another_name_or_class_is_guarded(self, where: str, tmp_path: Path) -> None:
         def step_of_a_library(trainer: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
             output = model(**inputs).loss
             products.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype)
             output.backward()
             return output.detach()
 
-        class Borrowing(AmpatchTrainer):
-            training_step = step_of_a_library
-
         products: list[torch.dtype] = []
-        make(tmp_path, {"half_dtype": "float16"}, Borrowing, max_steps=1).train()
+        methods = {"training_step": step_of_a_library}
+        if where == "the class":
+            kind = type("Borrowing", (AmpatchTrainer,), methods)
+        else:
+            kind = type("Both", (type("First", (), methods), AmpatchTrainer), {})
+        make(tmp_path, {"half_dtype": "float16"}, kind, max_steps=1).train()
         assert products == [torch.float16]
 
     @pytest.mark.slow
     @EACH_LEVEL
     @pytest.mark.parametrize("how", ["label smoother", "compute_loss_func", "compute_loss"])
     @pytest.mark.covering(1)
-    def test_losses_get_float32_outputs(self, how: str, level: str, tmp_path: Path) -> None:
+    def test_loss_functions_get_float32_outputs(self, how: str, level: str, tmp_path: Path) -> None:
         class Weighted(AmpatchTrainer):
             def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
                 outputs = model(**inputs)
@@ -418,18 +289,18 @@ class TestOverrides:
         kind = Weighted if how == "compute_loss" else AmpatchTrainer
         given: dict[str, Any] = {"compute_loss_func": weighted} if how == "compute_loss_func" else {}
         given |= {"label_smoothing_factor": 0.1} if how == "label smoother" else {}
-        options = {"opt_level": level, "half_dtype": "float16", "init_scale": 1024.0}
+        options = {"opt_level": level, **FLOAT16}
         trainer = trained(tmp_path, options, kind, **given)
         plain = trained(tmp_path, {"enabled": False}, kind, **given)
         assert logged(trainer, "loss") == pytest.approx(logged(plain, "loss"), rel=0.02)
         assert set(seen) <= {torch.float32}
 
-    def test_outputs_keep_another_type_where_that_is_asked_for(self, tmp_path: Path) -> None:
+    def test_cast_model_outputs_sets_the_type_of_outputs(self, tmp_path: Path) -> None:
         trainer = make(tmp_path, {"half_dtype": "float16", "cast_model_outputs": "float16"})
         with trainer.amp_session():
             assert trainer.model(SENTENCES[0][None]).logits.dtype is torch.float16
 
-    def test_casts_reach_neither_callbacks_nor_metrics_nor_data(self, tmp_path: Path) -> None:
+    def test_casts_are_off_in_callbacks_metrics_and_data(self, tmp_path: Path) -> None:
         def multiply(*_: Any, **__: Any) -> None:
             products.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
 
@@ -458,7 +329,7 @@ class TestOverrides:
 
     @pytest.mark.slow
     def test_hyperparameter_search_makes_a_model_for_each_run(self, tmp_path: Path) -> None:
-        trainer = make(tmp_path, "O2", model_init=bert)
+        trainer = make(tmp_path, "O2", model_init=lambda _: bert())
         trainer.train()
         first = trainer.model
         trainer.train()
@@ -471,9 +342,11 @@ class TestPredicting:
     @EACH_HALF
     @EACH_LEVEL
     @pytest.mark.covering(1)
-    def test_evaluates_between_steps_and_afterwards_alike(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
-        model, kinds = bert(), set()
-        model.classifier.register_forward_hook(lambda _, args, output: kinds.add(output.dtype))
+    def test_evaluation_within_train_and_after_it_gives_the_same_numbers(
+        self, level: str, half: torch.dtype, tmp_path: Path
+    ) -> None:
+        model = bert()
+        computed = types_computed_by(model.classifier)
 
         def metrics(prediction: Any) -> dict[str, float]:
             assert prediction.predictions.dtype == np.float32
@@ -483,15 +356,15 @@ class TestPredicting:
         options = {"opt_level": level, "half_dtype": half}
         trainer = make(tmp_path, options, model=model, eval_dataset=CLASSES, **given)
         trainer.train()
-        before = weights(trainer)
+        before = bits(trainer)
         assert trainer.evaluate()["eval_mean"] == logged(trainer, "eval_mean")[-2]
         assert trainer.predict(CLASSES).metrics["test_loss"] == logged(trainer, "eval_loss")[-1]
-        assert kinds == {half}
-        assert_same_state(weights(trainer), before)
+        assert computed == {half}
+        assert_same_state(bits(trainer), before)
 
     @pytest.mark.slow
     @EACH_LEVEL
-    def test_generates_between_steps(self, level: str, tmp_path: Path) -> None:
+    def test_generation_within_train_computes_in_half(self, level: str, tmp_path: Path) -> None:
         model, kinds = t5(), []
         model.encoder.block[0].layer[0].SelfAttention.q.register_forward_hook(
             lambda module, args, output: kinds.append((output.dtype, module.training))
@@ -510,13 +383,12 @@ class TestPredicting:
         assert predicted.dtype == np.int64
         assert set(kinds) == {(torch.float16, True), (torch.float16, False)}
 
-    def test_a_session_is_for_calls_of_ones_own(self, tmp_path: Path) -> None:
-        trainer = make(tmp_path, {"half_dtype": "float16"}, model=gpt(), data=COPIES)
-        kinds = set()
-        trainer.model.lm_head.register_forward_hook(lambda _, args, output: kinds.add(output.dtype))
+    def test_calls_of_the_model_in_a_session_compute_in_half(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path, {"half_dtype": "float16"}, model=gpt2(), data=COPIES)
+        computed = types_computed_by(trainer.model.lm_head)
         with trainer.amp_session():
             trainer.model.generate(SENTENCES[0][None], max_new_tokens=2, pad_token_id=0)
-        assert kinds == {torch.float16}
+        assert computed == {torch.float16}
 
     def test_a_callback_may_open_a_session(self, tmp_path: Path) -> None:
         def sample(model: Any, **_: Any) -> None:
@@ -534,7 +406,7 @@ class TestPredicting:
 class TestCheckpoints:
     @EACH_HALF
     @EACH_LEVEL
-    def test_resumes_to_the_same_bits(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
+    def test_a_resumed_run_ends_with_the_same_bits(self, level: str, half: torch.dtype, tmp_path: Path) -> None:
         options = {"opt_level": level, "half_dtype": half, "scale_window": 2, "init_scale": 2.0**14}
         given: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
         whole, scales = make(tmp_path / "whole", options, **given), []
@@ -544,14 +416,14 @@ class TestCheckpoints:
         saved = tmp_path / "whole" / "checkpoint-3"
         resumed = make(tmp_path / "resumed", options, callbacks=[note], **given)
         resumed.train(resume_from_checkpoint=str(saved))
-        assert_same_state(weights(resumed), weights(whole))
+        assert_same_state(bits(resumed), bits(whole))
         assert_same_state(resumed.optimizer.state_dict(), whole.optimizer.state_dict())
         assert scales[0] == scales[1]
         if half is torch.float16:
             assert scales[0]["loss_scaler0"]["loss_scale"] > 2.0**14
 
     @EACH_HALF
-    def test_saves_float32_and_says_so(self, half: torch.dtype, tmp_path: Path) -> None:
+    def test_saved_models_are_float32_and_their_configs_say_so(self, half: torch.dtype, tmp_path: Path) -> None:
         def save(model: Any, **_: Any) -> None:
             assert types_of(model) >= {half}
             model.save_pretrained(tmp_path / "callback")
@@ -567,13 +439,13 @@ class TestCheckpoints:
             loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / name)
             assert_same_state(loaded.state_dict(), trainer.model.state_dict())
 
-    def test_a_half_model_that_amp_does_not_have_is_saved_as_half(self, tmp_path: Path) -> None:
+    def test_a_half_model_of_the_users_is_saved_as_half(self, tmp_path: Path) -> None:
         trainer, other = make(tmp_path, "O2"), bert().to(torch.float16)
         with trainer.amp_session():
             other.save_pretrained(tmp_path / "other")
         assert json.loads((tmp_path / "other" / "config.json").read_text())["dtype"] == "float16"
 
-    def test_the_best_model_is_loaded_at_the_end(self, tmp_path: Path) -> None:
+    def test_the_best_model_is_loaded_at_the_end_of_train(self, tmp_path: Path) -> None:
         values = iter([1.0, 3.0, 2.0])
         given: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
         given |= {"load_best_model_at_end": True, "metric_for_best_model": "value", "greater_is_better": True}
@@ -581,104 +453,38 @@ class TestCheckpoints:
         trainer = make(tmp_path, "O2", max_steps=3, **given)
         trainer.train()
         best = AutoModelForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
-        assert_same_state(weights(trainer), best.state_dict())
+        assert_same_state(bits(trainer), best.state_dict())
 
-    def test_a_checkpoint_of_fp16_goes_on_with_its_scale(self, tmp_path: Path) -> None:
-        given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-        make(tmp_path, kind=Trainer, **given).train()
-        scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
-        scaler.scale(torch.ones(()))
-        torch.save(scaler.state_dict(), tmp_path / "checkpoint-1" / "scaler.pt")
-        scales: list[float] = []
-        note = calling(on_train_begin=lambda **_: scales.append(amp.get_loss_scale()))
-        trainer = make(tmp_path, {"half_dtype": "float16"}, callbacks=[note], **given)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-        assert scales == [512.0]
-
-    def test_a_checkpoint_without_a_scale_warns(self, tmp_path: Path) -> None:
-        given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-        make(tmp_path, kind=Trainer, **given).train()
-        with pytest.warns(AmpWarning, match=r"there is no ampatch\.pt"):
-            make(tmp_path, {"half_dtype": "float16"}, **given).train(
-                resume_from_checkpoint=str(tmp_path / "checkpoint-1")
-            )
-        make(tmp_path, {"half_dtype": "bfloat16"}, **given).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-
-    def test_goes_on_without_the_adapter(self, tmp_path: Path) -> None:
-        given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    def test_a_checkpoint_loads_without_the_adapter(self, tmp_path: Path) -> None:
+        given = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
         make(tmp_path, "O2", **given).train()
         plain = make(tmp_path, kind=Trainer, **given)
         plain.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
         assert plain.state.global_step == 2
 
-    @pytest.mark.slow
-    @pytest.mark.skipif(
-        transformers.__version__.startswith("5."),
-        reason="without amp, too, Trainer 5 goes on with other bits after a checkpoint at the end of an epoch",
-    )
-    @pytest.mark.parametrize(("level", "half"), [("O1", "float16"), ("O2", "bfloat16")])
-    def test_a_killed_run_resumes_to_the_same_bits(self, level: str, half: str, tmp_path: Path) -> None:
-        script = str(Path(__file__).parents[2] / "examples" / "transformers_digits.py")
-        options = ["--epochs", "3", "--opt-level", level, "--half", half, "--checkpoints"]
-        runs = (
-            (tmp_path / "whole", [script]),
-            (tmp_path / "killed", ["-c", KILLED, script]),
-            (tmp_path / "killed", [script]),
-        )
-        codes = [
-            subprocess.run([sys.executable, *command, *options, str(folder)], env=ENVIRONMENT, check=False).returncode
-            for folder, command in runs
-        ]
-        assert codes == [0, -signal.SIGKILL, 0]
-        whole, killed = (tmp_path / name / "model" / "model.safetensors" for name in ("whole", "killed"))
-        assert whole.read_bytes() == killed.read_bytes()
-
 
 class TestEndings:
-    @pytest.mark.slow
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
     @pytest.mark.parametrize("where", ["on_step_end", "on_train_begin", "forward"])
     @pytest.mark.covering(1)
-    def test_an_exception_takes_amp_down(self, where: str, error: type[BaseException], tmp_path: Path) -> None:
+    def test_an_exception_takes_amp_down_and_train_may_be_called_again(
+        self, where: str, error: type[BaseException], tmp_path: Path
+    ) -> None:
         def stop(*_: Any, **__: Any) -> None:
-            raise error("in the midst")
+            if is_first:
+                raise error("in the midst")
 
-        model, callbacks = bert(), []
-        if where == "forward":
-            hook = model.bert.register_forward_hook(stop)
-        else:
-            callbacks.append(calling(**{where: stop}))
+        is_first, model = True, bert()
+        model.bert.register_forward_hook(stop if where == "forward" else lambda *_: None)
+        callbacks = [] if where == "forward" else [calling(**{where: stop})]
         trainer = make(tmp_path, "O2", model=model, callbacks=callbacks)
         with pytest.raises(error, match="in the midst"):
             trainer.train()
         assert not amp.is_on()
         assert types_of(trainer.model) == {torch.float32}
-        if where == "forward":
-            hook.remove()
-        else:
-            trainer.remove_callback(callbacks[0])
+        is_first = False
         trainer.train()
         assert trainer.state.global_step == 4
-
-    def test_ctrl_c_ends_it_like_any_exception(self, tmp_path: Path) -> None:
-        trainer = make(tmp_path, "O2", callbacks=[calling(on_step_end=lambda **_: signal.raise_signal(signal.SIGINT))])
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a program in the background has none
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                trainer.train()
-        finally:
-            signal.signal(signal.SIGINT, before)
-        assert not amp.is_on()
-        assert types_of(trainer.model) == {torch.float32}
-
-    def test_early_stopping(self, tmp_path: Path) -> None:
-        given: dict[str, Any] = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-        given |= {"load_best_model_at_end": True, "metric_for_best_model": "value", "greater_is_better": True}
-        given |= {"compute_metrics": lambda _: {"value": 1.0}, "eval_dataset": CLASSES[:8]}
-        trainer = make(tmp_path, "O2", callbacks=[EarlyStoppingCallback(1)], **given)
-        trainer.train()
-        assert trainer.state.global_step == 2
-        assert types_of(trainer.model) == {torch.float32}
 
 
 class TestBadInput:
@@ -695,11 +501,11 @@ class TestBadInput:
             ({"loss_scale": "dynamical"}, "loss_scale is 'dynamical'"),
         ],
     )
-    def test_options_are_checked_before_anything_else(self, options: Any, message: str) -> None:
+    def test_bad_options_raise_before_anything_else(self, options: Any, message: str) -> None:
         with pytest.raises(OptionError, match=message):
             AmpatchTrainer(None, None, amp=options)
 
-    def test_values_that_only_amp_knows_are_checked_before_the_first_step(self, tmp_path: Path) -> None:
+    def test_values_that_amp_checks_raise_before_the_first_step(self, tmp_path: Path) -> None:
         trainer = make(tmp_path, {"scale_window": 0})
         with pytest.raises(OptionError, match="scale_window"):
             trainer.train()
@@ -719,7 +525,9 @@ class TestBadInput:
             ({"optim": "galore_adamw_layerwise"}, "within the backward pass"),
         ],
     )
-    def test_two_precisions_and_wrappers_raise(self, given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    def test_training_arguments_that_exclude_amp_raise(
+        self, given: dict[str, Any], message: str, tmp_path: Path
+    ) -> None:
         with pytest.raises(OptionError, match=message):
             AmpatchTrainer(bert(), asking_for(tmp_path, **given))
 
@@ -729,7 +537,7 @@ class TestBadInput:
         with pytest.raises(OptionError, match="mixed_precision='fp16'"):
             make(tmp_path)
 
-    def test_weights_that_were_loaded_in_half_raise(self, tmp_path: Path) -> None:
+    def test_half_weights_raise_if_they_are_to_be_trained(self, tmp_path: Path) -> None:
         model = bert().to(torch.bfloat16)
         with pytest.raises(OptionError, match=r"dtype=torch\.float32"):
             make(tmp_path, model=model).train()
@@ -750,48 +558,19 @@ class TestBadInput:
         with pytest.raises(OptionError, match=r"amp is False; expected an opt level.*amp='O0' turns amp off"):
             AmpatchTrainer(bert(), arguments(tmp_path), amp=False)
 
-    def test_a_session_of_the_users_own_raises(self, tmp_path: Path) -> None:
-        trainer = make(tmp_path)
-        amp.initialize(bert(), verbosity=0)
-        with pytest.raises(UsageError, match=r"but the trainer sets it up itself.*arguments to the trainer"):
-            trainer.train()
-        amp.deinitialize()
-
-    def test_deinitialize_within_train_raises(self, tmp_path: Path) -> None:
-        trainer = make(tmp_path, callbacks=[calling(on_step_end=lambda **_: amp.deinitialize())])
-        with pytest.raises(UsageError, match="in the midst"):
-            trainer.train()
-
-    def test_a_class_gives_the_default(self, tmp_path: Path) -> None:
-        class Half(AmpatchTrainer):
-            amp = "O2"
-
-        def note(**_: Any) -> None:
-            levels.append(amp.settings()["opt_level"])
-
+    def test_a_class_gives_the_default_of_amp(self, tmp_path: Path) -> None:
         levels: list[str] = []
-        make(tmp_path, None, Half, max_steps=1, callbacks=[calling(on_step_end=note)]).train()
-        make(tmp_path, "O1", Half, max_steps=1, callbacks=[calling(on_step_end=note)]).train()
+        note = calling(on_step_end=lambda **_: levels.append(amp.settings()["opt_level"]))
+        half = type("Half", (AmpatchTrainer,), {"amp": "O2"})
+        for given in (None, "O1"):
+            make(tmp_path, given, half, max_steps=1, callbacks=[note]).train()
         assert levels == ["O2", "O1"]
 
-    @pytest.mark.slow
-    @pytest.mark.once
-    @pytest.mark.parametrize(
-        ("fake", "message"),
-        [
-            ("sys.modules['transformers'] = None", "pip install"),
-            ("import transformers; transformers.__version__ = '4.40.0'", "4.40.0"),
-            ("sys.modules['accelerate'] = None", "needs accelerate"),
-        ],
-    )
-    def test_without_its_packages_there_is_one_clear_error(self, fake: str, message: str) -> None:
-        assert_clear_import_error("transformers", fake, message)
 
-
-class TestWrappedOptimizers:
+class TestAccelerated:
     """Of `ampatch.integrations.accelerate_optimizers`, without Trainer."""
 
-    def test_unknown_optimizers_answer_for_themselves(self) -> None:
+    def test_optimizers_without_amp_keep_their_own_step_was_skipped(self) -> None:
         optimizer = Accelerator(cpu=True).prepare(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
         with accelerate_optimizers.adopted_optimizers.installed():
             assert not optimizer.step_was_skipped
@@ -806,12 +585,12 @@ class TestWrappedOptimizers:
             assert accelerate_optimizers.updated([parameter])[0] is parameter
             amp.deinitialize()
 
-    def test_the_bare_optimizer_is_found(self) -> None:
+    def test_bare_returns_the_wrapped_optimizer(self) -> None:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
         assert accelerate_optimizers.bare(Accelerator(cpu=True).prepare(optimizer)) is optimizer
         assert accelerate_optimizers.bare(optimizer) is optimizer
 
-    def test_patches_stay_until_the_last_user_leaves(self) -> None:
+    def test_shared_patches_stay_until_the_last_user_leaves(self) -> None:
         class Owner:
             value = 1
 

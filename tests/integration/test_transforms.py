@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from helpers import DEVICES, HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import DEVICES, assert_same_state
+from small_nets import EACH_HALF
 from torch import Tensor, nn
 from torch.func import (
     functional_call,
@@ -27,16 +28,13 @@ from torch.func import (
 from torch.utils._pytree import tree_leaves
 
 from ampatch import amp
-from ampatch.runtime import runtime
 
 # Both are torch's own: its use of TorchScript, and the graph that `linearize` makes of any module.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*deprecated:DeprecationWarning", "ignore:Attempted to insert a get_attr Node:UserWarning"
+)
 
-HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 class Network(nn.Module):
@@ -150,12 +148,12 @@ def assert_close(actual: list[Tensor], expected: list[Tensor], half: torch.dtype
         assert float((one.float() - other.float()).abs().max()) <= room
 
 
-@HALVES
-@ON_DEVICES
+@EACH_HALF
+@EACH_DEVICE
 @pytest.mark.parametrize("case", CASES)
 class TestTransforms:
     @pytest.mark.covering(1)
-    def test_cast_and_come_close_to_float32(self, case, half, device):
+    def test_transforms_cast_and_come_close_to_float32(self, case, half, device):
         x = torch.linspace(-1, 1, 24, device=device).view(4, 6)
         plain = Network(device)
         expected = leaves(CASES[case](plain, plain.values(), x))
@@ -166,8 +164,7 @@ class TestTransforms:
 
     @pytest.mark.slow_on_cpu
     @pytest.mark.covering(1)
-    def test_neither_use_nor_leave_what_is_not_theirs(self, case, half, device):
-        """Whether its weights were cast before changes no bit, and what a transform has cast serves nobody after it."""
+    def test_transforms_neither_use_nor_leave_casts_of_weights(self, case, half, device):
         x = torch.linspace(-1, 1, 24, device=device).view(4, 6)
         model = amp.initialize(Network(device), half_dtype=half, verbosity=0)
         cold = leaves(CASES[case](model, model.values(), x))
@@ -175,34 +172,12 @@ class TestTransforms:
         amp.clear_cache()
         alone = torch.autograd.grad(loss(model, {}, x), list(model.parameters()))
         warm = leaves(CASES[case](model, model.values(), x))
-        for one, other in zip([*warm, *after], [*cold, *alone], strict=True):
-            assert_same_bits(one, other)
+        assert_same_state([*warm, *after], [*cold, *alone])
 
 
-@HALVES
+@EACH_HALF
 class TestFunctionalParameters:
-    def test_that_are_plain_tensors_are_never_kept(self, half):
-        model = amp.initialize(Network(), half_dtype=half, verbosity=0)
-        functional_call(model, model.values(), (torch.ones(2, 6),))
-        assert len(runtime.live.cache) == 0
-
-    @pytest.mark.parametrize("transform", [grad, vmap, jacrev], ids=lambda transform: transform.__name__)
-    def test_under_a_transform_are_cast_at_every_use(self, half, transform):
-        model = amp.initialize(nn.Linear(4, 1, bias=False), half_dtype=half, verbosity=0)
-
-        def twice(parameters: Parameters, x: Tensor) -> Tensor:
-            return sum(functional_call(model, parameters, (x,)).sum() for _ in range(2))
-
-        before = amp.cast_counts()
-        x, weight = torch.ones(2, 3, 4, dtype=half), nn.Parameter(torch.ones(2, 1, 4))
-        transform(twice)({"weight": weight if transform is vmap else nn.Parameter(weight[0].detach())}, x)
-        after = amp.cast_counts()
-        assert after.cache_hits == before.cache_hits
-        assert after.casts - before.casts >= 2
-        assert len(runtime.live.cache) == 0
-
-    def test_that_change_from_call_to_call_are_followed(self, half):
-        """As a learning step inside of another does, from the parameters of which a gradient is taken."""
+    def test_a_learning_step_within_a_gradient_uses_its_parameters(self, half):
         model = amp.initialize(nn.Linear(4, 1, bias=False), half_dtype=half, verbosity=0)
         x = torch.ones(2, 4)
 
@@ -217,15 +192,15 @@ class TestFunctionalParameters:
         assert float(after_a_step({"weight": torch.full((1, 4), 0.5)})) == 0.0
 
 
-@HALVES
-@ON_DEVICES
+@EACH_HALF
+@EACH_DEVICE
 class TestHalfWeights:
     """At O2 the model's forward brings half weights and masters into step, which is no part of what is transformed."""
 
     @pytest.mark.parametrize(
         "case", ["grad", "grad-of-inputs", "gradients-per-sample", "vmap", "hessian", "forward-mode"]
     )
-    def test_are_transformed_before_any_other_forward(self, case, half, device):
+    def test_transforms_before_any_forward_pass_leave_masters(self, case, half, device):
         x = torch.linspace(-1, 1, 24, device=device).view(4, 6)
         plain, model = Network(device), Network(device)
         if device == "cuda" and case in ("hessian", "forward-mode"):
@@ -238,8 +213,7 @@ class TestHalfWeights:
         with torch.no_grad():
             next(amp.master_params(optimizer)).mul_(1.0)  # so that there is something to be brought into step
         assert_close(leaves(CASES[case](model, model.values(), x)), expected, half)
-        for master, before in zip(amp.master_params(optimizer), masters, strict=True):
-            assert_same_bits(master.detach(), before)
+        assert_same_state(list(amp.master_params(optimizer)), masters)
 
     @pytest.mark.parametrize(
         "transform",
@@ -248,7 +222,7 @@ class TestHalfWeights:
             pytest.param(lambda m: lambda x: functional_call(m, {"weight": torch.zeros(4, 4).to(x)}, (x,)), id="call"),
         ],
     )
-    def test_follow_what_was_written_to_masters_in_the_next_forward_outside(self, transform, half, device):
+    def test_masters_written_before_a_transform_count_in_the_next_forward_pass(self, transform, half, device):
         model = nn.Linear(4, 4, bias=False).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(model, optimizer, opt_level="O2", half_dtype=half, verbosity=0)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICES, HALF_DTYPES, assert_same_state, dtype_name
+from helpers import DEVICES, assert_same_state
+from optimizers import backward
+from small_nets import EACH_HALF, EACH_LEVEL, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import amp
 
-HALVES = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-ON_DEVICES = pytest.mark.parametrize("device", DEVICES)
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 SCALE = {"loss_scale": "dynamic", "init_scale": 2.0**10, "verbosity": 0}
 OVERFLOWS = {2: 0, 5: 1}  # by step, the rank in which it happens
@@ -27,12 +29,9 @@ def zero(parameters: Any, kind: type[torch.optim.Optimizer], **options: Any) -> 
 
 
 def train(half: torch.dtype, device: str, level: str, sharded: bool) -> dict[str, Any]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3)).to(device)
-    if sharded:
-        optimizer = zero(model.parameters(), torch.optim.AdamW, lr=0.01)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model = net().to(device)
+    adam = functools.partial(zero, kind=torch.optim.AdamW) if sharded else torch.optim.AdamW
+    optimizer = adam(model.parameters(), lr=0.01)
     amp.initialize(model, optimizer, opt_level=level, half_dtype=half, **SCALE)
     replica = DistributedDataParallel(model)
     skipped = []
@@ -42,8 +41,7 @@ def train(half: torch.dtype, device: str, level: str, sharded: bool) -> dict[str
         if OVERFLOWS.get(step) == dist.get_rank():
             loss = loss * float("nan")
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss, optimizer)
         amp.clip_grad_norm_(optimizer, 0.1)
         optimizer.step()
         skipped.append(amp.step_was_skipped(optimizer))
@@ -58,24 +56,21 @@ def both(half: torch.dtype, device: str, level: str) -> tuple[dict[str, Any], di
 
 
 @pytest.mark.slow_on_cpu
-@ON_DEVICES
-@HALVES
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_trains_as_the_optimizer_inside_it(two, level, half, device):
+@EACH_DEVICE
+@EACH_HALF
+@EACH_LEVEL
+def test_a_zero_optimizer_trains_as_the_optimizer_inside_it(two, level, half, device):
     for sharded, whole in two.run(both, half, device, level):
         assert_same_state(sharded, whole)
         assert [step for step, was_skipped in enumerate(sharded["skipped"]) if was_skipped] == list(OVERFLOWS)
 
 
 def resumed(bucketed: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(8, 3)
-    options = {"parameters_as_bucket_view": bucketed}
     ends = []
     for resumes in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(8, 3)
-        optimizer = zero(model.parameters(), torch.optim.Adam, lr=0.01, **options)
+        optimizer = zero(model.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=bucketed)
         amp.initialize(model, optimizer, opt_level="O2", half_dtype="bfloat16", verbosity=0)
         for step in range(4):
             if step == 2 and resumes:
@@ -85,8 +80,7 @@ def resumed(bucketed: bool) -> None:
                 model.load_state_dict(saved[0][0])
                 optimizer.load_state_dict(saved[0][1])
             optimizer.zero_grad()
-            with amp.scale_loss(model(torch.ones(2, 8)).float().square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(model(torch.ones(2, 8)).float().square().mean(), optimizer)
             optimizer.step()
         ends.append([each.detach().clone() for each in amp.master_params(optimizer)])
         assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
@@ -95,5 +89,5 @@ def resumed(bucketed: bool) -> None:
 
 
 @pytest.mark.parametrize("bucketed", [False, True])
-def test_resumes_with_masters(two, bucketed):
+def test_a_zero_optimizer_resumes_with_masters(two, bucketed):
     two.run(resumed, bucketed)
