@@ -8,7 +8,6 @@ import functools
 import itertools
 import random
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,6 @@ from hypothesis import settings as hypothesis_settings
 from torch import Tensor, nn
 
 from ampatch import amp
-from ampatch.errors import IntegrationError
 from ampatch.runtime import runtime
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -181,21 +179,6 @@ def undisturbed(model: nn.Module, inputs: Tensor) -> Iterator[None]:
     assert random.getstate() == of_python
     assert runtime.live is None
     assert model.training
-
-
-def assert_clear_import_error(adapter: str, fake: str, message: str) -> None:
-    """Asserts that the import of an adapter's module fails by an `IntegrationError` with a message.
-
-    Args:
-        adapter: the module's name in `ampatch.integrations`.
-        fake: code that runs first, and makes a package missing or old.
-        message: part of the error.
-    """
-    code = f"import sys; import ampatch.integrations; {fake}; import ampatch.integrations.{adapter}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert IntegrationError.__name__ in done.stderr
-    assert message in done.stderr
 
 
 def together(functions: Iterable[Callable[[], object]]) -> None:

@@ -571,11 +571,13 @@ class TestEvaluation:
         accelerator.free_memory()
         assert torch.equal(model[0].weight, expected["0.weight"].half().float())
 
-    def test_a_backward_pass_without_an_optimizer_raises(self) -> None:
+    def test_a_backward_pass_without_an_optimizer_runs_without_a_loss_scale(self) -> None:
         accelerator = Accelerator(cpu=True)
-        model = prepare(accelerator, net())
-        with pytest.raises(UsageError, match=r"no optimizer whose .* Hand one to ampatch's prepare"):
-            accelerator.backward(model(X).sum())
+        model = prepare(accelerator, net(), half_dtype="float16")
+        with pytest.warns(AmpWarning, match="without a loss scale.* Hand one to ampatch's prepare"):
+            accelerator.backward(model(X).mean())
+        accelerator.backward(model(X).mean())  # warns once
+        assert 0 < model[0].weight.grad.norm() < 10
 
 
 ENDINGS: dict[str, Callable[[Accelerator], object]] = {

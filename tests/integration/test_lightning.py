@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import json
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from ampatch import amp
-from ampatch.errors import OptionError, UsageError
+from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.integrations.lightning import AmpatchPrecision
 from ampatch.integrations.precision_plugin import precision_class
 
@@ -199,9 +200,32 @@ class TestTraining:
         assert_same_state(weights(module), weights(fit(level)))
 
     @pytest.mark.filterwarnings("ignore:.*returned `None`")
-    def test_a_fit_without_an_optimizer_raises(self) -> None:
-        with pytest.raises(UsageError, match=r"no optimizer whose.* Return one from configure_optimizers"):
-            fit("O1", type("Without", (Lit,), {"configure_optimizers": lambda _: None})())
+    def test_a_fit_without_an_optimizer_runs_without_a_loss_scale(self) -> None:
+        without = type("Without", (Lit,), {"configure_optimizers": lambda _: None})
+        plain = fit(None, without())
+        with pytest.warns(AmpWarning, match="without a loss scale.* Return one from configure_optimizers"):
+            module = fit("O1", without())
+        torch.testing.assert_close(module.net[0].weight.grad, plain.net[0].weight.grad, rtol=0.0, atol=0.05)
+
+    @EACH_LEVEL
+    def test_copies_made_in_a_fit_belong_to_no_fit(self, level: str) -> None:
+        class Copying(pl.Callback):
+            def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+                plugin = trainer.precision_plugin
+                copies.extend(map(copy.deepcopy, (trainer, trainer.callbacks, trainer.strategy)))
+                pickled = pickle.loads(pickle.dumps(plugin))
+                assert pickled.state_dict() == plugin.state_dict()
+
+        copies: list[Any] = []
+        module = fit(level, max_epochs=1, callbacks=[Copying()])
+        assert_same_state(weights(module), weights(fit(level, max_epochs=1)))
+        copied = copies[0]
+        assert copied.strategy.teardown.__self__ is copied.strategy
+        with pytest.raises(UsageError, match="outside of Trainer"), copied.precision_plugin.train_step_context():
+            pass
+
+    def test_the_plugin_has_the_device_of_its_trainer(self) -> None:
+        assert trainer("O1").precision_plugin.device == "cpu"
 
 
 class TestGradients:

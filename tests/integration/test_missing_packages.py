@@ -33,7 +33,7 @@ def packages(monkeypatch: pytest.MonkeyPatch):
         package.__version__ = version
         monkeypatch.setitem(sys.modules, name, None if version is None else package)
 
-    for adapter in (*ADAPTERS, "accelerated"):
+    for adapter in (*ADAPTERS, "accelerate_optimizers"):
         monkeypatch.delitem(sys.modules, f"ampatch.integrations.{adapter}", raising=False)
         monkeypatch.delattr(integrations, adapter, raising=False)
     return put
