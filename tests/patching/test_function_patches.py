@@ -11,7 +11,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, casts_on, dtype_name
+from helpers import HALF_DTYPES, casts_on
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.nn.functional import linear as dense
@@ -48,16 +48,16 @@ def neighbour():
 
 class TestNamespaces:
     def test_shipped_lists_have_functions_of_eight_namespaces(self):
-        assert NAMESPACES == [
+        modules = {
             "torch",
-            "torch.Tensor",
             "torch._VF",
             "torch.fft",
             "torch.linalg",
             "torch.nn.functional",
             "torch.sparse",
             "torch.special",
-        ]
+        }
+        assert set(NAMESPACES) == modules | {"torch.Tensor"}
 
     @pytest.mark.parametrize("namespace", NAMESPACES)
     def test_every_listed_function_is_wrapped_while_casts_are_on(self, namespace):
@@ -70,23 +70,6 @@ class TestNamespaces:
                 assert getattr(owner, name).__name__ == original.__name__
                 assert getattr(owner, name).__doc__ == original.__doc__
         assert all(getattr(owner, name) is original for name, original in originals.items())
-
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    @pytest.mark.parametrize(
-        "call",
-        [
-            pytest.param(lambda a: torch.mm(a, a.t()), id="torch"),
-            pytest.param(lambda a: F.linear(a, a), id="torch.nn.functional"),
-            pytest.param(lambda a: torch.linalg.matmul(a, a.t()), id="torch.linalg"),
-            pytest.param(lambda a: torch._VF.rnn_tanh_cell(a, a[:, :3], a[:3], a[:3, :3]), id="torch._VF"),
-            pytest.param(lambda a: a.matmul(a.t()), id="method"),
-        ],
-    )
-    @pytest.mark.covering(1)
-    def test_whitelisted_functions_of_each_namespace_run_in_half(self, call, half):
-        with casts_on(half):
-            assert call(x()).dtype is half
-        assert call(x()).dtype is torch.float32
 
     @pytest.mark.parametrize(
         "call",
@@ -198,14 +181,6 @@ class TestNamesBoundEarlier:
             module = importlib.import_module("meanwhile")
             assert module.fully_connected(x(), x()).dtype is torch.bfloat16
         assert module.fully_connected is F.linear
-
-    def test_names_that_were_reassigned_during_the_session_stay(self, neighbour):
-        neighbour.product = torch.mm
-        amp.initialize(nn.Module(), verbosity=0)
-        neighbour.product = theirs = lambda *args: args
-        with pytest.warns(AmpWarning, match=r"and its replacements stay: neighbour\.product\."):
-            amp.deinitialize()
-        assert neighbour.product is theirs
 
 
 class TestSearches:
@@ -653,14 +628,6 @@ class TestRegistrations:
         model = amp.initialize(Activated(), opt_level="O0", verbosity=0)
         assert neighbour.identity is original
         assert not wrapped(model.activation)
-
-    def test_registrations_reach_names_bound_earlier(self, neighbour, monkeypatch):
-        neighbour.identity = lambda value: value
-        monkeypatch.setitem(globals(), "identity", neighbour.identity)
-        amp.register_half_function(neighbour, "identity")
-        with casts_on():
-            assert globals()["identity"] is neighbour.identity
-            assert globals()["identity"](x()).dtype is torch.bfloat16
 
 
 class TestLimits:

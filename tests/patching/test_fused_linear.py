@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
 import itertools
-import pickle
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -18,17 +15,15 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from fresh import Fresh
-from helpers import HALF_DTYPES, assert_same_bits, check_rows, combinations, dtype_name
-from hypothesis import given
-from hypothesis import strategies as st
+from helpers import HALF_DTYPES, assert_same_bits, check_rows, combinations, dtype_name, together
 from seen_operators import Operators
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import functional, grad
+from torch.autograd import grad
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call, hessian, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.func import functional_call, jvp, vjp, vmap
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -54,16 +49,10 @@ both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 matrix_and_batch = pytest.mark.parametrize("shape", [(5, 8), (2, 5, 8)], ids=["matrix", "batch"])
 
 
-@pytest.fixture(params=["python", "compiled"], autouse=True)
-def implementation(
-    request: pytest.FixtureRequest, select_calls: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
-) -> str:
-    """Each test runs with calls in Python and in C++, and with products that are the same everywhere."""
-    if request.param == "compiled":
-        request.getfixturevalue("compiled_calls")
-    select_calls(request.param)
+@pytest.fixture(autouse=True)
+def half_products(calls_in_both: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test runs with products that are the same everywhere."""
     monkeypatch.setenv("AMPATCH_FUSED_LINEAR", "half")
-    return request.param
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, needs_grad: bool = False) -> Tensor:
@@ -293,7 +282,7 @@ def test_every_form_of_the_call_has_the_same_bits(subtests: pytest.Subtests) -> 
 
 
 @pytest.fixture
-def in_float32(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_float32(half_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weight gradients are products in float32."""
     monkeypatch.setenv("AMPATCH_FUSED_LINEAR", "float32")
 
@@ -380,18 +369,6 @@ def test_gradient_penalty_of_a_linear_function() -> Any:
     return gradient_penalty(lambda layer, x: layer(x).float().sum())
 
 
-@pytest.mark.parametrize("of", ["input", "weight"])
-@same_with_the_node
-def test_third_derivatives_have_the_same_bits(of: str) -> Any:
-    layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-    leaf, last = (given, given) if of == "input" else (layer.weight, layer.bias)
-    result = layer(given).float()
-    (first,) = grad(result.pow(3).sum(), leaf, create_graph=True)
-    (second,) = grad(first.pow(2).sum(), leaf, create_graph=True)
-    (third,) = grad(second.pow(2 if of == "input" else 1).sum(), last)
-    return result, first, second, third
-
-
 @pytest.mark.parametrize("product", ["half", "float32"])
 def test_third_order_is_exact_for_small_whole_numbers(product: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMPATCH_FUSED_LINEAR", product)
@@ -412,21 +389,6 @@ def test_third_order_is_exact_for_small_whole_numbers(product: str, monkeypatch:
         found = run(torch.float32)
     for one, other in zip(found, wanted, strict=True):
         assert torch.equal(one.double(), other)
-
-
-@same_with_the_node
-def test_functions_of_autograd_have_the_same_bits() -> Any:
-    layer, given, along = nn.Linear(3, 2), drawn(4, 3), drawn(4, 3)
-    loss = lambda x: layer(x).float().pow(2).sum()  # noqa: E731
-    return (
-        layer(given),
-        functional.vjp(loss, given),
-        functional.jvp(loss, given, along, create_graph=False),
-        functional.hvp(loss, given, along),
-        functional.vhp(loss, given, along),
-        functional.hessian(loss, given),
-        functional.jacobian(loss, given),
-    )
 
 
 @matrix_and_batch
@@ -478,27 +440,12 @@ def forward_mode(dtype: torch.dtype) -> Any:
         return result.primal, result.tangent
 
 
-def forward_over_reverse() -> Any:
-    layer, given, along = nn.Linear(3, 2), drawn(4, 3), drawn(4, 3)
-    with fwAD.dual_level():
-        dual = fwAD.make_dual(given, along).requires_grad_()
-        (first,) = grad(layer(dual).float().pow(2).sum(), dual, create_graph=True)
-        return fwAD.unpack_dual(first)
-
-
 def of_functions(transformed: Callable[[nn.Linear, Tensor], Any]) -> Callable[[], Any]:
     return lambda: transformed(nn.Linear(3, 2), drawn(4, 3))
 
 
 def losses(layer: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
     return functional_call(layer, parameters, (x,)).float().pow(2).sum()
-
-
-def ensemble() -> Any:
-    parts = [nn.Linear(3, 2) for _ in range(3)]
-    parameters, buffers = stack_module_state(parts)
-    given = drawn(4, 3)
-    return vmap(lambda p, b: functional_call(parts[0], (p, b), (given,)))(parameters, buffers)
 
 
 def under_mode(mode: Any) -> Any:
@@ -543,26 +490,11 @@ def replica() -> Any:
 UNFUSED = {
     "dual tensors": lambda: forward_mode(torch.float32),
     "dual halves": lambda: forward_mode(torch.bfloat16),
-    "forward over reverse": forward_over_reverse,
     "func.jvp": of_functions(lambda layer, x: jvp(layer, (x,), (x,))),
     "func.vjp": of_functions(lambda layer, x: (vjp(layer, x)[0], vjp(layer, x)[1](torch.ones(4, 2).bfloat16()))),
     "func.vmap": of_functions(lambda layer, x: vmap(layer)(x)),
-    "func.jacrev": of_functions(lambda layer, x: jacrev(layer)(x)),
-    "func.hessian": of_functions(lambda layer, x: hessian(lambda y: layer(y).float().pow(3).sum())(x)),
     "func.grad of the parameters": of_functions(
         lambda layer, x: torch.func.grad(lambda p: losses(layer, p, x))(dict(layer.named_parameters()))
-    ),
-    "func.grad of the input": of_functions(
-        lambda layer, x: torch.func.grad(lambda y: layer(y).float().pow(2).sum())(x)
-    ),
-    "an ensemble": ensemble,
-    "per-sample gradients": of_functions(
-        lambda layer, x: vmap(torch.func.grad(lambda p, y: losses(layer, p, y)), (None, 0))(
-            dict(layer.named_parameters()), x
-        )
-    ),
-    "functional_call with other tensors": of_functions(
-        lambda layer, x: functional_call(layer, {"weight": layer.weight * 2, "bias": layer.bias}, (x,))
     ),
     "no_grad": torch.no_grad()(of_functions(lambda layer, x: layer(x))),
     "inference_mode": lambda: torch.inference_mode()(of_functions(lambda layer, x: layer(x)))().clone(),
@@ -577,25 +509,19 @@ UNFUSED = {
     "a tensor as bias": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 3)), drawn(2)),
     "a broadcast bias": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 3)), nn.Parameter(drawn(1))),
     "a scalar bias": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 3)), nn.Parameter(torch.tensor(2.0))),
-    "a 2-D bias": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 3)), nn.Parameter(drawn(4, 2))),
     "a half bias": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 3)), nn.Parameter(drawn(2).bfloat16())),
     "1-D": lambda: nn.Linear(3, 2)(drawn(3, needs_grad=True)),
     "1-D weight": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(3))),
     "no rows": lambda: nn.Linear(3, 2)(drawn(0, 3, needs_grad=True)),
-    "no batch": lambda: nn.Linear(3, 2)(drawn(2, 0, 3, needs_grad=True)),
     "no outputs": lambda: F.linear(drawn(4, 3), nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.empty(0))),
     "no inputs": lambda: F.linear(torch.empty(4, 0), nn.Parameter(torch.empty(2, 0)), nn.Parameter(drawn(2))),
     "integers": lambda: nn.Linear(3, 2)(torch.ones(4, 3, dtype=torch.int64)),
     "complex": lambda: nn.Linear(3, 2)(torch.ones(4, 3, dtype=torch.complex64)),
     "float64 input": lambda: nn.Linear(3, 2)(drawn(4, 3).double()),
     "wrong columns": lambda: nn.Linear(3, 2)(drawn(4, 5)),
-    "wrong columns, 3-D": lambda: nn.Linear(3, 2)(drawn(1, 4, 5)),
     "wrong bias": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 3)), nn.Parameter(drawn(7))),
-    "a scalar": lambda: nn.Linear(3, 2)(torch.tensor(1.0)),
-    "a third dimension": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 2, 3))),
     "no arguments": F.linear,
     "no weight": lambda: F.linear(drawn(4, 3)),
-    "a fourth argument": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 3)), None, None),
     "an unknown name": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 3)), biases=None),
     "twice the weight": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 3)), weight=nn.Parameter(drawn(2, 3))),
     "out=": lambda: F.linear(drawn(4, 3), nn.Parameter(drawn(2, 3)), out=torch.empty(4, 2)),
@@ -603,18 +529,15 @@ UNFUSED = {
     "None": lambda: nn.Linear(3, 2)(None),
     "a sparse input": lambda: nn.Linear(3, 2)(torch.eye(3).to_sparse()).to_dense(),
     "a CSR input": lambda: nn.Linear(3, 2)(torch.eye(3).to_sparse_csr()),
-    "meta weights": lambda: nn.Linear(3, 2, device="meta")(torch.empty(4, 3, device="meta")).shape,
     "a meta input": lambda: nn.Linear(3, 2)(torch.empty(4, 3, device="meta")).shape,
     "a meta weight": lambda: nn.Linear(3, 2, device="meta")(torch.empty(4, 3)).shape,
     "disable_casts": lambda: amp.disable_casts()(nn.Linear(3, 2))(drawn(4, 3)),
     "jit.trace": lambda: traced(nn.Linear(3, 2), drawn(4, 3)),
     "make_fx": lambda: torch.fx.experimental.proxy_tensor.make_fx(nn.Linear(3, 2))(drawn(4, 3)).code,
-    "nested tensors of one shape": lambda: nn.Linear(3, 2)(nested(2, 2)).unbind()[0],
     "nested tensors": lambda: nn.Linear(3, 2)(nested(2, 4)).unbind()[1],
     "jagged tensors": lambda: nn.Linear(3, 2)(nested(2, 4, layout=torch.jagged)).unbind()[1],
     "an inference tensor that cannot be saved": lambda: nn.Linear(3, 2)(in_inference(lambda: drawn(4, 3).bfloat16())),
     "inference weights": lambda: in_inference(lambda: nn.Linear(3, 2))(drawn(4, 3)).is_inference(),
-    "an embedding's weight, looked up": lambda: F.linear(drawn(4, 3), nn.Embedding(2, 3)(torch.tensor([0, 1]))),
     "a subclass of Parameter": lambda: type_and_values(F.linear(drawn(4, 3), SubParameter(drawn(2, 3)))),
     "a dispatch mode": lambda: under_mode(Operators()),
     "fake tensors": fake,
@@ -773,26 +696,6 @@ def test_a_weight_may_change_between_the_passes(with_graph: bool) -> Any:
     of_input, of_weight = grad(result.float().pow(2).sum(), (given, layer.weight), create_graph=with_graph)
     second = grad(of_input.sum(), given, retain_graph=True) if with_graph else ()
     return result, of_input, of_weight, second, layer(given)
-
-
-@pytest.mark.parametrize("change", ["frozen", "data", "replaced", "frozen for one call"])
-@same_with_the_node
-def test_weights_that_change_between_two_calls(change: str) -> Any:
-    layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
-    before, weight = layer(given), layer.weight
-    if change == "data":
-        layer.weight.data = drawn(6, 8)
-    elif change == "replaced":
-        layer.weight = nn.Parameter(drawn(6, 8))
-    else:
-        layer.weight.requires_grad_(False)
-        if change == "frozen for one call":
-            layer(given)
-            layer.weight.requires_grad_()
-    after = layer(given)
-    with contextlib.suppress(RuntimeError):
-        (before.float().pow(2).sum() + after.float().sum()).backward(inputs=[given], retain_graph=True)
-    return before, after, given.grad, grad(after.float().sum(), layer.bias), weight.grad
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -984,32 +887,18 @@ def test_checkpoints_have_the_same_bits(shape: tuple[int, ...], subtests: pytest
 # Modes of autograd
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize(
     "mode",
-    [
-        pytest.param(lambda: torch.autograd.set_detect_anomaly(True, check_nan=True), id="anomaly"),
-        deterministic,
-        pytest.param(lambda: torch.autograd.set_multithreading_enabled(False), id="one thread"),
-    ],
+    [lambda: torch.autograd.set_detect_anomaly(True), lambda: torch.autograd.set_multithreading_enabled(False)],
+    ids=["anomaly", "one thread"],
 )
-def test_modes_of_autograd(mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-    def run() -> Any:
-        layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
+@same_with_the_node
+def test_modes_of_autograd(mode: Callable[[], contextlib.AbstractContextManager[Any]]) -> Any:
+    layer, given = nn.Linear(8, 6), drawn(5, 8, needs_grad=True)
+    with mode():
         result = layer(given)
         result.float().square().sum().backward()
-        return result, given.grad, layer.weight.grad
-
-    with mode():
-        check(run)
+    return result, given.grad, layer.weight.grad
 
 
 @pytest.mark.filterwarnings("ignore:Error detected in")
@@ -1049,33 +938,17 @@ def test_compiled_autograd(shape: tuple[int, ...], needs_grad: bool) -> None:
 
 @same_with_the_node
 def test_threads_share_a_model() -> Any:
-    model, found = small(), [None] * 4
-    given = [drawn(5, 8, needs_grad=True) for _ in found]
+    model, found = small(), {}
+    given = [drawn(5, 8, needs_grad=True) for _ in range(4)]
 
     def work(index: int) -> None:
-        result = model(given[index])
-        found[index] = grad(result.float().square().sum(), given[index])  # type: ignore[call-overload]
+        found[index] = grad(model(given[index]).float().square().sum(), given[index])
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return model(given[0]), found
+    together(functools.partial(work, index) for index in range(4))
+    return model(given[0]), [found[index] for index in range(4)]
 
 
 # Models
-
-
-class Around(nn.Module):
-    """A linear layer in a function of the layer and its input."""
-
-    def __init__(self, function: Callable[[nn.Linear, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.function = nn.Linear(8, 8), function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.layer, x)
 
 
 class Tied(nn.Module):
@@ -1100,35 +973,20 @@ def lazy() -> nn.Module:
     return model
 
 
-def parametrized() -> nn.Module:
-    model = small()
-    parametrize.register_parametrization(model[0], "weight", nn.Tanh())
-    return model
-
-
 encoder_layer = functools.partial(nn.TransformerEncoderLayer, 8, 2, 16, batch_first=True)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "several": lambda: small(3),
     "an embedding's weight": Tied,
     "transformer layer": lambda: encoder_layer(dropout=0.0),
     "transformer layer, gelu, norm first": lambda: encoder_layer(0.1, "gelu", norm_first=True),
-    "weight_norm": lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
-    "spectral_norm": lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
-    "parametrized": parametrized,
+    "weight_norm": lambda: nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)),
     "frozen bias": lambda: with_frozen("0.bias"),
     "frozen weight": lambda: with_frozen("0.weight"),
     "lazy": lazy,
-    "copied": lambda: copy.deepcopy(small()),
-    "pickled": lambda: pickle.loads(pickle.dumps(small())),
 }
 
 
-def trained(
-    make: Callable[[], nn.Module],
-    half: torch.dtype = torch.bfloat16,
-    shape: tuple[int, ...] = (2, 4, 8),
-    **options: Any,
-) -> list[Any]:
+def trained(make: Callable[[], nn.Module], half: torch.dtype = torch.bfloat16, **options: Any) -> list[Any]:
     """Outputs, gradients, weights and scales of some steps, with an optimizer."""
     torch.manual_seed(0)
     model = make()
@@ -1137,7 +995,7 @@ def trained(
     try:
         seen: list[Any] = []
         for _ in range(3):
-            result = model(drawn(*shape))
+            result = model(drawn(2, 4, 8))
             optimizer.zero_grad()
             with amp.scale_loss(result.float().square().mean(), optimizer) as scaled:
                 scaled.backward()
@@ -1145,9 +1003,9 @@ def trained(
             optimizer.step()
             seen += visible([*model.parameters(), amp.get_loss_scale(), amp.skipped_steps(optimizer)])
         model.eval()
-        seen += visible(model(drawn(*shape)))
+        seen += visible(model(drawn(2, 4, 8)))
         with torch.no_grad():
-            return seen + visible(model(drawn(*shape)))
+            return seen + visible(model(drawn(2, 4, 8)))
     finally:
         amp.deinitialize()
 
@@ -1164,58 +1022,23 @@ def test_training_has_the_same_bits(model: str, half: torch.dtype) -> None:
     assert_trains_the_same(MODELS[model], half)
 
 
-KINDS: dict[str, Callable[[], nn.Module]] = {
-    "linear": lambda: nn.Linear(8, 8),
-    "no bias": lambda: nn.Linear(8, 8, bias=False),
-    "tanh": nn.Tanh,
-    "relu": nn.ReLU,
-    "norm": lambda: nn.LayerNorm(8),
-    "dropout": lambda: nn.Dropout(0.3),
-    "residual": lambda: Around(lambda layer, x: x + layer(x)),
-    "transpose": lambda: Around(
-        lambda layer, x: layer(x.transpose(0, -1).reshape(-1, 8).t().contiguous().t()).reshape(x.shape)
-    ),
-}
-
-
-@pytest.mark.slow
-@given(
-    kinds=st.lists(st.sampled_from(("linear", *KINDS)), min_size=1, max_size=5),
-    half=st.sampled_from(HALF_DTYPES),
-    shape=st.sampled_from(((3, 8), (1, 8), (2, 3, 8), (2, 1, 3, 8))),
-    frozen=st.integers(0, 6),
-)
-def test_random_models_train_to_the_same_bits(
-    kinds: list[str], half: torch.dtype, shape: tuple[int, ...], frozen: int
-) -> None:
-    def make() -> nn.Module:
-        model = nn.Sequential(nn.Linear(8, 8), *(KINDS[kind]() for kind in kinds), nn.Linear(8, 8))
-        for parameter in list(model.parameters())[:frozen][:-1]:
-            parameter.requires_grad_(False)
-        return model
-
-    assert_trains_the_same(make, half, shape)
-
-
 # Settings
 
 
 @pytest.mark.parametrize(
-    ("message", "options"),
+    ("options", "message"),
     [
-        *(
-            pytest.param("contradicts opt_level", {"opt_level": level, **patched}, id=f"{level}-{len(patched)}")
-            for level in ("O0", "O2", "O3", "O5")
-            for patched in ({}, {"patch_torch_functions": True})
-            if (level, patched) != ("O0", {"patch_torch_functions": True})
-        ),
-        *(
-            pytest.param("has no effect", {"cast_lists": {name: {"torch.nn.functional": ["linear"]}}}, id=name)
-            for name in ("blacklist", "unlisted", "promote")
-        ),
+        ({"opt_level": "O0"}, "contradicts opt_level"),
+        ({"opt_level": "O2"}, "contradicts opt_level"),
+        ({"opt_level": "O3", "patch_torch_functions": True}, "contradicts opt_level"),
+        ({"opt_level": "O5", "patch_torch_functions": True}, "contradicts opt_level"),
+        ({"cast_lists": {"blacklist": {"torch.nn.functional": ["linear"]}}}, "has no effect"),
+        ({"cast_lists": {"unlisted": {"torch.nn.functional": ["linear"]}}}, "has no effect"),
+        ({"cast_lists": {"promote": {"torch.nn.functional": ["linear"]}}}, "has no effect"),
     ],
+    ids=str,
 )
-def test_fused_linear_is_refused_where_no_layer_could_take_the_node(message: str, options: dict[str, Any]) -> None:
+def test_fused_linear_is_refused_where_no_layer_could_take_the_node(options: dict[str, Any], message: str) -> None:
     model, original = small(), F.linear
     with pytest.raises(OptionError, match=message):
         amp.initialize(model, fused_linear=True, verbosity=0, **{"opt_level": "O1", **options})
@@ -1370,26 +1193,6 @@ def test_other_options_work_with_fused_linear(options: dict[str, Any]) -> None:
 # The cache
 
 
-def test_weights_are_cast_once_in_an_iteration() -> None:
-    def run(fused_linear: bool) -> list[Any]:
-        with initialized(fused_linear=fused_linear):
-            model, given = small(), drawn(5, 8)
-            seen = []
-            for _ in range(2):
-                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                for _ in range(3):
-                    model(given).float().sum().backward()
-                    seen += [amp.cast_counts(), amp.stats()["cached_bytes"]]
-                optimizer.step()
-                seen += [amp.cast_counts(), amp.stats()["cached_bytes"]]
-            amp.clear_cache()
-            return [*seen, amp.stats()["cached_bytes"]]
-
-    found = run(True)
-    assert found == run(False)
-    assert found[-1] == 0
-
-
 def test_weights_and_graphs_are_freed() -> None:
     with initialized():
         model, given = small(), drawn(5, 8, needs_grad=True)
@@ -1438,49 +1241,7 @@ def test_a_graph_keeps_no_cast_of_a_weight_after_its_pass() -> None:
         assert is_fused(result)
 
 
-@same_with_the_node
-def test_steps_drop_casts() -> Any:
-    model, given = small(), drawn(5, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    results = []
-    for _ in range(3):
-        results.append(model(given))
-        results[-1].float().square().sum().backward()
-        optimizer.step()
-    for parameter in model.parameters():
-        parameter.data.mul_(2)
-    return results, model(given)
-
-
-def test_frozen_weights_have_the_same_bits() -> None:
-    def run(fused_linear: bool) -> Any:
-        torch.manual_seed(0)
-        model, given = small(), drawn(5, 8)
-        amp.initialize(model, opt_level="O1", half_dtype=torch.bfloat16, verbosity=0, fused_linear=fused_linear)
-        with amp.frozen_weights(model):
-            with torch.no_grad():
-                before = model(given)
-            result = model(given)
-            result.float().sum().backward()
-        amp.deinitialize()
-        return visible([before, result, *(each.grad for each in model.parameters())])
-
-    assert run(True) == run(False)
-
-
 # Diagnostics
-
-
-def test_profiles_have_the_same_labels() -> None:
-    def run(fused_linear: bool) -> list[str]:
-        with initialized(profile_casts=True, fused_linear=fused_linear):
-            model, given = small(), drawn(5, 8)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                for _ in range(2):
-                    model(given)
-            return sorted(each.name for each in profile.events() if "ampatch" in each.name or "amp." in each.name)
-
-    assert run(True) == run(False) != []
 
 
 def reported_step(fused_linear: bool) -> Any:
@@ -1511,32 +1272,21 @@ def test_a_report_changes_no_bits_and_counts_the_same_calls() -> None:
     assert fused["modules"] == plain["modules"]
 
 
-@pytest.mark.slow
-def test_explanations_are_the_same() -> None:
-    def run(fused_linear: bool) -> str:
-        with initialized(fused_linear=fused_linear):
-            return str(amp.explain(F.linear, drawn(4, 3), nn.Parameter(drawn(2, 3))))
-
-    assert run(True) == run(False)
-
-
-def with_a_large_gradient(x: Tensor) -> Tensor:
-    result = x.clone()
-    result.register_hook(lambda gradient: gradient * 60000)
-    return result
-
-
-@pytest.mark.parametrize("enlarge", [lambda x: x * 60000, with_a_large_gradient], ids=["forward", "backward"])
-def test_the_trace_of_an_overflow_is_the_same(enlarge: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_trace_of_an_overflow_is_the_same(where: str) -> None:
     def run(fused_linear: bool) -> Any:
         torch.manual_seed(0)
         events: list[Any] = []
-        model = nn.Sequential(nn.Linear(8, 8), Around(lambda layer, x: layer(enlarge(x))))
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(
             model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=0, init_scale=1024.0,
             on_overflow=("trace", events.append), fused_linear=fused_linear,
         )  # fmt: skip
+        if where == "forward":
+            model[0].register_forward_hook(lambda *args: args[-1] * 60000)
+        else:
+            model[1].register_full_backward_hook(lambda _, given, __: (given[0] * 60000,))
         with amp.scale_loss(model(drawn(5, 8) * 100).float().sum(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()

@@ -10,25 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, dtype_name
+from helpers import HALF_DTYPES
 from torch import Tensor, nn
 
 from ampatch import amp
 from ampatch.errors import OptionError
 
 LEVELS = ["O2", "O3", "O5"]
-
-
-@pytest.fixture(params=HALF_DTYPES, ids=dtype_name)
-def half(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
-
-
-@pytest.fixture(params=["python", "compiled"], autouse=True)
-def _calls(request: pytest.FixtureRequest, select_calls: Callable[[str], None]) -> None:
-    if request.param == "compiled":
-        request.getfixturevalue("compiled_calls")
-    select_calls(request.param)
+pytestmark = pytest.mark.usefixtures("calls_in_both")
 
 
 class Net(nn.Module):
@@ -393,11 +382,6 @@ class TestOthers:
         optimizer.step()
         amp.deinitialize()
         assert (model.scale.dtype, model.layer.weight.dtype) == (other, torch.float32)
-
-    def test_fourier_transforms_meet_half_weights(self, half: torch.dtype) -> None:
-        model = adopted(Net(lambda net, x: net.layer(torch.fft.irfft(torch.fft.rfft(net.layer(x)), n=8))), half)
-        model(torch.randn(2, 8)).sum().backward()
-        assert model.layer.weight.grad.dtype is half
 
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
     @pytest.mark.parametrize("level", ["O2", "O3"])

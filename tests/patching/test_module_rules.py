@@ -95,11 +95,20 @@ def session_rules_afterwards() -> Iterator[None]:
 
 class TestForward:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_parts_compute_by_their_own_rules(self, half: torch.dtype) -> None:
-        model = ruled({"head": OWN, "tail": "float32"}, half_dtype=half)
+    @pytest.mark.parametrize(
+        ("modules", "seen"),
+        [
+            ({"head": OWN, "tail": "float32"}, (BY_SESSION, BY_OWN, IN_FLOAT32)),
+            ({"h?ad": OWN}, (BY_SESSION, BY_OWN, BY_SESSION)),
+            ({f"{__name__}.Part": OWN}, (BY_OWN, BY_OWN, BY_OWN)),
+            ({"head": OWN, "????": "float32", "t*": {}}, (IN_FLOAT32, BY_OWN, BY_SESSION)),
+        ],
+        ids=["names", "a pattern", "a class", "a name and the last pattern"],
+    )
+    def test_each_part_computes_by_its_own_rules(self, modules: Any, seen: Any, half: torch.dtype) -> None:
+        model = ruled(modules, half_dtype=half)
         model(INPUTS)
-        wanted = [[half if each is HALF else each for each in types] for types in (BY_SESSION, BY_OWN, IN_FLOAT32)]
-        assert model.seen == wanted
+        assert model.seen == [[half if each is HALF else each for each in types] for types in seen]
 
     def test_float32_equals_keep_fp32(self) -> None:
         result = ruled({"head": "float32"})(INPUTS)
@@ -115,12 +124,6 @@ class TestForward:
         amp.deinitialize()
         every = {name: {"*": functions} for name, functions in OWN.items()}
         assert_same_bits(result, amp.initialize(Net(), half_dtype=HALF, cast_lists=every, verbosity=0)(INPUTS))
-
-    @pytest.mark.parametrize("name", ["h?ad", f"{__name__}.Part"], ids=["pattern", "class path"])
-    def test_rules_may_name_a_pattern_or_a_class(self, name: str) -> None:
-        model = ruled({name: OWN})
-        model(INPUTS)
-        assert model.head.seen == BY_OWN
 
     def test_torchs_path_of_a_class_names_its_subclasses_too(self) -> None:
         class Own(nn.LayerNorm):
@@ -171,11 +174,6 @@ class TestForward:
 
 
 class TestPrecedence:
-    def test_a_name_precedes_patterns_and_the_last_pattern_counts(self) -> None:
-        model = ruled({"head": OWN, "????": "float32", "t*": {}})
-        model(INPUTS)
-        assert model.seen == [IN_FLOAT32, BY_OWN, BY_SESSION]
-
     def test_a_later_file_replaces_an_entry(self) -> None:
         lists = [{"modules": {"head": OWN, "tail": OWN}}, {"modules": {"head": {}}}]
         model = amp.initialize(Net(), half_dtype=HALF, cast_lists=lists, verbosity=0)
@@ -183,17 +181,13 @@ class TestPrecedence:
         assert model.seen == [BY_SESSION, BY_SESSION, BY_OWN]
         assert [entry.partition(":")[0] for entry in amp.settings()["modules"]] == ["tail", "head"]
 
-    def test_rules_of_an_inner_part_replace_those_of_the_outer_one(self) -> None:
-        inner = {"whitelist": ["cumprod"]}
-        model = ruled({"body": OWN, "body.inner": inner}, Net(Part()))
+    @pytest.mark.parametrize(
+        ("value", "seen"), [({"whitelist": ["cumprod"]}, BY_SESSION), ("float32", IN_FLOAT32)], ids=["rules", "float32"]
+    )
+    def test_rules_of_an_inner_part_replace_those_of_the_outer_one(self, value: Any, seen: Any) -> None:
+        model = ruled({"body": OWN, "body.inner": value}, Net(Part()))
         model(INPUTS)
-        assert model.body.inner.seen == BY_SESSION
-        assert model.body.seen == BY_OWN
-
-    def test_a_float32_part_within_a_part_with_rules(self) -> None:
-        model = ruled({"body": OWN, "body.inner": "float32"}, Net(Part()))
-        model(INPUTS)
-        assert model.body.inner.seen == IN_FLOAT32
+        assert model.body.inner.seen == seen
         assert model.body.seen == BY_OWN
 
     def test_a_shared_part_keeps_its_rules_outside_of_a_float32_part(self) -> None:
@@ -279,24 +273,15 @@ class TestBackward:
 
 class TestThreads:
     def test_other_threads_compute_by_the_lists_of_the_session(self) -> None:
-        model = ruled({"head": OWN})
-        inside, done, seen = threading.Event(), threading.Event(), []
+        model, seen = ruled({"head": OWN}), []
 
-        def elsewhere() -> None:
-            inside.wait(10)
-            seen.append(torch.cumsum(INPUTS, 0).dtype)
-            done.set()
+        def compute_elsewhere(*_: object) -> None:
+            thread = threading.Thread(target=lambda: seen.append(torch.cumsum(INPUTS, 0).dtype))
+            thread.start()
+            thread.join()
 
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-
-        def let_it_run(*_: object) -> None:
-            inside.set()
-            done.wait(10)
-
-        model.head.inner.register_forward_hook(let_it_run)
+        model.head.inner.register_forward_hook(compute_elsewhere)
         model(INPUTS)
-        thread.join()
         assert (seen, model.head.seen) == ([FULL], BY_OWN)
 
     def test_threads_of_data_parallel_keep_the_rules(self) -> None:
@@ -391,13 +376,12 @@ class TestCopies:
             assert twin.seen == seen
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deep", "pickle"])
-    @pytest.mark.parametrize(("value", "wanted"), [(OWN, BY_OWN), ("float32", IN_FLOAT32)], ids=["rules", "float32"])
-    def test_a_copy_gets_the_rules_of_a_later_session(self, copied: Any, value: Any, wanted: Any) -> None:
-        twin = copied(ruled({"head": value}))
+    def test_a_copy_gets_the_rules_of_a_later_session(self, copied: Any) -> None:
+        twin = copied(ruled({"head": OWN}))
         amp.deinitialize()
-        ruled({"head": value}, twin)
+        ruled({"head": OWN}, twin)
         twin(INPUTS)
-        assert twin.head.seen == wanted
+        assert twin.head.seen == BY_OWN
 
     def test_two_models_have_the_rules(self) -> None:
         one = ruled({"head": OWN})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 import types
@@ -263,16 +262,7 @@ class TestRegions:
                 assert (x @ x).dtype is torch.float16
 
     def test_regions_may_end_in_any_order(self) -> None:
-        async def task(count: int) -> None:
-            with torch.autocast("cpu", enabled=False):
-                await asyncio.sleep(0.001 * count)
-
-        async def tasks() -> None:
-            await asyncio.gather(task(1), task(2))
-
         model = adopted(nn.Linear(2, 2), half_dtype=torch.float16)
-        asyncio.run(tasks())
-        assert model(torch.ones(2, 2)).dtype is torch.float16
         block, without = torch.autocast("cpu", enabled=False), amp.disable_casts()
         block.__enter__()
         without.__enter__()
@@ -327,46 +317,36 @@ class TestStateOfAutocast:
         assert model(torch.ones(1)) is False
 
 
-class Exact(torch.autograd.Function):
-    seen: list[torch.dtype]
+def custom(**options: Any) -> Any:
+    """A function of autograd that is written for autocast, and notes the type of a float32 product in each pass."""
 
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        Exact.seen = [x.dtype]
-        return x @ x
+    class Function(torch.autograd.Function):
+        seen: list[torch.dtype]
 
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        Exact.seen.append((grad.float() @ grad.float()).dtype)
-        return grad
+        @staticmethod
+        @custom_fwd(device_type="cpu", **options)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            Function.seen = [(x.float() @ x.float()).dtype]
+            return x @ x
 
+        @staticmethod
+        @custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            Function.seen.append((grad.float() @ grad.float()).dtype)
+            return grad
 
-class Following(torch.autograd.Function):
-    seen: list[torch.dtype]
-
-    @staticmethod
-    @custom_fwd(device_type="cpu")
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        Following.seen = [(x.float() @ x.float()).dtype]
-        return x * 2
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        Following.seen.append((grad.float() @ grad.float()).dtype)
-        return grad * 2
+    return Function
 
 
 class TestCodeWrittenForAutocast:
     def test_custom_functions_that_ask_for_float32_compute_in_it(self) -> None:
         x = torch.full((100, 100), 64.0, requires_grad=True)  # a product of 409,600 is beyond float16
-        found = adopted(Calling(Exact.apply), half_dtype=torch.float16)(x)
+        exact = custom(cast_inputs=torch.float32)
+        found = adopted(Calling(exact.apply), half_dtype=torch.float16)(x)
         assert found.dtype is torch.float32
         assert found.max() == 64 * 64 * 100
         found.sum().backward()
-        assert Exact.seen == [torch.float32] * 2
+        assert exact.seen == [torch.float32] * 2
 
     @pytest.mark.parametrize("checkpointed", [False, True])
     @pytest.mark.parametrize(
@@ -382,14 +362,14 @@ class TestCodeWrittenForAutocast:
     ) -> None:
         def part(x: Tensor) -> Tensor:
             with region():
-                return Following.apply(x)  # type: ignore[no-any-return]
+                return following.apply(x)  # type: ignore[no-any-return]
 
         def forward(x: Tensor) -> Any:
             return torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False) if checkpointed else part(x)
 
-        x = torch.ones(2, 2, requires_grad=True)
+        following, x = custom(), torch.ones(2, 2, requires_grad=True)
         adopted(Calling(forward), half_dtype=torch.float16)(x).sum().backward()
-        assert Following.seen == [seen, seen]
+        assert following.seen == [seen, seen]
 
     def test_custom_operators_follow_their_rules_for_autocast(self) -> None:
         @torch.library.custom_op("ampatch_test::scaled", mutates_args=())

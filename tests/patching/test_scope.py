@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,11 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning
 FULL, HALF = torch.float32, torch.float16
 
 
-@pytest.fixture(params=["python", "compiled"], autouse=True)
-def implementation(request: pytest.FixtureRequest, select_calls: Callable[[str], None]) -> str:
-    """Each test runs with calls in Python and in C++, which decide the same."""
-    select_calls(request.param)
-    return request.param
+@pytest.fixture(autouse=True)
+def _in_both(calls_in_both: None) -> None:
+    """Calls in Python and in C++ decide the same."""
 
 
 class Encoders(nn.Module):
@@ -53,28 +51,6 @@ class Encoders(nn.Module):
         return self.encode_image(x) + self.text(x)
 
 
-class Steps(nn.Module):
-    """Its forward is a generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Iterator[Tensor]:
-        for _ in range(2):
-            x = self.layer(x)
-            yield x
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps, self.lstm = Steps(), nn.LSTM(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
-
-
 def adopt(model: nn.Module | None = None, half: torch.dtype = HALF, **options: Any) -> Any:
     torch.manual_seed(0)
     return amp.initialize(model or Encoders(), opt_level="O1", half_dtype=half, verbosity=0, **options)
@@ -88,7 +64,7 @@ class TestArithmeticOfNoModel:
     """The numbers are those without amp."""
 
     @pytest.fixture(autouse=True)
-    def _adopted(self, implementation: str) -> None:
+    def _adopted(self, calls_in_both: None) -> None:
         adopt()
 
     def test_products_of_tensors_without_gradients_are_exact(self) -> None:
@@ -254,7 +230,7 @@ class TestWorkOfAModel:
 
 class TestPartsAlone:
     @pytest.fixture(params=["gradients", "no_grad", "inference_mode", "frozen"])
-    def model(self, request: pytest.FixtureRequest, implementation: str) -> Iterator[Encoders]:
+    def model(self, request: pytest.FixtureRequest, calls_in_both: None) -> Iterator[Encoders]:
         model = adopt()
         if request.param == "frozen":
             model.requires_grad_(False)
@@ -288,14 +264,11 @@ class TestPartsAlone:
         with torch.autocast("cpu", torch.bfloat16):
             assert model.visual(x()).dtype is torch.bfloat16
 
-    def test_modules_added_later_are_parts(self, model: Encoders) -> None:
+    def test_modules_of_copies_and_modules_added_later_are_parts(self, model: Encoders) -> None:
         model.added = nn.Sequential(nn.Sequential(nn.Linear(8, 8)))
         model.visual.append(nn.Linear(8, 8))
         assert (model.added[0](x()).dtype, model.visual[3](x()).dtype) == (HALF, HALF)
-
-    def test_modules_of_copies_are_parts(self, model: Encoders) -> None:
-        assert copy.deepcopy(model).visual(x()).dtype is HALF
-        assert copy.copy(model).visual(x()).dtype is HALF
+        assert copy.deepcopy(model).visual(x()).dtype is copy.copy(model).visual(x()).dtype is HALF
 
     def test_the_region_of_a_part_covers_its_hooks_only(self, model: Encoders) -> None:
         seen: list[bool] = []
@@ -306,13 +279,18 @@ class TestPartsAlone:
         assert not torch.is_autocast_enabled("cpu")
         assert (x() @ x().T).dtype is FULL
 
+    @torch.no_grad()
     def test_a_part_whose_forward_is_a_generator_casts_in_each_step(self) -> None:
-        model = adopt(Pair())
-        with torch.no_grad():
-            for value in model.steps(x()):
-                assert value.dtype is HALF
-                assert (x() @ x().T).dtype is FULL
-            assert model.lstm(x())[0].dtype is HALF
+        class Steps(nn.Linear):
+            def forward(self, x: Tensor) -> Iterator[Tensor]:
+                for _ in range(2):
+                    x = super().forward(x)
+                    yield x
+
+        model = adopt(nn.ModuleList([Steps(8, 8)]))
+        for value in model[0](x()):
+            assert value.dtype is HALF
+            assert (x() @ x().T).dtype is FULL
 
     def test_parts_called_alone_keep_rules_of_their_own(self) -> None:
         rules = {"modules": {"text": "float32", "visual.*": {"blacklist": {"torch.nn.functional": ["linear"]}}}}
