@@ -1,4 +1,4 @@
-"""Of adopted models: what is refused, what a model's device says, and the hooks around its forward."""
+"""Adopted models: which objects are refused, on which device a model is, and the hooks around its forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of torch's compilers while functions are patched: torch.compile casts as eager code does, TorchScript is let be.
+"""Compilers of torch while functions are patched: torch.compile casts as eager code, TorchScript code does not cast.
 
 Backends that need no compiler suffice: "eager" runs the graph that was traced, "aot_eager" also traces it through
 autograd and torch's decompositions.
@@ -396,14 +396,6 @@ class TestTorchScript:
         assert scripted(torch.ones(1, 4)).dtype is torch.float32
         assert model(torch.ones(1, 4)).dtype is torch.bfloat16
         assert [list(hooks.items()) for hooks in (model._forward_pre_hooks, model._forward_hooks)] == before
-
-    def test_functions_compile_during_the_session(self):
-        def function(x: Tensor) -> Tensor:
-            return F.softmax(torch.einsum("ij,kj->ik", x, x) @ x, dim=-1)
-
-        with casts_on():
-            during = torch.jit.script(function)(torch.ones(2, 4))
-        torch.testing.assert_close(during, function(torch.ones(2, 4)))
 
 
 class TestExport:

@@ -1,4 +1,4 @@
-"""Of the places that a function can be reached from: each is patched while casts are on, and restored."""
+"""Every name under which code can reach a listed function is patched while casts are on, and restored."""
 
 from __future__ import annotations
 

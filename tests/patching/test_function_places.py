@@ -1,4 +1,4 @@
-"""Of the search for the places that hold a function."""
+"""The search for the places that hold a function."""
 
 from __future__ import annotations
 

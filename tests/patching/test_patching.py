@@ -1,4 +1,4 @@
-"""Of the ledger: what it installs, it takes out; and of the search for names that hold an object."""
+"""The ledger undoes each patch that it installed; and the search for names that hold an object."""
 
 from __future__ import annotations
 

@@ -323,10 +323,6 @@ TRANSFORMERS = {
             make(), make(2), tgt_mask=additive(FUTURE), src_key_padding_mask=additive(PADDING), tgt_is_causal=True
         ),
     ),
-    "transformer, sequence first": (
-        lambda: nn.Transformer(EMBEDDING, HEADS, 1, 1, 16, dropout=0.0),
-        lambda module, make: module(make(), make(2), tgt_mask=FUTURE, memory_key_padding_mask=PADDING),
-    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Of the cast weights of recurrent layers: they lie in one buffer, are cast once, and otherwise are as other casts."""
+"""Casts of the weights of recurrent layers: they lie in one buffer, and are made once in an iteration."""
 
 from __future__ import annotations
 

@@ -154,13 +154,6 @@ class TestGuards:
         assert len(seen) == 2
         assert all(torch.equal(each, angles_in_float32()) for each in seen)
 
-    def test_guards_work_in_another_thread(self) -> None:
-        model, found = adopted(Guarded(by_context), half_dtype=torch.bfloat16), []
-        thread = threading.Thread(target=lambda: found.append(model(torch.randn(3, 4))))
-        thread.start()
-        thread.join()
-        check_guarded(lambda _: found[0], torch.bfloat16)
-
     def test_two_threads_may_share_the_object_of_a_guard(self) -> None:
         inside, outside = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
         region, found = torch.autocast("cpu", enabled=False), []

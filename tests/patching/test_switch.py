@@ -1,4 +1,4 @@
-"""Of turning casts off: where, for whom, for how long; and of checkpoints, which recompute as they ran."""
+"""`amp.disable_casts`: where casts are off, in which thread and until when; checkpoints recompute as they ran."""
 
 from __future__ import annotations
 
