@@ -1272,21 +1272,30 @@ def test_a_report_changes_no_bits_and_counts_the_same_calls() -> None:
     assert fused["modules"] == plain["modules"]
 
 
+class Overflowing(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.first, self.second, self.where = nn.Linear(8, 8), nn.Linear(8, 8), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.where == "forward":
+            return self.second(x * 60000)
+        x.register_hook(lambda gradient: gradient * 60000)
+        return self.second(x)
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_trace_of_an_overflow_is_the_same(where: str) -> None:
     def run(fused_linear: bool) -> Any:
         torch.manual_seed(0)
         events: list[Any] = []
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = Overflowing(where)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(
             model, optimizer, opt_level="O1", half_dtype=torch.float16, verbosity=0, init_scale=1024.0,
             on_overflow=("trace", events.append), fused_linear=fused_linear,
         )  # fmt: skip
-        if where == "forward":
-            model[0].register_forward_hook(lambda *args: args[-1] * 60000)
-        else:
-            model[1].register_full_backward_hook(lambda _, given, __: (given[0] * 60000,))
         with amp.scale_loss(model(drawn(5, 8) * 100).float().sum(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
@@ -1296,3 +1305,14 @@ def test_the_trace_of_an_overflow_is_the_same(where: str) -> None:
     found = run(True)
     assert found == run(False)
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("diagnose", [amp.compare, functools.partial(amp.preflight, measure=False)])
+def test_diagnostics_with_sessions_of_their_own_run_linear_layers(diagnose: Any) -> None:
+    model, given = small(), drawn(5, 8)
+    loss_fn = lambda output: output.float().square().mean()  # noqa: E731
+    assert str(diagnose(model, given, loss_fn))
+    with initialized():
+        with pytest.raises(UsageError):
+            diagnose(model, given, loss_fn)
+        assert is_fused(model(given))
