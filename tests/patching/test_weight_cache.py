@@ -88,6 +88,7 @@ class TestOneCastPerIteration:
     def test_a_weight_that_is_used_three_times_is_cast_once(self, model, half):
         model(x().to(half))
         assert amp.cast_counts() == amp.CastCounts(casts=1, cache_hits=2)
+        assert amp.stats()["cached_bytes"] == 4 * 4 * 2
 
     def test_several_forwards_share_one_cast_until_the_scale_loss_block_ends(self, model, half):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
