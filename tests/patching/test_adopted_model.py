@@ -1,4 +1,4 @@
-"""Of adopted models: what is refused, what a model's device says, and the hooks around its forward."""
+"""Adopted models: which objects are refused, on which device a model is, and the hooks around its forward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 class TestCheckModel:
     @pytest.mark.parametrize("model", [nn.Linear(1, 1), nn.Module(), nn.ModuleList()], ids=str)
-    def test_module_comes_back(self, model):
+    def test_modules_are_accepted(self, model):
         assert adopted_model.check_model(model) is model
 
     @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ class TestCheckModel:
         [(None, "NoneType"), (torch.ones(1), "Tensor"), (nn.Linear, "the class Linear"), (iter(()), "tuple_iterator")],
         ids=["None", "tensor", "class", "iterator"],
     )
-    def test_what_is_no_module_is_refused(self, thing, found):
+    def test_other_objects_are_refused(self, thing, found):
         with pytest.raises(OptionError, match=rf"found {found} as a model; expected a torch\.nn\.Module"):
             adopted_model.check_model(thing)
 
@@ -77,39 +77,46 @@ class TestDevice:
         ids=["cpu", "meta", "both", "no-parameters", "further-in", "gaps", "nothing-but-gaps"],
     )
     @pytest.mark.parametrize("way", ["python", "compiled"])
-    def test_of_a_model_is_that_of_its_parameters(self, way, model, first, types, compiled_calls, select_calls):
+    def test_the_device_of_a_model_is_that_of_its_parameters(
+        self, way, model, first, types, compiled_calls, select_calls
+    ):
         select_calls(way)
         assert adopted_model.device_type(model) == first
         assert adopted_model.device_types(model) == types
 
     @pytest.mark.parametrize("way", ["python", "compiled"])
-    def test_what_is_no_module_raises_as_python_does(self, way, compiled_calls, select_calls):
+    def test_the_device_of_another_object_is_an_error(self, way, compiled_calls, select_calls):
         select_calls(way)
         with pytest.raises(AttributeError, match="_parameters"):
             adopted_model.device_type(object())
 
-    @pytest.mark.parametrize("known", [{"cpu"}, {"cpu", "cuda"}], ids=len)
-    def test_known_one_may_run(self, known):
-        adopted_model.check_device(nn.Linear(1, 1), known)
+    @pytest.mark.parametrize(
+        ("model", "known"),
+        [
+            (nn.Linear(1, 1), {"cpu"}),
+            (nn.Linear(1, 1), {"cpu", "cuda"}),
+            (nn.ReLU(), {"cuda"}),
+            (nn.Linear(1, 1, device="meta"), {"cuda"}),
+        ],
+        ids=["known", "one of several", "no-parameters", "meta"],
+    )
+    def test_models_on_a_known_device_or_on_none_may_run(self, model, known):
+        adopted_model.check_device(model, known)
 
-    def test_model_that_was_moved_is_refused(self):
+    def test_a_model_that_was_moved_is_refused(self):
         message = r"the model is on 'cpu', but was on 'cuda' and 'xpu' at amp\.initialize.*model\.to\('cpu'\)"
         with pytest.raises(UsageError, match=message):
             adopted_model.check_device(nn.Linear(1, 1), {"xpu", "cuda"})
 
-    @pytest.mark.parametrize("model", [nn.ReLU(), nn.Linear(1, 1, device="meta")], ids=["no-parameters", "meta"])
-    def test_model_that_is_nowhere_is_exempt(self, model):
-        adopted_model.check_device(model, {"cuda"})
-
     @pytest.mark.gpu
-    def test_model_moved_after_initialize_raises_when_it_is_called(self):
+    def test_a_model_that_was_moved_to_a_gpu_raises_when_it_is_called(self):
         model = nn.Linear(2, 2)
         amp.initialize(model, verbosity=0)
         model.to("cuda")
         with pytest.raises(UsageError, match=r"model\.to\('cuda'\)"):
             model(torch.ones(1, 2, device="cuda"))
 
-    def test_is_asked_for_at_every_call_of_an_adopted_model(self):
+    def test_every_call_of_an_adopted_model_checks_the_device(self):
         model = nn.Linear(2, 2)
         amp.initialize(model, verbosity=0)
         model(torch.ones(1, 2))
@@ -119,7 +126,7 @@ class TestDevice:
         with pytest.raises(UsageError, match=r"model\.to\('cpu'\)"):
             model(torch.ones(1, 2))
 
-    def test_model_put_somewhere_after_initialize_may_run(self):
+    def test_a_meta_model_may_get_memory_after_initialize(self):
         model = nn.Linear(2, 2, device="meta")
         amp.initialize(model, half_dtype=torch.bfloat16, verbosity=0)
         model.to_empty(device="cpu")
@@ -143,7 +150,7 @@ class Failing(nn.Module):
 
 
 class TestHooks:
-    def test_run_around_every_forward_until_they_are_taken_out(self):
+    def test_hooks_run_around_every_forward_until_they_are_removed(self):
         model, ledger, recorder = nn.Linear(1, 1), PatchLedger(), Recorder()
         adopted_model.hook_forward(model, ledger, recorder.before, recorder.after)
         model(torch.ones(1, 1))
@@ -155,14 +162,14 @@ class TestHooks:
         assert not model._forward_pre_hooks
         assert not model._forward_hooks
 
-    def test_run_after_a_forward_that_raises_too(self):
+    def test_hooks_run_after_a_forward_that_raises(self):
         model, recorder = Failing(), Recorder()
         adopted_model.hook_forward(model, PatchLedger(), recorder.before, recorder.after)
         with pytest.raises(ZeroDivisionError):
             model(torch.ones(1))
         assert recorder.calls == ["before", "after"]
 
-    def test_do_not_keep_a_model_from_being_copied_and_pickled(self):
+    def test_models_with_hooks_are_copied_and_pickled(self):
         model = nn.Linear(2, 2)
         amp.initialize(model, half_dtype=torch.bfloat16, verbosity=0)
         twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
@@ -212,7 +219,9 @@ class TestSlowHalf:
             ),
         ],
     )
-    def test_is_warned_of_once(self, gpu, capability, half, hint, opt_level):
+    def test_a_gpu_without_tensor_cores_for_the_half_type_is_warned_of_once(
+        self, gpu, capability, half, hint, opt_level
+    ):
         gpu(*capability)
         with pytest.warns(AmpWarning, match=hint) as told:
             amp.initialize(nn.Linear(2, 2), opt_level=opt_level, half_dtype=half, verbosity=0)
@@ -222,6 +231,6 @@ class TestSlowHalf:
         ("capability", "half", "opt_level"),
         [((7, 0), torch.float16, "O1"), ((8, 0), torch.bfloat16, "O2"), ((6, 1), torch.float16, "O0")],
     )
-    def test_is_not_where_there_is_none(self, gpu, capability, half, opt_level):
+    def test_a_gpu_with_tensor_cores_and_o0_are_not_warned_of(self, gpu, capability, half, opt_level):
         gpu(*capability)
         amp.initialize(nn.Linear(2, 2), opt_level=opt_level, half_dtype=half, verbosity=0)

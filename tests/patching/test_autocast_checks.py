@@ -26,10 +26,13 @@ class TestRecurrentInput:
     @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
     @both_halves
     def test_half_input_meets_float32_weights_while_casts_are_on(self, layer, half):
-        layer = layer(3, 5)
+        layer, (other,) = layer(3, 5), set(HALF_DTYPES) - {half}
         with pytest.raises(ValueError, match=MISMATCH):
             layer(sequence(half))
         with casts_on(half):
+            assert layer(sequence(half))[0].dtype == layer(sequence(other))[0].dtype == half
+            with amp.disable_casts(), pytest.raises(ValueError, match=MISMATCH):
+                layer(sequence(half))
             assert layer(sequence(half))[0].dtype == half
         with pytest.raises(ValueError, match=MISMATCH):
             layer(sequence(half))
@@ -40,26 +43,19 @@ class TestRecurrentInput:
         with casts_on(half):
             assert layer(sequence(torch.float32))[0].dtype == half
 
-    @both_halves
-    def test_other_half_type_is_cast_too(self, half):
-        (other,) = set(HALF_DTYPES) - {half}
-        with casts_on(half):
-            assert nn.GRU(3, 5)(sequence(other))[0].dtype == half
-
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=dtype_name)
-    def test_input_that_is_never_cast_is_refused_as_torch_refuses_it(self, dtype):
+    @pytest.mark.parametrize(
+        ("given", "weights"),
+        [(torch.float64, torch.float32), (torch.int64, torch.float32), (torch.bfloat16, torch.float64)],
+    )
+    def test_mismatched_types_that_are_never_cast_raise_torch_s_error(self, given, weights):
         with casts_on(), pytest.raises(ValueError, match=MISMATCH):
-            nn.LSTM(3, 5)(sequence(dtype))
-
-    def test_weights_that_are_never_cast_refuse_half_input(self):
-        with casts_on(), pytest.raises(ValueError, match=MISMATCH):
-            nn.LSTM(3, 5).double()(sequence(torch.bfloat16))
+            nn.LSTM(3, 5).to(weights)(sequence(given))
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_name)
     @pytest.mark.parametrize(
         "wrong", [sequence(torch.float32, features=4), torch.ones(3, 1, 1, 3)], ids=["size", "dims"]
     )
-    def test_shape_is_checked_in_torchs_own_words(self, dtype, wrong):
+    def test_wrong_shapes_raise_torch_s_error(self, dtype, wrong):
         layer = nn.LSTM(3, 5)
         with pytest.raises((RuntimeError, ValueError)) as unpatched:
             layer(wrong)
@@ -67,14 +63,7 @@ class TestRecurrentInput:
             layer(wrong.to(dtype))
         assert str(patched.value) == str(unpatched.value)
 
-    def test_is_shut_where_casts_are_off(self):
-        layer = nn.LSTM(3, 5)
-        with casts_on():
-            with amp.disable_casts(), pytest.raises(ValueError, match=MISMATCH):
-                layer(sequence(torch.bfloat16))
-            assert layer(sequence(torch.bfloat16))[0].dtype == torch.bfloat16
-
-    def test_one_thread_without_casts_does_not_shut_it_for_another(self):
+    def test_casts_that_are_off_in_one_thread_are_on_in_another(self):
         layer = nn.LSTM(3, 5)
         found = []
         with casts_on(), amp.disable_casts():
@@ -83,7 +72,7 @@ class TestRecurrentInput:
             thread.join()
         assert found == [torch.bfloat16]
 
-    def test_stays_shut_at_o0(self):
+    def test_half_input_raises_at_o0(self):
         layer = nn.LSTM(3, 5)  # not adopted: the inputs of an adopted model are float32 there
         amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
         with pytest.raises(ValueError, match=MISMATCH):
@@ -91,28 +80,23 @@ class TestRecurrentInput:
 
 
 class TestFusedAttention:
-    def test_is_off_while_casts_are_on_and_what_it_was_afterwards(self):
-        assert torch.backends.mha.get_fastpath_enabled()
-        with casts_on():
-            assert not torch.backends.mha.get_fastpath_enabled()
-        assert torch.backends.mha.get_fastpath_enabled()
-
-    def test_stays_off_for_a_user_who_turned_it_off(self):
-        torch.backends.mha.set_fastpath_enabled(False)
+    @pytest.mark.parametrize("before", [True, False])
+    def test_fused_attention_is_off_during_the_session_and_restored(self, before):
+        torch.backends.mha.set_fastpath_enabled(before)
         try:
             with casts_on():
-                pass
-            assert not torch.backends.mha.get_fastpath_enabled()
+                assert not torch.backends.mha.get_fastpath_enabled()
+            assert torch.backends.mha.get_fastpath_enabled() is before
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
 
-    def test_stays_on_at_o0(self):
+    def test_fused_attention_stays_on_at_o0(self):
         amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
         assert torch.backends.mha.get_fastpath_enabled()
 
     @both_halves
     @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-    def test_nested_tensors_run_in_half_where_a_user_turns_it_on_again(self, half):
+    def test_nested_tensors_run_in_half_where_a_user_turns_fused_attention_on(self, half):
         encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
         nested = torch.nested.nested_tensor([torch.ones(length, 8) for length in (2, 3)])
         with torch.no_grad(), casts_on(half):

@@ -1,4 +1,4 @@
-"""Of torch's compilers while functions are patched: torch.compile casts as eager code does, TorchScript is let be.
+"""Compilers of torch while functions are patched: torch.compile casts as eager code, TorchScript code does not cast.
 
 Backends that need no compiler suffice: "eager" runs the graph that was traced, "aot_eager" also traces it through
 autograd and torch's decompositions.
@@ -6,11 +6,10 @@ autograd and torch's decompositions.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 import threading
 import warnings
@@ -76,6 +75,9 @@ CALLS = {
     "attention": lambda w, x: F.scaled_dot_product_attention(*[(x + w.square[:3])[None, None]] * 3),
     "attention-module": lambda w, x: w.attention(x[None], x[None], x[None])[0],
     "loss": lambda w, x: F.cross_entropy(w.linear(x), torch.arange(3)),
+    "list": lambda w, x: torch.linalg.multi_dot([x, w.square, w.square]),
+    "condition": lambda w, x: F.interpolate(w.linear(x)[None], 4, mode="linear"),
+    "in-place": lambda w, x: x.clone().lerp_(w.linear(x), 0.5),
     "checkpoint": lambda w, x: torch.utils.checkpoint.checkpoint(w.linear, x, use_reentrant=False),
 }
 
@@ -91,7 +93,7 @@ class TestCompiledCode:
             *(pytest.param([name], id=name, marks=pytest.mark.slow) for name in CALLS),
         ],
     )
-    def test_casts_as_eager_code_does_and_has_its_gradients(self, names, half, subtests):
+    def test_compiled_code_casts_as_eager_code_and_has_its_gradients(self, names, half, subtests):
         weights, x = [Weights() for _ in names], torch.linspace(-1, 1, 24).view(3, 8)
         calls = [CALLS[name] for name in names]
 
@@ -119,14 +121,14 @@ class TestCompiledCode:
         check_rows(subtests, zip(names, found[0], eager[0], found[1], eager[1], strict=True), check)
 
     @pytest.mark.slow
-    def test_casts_after_torch_distributed_has_cleared_tables(self):
+    def test_compiled_code_casts_after_torch_distributed_cleared_tables(self):
         call, x = CALLS["convolution"], torch.linspace(-1, 1, 24).view(3, 8)
         torch._dynamo.trace_rules.clear_lru_cache()  # as init_process_group does
         for half in HALF_DTYPES:  # the second session would meet the wrappers of the first in them
             with casts_on(half):
                 assert compiled(call)(Weights(), x).dtype is half
 
-    def test_traces_the_modules_that_models_call_and_no_others(self):
+    def test_only_modules_that_models_call_are_traced(self):
         root = Path(ampatch.__file__).parent
         for folder in ("", *(each.name for each in root.iterdir() if (each / "__init__.py").exists())):
             traced = compilers._TRACED.get(folder, "").split()
@@ -136,14 +138,14 @@ class TestCompiledCode:
                 assert skipped != (whole or module.stem in traced), module
 
     @BACKENDS
-    def test_of_an_adopted_model_casts(self, backend):
+    def test_a_compiled_adopted_model_casts(self, backend):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
         model = amp.initialize(model, half_dtype=torch.float16, verbosity=0)
         fast = compiled(model, backend)
         assert torch.equal(fast(torch.ones(2, 4)), model(torch.ones(2, 4)))
         assert fast(torch.ones(2, 4)).dtype is torch.float16
 
-    def test_is_one_graph_where_it_was_one(self):
+    def test_a_compiled_model_is_one_graph(self):
         counter = CompileCounterWithBackend("aot_eager")
         model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
         with casts_on():
@@ -152,7 +154,7 @@ class TestCompiledCode:
             fast(torch.ones(2, 4))
         assert counter.frame_count == 1
 
-    def test_does_not_count_casts(self):
+    def test_compiled_code_does_not_count_casts(self):
         model = amp.initialize(nn.Linear(4, 4), half_dtype=torch.float16, verbosity=0)
         fast = compiled(model)
         before = amp.cast_counts()
@@ -160,7 +162,6 @@ class TestCompiledCode:
         assert amp.cast_counts() == before
 
 
-# Torch puts these into its graphs in different ways: functions are traced and guarded, the others stand there by name.
 KINDS = {
     "function": lambda w, x: torch.mm(x, w.square),
     "method": lambda w, x: x.matmul(w.square),
@@ -169,12 +170,9 @@ KINDS = {
 }
 
 
-def dtype_when_cast(kind: str) -> torch.dtype:
-    return torch.float32 if kind == "function-that-calls-others" else torch.bfloat16
-
-
-def dtype_when_not(kind: str) -> torch.dtype:
-    return torch.bfloat16 if kind == "function-that-calls-others" else torch.float32
+def expected_dtype(kind: str, is_cast: bool) -> torch.dtype:
+    """Blacklisted functions get half tensors, and others float32."""
+    return torch.float32 if (kind == "function-that-calls-others") == is_cast else torch.bfloat16
 
 
 @BACKENDS
@@ -189,50 +187,40 @@ class TestOnAndOff:
 
     @pytest.mark.slow
     @pytest.mark.covering(1)
-    def test_before_amp_with_it_and_after_it(self, kind, backend):
+    def test_compiled_code_casts_in_sessions_and_not_between_them(self, kind, backend):
         run = self.run(kind, backend)
         for _ in range(2):
-            assert run() is dtype_when_not(kind)
+            assert run() is expected_dtype(kind, False)
             with casts_on():
-                assert run() is dtype_when_cast(kind)
-        assert run() is dtype_when_not(kind)
+                assert run() is expected_dtype(kind, True)
+        assert run() is expected_dtype(kind, False)
 
     @pytest.mark.slow
     @pytest.mark.covering(1)
-    def test_disabled_and_enabled_again(self, kind, backend):
+    @pytest.mark.parametrize("states", [(True, False, True, False, True), (False, True)], ids=["on first", "off first"])
+    def test_compiled_code_follows_disable_casts(self, kind, backend, states):
         run = self.run(kind, backend)
         with casts_on():
-            for _ in range(2):
-                assert run() is dtype_when_cast(kind)
-                with amp.disable_casts():
-                    assert run() is dtype_when_not(kind)
-            assert run() is dtype_when_cast(kind)
+            for is_on in states:
+                with contextlib.nullcontext() if is_on else amp.disable_casts():
+                    assert run() is expected_dtype(kind, is_on)
 
     @pytest.mark.slow
     @pytest.mark.covering(1)
-    def test_disabled_first(self, kind, backend):
-        run = self.run(kind, backend)
-        with casts_on():
-            with amp.disable_casts():
-                assert run() is dtype_when_not(kind)
-            assert run() is dtype_when_cast(kind)
-
-    @pytest.mark.slow
-    @pytest.mark.covering(1)
-    def test_in_two_threads_at_once(self, kind, backend):
+    def test_compiled_code_follows_disable_casts_of_its_thread(self, kind, backend):
         run, results = self.run(kind, backend), []
         with casts_on():
             run()
             with amp.disable_casts():
-                assert run() is dtype_when_not(kind)
+                assert run() is expected_dtype(kind, False)
                 thread = threading.Thread(target=lambda: results.append(run()))
                 thread.start()
                 thread.join()
-                assert run() is dtype_when_not(kind)
-        assert results == [dtype_when_cast(kind)]
+                assert run() is expected_dtype(kind, False)
+        assert results == [expected_dtype(kind, True)]
 
     @pytest.mark.covering(1)
-    def test_inside_of_what_is_compiled(self, kind, backend):
+    def test_disable_casts_works_inside_of_compiled_code(self, kind, backend):
         weights, x = Weights(), torch.ones(3, 8)
         call = KINDS[kind]
 
@@ -244,12 +232,12 @@ class TestOnAndOff:
 
         with casts_on():
             results = compiled(both, backend)(weights, x)
-        cast, uncast = dtype_when_cast(kind), dtype_when_not(kind)
+        cast, uncast = expected_dtype(kind, True), expected_dtype(kind, False)
         assert [result.dtype for result in results] == [cast, uncast, cast]
 
 
 class TestOtherSettings:
-    def test_are_followed_by_what_was_compiled_before(self):
+    def test_code_compiled_in_another_session_follows_the_new_settings(self):
         weights, x = Weights(), torch.ones(3, 8)
         fast = compiled(KINDS["method"])
         for half in (torch.float16, torch.bfloat16):
@@ -258,7 +246,7 @@ class TestOtherSettings:
         with casts_on(cast_lists={"unlisted": {"torch.Tensor": ["matmul"]}}):
             assert fast(weights, x).dtype is torch.float32
 
-    def test_keep_traced_graphs_off_the_disk_while_patched(self):
+    def test_traced_graphs_are_not_cached_on_disk_during_the_session(self):
         assert aot_autograd.should_use_local_autograd_cache()
         with casts_on():
             assert not aot_autograd.should_use_local_autograd_cache()
@@ -266,26 +254,12 @@ class TestOtherSettings:
         assert aot_autograd.should_use_local_autograd_cache()
 
 
-def in_a_fresh_process(script: str, **environment: str) -> str:
-    """What a script prints in a process of its own, in which torch has imported nothing of its compilers yet."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **environment},
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 class TestFreshProcess:
     @pytest.mark.slow
     @pytest.mark.either_way
-    def test_amp_first_and_the_compiler_afterwards(self):
-        printed = in_a_fresh_process("""
+    def test_the_compiler_may_be_imported_during_the_session(self, fresh):
+        done = fresh.run(
+            textwrap.dedent("""
             import sys
             import torch
             from torch import nn
@@ -314,13 +288,15 @@ class TestFreshProcess:
             assert [r.dtype for r in fast(x)] == [torch.float32, torch.float32]
             print("done")
         """)
-        assert printed == "done"
+        )
+        assert done.stdout == "done\n", done.stderr
 
     @pytest.mark.slow
     @pytest.mark.either_way
-    def test_nothing_of_torch_holds_a_wrapper_afterwards(self):
+    def test_torch_holds_no_wrapper_after_the_session(self, fresh):
         """Torch builds its tables of functions lazily, and keeps them for good."""
-        printed = in_a_fresh_process("""
+        done = fresh.run(
+            textwrap.dedent("""
             import copy, gc, sys, types
             import torch
             from torch import nn
@@ -359,29 +335,29 @@ class TestFreshProcess:
                         print(type(holder).__name__, len(holder), sorted(held)[:3])
             print("done")
         """)
-        assert printed == "done"
+        )
+        assert done.stdout == "done\n", done.stderr
 
     @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for the CPU")
-    @pytest.mark.parametrize("first", ["patched", "plain"])
-    def test_a_cache_on_disk_does_not_carry_casts_from_one_program_into_another(self, first, tmp_path):
-        script = """
+    @pytest.mark.parametrize("order", [("patched", "plain", "patched"), ("plain", "patched", "plain")])
+    def test_the_disk_cache_of_inductor_tells_sessions_apart(self, fresh, order, tmp_path):
+        script = textwrap.dedent("""
             import sys
             import torch
             from torch import nn
             from ampatch import amp
 
-            if KIND == "patched":
+            if sys.argv[1] == "patched":
                 amp.init(half_dtype=torch.bfloat16)
             w, x = nn.Parameter(torch.ones(8, 8)), torch.ones(3, 8)
             with torch.no_grad():
                 print(torch.compile(lambda x: (x @ w).sin(), fullgraph=True)(x).dtype)
-        """
-        for kind in (first, "plain" if first == "patched" else "patched", first):
-            printed = in_a_fresh_process(
-                f"KIND = {kind!r}\n" + textwrap.dedent(script), TORCHINDUCTOR_CACHE_DIR=str(tmp_path)
-            )
-            assert printed == ("torch.bfloat16" if kind == "patched" else "torch.float32")
+        """)
+        for kind in order:
+            done = fresh.run(script, kind, environment={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+            expected = "torch.bfloat16" if kind == "patched" else "torch.float32"
+            assert done.stdout.strip().endswith(expected), done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
@@ -398,7 +374,7 @@ class TestTorchScript:
             pytest.param(lambda: nn.TransformerEncoderLayer(4, 2), (torch.ones(1, 2, 4),), id="transformer"),
         ],
     )
-    def test_modules_compile_while_patched_and_afterwards(self, make, inputs):
+    def test_modules_compile_during_and_after_the_session(self, make, inputs):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with casts_on():
@@ -421,17 +397,9 @@ class TestTorchScript:
         assert model(torch.ones(1, 4)).dtype is torch.bfloat16
         assert [list(hooks.items()) for hooks in (model._forward_pre_hooks, model._forward_hooks)] == before
 
-    def test_functions_compile_while_patched(self):
-        def function(x: Tensor) -> Tensor:
-            return F.softmax(torch.einsum("ij,kj->ik", x, x) @ x, dim=-1)
-
-        with casts_on():
-            during = torch.jit.script(function)(torch.ones(2, 4))
-        torch.testing.assert_close(during, function(torch.ones(2, 4)))
-
 
 class TestExport:
-    def test_records_the_casts(self):
+    def test_exported_programs_have_the_casts(self):
         model = amp.initialize(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)), half_dtype=torch.float16, verbosity=0)
         x = torch.ones(2, 4)
         expected = model(x)

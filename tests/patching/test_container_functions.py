@@ -61,7 +61,7 @@ KEPT: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize(("make", "call"), KEPT.values(), ids=KEPT)
 @pytest.mark.covering(1)
-def test_are_cast_and_given_back(make, call, half):
+def test_functions_in_containers_are_cast_and_restored(make, call, half):
     model = Keeping(make(), call)
     x = torch.ones(2, 4)
     for _ in range(2):
@@ -75,7 +75,7 @@ def test_are_cast_and_given_back(make, call, half):
     assert str(make()).partition(" at ")[0] == str(model.kept).partition(" at ")[0]
 
 
-def test_stay_in_the_containers_that_they_are_in():
+def test_mutable_containers_stay_the_same_objects():
     kept = [F.linear]
     model = Keeping({"f": kept}, lambda found, *args: found["f"][0](*args))
     amp.initialize(model, verbosity=0)
@@ -85,7 +85,7 @@ def test_stay_in_the_containers_that_they_are_in():
     assert kept == [F.linear]
 
 
-def test_of_copies_are_cast_by_the_next_session():
+def test_functions_in_a_copied_container_are_cast_in_the_next_session():
     model = Keeping([F.linear], lambda kept, *args: kept[0](*args))
     amp.initialize(model, verbosity=0)
     copied = copy.deepcopy(model)
@@ -95,7 +95,7 @@ def test_of_copies_are_cast_by_the_next_session():
     assert copied(torch.ones(2, 4)).dtype is torch.bfloat16
 
 
-def test_that_somebody_has_replaced_since_are_left_alone():
+def test_functions_replaced_during_the_session_are_left_alone():
     model = Keeping([F.linear, F.linear], None)
     amp.initialize(model, verbosity=0)
     model.kept[0] = F.relu
@@ -114,7 +114,7 @@ def test_containers_that_hold_themselves_are_walked_once():
     assert model(torch.ones(2, 4)).dtype is torch.bfloat16
 
 
-def test_models_that_keep_them_are_let_go():
+def test_models_with_functions_in_containers_are_freed():
     model = Keeping(None, lambda kept, *args: kept[0](*args))
     model.kept = [F.linear, model.forward]
     amp.initialize(model, verbosity=0)
@@ -124,7 +124,7 @@ def test_models_that_keep_them_are_let_go():
     assert gone() is None
 
 
-def test_attributes_of_attributes_stay():
+def test_an_attribute_that_cannot_be_set_stays():
     class Sealed:
         def __init__(self) -> None:
             object.__setattr__(self, "kept", (1, 2))
@@ -147,7 +147,7 @@ class Traced(nn.Module):
 
 
 @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-def test_of_a_graph_that_was_traced_before_are_cast(half):
+def test_functions_of_a_graph_that_was_traced_before_are_cast(half):
     model, graph = Traced(), torch.fx.symbolic_trace(Traced())
     x, code = torch.ones(2, 4), graph.code
     for _ in range(2):
@@ -159,13 +159,13 @@ def test_of_a_graph_that_was_traced_before_are_cast(half):
         assert graph(x).dtype is torch.float32
 
 
-def test_of_a_graph_that_was_exported_before_are_warned_of():
+def test_a_graph_that_was_exported_before_is_warned_of():
     graph = torch.export.export(Traced(), (torch.ones(2, 4),)).module()
     with pytest.warns(amp.AmpWarning, match=r"torch\.export has made 1; the graphs call operators below"):
         amp.initialize(nn.Sequential(nn.Linear(4, 4), graph), verbosity=0)
 
 
-def test_of_a_model_that_is_exported_afterwards_are_cast():
+def test_functions_of_a_model_that_is_exported_in_the_session_are_cast():
     model = amp.initialize(Traced(), verbosity=0)
     graph = torch.export.export(model, (torch.ones(2, 4),)).module()
     assert graph(torch.ones(2, 4)).dtype is torch.bfloat16

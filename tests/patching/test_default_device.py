@@ -50,7 +50,7 @@ def factories_without_device(path: Path) -> list[str]:
     ]
 
 
-def test_every_tensor_is_made_on_a_device_that_the_code_names():
+def test_every_factory_call_of_the_package_names_a_device():
     # The demo is a program of its own, whose process has no other default.
     modules = [path for path in PACKAGE.rglob("*.py") if "demo" not in path.relative_to(PACKAGE).parts]
     assert modules
@@ -59,14 +59,14 @@ def test_every_tensor_is_made_on_a_device_that_the_code_names():
 
 
 class TestADefaultDevice:
-    def test_does_not_take_the_buffer_that_a_gpu_copies_to(self, far_devices):
+    def test_host_copies_stay_on_the_cpu(self, far_devices):
         numbers = far_devices.of([1.0, 2.0], 1)
         with default_device("cuda"):
             copied = HostCopy(numbers)
         assert copied.values == (1, 2)
 
     @pytest.mark.gpu
-    def test_is_a_gpu_while_a_fused_optimizer_skips(self):
+    def test_a_fused_optimizer_may_skip_under_a_default_gpu(self):
         with default_device("cuda"):
             model = nn.Linear(4, 3)
             optimizer = torch.optim.Adam(model.parameters(), fused=True)
@@ -79,7 +79,7 @@ class TestADefaultDevice:
                 optimizer.step()
             assert amp.skipped_steps(optimizer) == 1
 
-    def test_has_no_say_where_gradients_are_clipped(self):
+    def test_gradients_are_clipped_on_their_device(self):
         model = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
@@ -89,7 +89,7 @@ class TestADefaultDevice:
                 loss.backward()
             assert amp.clip_grad_norm_(optimizer, 1.0).item() > 1
 
-    def test_has_no_say_in_apexs_kernels(self):
+    def test_apex_kernels_compute_on_the_device_of_their_tensors(self):
         ins, outs = [torch.ones(3)], [torch.zeros(3)]
         flag = torch.zeros(1, dtype=torch.int32)
         with default_device("meta"):
@@ -99,7 +99,7 @@ class TestADefaultDevice:
         assert norm.item() == pytest.approx(0.75**0.5)
 
     @pytest.mark.parametrize("make", [FusedAdagrad, FusedAdam, FusedNovoGrad], ids=lambda make: make.__name__)
-    def test_has_no_say_in_apexs_optimizers(self, make):
+    def test_apex_optimizers_step_on_the_device_of_their_weights(self, make):
         def stepped() -> torch.Tensor:
             weight = nn.Parameter(torch.ones(3, device="cpu"))
             optimizer = make([weight], lr=0.1)
@@ -114,7 +114,7 @@ class TestADefaultDevice:
             found = stepped()
         assert torch.equal(found, expected)
 
-    def test_has_no_say_in_fp16_optimizer_without_gradients(self):
+    def test_fp16_optimizer_updates_masters_without_gradients(self):
         weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
         with default_device("meta"):
             optimizer = FP16_Optimizer(torch.optim.SGD([weight], lr=0.1), dynamic_loss_scale=True, verbose=False)

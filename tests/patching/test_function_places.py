@@ -1,4 +1,4 @@
-"""Of the search for the places that hold a function."""
+"""The search for the places that hold a function."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ def test_a_function_that_nothing_holds_is_in_no_place() -> None:
     assert found(fresh()) == set()
 
 
-def test_names_in_modules(module: types.ModuleType) -> None:
+def test_names_in_modules_are_found(module: types.ModuleType) -> None:
     module.other = fresh()
     assert found(module.other) == {(Kind.MODULE, "other")}
 
 
 @pytest.mark.slow
-def test_containers_and_partials_of_modules(module: types.ModuleType) -> None:
+def test_containers_and_partials_of_modules_are_found(module: types.ModuleType) -> None:
     function = fresh()
     module.table = {"deep": [function]}
     module.part = functools.partial(function, 1)
     assert found(function) == {(Kind.CONTAINER, "table"), (Kind.CONTAINER, "part")}
 
 
-def test_closures_and_default_arguments() -> None:
+def test_closures_and_default_arguments_are_found() -> None:
     function = fresh()
 
     def closure() -> object:
@@ -66,14 +66,14 @@ def test_closures_and_default_arguments() -> None:
     assert {(closure, "function"), (default, "act"), (default, "other")} <= held
 
 
-def test_attributes_of_classes_static_methods_too() -> None:
+def test_attributes_and_static_methods_of_classes_are_found() -> None:
     function = fresh()
     holder = type("Holder", (), {"plain": function, "static": staticmethod(function), "table": [function]})
     assert found(function) == {(Kind.CLASS, name) for name in ("plain", "static", "table")}
     assert holder.plain is function
 
 
-def test_attributes_and_containers_of_models() -> None:
+def test_attributes_and_containers_of_models_are_found() -> None:
     function = fresh()
     model = Model(function)
     assert found(function) == {(Kind.MODEL, "act"), (Kind.MODEL_CONTAINER, "table")}
@@ -81,14 +81,14 @@ def test_attributes_and_containers_of_models() -> None:
 
 
 @pytest.mark.slow
-def test_models_that_are_not_initialised_are_searched_too() -> None:
+def test_models_that_are_not_initialised_are_searched() -> None:
     function, unfinished = fresh(), Model.__new__(Model)
     vars(unfinished)["act"] = function
     assert found(function) == {(Kind.MODEL, "act")}
 
 
 @pytest.mark.slow
-def test_torchs_own_modules_are_left_out_but_for_two() -> None:
+def test_the_search_leaves_out_torch_s_modules_but_two() -> None:
     swept = swept_modules()
     assert swept[:2] == [torch.functional, torch._C._nn]
     assert not [module for module in swept[2:] if module.__name__.partition(".")[0] in ("torch", "ampatch")]
@@ -97,7 +97,7 @@ def test_torchs_own_modules_are_left_out_but_for_two() -> None:
 
 
 @pytest.mark.slow
-def test_a_caller_may_build_a_tuple_from_them() -> None:
+def test_a_tuple_of_the_places_can_be_built_during_the_search() -> None:
     """The garbage collector also returns a tuple that is just being built, which then could not grow."""
     function = fresh()
     holders = [type("Holder", (), {"plain": function}) for _ in range(50)]

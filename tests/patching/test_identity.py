@@ -7,7 +7,7 @@ import copy
 import operator
 import pickle
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,18 +21,14 @@ from torch.overrides import TorchFunctionMode, get_testing_overrides
 from ampatch import amp
 from ampatch.function_wrapper import is_wrapper, unwrapped
 
-pytestmark = [pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS]
+pytestmark = [
+    pytest.mark.usefixtures("calls_in_both"),
+    *[pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS],
+]
 
 # Bound before anything is patched, as in libraries that are imported before.
 MATMUL, SOFTMAX, LINEAR, METHOD = torch.matmul, F.softmax, F.linear, Tensor.matmul
 X = torch.arange(16.0).reshape(4, 4) / 16
-
-
-@pytest.fixture(params=["python", "compiled"], autouse=True)
-def in_both(request: pytest.FixtureRequest, select_calls: Callable[[str], None]) -> None:
-    if request.param == "compiled":
-        request.getfixturevalue("compiled_calls")
-    select_calls(request.param)
 
 
 def begin() -> None:
@@ -79,7 +75,7 @@ def reported() -> dict[str, list[Any]]:
     return found
 
 
-def test_a_handler_sees_the_object_that_has_the_function_s_name_now_and_it_equals_the_one_before() -> None:
+def test_modes_get_every_listed_function_as_the_object_under_its_name() -> None:
     before = reported()
     begin()
     bound = {id(unwrapped(function)): function for function in map(resolve, before) if is_wrapper(function)}
@@ -103,7 +99,7 @@ def test_a_handler_sees_the_object_that_has_the_function_s_name_now_and_it_equal
 
 
 @pytest.mark.parametrize("casts", [True, False])
-def test_torch_s_own_bias_for_attention_is_heard(casts: bool) -> None:
+def test_causal_bias_of_torch_is_applied(casts: bool) -> None:
     q, bias = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(0)), causal_upper_left(4, 4)
     expected = F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
     begin()
@@ -112,22 +108,10 @@ def test_torch_s_own_bias_for_attention_is_heard(casts: bool) -> None:
     torch.testing.assert_close(found.float(), expected, atol=0.02 if casts else 1e-6, rtol=0)
 
 
-def test_a_mode_that_counts_with_is_counts_every_call() -> None:
-    begin()
-    matmul, seen, half = torch.matmul, Seen(), X.bfloat16()
-    with seen:
-        results = [torch.matmul(X, X) for _ in range(3)]
-        torch.nn.functional.softmax(X, 0)
-        torch.cat([X, half])
-    assert sum(each is torch.matmul for each in seen.functions) == 3
-    assert [seen.functions[3], seen.functions[4]] == [F.softmax, torch.cat]
-    assert seen.functions[3] is F.softmax
-    assert matmul is torch.matmul
-    assert {each.dtype for each in results} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("filled", ["before", "within"])
-def test_a_registry_finds_functions_whenever_it_was_filled(filled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registry_of_overrides_finds_functions_whenever_it_was_filled(
+    filled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if filled == "within":
         begin()
     registry = {torch.matmul: "matmul", F.softmax: "softmax", F.linear: "linear", Tensor.matmul: "method"}
@@ -149,7 +133,7 @@ def test_a_registry_finds_functions_whenever_it_was_filled(filled: str, monkeypa
     assert answers() == ["matmul", "softmax", "linear", "method", "method", "matmul"]
 
 
-def test_an_override_by_a_tensor_in_a_list_is_asked_about_the_name() -> None:
+def test_an_override_by_a_tensor_in_a_list_gets_the_function() -> None:
     begin()
     x, seen, half = X.as_subclass(Handled), Seen(), X.bfloat16()
     with seen:
@@ -160,7 +144,7 @@ def test_an_override_by_a_tensor_in_a_list_is_asked_about_the_name() -> None:
 
 
 @pytest.mark.parametrize("traced", ["before", "within"])
-def test_passes_over_traced_graphs_find_their_functions(traced: str) -> None:
+def test_targets_of_traced_graphs_equal_the_functions(traced: str) -> None:
     def model(x):
         return F.softmax(torch.matmul(F.linear(x, x), x), 0).matmul(x) + x
 
@@ -197,7 +181,7 @@ def test_torch_s_tables_of_overrides_know_the_names() -> None:
 
 
 @pytest.mark.parametrize("function", [MATMUL, SOFTMAX, LINEAR, METHOD], ids=lambda each: each.__name__)
-def test_it_equals_its_original_and_nothing_else(function: Any) -> None:
+def test_a_wrapper_equals_its_original_and_nothing_else(function: Any) -> None:
     path = {MATMUL: "torch.matmul", SOFTMAX: "torch.nn.functional.softmax", LINEAR: "torch.nn.functional.linear"}
     begin()
     found = resolve(path.get(function, "torch.Tensor.matmul"))
@@ -232,7 +216,7 @@ def test_a_function_in_a_class_binds_as_without_amp() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_code_compares_them_as_well(backend: str) -> None:
+def test_compiled_code_compares_wrappers_with_originals(backend: str) -> None:
     begin()
 
     def model(x: Tensor) -> tuple[Tensor, bool, bool, bool]:

@@ -8,8 +8,9 @@ import pickle
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,17 @@ class Net(nn.Module):
         return [self.body.seen, self.head.seen, self.tail.seen]
 
 
+class Calls(nn.Module):
+    """Its forward is a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
 def ruled(modules: Any, model: nn.Module | None = None, **options: Any) -> Any:
     options = {"half_dtype": HALF, "verbosity": 0} | options
     return amp.initialize(Net() if model is None else model, cast_lists={"modules": modules}, **options)
@@ -83,32 +95,35 @@ def session_rules_afterwards() -> Iterator[None]:
 
 class TestForward:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_each_part_computes_by_its_own_rules(self, half: torch.dtype) -> None:
-        model = ruled({"head": OWN, "tail": "float32"}, half_dtype=half)
+    @pytest.mark.parametrize(
+        ("modules", "seen"),
+        [
+            ({"head": OWN, "tail": "float32"}, (BY_SESSION, BY_OWN, IN_FLOAT32)),
+            ({"h?ad": OWN}, (BY_SESSION, BY_OWN, BY_SESSION)),
+            ({f"{__name__}.Part": OWN}, (BY_OWN, BY_OWN, BY_OWN)),
+            ({"head": OWN, "????": "float32", "t*": {}}, (IN_FLOAT32, BY_OWN, BY_SESSION)),
+        ],
+        ids=["names", "a pattern", "a class", "a name and the last pattern"],
+    )
+    def test_each_part_computes_by_its_own_rules(self, modules: Any, seen: Any, half: torch.dtype) -> None:
+        model = ruled(modules, half_dtype=half)
         model(INPUTS)
-        wanted = [[half if each is HALF else each for each in types] for types in (BY_SESSION, BY_OWN, IN_FLOAT32)]
-        assert model.seen == wanted
+        assert model.seen == [[half if each is HALF else each for each in types] for types in seen]
 
     def test_float32_equals_keep_fp32(self) -> None:
         result = ruled({"head": "float32"})(INPUTS)
         amp.deinitialize()
         assert_same_bits(result, amp.initialize(Net(), half_dtype=HALF, keep_fp32="head", verbosity=0)(INPUTS))
 
-    def test_float32_casts_half_inputs(self) -> None:
+    def test_a_float32_part_casts_half_inputs(self) -> None:
         model = ruled({"head": "float32"}, nn.ModuleDict({"head": nn.Linear(8, 8), "tail": nn.Linear(8, 8)}))
         assert model.head(INPUTS.to(HALF)).dtype is FULL
 
-    def test_rules_equal_those_of_a_session(self) -> None:
+    def test_rules_of_all_parts_equal_the_same_lists_of_a_session(self) -> None:
         result = ruled({"Part": OWN})(INPUTS)
         amp.deinitialize()
         every = {name: {"*": functions} for name, functions in OWN.items()}
         assert_same_bits(result, amp.initialize(Net(), half_dtype=HALF, cast_lists=every, verbosity=0)(INPUTS))
-
-    @pytest.mark.parametrize("name", ["h?ad", f"{__name__}.Part"], ids=["pattern", "class path"])
-    def test_by_pattern_and_class_path(self, name: str) -> None:
-        model = ruled({name: OWN})
-        model(INPUTS)
-        assert model.head.seen == BY_OWN
 
     def test_torchs_path_of_a_class_names_its_subclasses_too(self) -> None:
         class Own(nn.LayerNorm):
@@ -118,59 +133,39 @@ class TestForward:
         assert model[0](INPUTS.bfloat16()).dtype is HALF
         assert F.layer_norm(INPUTS.bfloat16(), (8,)).dtype is FULL
 
-    def test_the_lists_of_the_session_are_below(self) -> None:
-        lists = [{"blacklist": {"torch": ["tanh"]}, "modules": {"head": OWN}}, {"blacklist": {"torch": ["atan"]}}]
-
-        class Tanh(Part):
-            def forward(self, x: Tensor) -> Tensor:
-                self.seen = [f(x.to(HALF)).dtype for f in (torch.tanh, torch.atan)]
-                return x
-
-        model = Net()
-        model.head = Tanh()
+    def test_rules_of_a_part_lie_over_the_lists_of_the_session(self) -> None:
+        lists = [{"blacklist": {"torch": ["tanh"]}, "modules": {"0": OWN}}, {"blacklist": {"torch": ["atan"]}}]
+        model = nn.ModuleList([Calls(lambda x: [f(x).dtype for f in (torch.tanh, torch.atan)])])
         amp.initialize(model, half_dtype=HALF, cast_lists=lists, verbosity=0)
-        model(INPUTS)
-        assert model.head.seen == [FULL, FULL]
+        assert model[0](INPUTS.to(HALF)) == [FULL, FULL]
 
-    def test_functions_of_the_user(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "later_ops.py").write_text("def twice(x):\n    return x + x\n")
-        (tmp_path / "later_others.py").write_text("def half_of(x):\n    return x / 2\n")
-        monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.delitem(__import__("sys").modules, "later_ops", raising=False)
+    def test_rules_may_name_functions_of_modules_imported_later(self, package: Callable[..., None]) -> None:
+        package("later_ops", __init__="def twice(x):\n    return x + x\n")
+        package("later_others", __init__="def half_of(x):\n    return x / 2\n")
 
-        class Uses(nn.Module):
-            def forward(self, x: Tensor) -> list[torch.dtype]:
-                import later_ops
-                import later_others
-
-                return [later_ops.twice(x).dtype, later_others.half_of(x).dtype]
+        def both(x: Tensor) -> list[torch.dtype]:
+            functions = import_module("later_ops").twice, import_module("later_others").half_of
+            return [function(x).dtype for function in functions]
 
         own = {"whitelist": {"later_ops": ["twice"]}, "blacklist": {"later_others.*": ["half_*"]}}
-        model = ruled({"0": own}, nn.ModuleList([Uses(), Uses()]))
-        assert model[0](INPUTS) == [HALF, FULL]
-        assert model[0](INPUTS.to(HALF)) == [HALF, FULL]
+        model = ruled({"0": own}, nn.ModuleList([Calls(both), Calls(both)]))
+        assert model[0](INPUTS) == model[0](INPUTS.to(HALF)) == [HALF, FULL]
         assert model[1](INPUTS) == [FULL, FULL]
         assert model[1](INPUTS.to(HALF)) == [HALF, HALF]
 
-    def test_a_banned_function_and_its_note(self) -> None:
-        class Bce(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return F.binary_cross_entropy(x, x)
-
+    def test_a_banned_function_can_be_allowed_in_a_part(self) -> None:
         own = {"blacklist": {"torch.nn.functional": ["binary_cross_entropy"]}}
-        model = ruled({"0": own}, nn.Sequential(Bce(), Bce()))
+        bce = lambda *args: F.binary_cross_entropy(*args)  # noqa: E731, PLW0108 - looked up in the session
+        model = ruled({"0": own}, nn.ModuleList([Calls(bce), Calls(bce)]))
         given = torch.full((2,), 0.5, dtype=HALF)
-        assert model[0](given).dtype is FULL
+        assert model[0](given, given).dtype is FULL
         with pytest.raises(BannedFunctionError) as caught:
-            model[1](given)
+            model[1](given, given)
         assert "binary_cross_entropy is banned (banned.yaml" in caught.value.__notes__[0]
 
-    def test_a_note_names_the_rule_in_force(self) -> None:
-        class Inverts(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return torch.linalg.inv(x)
-
-        model = ruled({"0": {"whitelist": {"torch.linalg": ["inv"]}}}, nn.Sequential(Inverts(), Inverts()))
+    def test_a_note_names_the_rule_of_the_part(self) -> None:
+        inv = lambda x: torch.linalg.inv(x)  # noqa: E731, PLW0108 - looked up in the session
+        model = ruled({"0": {"whitelist": {"torch.linalg": ["inv"]}}}, nn.ModuleList([Calls(inv), Calls(inv)]))
         assert model[1](torch.eye(3)).dtype is FULL
         with pytest.raises(RuntimeError) as caught:
             model[0](torch.eye(3))
@@ -179,11 +174,6 @@ class TestForward:
 
 
 class TestPrecedence:
-    def test_a_name_then_the_last_pattern(self) -> None:
-        model = ruled({"head": OWN, "????": "float32", "t*": {}})
-        model(INPUTS)
-        assert model.seen == [IN_FLOAT32, BY_OWN, BY_SESSION]
-
     def test_a_later_file_replaces_an_entry(self) -> None:
         lists = [{"modules": {"head": OWN, "tail": OWN}}, {"modules": {"head": {}}}]
         model = amp.initialize(Net(), half_dtype=HALF, cast_lists=lists, verbosity=0)
@@ -191,20 +181,16 @@ class TestPrecedence:
         assert model.seen == [BY_SESSION, BY_SESSION, BY_OWN]
         assert [entry.partition(":")[0] for entry in amp.settings()["modules"]] == ["tail", "head"]
 
-    def test_inner_rules_replace_outer_ones(self) -> None:
-        inner = {"whitelist": ["cumprod"]}
-        model = ruled({"body": OWN, "body.inner": inner}, Net(Part()))
+    @pytest.mark.parametrize(
+        ("value", "seen"), [({"whitelist": ["cumprod"]}, BY_SESSION), ("float32", IN_FLOAT32)], ids=["rules", "float32"]
+    )
+    def test_rules_of_an_inner_part_replace_those_of_the_outer_one(self, value: Any, seen: Any) -> None:
+        model = ruled({"body": OWN, "body.inner": value}, Net(Part()))
         model(INPUTS)
-        assert model.body.inner.seen == BY_SESSION
+        assert model.body.inner.seen == seen
         assert model.body.seen == BY_OWN
 
-    def test_float32_within_rules(self) -> None:
-        model = ruled({"body": OWN, "body.inner": "float32"}, Net(Part()))
-        model(INPUTS)
-        assert model.body.inner.seen == IN_FLOAT32
-        assert model.body.seen == BY_OWN
-
-    def test_rules_within_float32_apply_where_that_is_not_around(self) -> None:
+    def test_a_shared_part_keeps_its_rules_outside_of_a_float32_part(self) -> None:
         shared = Part()
         model = Net(shared)
         model.tail = shared
@@ -221,7 +207,7 @@ class TestPrecedence:
         ):
             ruled({"bod*": "float32", "body.inner": OWN}, Net(Part()))
 
-    def test_keep_fp32_comes_before(self) -> None:
+    def test_keep_fp32_precedes_rules(self) -> None:
         model = ruled({"????": OWN}, keep_fp32="head")
         model(INPUTS)
         assert model.seen == [BY_OWN, IN_FLOAT32, BY_OWN]
@@ -229,14 +215,14 @@ class TestPrecedence:
         with pytest.raises(CastListError, match=r"rules for 'head', which never apply: keep_fp32 has 'head' compute"):
             ruled({"head": OWN}, keep_fp32="head")
 
-    def test_a_shared_module_goes_by_each_of_its_names(self) -> None:
+    def test_a_shared_module_is_found_by_each_of_its_names(self) -> None:
         model = Net()
         model.tail = model.body
         ruled({"tail": OWN}, model)
         model(INPUTS)
         assert model.seen == [BY_OWN, BY_SESSION, BY_OWN]
 
-    def test_disable_casts_comes_before(self) -> None:
+    def test_disable_casts_precedes_rules(self) -> None:
         model = ruled({"head": OWN})
         with amp.disable_casts():
             model(INPUTS)
@@ -260,69 +246,45 @@ class Product(torch.autograd.Function):
         return found.detach().float()
 
 
-class Multiplies(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Product.apply(x)
-
-
 class TestBackward:
     @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
-    def test_of_a_users_function(self, reentrant: bool | None) -> None:
-        class Inside(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.multiplies, self.part = Multiplies(), Part()
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.part(self.multiplies(x))
-
+    def test_backward_passes_of_users_functions_run_by_the_rules_of_their_part(self, reentrant: bool | None) -> None:
         class Outside(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                self.inside = Inside()
+                self.inside = nn.Sequential(Calls(Product.apply), Part())
 
             def forward(self, x: Tensor) -> Tensor:
-                if reentrant is None:
-                    return self.inside(x)
-                return checkpoint(self.inside, x, use_reentrant=reentrant)
+                return self.inside(x) if reentrant is None else checkpoint(self.inside, x, use_reentrant=reentrant)
 
         Product.seen = ()
         model = ruled({"0": OWN}, nn.Sequential(Outside(), Outside()))
         model(INPUTS.clone().requires_grad_()).sum().backward()
         assert Product.seen == (FULL, HALF)  # the second module's first
-        assert [each.inside.part.seen for each in model] == [BY_OWN, BY_SESSION]
+        assert [each.inside[1].seen for each in model] == [BY_OWN, BY_SESSION]
 
-    def test_of_an_inner_part_by_its_own_rules(self) -> None:
+    def test_the_backward_pass_of_an_inner_part_runs_by_its_own_rules(self) -> None:
         Product.seen = ()
-        inner = nn.Sequential(Multiplies())
+        inner = nn.Sequential(Calls(Product.apply))
         model = ruled({"0": OWN, "0.0": "float32"}, nn.Sequential(inner, nn.Identity()))
         model(INPUTS.clone().requires_grad_()).sum().backward()
         assert Product.seen == (FULL,)
 
 
 class TestThreads:
-    def test_others_compute_by_the_session_meanwhile(self) -> None:
-        model = ruled({"head": OWN})
-        inside, done, seen = threading.Event(), threading.Event(), []
+    def test_other_threads_compute_by_the_lists_of_the_session(self) -> None:
+        model, seen = ruled({"head": OWN}), []
 
-        def elsewhere() -> None:
-            inside.wait(10)
-            seen.append(torch.cumsum(INPUTS, 0).dtype)
-            done.set()
+        def compute_elsewhere(*_: object) -> None:
+            thread = threading.Thread(target=lambda: seen.append(torch.cumsum(INPUTS, 0).dtype))
+            thread.start()
+            thread.join()
 
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-
-        def let_it_run(*_: object) -> None:
-            inside.set()
-            done.wait(10)
-
-        model.head.inner.register_forward_hook(let_it_run)
+        model.head.inner.register_forward_hook(compute_elsewhere)
         model(INPUTS)
-        thread.join()
         assert (seen, model.head.seen) == ([FULL], BY_OWN)
 
-    def test_data_parallels_threads_keep_the_rules(self) -> None:
+    def test_threads_of_data_parallel_keep_the_rules(self) -> None:
         """By way of a function that starts threads as torch's does, which wants accelerators."""
 
         def parallel_apply(modules: list[Any], inputs: list[Tensor]) -> list[Tensor]:
@@ -340,26 +302,26 @@ class TestThreads:
 
 
 class TestEnds:
-    def test_an_error_inside(self) -> None:
+    def test_rules_end_where_a_part_raises(self) -> None:
         model = ruled({"head": OWN})
         model.head.raises = True
         with pytest.raises(ValueError, match="on purpose"):
             model(INPUTS)
         assert torch.cumsum(INPUTS, 0).dtype is FULL
 
-    def test_deinitialize_inside(self) -> None:
+    def test_rules_end_where_a_part_calls_deinitialize(self) -> None:
         model = ruled({"head": OWN})
         model.head.inner.register_forward_hook(lambda *_: amp.deinitialize())
         model(INPUTS)
         assert model.seen == [BY_SESSION, IN_FLOAT32, IN_FLOAT32]
         assert "forward" not in vars(model.head)
 
-    def test_forward_called_by_hand(self) -> None:
+    def test_rules_hold_for_a_call_of_forward_itself(self) -> None:
         model = ruled({"head": OWN})
         model.head.forward(INPUTS)
         assert model.head.seen == BY_OWN
 
-    def test_recursion(self) -> None:
+    def test_a_part_with_rules_may_call_itself(self) -> None:
         class Again(Part):
             def forward(self, x: Tensor, depth: int = 1) -> Tensor:
                 if depth:
@@ -373,7 +335,7 @@ class TestEnds:
         assert model.head.seen == BY_OWN
 
     @pytest.mark.parametrize(("value", "wanted"), [(OWN, HALF), ("float32", FULL)], ids=["rules", "float32"])
-    def test_generators_and_coroutines(self, value: Any, wanted: torch.dtype) -> None:
+    def test_rules_hold_in_generators_and_coroutines(self, value: Any, wanted: torch.dtype) -> None:
         class Yields(nn.Module):
             def forward(self, x: Tensor) -> Iterator[torch.dtype]:
                 yield torch.cumsum(F.linear(x, torch.eye(8)), 0).dtype
@@ -391,7 +353,7 @@ class TestEnds:
         assert found == [wanted, FULL] * 2
         assert asyncio.run(model[1](INPUTS)) is wanted
 
-    def test_an_asynchronous_generator_is_an_error(self) -> None:
+    def test_rules_for_an_asynchronous_generator_are_an_error(self) -> None:
         class Yields(nn.Module):
             async def forward(self, x: Tensor) -> Any:
                 yield x
@@ -400,38 +362,28 @@ class TestEnds:
             ruled({"0": OWN}, nn.Sequential(Yields()))
 
     @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-    def test_torchscript_is_an_error(self) -> None:
+    def test_rules_for_a_part_in_torchscript_are_an_error(self) -> None:
         model = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 8))
         with pytest.raises(OptionError, match="which matches '0', which TorchScript has compiled"):
             ruled({"0": OWN}, model)
 
-    def test_modules_and_torch_are_what_they_were(self) -> None:
-        model = ruled({"head": OWN, "tail": "float32"})
-        amp.deinitialize()
-        assert not any("forward" in vars(each) for each in model.modules())
-
 
 class TestCopies:
-    def test_a_deep_copy_has_the_rules(self) -> None:
-        twin = copy.deepcopy(ruled({"head": OWN}))
+    def test_a_deep_copy_has_the_rules_and_a_pickled_one_does_not(self) -> None:
+        model = ruled({"head": OWN})
+        for twin, seen in ((copy.deepcopy(model).head, BY_OWN), (pickle.loads(pickle.dumps(model.head)), BY_SESSION)):
+            twin(INPUTS)
+            assert twin.seen == seen
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deep", "pickle"])
+    def test_a_copy_gets_the_rules_of_a_later_session(self, copied: Any) -> None:
+        twin = copied(ruled({"head": OWN}))
+        amp.deinitialize()
+        ruled({"head": OWN}, twin)
         twin(INPUTS)
         assert twin.head.seen == BY_OWN
 
-    def test_a_pickled_one_does_not(self) -> None:
-        twin = pickle.loads(pickle.dumps(ruled({"head": OWN}).head))
-        twin(INPUTS)
-        assert twin.seen == BY_SESSION
-
-    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deep", "pickle"])
-    @pytest.mark.parametrize(("value", "wanted"), [(OWN, BY_OWN), ("float32", IN_FLOAT32)], ids=["rules", "float32"])
-    def test_a_copy_gets_the_rules_of_a_later_session(self, copied: Any, value: Any, wanted: Any) -> None:
-        twin = copied(ruled({"head": value}))
-        amp.deinitialize()
-        ruled({"head": value}, twin)
-        twin(INPUTS)
-        assert twin.head.seen == wanted
-
-    def test_two_models(self) -> None:
+    def test_two_models_have_the_rules(self) -> None:
         one = ruled({"head": OWN})
         other = ruled({"head": OWN})
         one(INPUTS), other(INPUTS)
@@ -439,7 +391,7 @@ class TestCopies:
 
 
 class TestTransforms:
-    def test_functional_call_grad_and_vmap(self) -> None:
+    def test_rules_hold_under_functional_call_grad_and_vmap(self) -> None:
         model = ruled({"head": OWN})
         weights = dict(model.named_parameters())
 
@@ -473,7 +425,7 @@ def types_of(results: Any) -> list[list[torch.dtype]]:
 
 class TestCompiled:
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_is_one_graph_with_the_same_types(self, backend: str) -> None:
+    def test_a_compiled_model_is_one_graph_with_the_same_types(self, backend: str) -> None:
         torch._dynamo.reset()
         model = ruled({"two": OWN, "three": "float32"}, Several())
         compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -482,7 +434,7 @@ class TestCompiled:
         torch._dynamo.reset()
 
     @pytest.mark.slow
-    def test_exported_programs_have_the_types(self) -> None:
+    def test_exported_programs_have_the_same_types(self) -> None:
         model = ruled({"two": OWN, "three": "float32"}, Several())
         for strict in (False, True):
             exported = torch.export.export(model, (INPUTS,), strict=strict).module()
@@ -490,24 +442,19 @@ class TestCompiled:
             assert thread_rules.in_force() not in thread_rules.TOKENS
 
     @pytest.mark.slow
-    def test_around_a_graph_break(self) -> None:
+    def test_rules_hold_around_a_graph_break(self) -> None:
         torch._dynamo.reset()
 
-        class Breaks(nn.Module):
-            def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-                before = torch.cumsum(x, 0)
-                torch._dynamo.graph_break()
-                return before, torch.cumsum(x, 0), before.softmax(-1)
+        def breaks(x: Tensor) -> tuple[Tensor, ...]:
+            before = torch.cumsum(x, 0)
+            torch._dynamo.graph_break()
+            return before, torch.cumsum(x, 0), before.softmax(-1)
 
-        class All(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.parts = nn.ModuleList([Breaks(), Breaks(), Breaks()])
-
+        class All(nn.ModuleList):
             def forward(self, x: Tensor) -> list[tuple[Tensor, ...]]:
-                return [each(x) for each in self.parts]
+                return [each(x) for each in self]
 
-        model = ruled({"parts.1": OWN, "parts.2": "float32"}, All())
+        model = ruled({"1": OWN, "2": "float32"}, All(Calls(breaks) for _ in range(3)))
         found = types_of(torch.compile(model, backend="aot_eager")(INPUTS))
         assert found == [[FULL] * 3, [HALF] * 3, [FULL] * 3]
         torch._dynamo.reset()
@@ -517,18 +464,18 @@ class TestCompiled:
         torch._dynamo.reset()
         run = torch.compile(Types().forward, backend="aot_eager", fullgraph=True)
 
-        class Calls(nn.Linear):  # parts that are called alone, and so need parameters to be cast
+        class Runs(nn.Linear):  # parts that are called alone, and so need parameters to be cast
             def forward(self, x: Tensor) -> tuple[Tensor, ...]:
                 return run(x)
 
-        model = ruled({"1": OWN, "2": "float32"}, nn.ModuleList([Calls(1, 1), Calls(1, 1), Calls(1, 1)]))
+        model = ruled({"1": OWN, "2": "float32"}, nn.ModuleList(Runs(1, 1) for _ in range(3)))
         for _ in range(2):
             assert types_of([each(INPUTS) for each in model]) == [BY_SESSION, BY_OWN, IN_FLOAT32]
         torch._dynamo.reset()
 
 
 class TestFaults:
-    def test_a_name_that_matches_nothing(self, tmp_path: Path) -> None:
+    def test_a_name_that_matches_no_submodule_is_an_error(self, tmp_path: Path) -> None:
         file = tmp_path / "casts.yaml"
         file.write_text('modules:\n  tail: float32\n  "bodyy": {}\n')
         with pytest.raises(CastListError) as caught:
@@ -538,37 +485,33 @@ class TestFaults:
         )
         assert not amp.is_on()
 
-    def test_the_name_of_a_parameter(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        with pytest.raises(CastListError, match=r"'0\.weight', .*It is a parameter: name its submodule, '0'"):
-            amp.initialize(model, half_dtype=HALF, cast_lists={"modules": {"0.weight": "float32"}})
-
-    def test_the_class_of_the_whole_model(self) -> None:
-        with pytest.raises(CastListError, match=r"'Net', which matches no submodule of the model. It is the class of"):
-            ruled({"Net": OWN})
-
-    def test_a_name_without_that_of_the_wrapper(self) -> None:
-        with pytest.raises(CastListError, match=r"'head', which matches no submodule.* Did you mean 'inner.head'\?"):
-            ruled({"head": OWN}, nn.Sequential(OrderedDict(inner=Net())))
-
     @pytest.mark.parametrize(
         ("modules", "told"),
         [
+            (
+                {"body.linear.weight": OWN},
+                r"'body.linear.weight', .*It is a parameter: name its submodule, 'body.linear'",
+            ),
+            ({"Net": OWN}, r"'Net', which matches no submodule of the model. It is the class of"),
             (["head"], "cast_lists: found a list; expected names of submodules, patterns or classes under modules, "),
             ({"head": {"blacklist": "softmax"}}, r"found 'softmax'; expected a list of names, such as \[mm, bmm\], or"),
         ],
-        ids=["a list of modules", "one name for a list"],
+        ids=["a parameter", "the class of the model", "a list of modules", "one name for a list"],
     )
-    def test_of_the_shape(self, modules: Any, told: str) -> None:
+    def test_faults_of_an_entry_are_named(self, modules: Any, told: str) -> None:
         with pytest.raises(CastListError, match=told):
             ruled(modules)
 
-    def test_compare_checks_the_names_too(self) -> None:
+    def test_a_name_without_that_of_a_wrapping_module_is_an_error(self) -> None:
+        with pytest.raises(CastListError, match=r"'head', which matches no submodule.* Did you mean 'inner.head'\?"):
+            ruled({"head": OWN}, nn.Sequential(OrderedDict(inner=Net())))
+
+    def test_compare_checks_the_names_of_submodules(self) -> None:
         b = {"opt_level": "O1", "cast_lists": {"modules": {"heaad": OWN}}}
         with pytest.raises(CastListError, match=r"'heaad', which matches no submodule"):
             amp.compare(Net(), INPUTS, Tensor.sum, "O1", b)
 
-    def test_of_a_file_all_at_once(self, tmp_path: Path) -> None:
+    def test_all_faults_of_a_file_are_named_at_once(self, tmp_path: Path) -> None:
         file = tmp_path / "casts.yaml"
         file.write_text(
             "modules:\n  a: float16\n  a: float32\n  b:\n  c: {blacklst: [exp], blacklist: [softmx], modules: {}}\n"
@@ -587,7 +530,7 @@ class TestFaults:
         ]
         assert [line.partition(":")[0] for line in told] == ["2", "3", "4", "5", "5", "5", "6", "7", "8"]
 
-    def test_more_sets_of_rules_than_there_are_tokens(self) -> None:
+    def test_too_many_sets_of_rules_are_an_error(self) -> None:
         torchs = [name for name in dir(torch.Tensor) if callable(getattr(torch.Tensor, name)) and name[0] != "_"]
         modules = {f"*{i}": {"unlisted": {"torch.Tensor": [name]}} for i, name in enumerate(torchs[:60])}
         model = nn.Sequential(*(nn.Identity() for _ in modules))
@@ -595,15 +538,15 @@ class TestFaults:
             ruled(modules, model)
 
     @pytest.mark.parametrize("level", ["O2", "O3"])
-    def test_rules_where_no_lists_apply(self, level: str) -> None:
+    def test_rules_are_an_error_at_levels_without_lists(self, level: str) -> None:
         with pytest.raises(OptionError, match=rf"opt_level='{level}': cast_lists has rules for 'head'.*float32"):
             ruled({"head": OWN}, opt_level=level)
 
-    def test_of_a_session_without_models(self) -> None:
+    def test_amp_init_refuses_rules_of_modules(self) -> None:
         with pytest.raises(OptionError, match=r"modules has 'head', and amp.init knows no model"):
             amp.init(cast_lists={"modules": {"head": "float32"}})
 
-    def test_another_session_differs(self) -> None:
+    def test_a_second_call_must_have_the_same_rules(self) -> None:
         ruled({"head": OWN})
         rules = r"modules has rules for 'head' by cast_lists \(this call: "
         with pytest.raises(UsageError, match=rf"{rules}float32 for 'head' by cast_lists\)"):
@@ -615,19 +558,19 @@ class TestFaults:
 
 
 class TestOtherLevels:
-    def test_float32_holds_at_o2(self) -> None:
+    def test_float32_parts_are_kept_at_o2(self) -> None:
         model = ruled({"head": "float32"}, opt_level="O2")
         assert {each.dtype for each in model.head.parameters()} == {FULL}
         assert {each.dtype for each in model.tail.parameters()} == {HALF}
         model(INPUTS)
         assert model.head.seen == IN_FLOAT32
 
-    def test_o0_and_off(self) -> None:
+    def test_rules_are_accepted_at_o0_and_with_amp_off(self) -> None:
         ruled({"head": OWN, "tail": "float32"}, opt_level="O0")
         amp.deinitialize()
         ruled({"head": OWN, "tail": "float32"}, enabled=False)
 
-    def test_a_copy_for_inference(self) -> None:
+    def test_convert_model_takes_float32_parts_and_refuses_rules(self) -> None:
         lists = {"modules": {"head": "float32"}}
         made = amp.convert_model(Net(), half_dtype=HALF, cast_lists=lists)
         with torch.no_grad():
@@ -638,11 +581,11 @@ class TestOtherLevels:
 
 
 class TestTold:
-    def test_settings(self) -> None:
+    def test_settings_list_the_rules(self) -> None:
         ruled({"head": {"whitelist": {"torch": ["cumsum"]}}, "tail": "float32"})
         assert amp.settings()["modules"] == ["head: whitelist torch.cumsum", "tail: float32"]
 
-    def test_explain(self) -> None:
+    def test_explain_names_the_rules_of_parts(self) -> None:
         model = ruled({"head": OWN, "tail": "float32"})
         told = " ".join(str(amp.explain(torch.cumsum)).split())
         assert "In submodules that 'head' matches (cast_lists) torch." in told
@@ -663,7 +606,7 @@ class TestTold:
         assert (linear["rule"], linear["calls"], linear["casts"]) == ("whitelist", 3, 6)
         assert (gelu["rule"], gelu["calls"], gelu["casts"]) == ("by part", 3, 1)
 
-    def test_lists_show_diff_and_check(self, tmp_path: Path) -> None:
+    def test_reports_of_lists_show_the_rules_of_parts(self, tmp_path: Path) -> None:
         file = tmp_path / "casts.yaml"
         file.write_text(
             'modules:\n  "head*": float32\n  body:\n    blacklist: {torch.nn.functional: [gelu]}\n'
@@ -688,14 +631,14 @@ class TestTold:
         told = list_reports.checked("casts.yaml", shipped(), lists).lines
         assert told[-1].endswith("how 0 paths are treated, and has 3 entries for parts of a model.")
 
-    def test_check_names_spellings_that_an_entry_leaves_out(self) -> None:
+    def test_the_check_of_lists_names_spellings_that_a_rule_leaves_out(self) -> None:
         lists = shipped().overlaid({"modules": {"head": {"whitelist": {"torch": ["cumsum"]}}}})
         found = list_reports.checked("casts.yaml", shipped(), lists)
         assert found.lines[0].startswith("in modules 'head': cast_lists: torch.cumsum is in the whitelist now, but")
         undone = shipped().overlaid({"modules": {"head": {"whitelist": {"torch.nn.functional": ["softmax"]}}}})
         assert list_reports.checked("casts.yaml", shipped(), undone).warns
 
-    def test_an_edit_that_a_called_function_undoes(self) -> None:
+    def test_a_rule_that_a_called_function_undoes_is_warned_of(self) -> None:
         with pytest.warns(amp.AmpWarning, match=r"in modules 'head': cast_lists: torch.nn.functional.softmax is in"):
             ruled({"head": {"whitelist": {"torch.nn.functional": ["softmax"]}}})
 

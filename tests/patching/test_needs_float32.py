@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,33 +111,34 @@ class TestProductsWithSparseTensors:
         ],
         ids=str,
     )
-    def test_lack_half_kernels_by_layout_and_device(self, layout: torch.layout, on_cpu: bool, on_cuda: bool) -> None:
+    def test_sparse_layouts_lack_half_products_on_some_devices(
+        self, layout: torch.layout, on_cpu: bool, on_cuda: bool
+    ) -> None:
         found = [
             lacks_half_products(SimpleNamespace(layout=layout, device=torch.device(kind))) for kind in ("cpu", "cuda")
         ]
         assert found == [on_cpu, on_cuda]
 
     @pytest.mark.parametrize("path", ["torch.sparse.mm", "torch.sparse.addmm"])
-    def test_are_patched_at_o2_for_cuda_where_the_function_is_for_them_alone(self, path: str) -> None:
+    def test_functions_for_sparse_tensors_alone_need_float32_on_cuda(self, path: str) -> None:
         rules = {str(rule.path): rule for rule in shipped().for_half(torch.float16).values()}
         assert rules[path].needs_float32 == ("cuda",)
 
 
 class TestListedFunctions:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_compute_in_float32_and_give_half(self, subtests: pytest.Subtests, half: torch.dtype) -> None:
+    def test_listed_functions_compute_in_float32_and_return_half(
+        self, subtests: pytest.Subtests, half: torch.dtype
+    ) -> None:
+        def widened(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [widened(each) for each in value]
+            return value.float() if isinstance(value, Tensor) and value.dtype is half else value
+
         def check(path: str, sample: Any) -> None:
             args, kwargs = sample.arguments(Maker([half]), method=is_method(path))
-            widened = [
-                [each.float() if isinstance(each, Tensor) and each.dtype is half else each for each in value]
-                if isinstance(value, (list, tuple))
-                else value.float()
-                if isinstance(value, Tensor) and value.dtype is half
-                else value
-                for value in args
-            ]
             torch.manual_seed(0)
-            expected = resolve(path)(*widened, **kwargs)
+            expected = resolve(path)(*map(widened, args), **kwargs)
             with half_model(half_dtype=half):
                 torch.manual_seed(0)
                 found = call(path, sample, Maker([half]))
@@ -155,7 +157,7 @@ class TestListedFunctions:
         check_rows(subtests, rows, check)
 
     @pytest.mark.parametrize("level", LEVELS)
-    def test_are_all_that_is_patched(self, level: str) -> None:
+    def test_only_listed_functions_are_patched(self, level: str) -> None:
         mm, softmax, inv = torch.mm, torch.Tensor.softmax, torch.linalg.inv
         with half_model(level=level):
             assert amp.settings()["patch_torch_functions"] is False
@@ -165,7 +167,7 @@ class TestListedFunctions:
         assert torch.linalg.inv is inv
 
     @pytest.mark.parametrize("level", ["O0", "O1"])
-    def test_give_what_they_computed_at_the_other_levels(self, level: str) -> None:
+    def test_listed_functions_return_float32_at_o1_and_raise_at_o0(self, level: str) -> None:
         with half_model(level=level):
             if level == "O1":
                 assert torch.linalg.inv(matrix()).dtype is torch.float32
@@ -173,39 +175,32 @@ class TestListedFunctions:
                 with pytest.raises(RuntimeError, match="Low precision dtypes not supported"):
                     torch.linalg.inv(matrix())
 
-    def test_keep_float32_where_an_argument_is(self) -> None:
+    def test_results_have_the_type_of_their_arguments(self) -> None:
+        out = torch.empty(3, 3)
         with half_model():
             assert torch.linalg.solve(matrix(), matrix(torch.float32)).dtype is torch.float32
             assert torch.linalg.inv(matrix(torch.float32)).dtype is torch.float32
-
-    def test_leave_scalars_in_float32(self) -> None:
-        with half_model():
-            assert torch.linalg.det(matrix()).dtype is torch.float32
+            assert torch.linalg.det(matrix()).dtype is torch.float32  # a scalar
             assert torch.linalg.det(matrix()[None]).dtype is torch.bfloat16
-
-    def test_keep_their_containers(self) -> None:
-        with half_model():
             found = torch.linalg.svd(matrix())
-        assert type(found) is torch.return_types.linalg_svd
-        assert {each.dtype for each in found} == {torch.bfloat16}
-
-    def test_obey_out(self) -> None:
-        out = torch.empty(3, 3)
-        with half_model():
+            assert type(found) is torch.return_types.linalg_svd
+            assert {each.dtype for each in found} == {torch.bfloat16}
             assert torch.linalg.inv(matrix(), out=out) is out
+            with amp.disable_casts(), pytest.raises(RuntimeError, match="Low precision"):
+                torch.linalg.inv(matrix())
         torch.testing.assert_close(out, torch.linalg.inv(matrix().float()))
 
-    def test_obey_a_dtype(self) -> None:
+    def test_a_given_dtype_is_obeyed(self) -> None:
         with half_model(cast_lists={"blacklist": {"torch": [{"name": "sum", "needs_float32": True}]}}):
             assert torch.sum(matrix(), dim=0).dtype is torch.bfloat16
             assert torch.sum(matrix(), dim=0, dtype=torch.float32).dtype is torch.float32
 
-    def test_are_left_alone_in_place(self) -> None:
+    def test_in_place_forms_are_left_alone(self) -> None:
         x = matrix()
         with half_model(cast_lists={"blacklist": {"*": [{"name": "sin", "needs_float32": True}]}}):
             assert torch.equal(x.sin(), x.sin_())
 
-    def test_give_gradients_in_half(self) -> None:
+    def test_gradients_of_half_inputs_are_half(self) -> None:
         x = matrix().requires_grad_()
         with half_model():
             torch.linalg.inv(x).sum().backward()
@@ -214,12 +209,10 @@ class TestListedFunctions:
         torch.linalg.inv(wide).sum().backward()
         torch.testing.assert_close(x.grad, wide.grad.bfloat16(), atol=0.02, rtol=0.02)
 
-    def test_are_left_alone_without_casts(self) -> None:
-        with half_model(), amp.disable_casts(), pytest.raises(RuntimeError, match="Low precision"):
-            torch.linalg.inv(matrix())
-
     @pytest.mark.parametrize("device", ["cpu", "cuda"])
-    def test_cast_on_the_devices_that_lack_the_kernel_only(self, package: Callable[..., None], device: str) -> None:
+    def test_functions_cast_only_on_devices_that_lack_the_kernel(
+        self, package: Callable[..., None], device: str
+    ) -> None:
         package(f"needs_{device}", __init__="def own(x):\n    return x, x.dtype\n")
         own = importlib.import_module(f"needs_{device}").own
         with half_model(cast_lists={"blacklist": {f"needs_{device}": [{"name": "own", "needs_float32": [device]}]}}):
@@ -229,7 +222,7 @@ class TestListedFunctions:
             assert sys.modules[f"needs_{device}"].own(matrix())[1] is expected
         assert own(matrix())[1] is torch.bfloat16
 
-    def test_follow_weights_that_change(self) -> None:
+    def test_a_changed_weight_is_seen(self) -> None:
         """Without masters amp is told of no write; no cast of a weight is kept."""
         weight = nn.Parameter(matrix())
         with half_model(level="O3"):
@@ -237,7 +230,7 @@ class TestListedFunctions:
             weight.data.mul_(2)
             torch.testing.assert_close(torch.linalg.inv(weight), before / 2)
 
-    def test_compile(self) -> None:
+    def test_listed_functions_can_be_compiled(self) -> None:
         with half_model():
             compiled = torch.compile(lambda x: torch.linalg.inv(x) + 1, backend="eager")
             assert compiled(matrix()).dtype is torch.bfloat16
@@ -247,7 +240,7 @@ class TestModels:
     @pytest.mark.parametrize("name", MODELS)
     @pytest.mark.parametrize("level", LEVELS)
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_go_on(self, name: str, level: str, half: torch.dtype) -> None:
+    def test_models_with_listed_functions_train(self, name: str, level: str, half: torch.dtype) -> None:
         if level == "O5" and half is torch.float16:
             return
         model, inputs = MODELS[name](), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
@@ -264,7 +257,7 @@ class TestModels:
         assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
 
     @pytest.mark.parametrize("name", ["fno", "fnet"])
-    def test_copies_are_float32_and_agree(self, name: str) -> None:
+    def test_copies_of_models_are_float32_and_agree(self, name: str) -> None:
         inputs = torch.randn(4, 8)
         model = MODELS[name]()
         with half_model(model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1)) as (adopted, _):
@@ -274,30 +267,19 @@ class TestModels:
 
     def test_parts_that_stay_float32_compute_in_it(self) -> None:
         seen: list[torch.dtype] = []
-
-        class Inner(Spectral):
-            def forward(self, x: Tensor) -> Tensor:
-                result = super().forward(x)
-                seen.append(result.dtype)
-                return result
-
-        model = network(nn.Sequential(Inner(), nn.Linear(8, 8)))
+        model = network(nn.Sequential(Spectral(), nn.Linear(8, 8)))
         with half_model(model, keep_fp32=["1"]):
             model[1][0].register_forward_hook(lambda module, args, result: seen.append(result.dtype))
             model(torch.randn(4, 8))
-        assert seen == [torch.float32, torch.float32]
+        assert seen == [torch.float32]
 
-    def test_recompute_in_the_same_types(self) -> None:
+    def test_models_are_recomputed_in_the_same_types(self) -> None:
         model = network(Spectral())
-
-        def step(x: Tensor) -> Tensor:
-            return checkpoint(model[1], model[0](x), use_reentrant=False).sum()
-
         with half_model(model):
-            step(torch.randn(4, 8).bfloat16()).backward()
+            checkpoint(model[1], model[0](torch.randn(4, 8).bfloat16()), use_reentrant=False).sum().backward()
         assert model[1].weight.grad is not None
 
-    def test_may_have_decorated_methods(self) -> None:
+    def test_models_may_have_decorated_methods(self) -> None:
         class Decorated(Spectral):
             @amp.float_function
             def normed(self, x: Tensor) -> Tensor:
@@ -306,7 +288,7 @@ class TestModels:
         with half_model(network(Decorated())) as model:
             assert model(torch.randn(4, 8)).isfinite().all()
 
-    def test_that_mix_types_are_told_the_whole_cure(self) -> None:
+    def test_the_note_of_an_error_of_mixed_types_names_every_part_to_keep(self) -> None:
         class ByOperator(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
                 return torch.ops.aten.mm(x, self.weight)
@@ -319,17 +301,10 @@ class TestModels:
             def forward(self, x: Tensor) -> Tensor:
                 return self.after(torch.zeros_like(x).float() + self.project(x.float()))
 
-        class Layers(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layers = nn.ModuleList([Mixing(), Mixing()])
-
-            def forward(self, x: Tensor) -> Tensor:
-                return self.layers[1](self.layers[0](x))
-
         kept: list[str] = []
         for _ in range(3):
-            with half_model(Layers(), keep_fp32=kept) as model:
+            layers = nn.Sequential(Mixing(), Mixing())
+            with half_model(nn.Sequential(OrderedDict(layers=layers)), keep_fp32=kept) as model:
                 try:
                     model(torch.randn(4, 8))
                     break
@@ -340,15 +315,15 @@ class TestModels:
         assert kept == ["layers.*.project", "layers.*.after"]
 
 
-class TestOnesOwnLists:
-    def test_are_applied_at_o2_too(self) -> None:
+class TestListsOfUsers:
+    def test_entries_of_a_users_list_are_applied_at_o2(self) -> None:
         lists = {"blacklist": {"torch": [{"name": "sin", "needs_float32": True}]}}
         x = torch.rand(3).bfloat16()
         with half_model(cast_lists=lists):
             assert torch.sin(x).dtype is torch.bfloat16
             assert amp.explain(torch.sin, x).to_dict()["call"]["arguments"][0]["after"] == "float32"
 
-    def test_with_patterns_are_applied_to_later_imports(self, package: Callable[..., None]) -> None:
+    def test_entries_with_patterns_are_applied_to_later_imports(self, package: Callable[..., None]) -> None:
         package("needs_a", ops="def own(x):\n    return x, x.dtype\n\ndef other(x):\n    return x, x.dtype\n")
         entries = [{"name": "own", "needs_float32": True}, "othe?"]
         with half_model(cast_lists={"blacklist": {"needs_a.*": entries}}):
@@ -357,15 +332,15 @@ class TestOnesOwnLists:
             assert ops.other(matrix())[1] is torch.bfloat16
             assert not hasattr(ops.other, "__wrapped__")
 
-    def test_may_take_a_mark_away(self) -> None:
+    def test_a_users_list_may_unlist_a_function(self) -> None:
         with half_model(cast_lists={"unlisted": {"torch.linalg": ["inv"]}}), pytest.raises(RuntimeError, match="Low"):
             torch.linalg.inv(matrix())
 
-    def test_without_effect_are_an_error(self) -> None:
+    def test_a_list_without_effect_at_o2_is_an_error(self) -> None:
         with pytest.raises(OptionError, match="applies only entries with needs_float32, and there are no changes"):
             amp.initialize(nn.Linear(2, 2), opt_level="O2", cast_lists={"whitelist": {"torch": ["sin"]}}, verbosity=0)
 
-    def test_that_differ_are_an_error_in_the_second_call(self) -> None:
+    def test_a_second_call_must_have_the_same_lists(self) -> None:
         lists = {"blacklist": {"torch": [{"name": "sin", "needs_float32": True}]}}
         with half_model(), pytest.raises(amp.AmpError, match=r"torch\.sin is on no list \(this call: in the blacklist"):
             amp.initialize(nn.Linear(2, 2), opt_level="O2", half_dtype="bfloat16", cast_lists=lists, verbosity=0)
@@ -379,7 +354,9 @@ class TestOnesOwnLists:
             ("blacklist", "yes please", "found 'yes please'; expected true, or a list of device types"),
         ],
     )
-    def test_mistaken_values_are_faults(self, list_name: str, value: str, expected: str, tmp_path: Path) -> None:
+    def test_wrong_values_of_needs_float32_are_named(
+        self, list_name: str, value: str, expected: str, tmp_path: Path
+    ) -> None:
         file = tmp_path / "own.yaml"
         file.write_text(f"{list_name}:\n  torch:\n  - {{name: sin, needs_float32: {value}}}\n")
         with pytest.raises(CastListError) as found:
@@ -389,7 +366,7 @@ class TestOnesOwnLists:
 
 
 class TestReports:
-    def test_lists_show(self) -> None:
+    def test_the_policy_of_lists_shows_needs_float32(self) -> None:
         (line,) = list_reports.policy(shipped(), names=["torch.fft.rfft"])
         assert line.endswith("needs_float32")
         (line,) = list_reports.policy(shipped(), names=["torch.nn.functional.avg_pool3d"])

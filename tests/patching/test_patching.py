@@ -1,4 +1,4 @@
-"""Of the ledger: what it installs, it takes out; and of the search for names that hold an object."""
+"""The ledger undoes each patch that it installed; and the search for names that hold an object."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SETS = st.lists(
 
 class TestUndo:
     @given(SETS)
-    def test_is_the_identity(self, sets):
+    def test_undo_restores_every_owner(self, sets):
         owners = make_owners()
         before = held(owners)
         ledger = PatchLedger()
@@ -82,7 +82,7 @@ class TestUndo:
         assert ledger.patches == ()
 
     @given(SETS, SETS)
-    def test_back_to_a_mark_leaves_what_was_installed_before(self, first, second):
+    def test_undo_to_a_mark_leaves_what_was_installed_before_it(self, first, second):
         owners = make_owners()
         ledger = PatchLedger()
         for index, name, value in first:
@@ -94,7 +94,7 @@ class TestUndo:
         assert same(held(owners), at_the_mark)
         assert len(ledger.patches) == len(first)
 
-    def test_deletes_what_its_owner_had_inherited(self):
+    def test_undo_deletes_names_that_the_owner_had_inherited(self):
         inherited = torch.Tensor.add
         assert "add" not in vars(torch.Tensor)
         ledger = PatchLedger()
@@ -104,7 +104,7 @@ class TestUndo:
         assert "add" not in vars(torch.Tensor)
         assert torch.Tensor.add is inherited
 
-    def test_calls_callbacks_newest_first(self):
+    def test_undo_calls_callbacks_newest_first(self):
         called = []
         ledger = PatchLedger()
         for number in range(3):
@@ -112,7 +112,7 @@ class TestUndo:
         ledger.undo()
         assert called == [2, 1, 0]
 
-    def test_takes_out_the_rest_where_a_callback_raises(self):
+    def test_undo_goes_on_after_a_callback_that_raises(self):
         def fail() -> None:
             raise ValueError("cannot be taken out")
 
@@ -127,8 +127,8 @@ class TestUndo:
         assert same(held(owners), before)
         assert ledger.undo() == []
 
-    def test_does_nothing_the_second_time(self):
-        (module, *_) = make_owners()
+    def test_a_second_undo_does_nothing(self):
+        module, *_ = make_owners()
         ledger = PatchLedger()
         ledger.set(module, "own", 1)
         ledger.undo()
@@ -139,14 +139,14 @@ class TestUndo:
 
 class TestSet:
     @pytest.mark.parametrize("owner", [str, object(), 3], ids=["builtin-class", "no-dict", "number"])
-    def test_refusing_owner_leaves_nothing_to_undo(self, owner):
+    def test_an_owner_that_refuses_leaves_nothing_to_undo(self, owner):
         ledger = PatchLedger()
         with pytest.raises(TypeError):
             ledger.set(owner, "upper", len)
         assert ledger.patches == ()
         assert ledger.undo() == []
 
-    def test_owner_that_hands_its_attributes_on_is_refused_and_nothing_stays(self):
+    def test_an_owner_that_forwards_its_attributes_is_refused(self):
         class Around:
             inside = types.SimpleNamespace(name="before")
 
@@ -162,7 +162,7 @@ class TestSet:
         assert owner.name == "before"
         assert ledger.patches == ()
 
-    def test_owner_that_cannot_be_referred_to_weakly_is_refused_untouched(self):
+    def test_an_owner_without_weak_references_is_refused(self):
         class Slotted:
             __slots__ = ("__dict__",)
 
@@ -173,44 +173,31 @@ class TestSet:
 
 
 class TestPatchesOfOthers:
-    def test_on_top_is_left_in_place_and_reported(self):
-        module, child, _ = make_owners()
+    def test_patches_of_others_on_top_are_reported_and_stay(self):
+        module, child, instance = make_owners()
         ledger = PatchLedger()
-        ledger.set(module, "own", len)
-        ledger.set(child, "own", len)
+        for owner in (module, child, instance):
+            ledger.set(owner, "own", len)
         module.own = theirs = repr
-        assert ledger.undo() == [(module, "own")]
+        del instance.own
+        assert ledger.undo() == [(instance, "own"), (module, "own")]
         assert module.own is theirs
         assert child.own == "of the class"
+        assert "own" not in vars(instance)
 
-    def test_deletion_is_reported(self):
+    @pytest.mark.parametrize("restored", ["ours", "original"])
+    def test_patches_of_others_that_are_gone_are_not_reported(self, restored):
         module, *_ = make_owners()
-        ledger = PatchLedger()
+        original, ledger = module.own, PatchLedger()
         ledger.set(module, "own", len)
-        del module.own
-        assert ledger.undo() == [(module, "own")]
-        assert not hasattr(module, "own")
-
-    def test_taken_out_again_in_time_is_no_concern(self):
-        module, *_ = make_owners()
-        ledger = PatchLedger()
-        ledger.set(module, "own", len)
-        ours, module.own = module.own, repr
-        module.own = ours
+        module.own = repr
+        module.own = len if restored == "ours" else original
         assert ledger.undo() == []
-        assert module.own == "of the module"
-
-    def test_that_restored_what_was_there_is_no_concern(self):
-        module, *_ = make_owners()
-        ledger = PatchLedger()
-        ledger.set(module, "own", len)
-        module.own = "of the module"
-        assert ledger.undo() == []
-        assert module.own == "of the module"
+        assert module.own is original
 
 
 class TestDeadOwners:
-    def test_are_passed_over_and_forgotten(self):
+    def test_dead_owners_are_forgotten(self):
         _, child, instance = make_owners()
         ledger = PatchLedger()
         ledger.set(instance, "own", len)
@@ -220,7 +207,7 @@ class TestDeadOwners:
         assert [patch.owner() for patch in ledger.patches] == [child]
         assert ledger.undo() == []
 
-    def test_are_not_kept_alive_by_a_bound_method_of_theirs(self):
+    def test_owners_are_not_kept_alive_by_their_bound_methods(self):
         *_, instance = make_owners()
         ledger = PatchLedger()
         ledger.set(instance, "own", types.MethodType(len, instance))
@@ -229,7 +216,7 @@ class TestDeadOwners:
         gc.collect()
         assert died() is None
 
-    def test_callbacks_are_forgotten_with_them(self):
+    def test_callbacks_of_dead_owners_are_forgotten(self):
         called = []
         *_, instance = make_owners()
         ledger = PatchLedger()
@@ -240,7 +227,7 @@ class TestDeadOwners:
         ledger.undo()
         assert called == ["of nobody"]
 
-    def test_many_leave_nothing_behind(self):
+    def test_many_dead_owners_leave_no_steps(self):
         ledger = PatchLedger()
         for _ in range(1000):
             module, _, instance = make_owners()
@@ -252,27 +239,15 @@ class TestDeadOwners:
 
 
 class TestBindings:
-    def test_are_found_under_any_name_by_identity(self):
-        wanted, equal = ["one"], ["one"]
-        module = types.ModuleType("user")
-        module.first = module.second = wanted
-        module.other = equal
-        found = bindings([module], {id(wanted): wanted})
-        assert found == [(module, "first", wanted), (module, "second", wanted)]
-
-    def test_are_found_beside_equal_values_and_values_without_a_hash(self):
+    def test_an_object_is_found_under_any_name_by_identity(self):
         wanted = {"a": 1}
         module = types.ModuleType("user")
-        module.equal, module.unhashable, module.wanted = {"a": 1}, [], wanted
-        assert bindings([module], {id(wanted): wanted}) == [(module, "wanted", wanted)]
+        assert bindings([module], {id(wanted): wanted}) == []
+        module.equal, module.unhashable = {"a": 1}, []
+        module.first = module.second = wanted
+        assert bindings([module], {id(wanted): wanted}) == [(module, "first", wanted), (module, "second", wanted)]
 
-    def test_are_found_again_where_a_module_has_changed(self):
-        module = types.ModuleType("user")
-        assert bindings([module], {id(len): len}) == []
-        module.function = len
-        assert bindings([module], {id(len): len}) == [(module, "function", len)]
-
-    def test_search_runs_no_property(self):
+    def test_the_search_runs_no_property(self):
         class Model:
             @property
             def function(self) -> object:
@@ -283,7 +258,7 @@ class TestBindings:
 
         assert bindings([Model()], {id(len): len}) == []
 
-    def test_search_does_not_load_lazy_modules(self, tmp_path, monkeypatch):
+    def test_the_search_loads_no_lazy_module(self, tmp_path, monkeypatch):
         (tmp_path / "lazy_neighbour.py").write_text("raise AssertionError('it was loaded')\n")
         monkeypatch.syspath_prepend(tmp_path)
         spec = importlib.util.find_spec("lazy_neighbour")
@@ -294,7 +269,7 @@ class TestBindings:
         assert lazy in loaded_modules()
         assert bindings(loaded_modules(), {id(len): len}) is not None
 
-    def test_search_does_not_wake_lazy_proxies(self, monkeypatch):
+    def test_the_search_wakes_no_lazy_proxy(self, monkeypatch):
         def wake() -> types.ModuleType:
             raise AssertionError("the proxy was woken")
 
@@ -303,7 +278,7 @@ class TestBindings:
 
 
 class TestLoadedModules:
-    def test_leave_out_the_packages_named_and_what_is_in_them(self):
+    def test_loaded_modules_leave_out_the_packages_named(self):
         names = {module.__name__ for module in loaded_modules("torch")}
         assert __name__ in names
         assert not any(name == "torch" or name.startswith("torch.") for name in names)

@@ -60,14 +60,16 @@ def check(path: str, rule: Rule, sample: Sample, form: str, mix: tuple[torch.dty
 
 @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one-call", "all-calls"])
-def test_every_listed_function_gets_what_is_predicted(half: torch.dtype, few: bool, subtests: pytest.Subtests) -> None:
+def test_predictions_of_every_listed_function_are_right(
+    half: torch.dtype, few: bool, subtests: pytest.Subtests
+) -> None:
     predictor = Predictor(half, {"cpu"})
     with casts_on(half):
         table = rows(shipped().for_half(half), half, few)
         check_rows(subtests, table, lambda *row: check(*row, predictor))
 
 
-def test_the_last_rows_would_fail_if_a_prediction_were_wrong(subtests: pytest.Subtests) -> None:
+def test_the_check_fails_if_a_prediction_is_wrong(subtests: pytest.Subtests) -> None:
     """The predictions of one half type, against the calls of the other."""
     path, half = "torch.mm", torch.float16
     rule = shipped().for_half(half)[Path("torch", "mm")]
@@ -83,107 +85,71 @@ def predicted(path: str, *args: Any, allow_banned: bool = False, **kwargs: Any) 
     return Predictor(torch.float16, {"cpu"}, allow_banned).by_rule(rule, resolve(path), args, kwargs)
 
 
-@pytest.mark.parametrize(
-    ("path", "args", "kwargs", "said"),
-    [
-        pytest.param("torch.mm", (X, X), {}, {"input": None, "mat2": None}, id="cast"),
-        pytest.param(
-            "torch.mm",
-            (H, X.double()),
-            {},
-            {"input": "it is float16 already", "mat2": "float64 is never cast"},
-            id="float64",
-        ),
-        pytest.param("torch.mm", (X.int(), X), {}, {"input": "int32 is never cast", "mat2": None}, id="integers"),
-        pytest.param(
-            "torch.mm", (X.to("meta"), X), {}, {"input": "it is on 'meta'; amp casts on cpu", "mat2": None}, id="device"
-        ),
-        pytest.param(
-            "torch.mm",
-            (X, H),
-            {"out": X.clone()},
-            {
-                "input": "the tensor written to is float32 too",
-                "mat2": None,
-                "out": "out= is never cast; it decides the type",
-            },
-            id="out",
-        ),
-        pytest.param(
-            "torch.sum", (H,), {"dtype": torch.float16}, {"input": "the call's own dtype=float16 is obeyed"}, id="dtype"
-        ),
-        pytest.param(
-            "torch.softmax",
-            (H, 0, torch.float16),
-            {},
-            {"input": "the call's own dtype=float16 is obeyed"},
-            id="dtype-by-position",
-        ),
-        pytest.param(
-            "torch.sum", (H,), {}, {"input": "dtype=float32 is passed instead: the kernel casts"}, id="via-dtype"
-        ),
-        pytest.param("torch.log", (X,), {}, {"input": "it is float32 already"}, id="already"),
-        pytest.param(
-            "torch.mm",
-            (X.to_sparse(), X.half()),
-            {},
-            {"input": "torch has no half kernel for products with this sparse tensor", "mat2": None},
-            id="sparse",
-        ),
-        pytest.param(
-            "torch.Tensor.addmm_",
-            (H, X, X),
-            {},
-            {"input": "the call writes to it, so it keeps its type", "mat1": None, "mat2": None},
-            id="in-place",
-        ),
-        pytest.param(
-            "torch.nn.functional.interpolate",
-            (H[None, None],),
-            {"scale_factor": 2},
-            {"input": "mode is 'nearest'; the rule is for mode=area|bicubic|bilinear|linear|trilinear"},
-            id="condition",
-        ),
-        pytest.param(
-            "torch.nn.functional.interpolate",
-            (H[None, None],),
-            {"scale_factor": 2, "mode": "bicubic"},
-            {"input": None},
-            id="condition-holds",
-        ),
-        pytest.param(
-            "torch.lerp",
-            (X, H, 0.5),
-            {},
-            {"input": "float32 is the widest type", "end": None},
-            id="promote",
-        ),
-        pytest.param(
-            "torch.lerp",
-            (X, X, 0.5),
-            {},
-            dict.fromkeys(("input", "end"), "all that could be cast has one type"),
-            id="promote-one-type",
-        ),
-        pytest.param(
-            "torch.meshgrid",
-            ([X[0], H[0]],),
-            {},
-            {"argument 1[0]": "float32 is the widest type", "argument 1[1]": None},
-            id="nested",
-        ),
-        pytest.param(
-            "torch.nn.functional.binary_cross_entropy",
-            (X, X),
-            {},
-            dict.fromkeys(("input", "target"), "the ban is for half tensors only"),
-            id="banned-float32",
-        ),
-    ],
-)
-def test_an_argument_that_stays_has_a_reason(path: str, args: Any, kwargs: Any, said: dict[str, str | None]) -> None:
-    found = {each.name: each.why for each in predicted(path, *args, **kwargs).arguments}
-    assert found == said
+STAYS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], dict[str, str | None]]] = {
+    "cast": ("torch.mm", (X, X), {}, {"input": None, "mat2": None}),
+    "half": ("torch.mm", (H, X), {}, {"input": "it is float16 already", "mat2": None}),
+    "float64": ("torch.mm", (X, X.double()), {}, {"input": None, "mat2": "float64 is never cast"}),
+    "integers": ("torch.mm", (X.int(), X), {}, {"input": "int32 is never cast", "mat2": None}),
+    "device": ("torch.mm", (X.to("meta"), X), {}, {"input": "it is on 'meta'; amp casts on cpu", "mat2": None}),
+    "out": (
+        "torch.mm",
+        (X, H),
+        {"out": X.clone()},
+        {
+            "input": "the tensor written to is float32 too",
+            "mat2": None,
+            "out": "out= is never cast; it decides the type",
+        },
+    ),
+    "dtype": ("torch.sum", (H,), {"dtype": torch.float16}, {"input": "the call's own dtype=float16 is obeyed"}),
+    "position": ("torch.softmax", (H, 0, torch.float16), {}, {"input": "the call's own dtype=float16 is obeyed"}),
+    "via dtype": ("torch.sum", (H,), {}, {"input": "dtype=float32 is passed instead: the kernel casts"}),
+    "already": ("torch.log", (X,), {}, {"input": "it is float32 already"}),
+    "sparse": (
+        "torch.mm",
+        (X.to_sparse(), X.half()),
+        {},
+        {"input": "torch has no half kernel for products with this sparse tensor", "mat2": None},
+    ),
+    "in place": (
+        "torch.Tensor.addmm_",
+        (H, X, X),
+        {},
+        {"input": "the call writes to it, so it keeps its type", "mat1": None, "mat2": None},
+    ),
+    "condition": (
+        "torch.nn.functional.interpolate",
+        (H[None, None],),
+        {"scale_factor": 2},
+        {"input": "mode is 'nearest'; the rule is for mode=area|bicubic|bilinear|linear|trilinear"},
+    ),
+    "condition that holds": (
+        "torch.nn.functional.interpolate",
+        (H[None, None],),
+        {"scale_factor": 2, "mode": "bicubic"},
+        {"input": None},
+    ),
+    "promotion": ("torch.lerp", (X, H, 0.5), {}, {"input": "float32 is the widest type", "end": None}),
+    "one type": ("torch.lerp", (X, X, 0.5), {}, dict.fromkeys(("input", "end"), "all that could be cast has one type")),
+    "nested": (
+        "torch.meshgrid",
+        ([X[0], H[0]],),
+        {},
+        {"argument 1[0]": "float32 is the widest type", "argument 1[1]": None},
+    ),
+    "banned": (
+        "torch.nn.functional.binary_cross_entropy",
+        (X, X),
+        {},
+        dict.fromkeys(("input", "target"), "the ban is for half tensors only"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_an_argument_that_stays_has_a_reason(name: str) -> None:
+    path, args, kwargs, reasons = STAYS[name]
+    assert {each.name: each.why for each in predicted(path, *args, **kwargs).arguments} == reasons
 
 
 class Foreign:
@@ -192,12 +158,12 @@ class Foreign:
         raise AssertionError("the function was called")
 
 
-def test_beside_an_argument_that_is_no_tensor_and_overrides_functions_nothing_is_cast() -> None:
+def test_nothing_is_cast_beside_an_overriding_argument_that_is_no_tensor() -> None:
     (only,) = predicted("torch.mm", X, Foreign()).arguments
     assert (only.after, only.why) == (torch.float32, "an argument that is no tensor overrides torch's functions")
 
 
-def test_what_would_raise_has_the_text_of_the_error() -> None:
+def test_the_prediction_of_a_banned_call_has_the_text_of_its_error() -> None:
     said = predicted("torch.nn.functional.binary_cross_entropy", H, H)
     with casts_on(torch.float16), pytest.raises(BannedFunctionError) as raised:
         F.binary_cross_entropy(H, H)
@@ -205,13 +171,13 @@ def test_what_would_raise_has_the_text_of_the_error() -> None:
     assert {each.after for each in said.arguments} == {torch.float16}
 
 
-def test_with_allow_banned_a_banned_function_runs_in_float32() -> None:
+def test_allowed_banned_functions_run_in_float32() -> None:
     said = predicted("torch.nn.functional.binary_cross_entropy", H, X, allow_banned=True)
     assert said.error is None
     assert [each.why for each in said.arguments] == [None, "it is float32 already"]
 
 
-def test_inside_autocast_its_type_counts() -> None:
+def test_within_autocast_arguments_get_its_type() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert [each.after for each in predicted("torch.mm", X, X).arguments] == [torch.bfloat16] * 2
 

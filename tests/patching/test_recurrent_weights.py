@@ -1,8 +1,7 @@
-"""Of the cast weights of recurrent layers: they lie in one buffer, are cast once, and otherwise are as other casts."""
+"""Casts of the weights of recurrent layers: they lie in one buffer, and are made once in an iteration."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -118,13 +117,13 @@ class TestInOneBuffer:
         for gradient, other in zip(gradients(layer), wanted, strict=True):
             assert_same_bits(gradient, other)
 
-    def test_so_are_those_of_a_packed_sequence(self, passed):
+    def test_casts_for_a_packed_sequence_lie_in_one_buffer(self, passed):
         layer = made()
         with casts_on():
             layer(pack_sequence([sequence()[:, 0], sequence()[:2, 1]]))
         assert lie_in_order(passed[0])
 
-    def test_they_are_cast_once_an_iteration(self, passed):
+    def test_weights_are_cast_once_in_an_iteration(self, passed):
         layer, count = made(num_layers=2), 8
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         amp.initialize(layer, optimizer, half_dtype=torch.bfloat16, verbosity=0)
@@ -140,26 +139,18 @@ class TestInOneBuffer:
             optimizer.step()
         assert passed[0][0] is not passed[2][0]
 
-    def test_a_written_weight_is_seen_and_all_are_together_again(self, passed):
+    @pytest.mark.parametrize("written", ["weight", "cast"])
+    def test_weights_are_cast_anew_after_a_write_to_one_or_to_a_cast(self, written, passed):
         layer, x = made(), sequence()
         with casts_on(torch.bfloat16):
             layer(x)
             with torch.no_grad():
-                layer.bias_hh_l0.add_(1)
+                (layer.bias_hh_l0 if written == "weight" else passed[0][1]).add_(1)
             found, _ = layer(x)
         assert lie_in_order(passed[1])
         assert_same_bits(found, cast_one_by_one(layer, x, torch.bfloat16)[0])
 
-    def test_a_written_cast_is_not_used_again(self, passed):
-        layer, x = made(), sequence()
-        with casts_on(torch.bfloat16):
-            layer(x)
-            with torch.no_grad():
-                passed[0][1].zero_()
-            found, _ = layer(x)
-        assert_same_bits(found, cast_one_by_one(layer, x, torch.bfloat16)[0])
-
-    def test_a_weight_that_was_used_alone_before_joins_the_others(self, passed):
+    def test_a_weight_that_was_used_alone_before_is_cast_into_the_buffer(self, passed):
         layer, x = made(), sequence()
         with casts_on(torch.bfloat16):
             alone = nn.functional.linear(x, layer.weight_ih_l0)
@@ -187,17 +178,11 @@ class TestInOneBuffer:
             torch.testing.assert_close(found, other, rtol=2e-2, atol=1e-2)
 
 
-@contextlib.contextmanager
-def frozen_block(layer: nn.RNNBase) -> Iterator[None]:
-    with torch.no_grad(), amp.frozen_weights(layer):
-        yield
-
-
 class TestModes:
     """The weights lie together, and results are those of casts one by one."""
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-    def test_of_grad(self, mode, passed):
+    def test_casts_lie_in_one_buffer_in_every_grad_mode(self, mode, passed):
         layer, x = made(), sequence()
         amp.initialize(layer, half_dtype=torch.bfloat16, verbosity=0)
         with mode():
@@ -208,17 +193,17 @@ class TestModes:
         amp.deinitialize()
         assert_same_bits(found, cast_one_by_one(layer, x, torch.bfloat16)[0])
 
-    def test_a_frozen_block_keeps_them(self, passed):
+    def test_a_frozen_block_keeps_the_casts(self, passed):
         layer, x = made(), sequence()
         amp.initialize(layer, half_dtype=torch.bfloat16, verbosity=0)
-        with frozen_block(layer):
+        with torch.no_grad(), amp.frozen_weights(layer):
             for _ in range(2):
                 layer(x)
         assert all(map(lambda one, other: one is other, *passed))
         assert lie_in_order(passed[0])
 
     @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-    def test_of_checkpoints(self, reentrant, passed):
+    def test_checkpoints_have_the_gradients_of_casts_one_by_one(self, reentrant, passed):
         layer, x = made(), sequence().requires_grad_()
         cast_one_by_one(layer, x, torch.bfloat16)[0].float().sum().backward()
         wanted = gradients(layer)
@@ -229,7 +214,7 @@ class TestModes:
         for found, other in zip(gradients(layer), wanted, strict=True):
             assert_same_bits(found, other)
 
-    def test_of_selective_checkpoints_which_count_operators(self):
+    def test_selective_checkpoints_may_find_kept_casts(self):
         layer, x = made(nn.GRU), sequence().requires_grad_()
         contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
         with casts_on(torch.bfloat16):
@@ -261,7 +246,7 @@ class TestModes:
         casts = [node for node in traced.graph.nodes if node.target is torch.ops.aten._to_copy.default]
         assert len(casts) == 4
 
-    def test_under_a_transform_each_has_memory_of_its_own(self):
+    def test_gradients_under_a_transform_are_those_of_casts_one_by_one(self):
         layer, x = made(nn.RNN), sequence()
         weights = dict(layer.named_parameters())
 
@@ -276,7 +261,7 @@ class TestModes:
 
 
 class TestKindsOfWeights:
-    def test_frozen_ones_get_no_gradient(self, passed):
+    def test_frozen_weights_get_no_gradient(self, passed):
         layer, x = made(), sequence()
         layer.weight_hh_l0.requires_grad_(False)
         with casts_on(torch.bfloat16):
@@ -284,7 +269,7 @@ class TestKindsOfWeights:
         assert lie_in_order(passed[0])
         assert [gradient is None for gradient in gradients(layer)] == [False, True, False, False]
 
-    def test_some_are_half_already(self, passed):
+    def test_some_weights_may_be_half_already(self, passed):
         layer, x = made(), sequence()
         layer.weight_ih_l0.data = layer.weight_ih_l0.data.bfloat16()
         with casts_on(torch.bfloat16):
@@ -295,13 +280,14 @@ class TestKindsOfWeights:
         assert layer.weight_ih_l0.grad.dtype == torch.bfloat16
         assert layer.weight_hh_l0.grad.dtype == torch.float32
 
-    def test_half_ones_are_passed_on_as_they_are(self, passed):
-        layer, x = made().bfloat16(), sequence()
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=dtype_name)
+    def test_weights_that_need_no_cast_are_passed_on(self, dtype, passed):
+        layer = made().to(dtype)
         with casts_on(torch.bfloat16):
-            layer(x)
+            layer(sequence().to(dtype))
         assert all(map(lambda cast, weight: cast is weight, passed[0], weights_of(layer)))
 
-    def test_some_are_computed(self, passed):
+    def test_some_weights_may_be_computed(self, passed):
         layer, x = made(), sequence()
         nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
         with casts_on(torch.bfloat16):
@@ -310,13 +296,7 @@ class TestKindsOfWeights:
         assert all(map(lie_in_order, passed))
         assert all(gradient is not None for gradient in gradients(layer))
 
-    def test_double_ones_are_left_alone(self, passed):
-        layer = made().double()
-        with casts_on(torch.bfloat16):
-            layer(sequence().double())
-        assert all(map(lambda cast, weight: cast is weight, passed[0], weights_of(layer)))
-
-    def test_by_keyword_they_are_cast_one_by_one(self, passed):
+    def test_weights_given_by_keyword_are_cast_one_by_one(self, passed):
         layer, state = made(), torch.zeros(1, BATCH, HIDDEN)
         options = {"has_biases": True, "num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False}
         with casts_on(torch.bfloat16):
@@ -355,7 +335,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 class TestLayoutOfCudnn:
     """On any machine, with a stand-in that has an order of its own."""
 
-    def test_is_where_the_casts_lie(self, cudnn, passed):
+    def test_casts_lie_where_cudnn_puts_weights(self, cudnn, passed):
         layer, x = made(num_layers=2), sequence()
         with casts_on(torch.float16):
             found, _ = layer(x)
@@ -382,23 +362,17 @@ class TestLayoutOfCudnn:
             (LAYERS["RNN relu"], {"num_layers": 2}, (4, FEATURES, "RNN_RELU", HIDDEN, 0, 2, False, False)),
         ],
     )
-    def test_is_asked_for_as_torch_does(self, make, options, how, cudnn):
-        layer = made(make, **options)
-        with casts_on(torch.float16):
-            layer(sequence())
-        assert cudnn == [how]
-
-    def test_is_asked_for_once_for_all_layers_alike(self, cudnn):
+    def test_cudnn_is_asked_once_for_all_layers_alike_as_torch_does(self, make, options, how, cudnn):
         with casts_on(torch.float16):
             for _ in range(2):
-                made()(sequence())
-        assert len(cudnn) == 1
+                made(make, **options)(sequence())
+        assert cudnn == [how]
 
     @pytest.mark.parametrize(
         ("version", "capability", "takes"),
         [(91300, (8, 0), True), (91300, (7, 5), False), (91200, (9, 0), False)],
     )
-    def test_is_that_of_bfloat16_where_torch_runs_it_by_cudnn(
+    def test_bfloat16_casts_lie_so_only_where_torch_runs_them_by_cudnn(
         self, version, capability, takes, cudnn, passed, monkeypatch
     ):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
@@ -423,19 +397,16 @@ class TestHalfWeights:
         monkeypatch.setattr(nn.RNNBase, "flatten_parameters", flatten_parameters)
         return found
 
-    def test_are_put_into_one_buffer_once_they_are_half_and_once_they_are_float32_again(self, flattened):
+    def test_converted_weights_are_put_into_one_buffer_and_again_when_they_are_float32(self, flattened):
         model = nn.Sequential(made(), nn.Linear(2, 2))
+        flattened.clear()
+        amp.convert_model(model, torch.bfloat16)
+        assert flattened[-1] == {torch.bfloat16}
         flattened.clear()
         amp.initialize(model, opt_level="O2", half_dtype=torch.bfloat16, verbosity=0)
         assert flattened[-1] == {torch.bfloat16}
         amp.deinitialize()
         assert flattened[-1] == {torch.float32}
-
-    def test_of_a_copy_for_inference_are_put_into_one_buffer(self, flattened):
-        model = made()
-        flattened.clear()
-        amp.convert_model(model, torch.bfloat16)
-        assert flattened[-1] == {torch.bfloat16}
 
 
 class TestBfloat16Weights:
@@ -456,7 +427,7 @@ class TestBfloat16Weights:
 
     @pytest.mark.parametrize("in_inference_mode", [False, True])
     @pytest.mark.parametrize(("make", "options"), [each for each in KINDS if "no bias" not in each.id])
-    def test_lie_as_cudnn_wants_and_are_the_same_parameters(self, make, options, in_inference_mode):
+    def test_weights_lie_as_cudnn_wants_and_are_the_same_parameters(self, make, options, in_inference_mode):
         layer = made(make, **options)
         parameters, values = list(layer.parameters()), [weight.detach().clone() for weight in layer.parameters()]
         with torch.inference_mode(in_inference_mode):
@@ -469,7 +440,7 @@ class TestBfloat16Weights:
         layer(sequence())[0].sum().backward()
         assert all(weight.grad is not None for weight in parameters)
 
-    def test_train_as_where_they_lie_apart(self, monkeypatch):
+    def test_training_has_the_same_bits_where_weights_lie_apart(self, monkeypatch):
         def train() -> tuple[list[Tensor], dict[str, Tensor]]:
             model = nn.Sequential(made(num_layers=2))
             optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -493,33 +464,25 @@ class TestBfloat16Weights:
         for one, other in zip([*masters, *state.values()], [*wanted, *wanted_state.values()], strict=True):
             assert_same_bits(one, other)
 
-    def test_get_their_float32_values_back(self):
+    def test_float32_values_come_back(self):
         layer = made()
         values = [weight.detach().clone() for weight in layer.parameters()]
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        amp.initialize(layer, optimizer, opt_level="O5", verbosity=0)
+        amp.initialize(layer, torch.optim.SGD(layer.parameters(), lr=0.1), opt_level="O5", verbosity=0)
         assert self.lie_as_cudnn_wants(layer)
         amp.deinitialize()
         for weight, value in zip(layer.parameters(), values, strict=True):
             assert_same_bits(weight, value)
 
-    def test_stay_where_they_lie_as_cudnn_wants(self):
-        layer = made()
-        amp.initialize(layer, opt_level="O5", verbosity=0)
-        before = [weight.data_ptr() for weight in weights_of(layer)]
-        recurrent_weights.flatten(layer)
-        assert [weight.data_ptr() for weight in weights_of(layer)] == before
-
-    def test_that_share_memory_keep_it(self):
+    @pytest.mark.parametrize("kind", ["in order", "shared", "computed"])
+    def test_weights_that_lie_in_order_or_cannot_be_moved_stay_where_they_are(self, kind):
         layer = made().bfloat16()
-        layer.bias_hh_l0 = nn.Parameter(layer.bias_ih_l0.detach())
-        recurrent_weights.flatten(layer)
-        assert layer.bias_hh_l0.data_ptr() == layer.bias_ih_l0.data_ptr()
-
-    def test_that_are_computed_are_left_alone(self):
-        layer = made().bfloat16()
-        nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
-        layer(sequence().bfloat16())
+        if kind == "in order":
+            recurrent_weights.flatten(layer)
+        elif kind == "shared":
+            layer.bias_hh_l0 = nn.Parameter(layer.bias_ih_l0.detach())
+        else:
+            nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+            layer(sequence().bfloat16())
         before = [weight.data_ptr() for weight in layer.parameters()]
         recurrent_weights.flatten(layer)
         assert [weight.data_ptr() for weight in layer.parameters()] == before
@@ -551,7 +514,7 @@ class TestOnAGpu:
         for gradient, other in zip(gradients(layer), wanted, strict=True):
             torch.testing.assert_close(gradient, other, rtol=of_gradients, atol=of_gradients)
 
-    def test_in_the_order_that_torch_itself_puts_them_into(self):
+    def test_casts_lie_in_the_order_of_torch_s_own_buffer(self):
         layer = made(num_layers=2, bidirectional=True).cuda()
         with casts_on(torch.float16):
             layer(sequence().cuda())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
 import types
@@ -129,21 +128,21 @@ def _leaves_no_region() -> Iterator[None]:
 class TestGuards:
     @pytest.mark.parametrize(("level", "half"), SETTINGS)
     @pytest.mark.parametrize("guard", GUARDS)
-    def test_are_heard(self, guard: str, level: str, half: torch.dtype) -> None:
+    def test_every_form_of_a_guard_computes_in_float32(self, guard: str, level: str, half: torch.dtype) -> None:
         check_guarded(adopted(Guarded(GUARDS[guard]), opt_level=level, half_dtype=half), half)
 
-    def test_without_one_positions_are_noise(self) -> None:
+    def test_without_a_guard_positions_are_noise(self) -> None:
         _, found = adopted(Guarded(angles), half_dtype=torch.bfloat16)(torch.randn(3, 4))
         assert (found.float() - angles_in_float32()).abs().max() > 1
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     @pytest.mark.parametrize("guard", [by_context, by_decorator, if_asked, by_disable_casts, by_float_function])
-    def test_are_heard_in_compiled_code(self, guard: Callable[[], Tensor], backend: str) -> None:
+    def test_guards_work_in_compiled_code(self, guard: Callable[[], Tensor], backend: str) -> None:
         model = adopted(Guarded(guard), half_dtype=torch.bfloat16)
         check_guarded(torch.compile(model, backend=backend, fullgraph=True), torch.bfloat16)
 
     @pytest.mark.parametrize("guard", GUARDS)
-    def test_are_heard_when_a_checkpoint_recomputes(self, guard: str) -> None:
+    def test_guards_work_when_a_checkpoint_recomputes(self, guard: str) -> None:
         seen = []
 
         def noted() -> Tensor:
@@ -155,14 +154,7 @@ class TestGuards:
         assert len(seen) == 2
         assert all(torch.equal(each, angles_in_float32()) for each in seen)
 
-    def test_are_heard_in_another_thread(self) -> None:
-        model, found = adopted(Guarded(by_context), half_dtype=torch.bfloat16), []
-        thread = threading.Thread(target=lambda: found.append(model(torch.randn(3, 4))))
-        thread.start()
-        thread.join()
-        check_guarded(lambda _: found[0], torch.bfloat16)
-
-    def test_of_one_object_are_heard_in_two_threads_at_once(self) -> None:
+    def test_two_threads_may_share_the_object_of_a_guard(self) -> None:
         inside, outside = threading.Barrier(2, timeout=30), threading.Barrier(2, timeout=30)
         region, found = torch.autocast("cpu", enabled=False), []
 
@@ -188,16 +180,16 @@ class TestGuards:
             thread.join()
         assert found == [True] * 8
 
-    def test_outside_of_a_model_too(self) -> None:
+    def test_guards_work_outside_of_a_model(self) -> None:
         with casts_on():
             assert torch.equal(by_context(), angles_in_float32())
 
-    def test_leave_half_tensors_half(self) -> None:
+    def test_guards_leave_half_tensors_half(self) -> None:
         x = torch.ones(2, 2, dtype=torch.bfloat16)
         with casts_on(), torch.autocast("cpu", enabled=False):
             assert x.softmax(-1).dtype is torch.bfloat16
 
-    def test_of_a_transformer_beyond_2048_positions(self) -> None:
+    def test_a_transformer_is_right_beyond_2048_positions(self) -> None:
         transformers = pytest.importorskip("transformers")
         config = transformers.LlamaConfig(
             vocab_size=64,
@@ -222,7 +214,7 @@ class TestGuards:
 
 class TestRegions:
     @HALVES
-    def test_of_another_type_have_it(self, half: torch.dtype) -> None:
+    def test_a_region_of_another_half_type_casts_to_it(self, half: torch.dtype) -> None:
         other = torch.bfloat16 if half is torch.float16 else torch.float16
         seen = []
 
@@ -239,13 +231,13 @@ class TestRegions:
         assert seen == [half, other, torch.float32, other]
 
     @pytest.mark.parametrize("settings", [{"enabled": False}, {"dtype": torch.bfloat16}], ids=str)
-    def test_around_a_model_count(self, settings: dict[str, Any]) -> None:
+    def test_a_region_around_a_model_holds_for_it(self, settings: dict[str, Any]) -> None:
         model = adopted(nn.Linear(2, 2), half_dtype=torch.float16)
         with torch.autocast("cpu", **settings):
             assert model(torch.ones(2, 2)).dtype is settings.get("dtype", torch.float32)
         assert model(torch.ones(2, 2)).dtype is torch.float16
 
-    def test_end_where_they_raise(self) -> None:
+    def test_a_region_that_raises_ends(self) -> None:
         def forward(x: Tensor) -> Tensor:
             with torch.autocast("cpu", enabled=False):
                 raise KeyError(x @ x)
@@ -253,7 +245,7 @@ class TestRegions:
         with pytest.raises(KeyError):
             adopted(Calling(forward), half_dtype=torch.float16)(torch.ones(2, 2))
 
-    def test_may_be_one_object_that_is_entered_again_and_again(self) -> None:
+    def test_one_object_may_be_entered_again(self) -> None:
         region = torch.autocast("cpu", dtype=torch.bfloat16)
         x = torch.ones(2, 2)
         with casts_on(torch.float16):
@@ -262,17 +254,8 @@ class TestRegions:
                     assert (x @ x).dtype is torch.bfloat16
                 assert (x @ x).dtype is torch.float16
 
-    def test_may_end_in_any_order(self) -> None:
-        async def task(count: int) -> None:
-            with torch.autocast("cpu", enabled=False):
-                await asyncio.sleep(0.001 * count)
-
-        async def tasks() -> None:
-            await asyncio.gather(task(1), task(2))
-
+    def test_regions_may_end_in_any_order(self) -> None:
         model = adopted(nn.Linear(2, 2), half_dtype=torch.float16)
-        asyncio.run(tasks())
-        assert model(torch.ones(2, 2)).dtype is torch.float16
         block, without = torch.autocast("cpu", enabled=False), amp.disable_casts()
         block.__enter__()
         without.__enter__()
@@ -282,13 +265,13 @@ class TestRegions:
         assert model(torch.ones(2, 2)).dtype is torch.float16
 
     @pytest.mark.parametrize("settings", [{"enabled": False}, {"dtype": torch.bfloat16}], ids=str)
-    def test_leave_nothing_to_the_next_session(self, settings: dict[str, Any]) -> None:
+    def test_a_session_that_ends_in_a_region_leaves_nothing_to_the_next(self, settings: dict[str, Any]) -> None:
         model = adopted(nn.Linear(2, 2), half_dtype=torch.float16)
         with torch.autocast("cpu", **settings), amp.disable_casts():
             amp.deinitialize()
         assert adopted(model, half_dtype=torch.float16)(torch.ones(2, 2)).dtype is torch.float16
 
-    def test_end_with_the_session(self) -> None:
+    def test_a_session_may_end_in_a_forward_or_a_region(self) -> None:
         def forward(x: Tensor) -> Tensor:
             amp.deinitialize()
             return x @ x
@@ -311,9 +294,9 @@ class Calling(nn.Module):
         return self.function(*args)
 
 
-class TestWhatTorchIsAsked:
+class TestStateOfAutocast:
     @HALVES
-    def test_describes_amps_casts_inside_a_forward_and_torchs_own_outside(self, half: torch.dtype) -> None:
+    def test_torch_says_that_autocast_is_on_within_a_forward_only(self, half: torch.dtype) -> None:
         def asked(*_: Tensor) -> tuple[bool, torch.dtype]:
             return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
@@ -322,50 +305,41 @@ class TestWhatTorchIsAsked:
         assert model(torch.ones(1)) == (True, half)
         assert asked() == before == (False, torch.bfloat16)
 
-    def test_at_o2_nothing_changes(self) -> None:
+    def test_torch_says_that_autocast_is_off_at_o2(self) -> None:
         model = adopted(Calling(lambda _: torch.is_autocast_enabled("cpu")), opt_level="O2", half_dtype=torch.float16)
         assert model(torch.ones(1)) is False
 
 
-class Exact(torch.autograd.Function):
-    seen: list[torch.dtype]
+def custom(**options: Any) -> Any:
+    """A function of autograd that is written for autocast, and notes the type of a float32 product in each pass."""
 
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        Exact.seen = [x.dtype]
-        return x @ x
+    class Function(torch.autograd.Function):
+        seen: list[torch.dtype]
 
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        Exact.seen.append((grad.float() @ grad.float()).dtype)
-        return grad
+        @staticmethod
+        @custom_fwd(device_type="cpu", **options)
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            Function.seen = [(x.float() @ x.float()).dtype]
+            return x @ x
 
+        @staticmethod
+        @custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            Function.seen.append((grad.float() @ grad.float()).dtype)
+            return grad
 
-class Following(torch.autograd.Function):
-    seen: list[torch.dtype]
-
-    @staticmethod
-    @custom_fwd(device_type="cpu")
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        Following.seen = [(x.float() @ x.float()).dtype]
-        return x * 2
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        Following.seen.append((grad.float() @ grad.float()).dtype)
-        return grad * 2
+    return Function
 
 
 class TestCodeWrittenForAutocast:
-    def test_that_asks_for_float32_gets_it(self) -> None:
+    def test_custom_functions_that_ask_for_float32_compute_in_it(self) -> None:
         x = torch.full((100, 100), 64.0, requires_grad=True)  # a product of 409,600 is beyond float16
-        found = adopted(Calling(Exact.apply), half_dtype=torch.float16)(x)
+        exact = custom(cast_inputs=torch.float32)
+        found = adopted(Calling(exact.apply), half_dtype=torch.float16)(x)
         assert found.dtype is torch.float32
         assert found.max() == 64 * 64 * 100
-        assert Exact.seen == [torch.float32]
+        found.sum().backward()
+        assert exact.seen == [torch.float32] * 2
 
     @pytest.mark.parametrize("checkpointed", [False, True])
     @pytest.mark.parametrize(
@@ -376,26 +350,21 @@ class TestCodeWrittenForAutocast:
             (amp.disable_casts, torch.float32),
         ],
     )
-    def test_has_the_forwards_state_in_its_backward(
+    def test_custom_functions_run_their_backward_pass_in_the_region_of_the_forward(
         self, region: Callable[[], Any], seen: torch.dtype, checkpointed: bool
     ) -> None:
         def part(x: Tensor) -> Tensor:
             with region():
-                return Following.apply(x)  # type: ignore[no-any-return]
+                return following.apply(x)  # type: ignore[no-any-return]
 
         def forward(x: Tensor) -> Any:
             return torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False) if checkpointed else part(x)
 
-        x = torch.ones(2, 2, requires_grad=True)
+        following, x = custom(), torch.ones(2, 2, requires_grad=True)
         adopted(Calling(forward), half_dtype=torch.float16)(x).sum().backward()
-        assert Following.seen == [seen, seen]
+        assert following.seen == [seen, seen]
 
-    def test_computes_its_backward_in_float32_if_it_asks_for_it(self) -> None:
-        x = torch.full((100, 100), 1000.0, requires_grad=True)
-        adopted(Calling(Exact.apply), half_dtype=torch.float16)(x).sum().backward()
-        assert Exact.seen == [torch.float32] * 2
-
-    def test_operators_follow_their_rules_for_autocast(self) -> None:
+    def test_custom_operators_follow_their_rules_for_autocast(self) -> None:
         @torch.library.custom_op("ampatch_test::scaled", mutates_args=())
         def scaled(x: Tensor) -> Tensor:
             return x * 2
@@ -418,21 +387,21 @@ class TestListsOfAutocast:
         assert len(kinds) == 1
         return kinds.pop()
 
-    def test_of_what_amp_has_on_no_list(self) -> None:
+    def test_functions_on_no_list_of_amp_are_not_cast_by_autocast(self) -> None:
         assert self.type_of(lambda x: F.pad(x.half(), (1, 1))) is torch.float16
         assert self.type_of(lambda x: F.max_pool3d(x.half(), 1)) is torch.float16
         unlisted = {"unlisted": {"torch": ["mm"], "torch.Tensor": ["softmax"], "torch.nn.functional": ["softmax"]}}
         assert self.type_of(lambda x: torch.mm(x[0, 0], x[0, 1]), cast_lists=unlisted) is torch.float32
         assert self.type_of(lambda x: x.half().softmax(-1), cast_lists=unlisted) is torch.float16
 
-    def test_of_what_a_user_has_moved(self) -> None:
+    def test_functions_that_a_user_moved_follow_the_users_list(self) -> None:
         black = {"blacklist": {"torch": ["mm"]}}
         assert self.type_of(lambda x: torch.mm(x[0, 0].half(), x[0, 1]), cast_lists=black) is torch.float32
         white = {"whitelist": {"torch": ["exp"], "torch.Tensor": ["prod"]}}
         assert self.type_of(lambda x: torch.exp(x), cast_lists=white) is torch.float16  # noqa: PLW0108 - patched later
         assert self.type_of(lambda x: x.prod(-1), cast_lists=white) is torch.float16
 
-    def test_of_what_a_float32_function_calls(self) -> None:
+    def test_functions_that_a_float32_function_calls_are_not_cast(self) -> None:
         x = torch.randn(4, 4, dtype=torch.float64).float()
         expected = torch.linalg.pinv(x)
         model = adopted(Calling(torch.linalg.pinv), half_dtype=torch.bfloat16)
@@ -442,7 +411,7 @@ class TestListsOfAutocast:
 
 
 class TestFloatFunctions:
-    def test_compute_in_float32_all_of_it(self) -> None:
+    def test_functions_called_by_a_float_function_compute_in_float32(self) -> None:
         seen = []
 
         @amp.float_function
@@ -455,7 +424,7 @@ class TestFloatFunctions:
         assert energy(torch.ones(2, 2)).dtype is torch.float32
         assert seen == [torch.float32] * 2
 
-    def test_generators_and_coroutines_in_each_of_their_steps(self) -> None:
+    def test_float_functions_may_be_generators_and_coroutines(self) -> None:
         @amp.float_function
         def steps(x: Tensor) -> Iterator[Tensor]:
             yield x @ x
@@ -474,7 +443,9 @@ class TestFloatFunctions:
         half, full = torch.float16, torch.float32
         assert [each.dtype for each in model(torch.ones(2, 2))] == [half, full, full, full, half]
 
-    def test_registered_ones_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_functions_called_by_a_registered_float_function_compute_in_float32(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         library: Any = types.ModuleType("library")
         library.energy = lambda x: x @ x
         monkeypatch.setitem(sys.modules, "library", library)

@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,11 +27,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning
 FULL, HALF = torch.float32, torch.float16
 
 
-@pytest.fixture(params=["python", "compiled"], autouse=True)
-def implementation(request: pytest.FixtureRequest, select_calls: Callable[[str], None]) -> str:
-    """Each test runs with calls in Python and in C++, which decide the same."""
-    select_calls(request.param)
-    return request.param
+@pytest.fixture(autouse=True)
+def _in_both(calls_in_both: None) -> None:
+    """Calls in Python and in C++ decide the same."""
 
 
 class Encoders(nn.Module):
@@ -53,28 +51,6 @@ class Encoders(nn.Module):
         return self.encode_image(x) + self.text(x)
 
 
-class Steps(nn.Module):
-    """Its forward is a generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Iterator[Tensor]:
-        for _ in range(2):
-            x = self.layer(x)
-            yield x
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps, self.lstm = Steps(), nn.LSTM(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lstm(x)[0]
-
-
 def adopt(model: nn.Module | None = None, half: torch.dtype = HALF, **options: Any) -> Any:
     torch.manual_seed(0)
     return amp.initialize(model or Encoders(), opt_level="O1", half_dtype=half, verbosity=0, **options)
@@ -88,55 +64,33 @@ class TestArithmeticOfNoModel:
     """The numbers are those without amp."""
 
     @pytest.fixture(autouse=True)
-    def _adopted(self, implementation: str) -> None:
+    def _adopted(self, calls_in_both: None) -> None:
         adopt()
 
-    def test_counts(self) -> None:
-        assert (torch.ones(70000, 1).T @ torch.ones(70000, 1)).item() == 70000  # float16 ends at 65504
-
-    def test_confusion_matrix(self) -> None:
-        labels = torch.zeros(2049, dtype=torch.int64)  # the first whole number that float16 lacks
-        onehot = F.one_hot(labels, 2).float()
-        assert (onehot.T @ onehot).tolist() == [[2049, 0], [0, 0]]
-        assert torch.einsum("ni,nj->ij", onehot, onehot)[0, 0] == 2049
-
-    def test_products_of_small_gradients(self) -> None:
-        gradients = [torch.full((1, 4), 1e-5), torch.full((1, 4), -1e-5)]
-        assert torch.mm(gradients[0], gradients[1].T).item() == pytest.approx(-4e-10)
-        assert F.linear(*gradients).item() == pytest.approx(-4e-10)
-
-    def test_gradients_of_a_model(self) -> None:
-        model = nn.Linear(8, 4)
-        amp.initialize(model, opt_level="O1", half_dtype=HALF, verbosity=0)
-        model(x()).float().square().sum().backward()
-        gradient = model.weight.grad
-        assert_same_bits(gradient @ gradient.T, _without_amp(lambda: gradient @ gradient.T))
-
-    def test_merge_of_lora(self) -> None:
-        weight, down, up = (nn.Parameter(torch.randn(shape)) for shape in ((8, 8), (2, 8), (8, 2)))
-        with torch.no_grad():
-            merged = weight + up @ down
-            assert_same_bits(merged, _without_amp(lambda: weight + up @ down))
-
-    def test_a_weight_of_the_model_counts_as_any_other(self) -> None:
-        model = adopt()
-        with torch.no_grad():
-            assert (model.projection.T @ model.projection).dtype is FULL
-
-    def test_of_a_module_that_is_not_adopted(self) -> None:
-        with torch.no_grad():
-            assert nn.Linear(8, 8)(x()).dtype is FULL
-            assert nn.LSTM(8, 8)(x())[0].dtype is FULL
-            assert nn.Conv1d(3, 3, 1)(x()).dtype is FULL
-
-    def test_in_another_thread(self) -> None:
-        found: list[float] = []
-        thread = threading.Thread(target=lambda: found.append((torch.ones(1, 70000) @ torch.ones(70000, 1)).item()))
+    def test_products_of_tensors_without_gradients_are_exact(self) -> None:
+        ones = torch.ones(70000, 1)  # float16 ends at 65504
+        found = [
+            ones.T @ ones,
+            torch.mm(ones.T, ones),
+            F.linear(ones.T, ones.T),
+            torch.einsum("ni,nj->ij", ones, ones),
+            torch.stack([ones.T @ ones]),
+            torch.linalg.multi_dot([ones.T, ones, torch.ones(1, 1)]),
+        ]
+        thread = threading.Thread(target=lambda: found.append(ones.T @ ones))
         thread.start()
         thread.join()
-        assert found == [70000]
+        assert [each.item() for each in found] == [70000] * 7
 
-    def test_in_a_backward_pass_of_the_users(self) -> None:
+    @torch.no_grad()
+    def test_weights_and_modules_outside_of_a_forward_are_not_cast(self) -> None:
+        model = adopt()
+        assert (model.projection.T @ model.projection).dtype is FULL
+        assert nn.Linear(8, 8)(x()).dtype is FULL
+        assert nn.LSTM(8, 8)(x())[0].dtype is FULL
+        assert nn.Conv1d(3, 3, 1)(x()).dtype is FULL
+
+    def test_products_in_a_users_backward_pass_are_not_cast(self) -> None:
         class Doubled(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, given: Tensor) -> Tensor:
@@ -153,14 +107,9 @@ class TestArithmeticOfNoModel:
         Doubled.apply(given).sum().backward()
         assert seen == [FULL, FULL]
 
-    def test_with_layers_without_gradients(self) -> None:
-        with torch.no_grad():
-            assert torch.stack([x() @ x().T]).dtype is FULL
-            assert torch.linalg.multi_dot([x(), x().T, x()]).dtype is FULL
-
     @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
     @pytest.mark.parametrize("enabled", [True, False])
-    def test_in_a_block_of_autocast_for_another_device(self, enabled: bool) -> None:
+    def test_autocast_for_another_device_changes_nothing(self, enabled: bool) -> None:
         model = adopt()
         with torch.autocast("cuda", torch.float16, enabled), torch.no_grad():
             assert (x() @ x().T).dtype is FULL
@@ -171,14 +120,9 @@ class TestArithmeticOfNoModel:
             assert (x() @ x().T).dtype is FULL
 
 
-def _without_amp(function: Callable[[], Tensor]) -> Tensor:
-    with amp.disable_casts():
-        return function()
-
-
 class TestWorkOfAModel:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_forward(self, half: torch.dtype) -> None:
+    def test_the_forward_of_a_model_casts_with_and_without_gradients(self, half: torch.dtype) -> None:
         model = adopt(half=half)
         for gradients in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with gradients():
@@ -188,7 +132,7 @@ class TestWorkOfAModel:
 
     @pytest.mark.parametrize("given", [torch.float16, torch.bfloat16], ids=dtype_name)
     @torch.no_grad()
-    def test_tensors_that_are_half_already(self, given: torch.dtype) -> None:
+    def test_products_with_a_half_tensor_run_in_its_type(self, given: torch.dtype) -> None:
         adopt()
         value = x()
         # Another half type is that of another model: a text encoder in bfloat16 overflows in float16.
@@ -212,7 +156,7 @@ class TestWorkOfAModel:
         for found, wanted in zip(results(), expected, strict=True):
             assert_same_bits(found, wanted)
 
-    def test_where_gradients_are_recorded(self) -> None:
+    def test_products_that_record_gradients_are_cast(self) -> None:
         adopt()
         weight = torch.randn(4, 8, requires_grad=True)
         assert F.linear(x(), weight).dtype is HALF
@@ -227,7 +171,7 @@ class TestWorkOfAModel:
         assert gradient.dtype is FULL
         assert (gradient @ gradient.T).dtype is HALF  # recorded as well: a penalty on gradients
 
-    def test_recurrent_layers(self) -> None:
+    def test_recurrent_layers_cast_where_gradients_are_recorded(self) -> None:
         adopt()
         layer = nn.LSTM(8, 8)
         assert layer(x())[0].dtype is HALF
@@ -238,7 +182,7 @@ class TestWorkOfAModel:
         assert layer(x())[0].dtype is FULL
 
     @torch.no_grad()
-    def test_other_lists_hold_everywhere(self) -> None:
+    def test_blacklist_and_promotion_hold_outside_of_models(self) -> None:
         adopt()
         value = x()
         assert F.softmax(value.half(), -1).dtype is FULL
@@ -246,7 +190,7 @@ class TestWorkOfAModel:
         assert torch.dot(value[0], value[1].half()).dtype is FULL
         assert (value.to_sparse() @ value.T.half()).dtype is FULL
 
-    def test_under_transforms(self) -> None:
+    def test_products_under_grad_transforms_are_cast(self) -> None:
         adopt()
         weight, seen = torch.randn(4, 8), []
 
@@ -263,13 +207,13 @@ class TestWorkOfAModel:
         assert seen == [FULL]
 
     @torch.no_grad()
-    def test_that_is_differentiated_forwards(self) -> None:
+    def test_forward_mode_derivatives_of_a_model_are_cast(self) -> None:
         model = adopt()
         assert [each.dtype for each in jvp(model, (x(),), (x(),))] == [HALF, HALF]
 
     @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
     @pytest.mark.parametrize("reentrant", [False, True])
-    def test_of_functions_in_checkpoints(self, reentrant: bool) -> None:
+    def test_functions_in_checkpoints_cast_where_gradients_are_recorded(self, reentrant: bool) -> None:
         adopt()
         seen: list[torch.dtype] = []
 
@@ -286,7 +230,7 @@ class TestWorkOfAModel:
 
 class TestPartsAlone:
     @pytest.fixture(params=["gradients", "no_grad", "inference_mode", "frozen"])
-    def model(self, request: pytest.FixtureRequest, implementation: str) -> Iterator[Encoders]:
+    def model(self, request: pytest.FixtureRequest, calls_in_both: None) -> Iterator[Encoders]:
         model = adopt()
         if request.param == "frozen":
             model.requires_grad_(False)
@@ -294,7 +238,7 @@ class TestPartsAlone:
         with block():
             yield model
 
-    def test_are_cast_and_bring_half_to_what_follows(self, model: Encoders) -> None:
+    def test_parts_called_alone_cast(self, model: Encoders) -> None:
         value = x()
         assert model.visual(value).dtype is HALF
         assert model.visual[2](value).dtype is HALF
@@ -303,16 +247,16 @@ class TestPartsAlone:
         assert model.forward_features(value).dtype is HALF
         assert functional_call(model.text, dict(model.text.named_parameters()), value).dtype is HALF
 
-    def test_give_the_bits_of_the_forward(self, model: Encoders) -> None:
+    def test_parts_called_alone_have_the_bits_of_the_forward(self, model: Encoders) -> None:
         value = x()
         assert_same_bits(model.encode_image(value) + model.text(value), model(value))
 
-    def test_end_their_regions_where_they_raise(self, model: Encoders) -> None:
+    def test_a_part_that_raises_leaves_no_region(self, model: Encoders) -> None:
         with pytest.raises(RuntimeError):
             model.text(torch.ones(2, 3))
         assert not torch.is_autocast_enabled("cpu")
 
-    def test_cast_nothing_where_casts_are_off(self, model: Encoders) -> None:
+    def test_parts_called_alone_cast_nothing_where_casts_are_off(self, model: Encoders) -> None:
         with amp.disable_casts():
             assert model.visual(x()).dtype is FULL
         with torch.autocast("cpu", enabled=False):
@@ -320,16 +264,13 @@ class TestPartsAlone:
         with torch.autocast("cpu", torch.bfloat16):
             assert model.visual(x()).dtype is torch.bfloat16
 
-    def test_that_were_added_later_are_parts_too(self, model: Encoders) -> None:
+    def test_modules_of_copies_and_modules_added_later_are_parts(self, model: Encoders) -> None:
         model.added = nn.Sequential(nn.Sequential(nn.Linear(8, 8)))
         model.visual.append(nn.Linear(8, 8))
         assert (model.added[0](x()).dtype, model.visual[3](x()).dtype) == (HALF, HALF)
+        assert copy.deepcopy(model).visual(x()).dtype is copy.copy(model).visual(x()).dtype is HALF
 
-    def test_of_copies_are_parts_too(self, model: Encoders) -> None:
-        assert copy.deepcopy(model).visual(x()).dtype is HALF
-        assert copy.copy(model).visual(x()).dtype is HALF
-
-    def test_leave_code_around_them_alone(self, model: Encoders) -> None:
+    def test_the_region_of_a_part_covers_its_hooks_only(self, model: Encoders) -> None:
         seen: list[bool] = []
         model.visual.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
         model.visual.register_forward_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
@@ -338,36 +279,41 @@ class TestPartsAlone:
         assert not torch.is_autocast_enabled("cpu")
         assert (x() @ x().T).dtype is FULL
 
-    def test_whose_forward_is_a_generator_cast_in_each_step(self) -> None:
-        model = adopt(Pair())
-        with torch.no_grad():
-            for value in model.steps(x()):
-                assert value.dtype is HALF
-                assert (x() @ x().T).dtype is FULL
-            assert model.lstm(x())[0].dtype is HALF
+    @torch.no_grad()
+    def test_a_part_whose_forward_is_a_generator_casts_in_each_step(self) -> None:
+        class Steps(nn.Linear):
+            def forward(self, x: Tensor) -> Iterator[Tensor]:
+                for _ in range(2):
+                    x = super().forward(x)
+                    yield x
 
-    def test_by_rules_of_their_own_keep_them(self) -> None:
+        model = adopt(nn.ModuleList([Steps(8, 8)]))
+        for value in model[0](x()):
+            assert value.dtype is HALF
+            assert (x() @ x().T).dtype is FULL
+
+    def test_parts_called_alone_keep_rules_of_their_own(self) -> None:
         rules = {"modules": {"text": "float32", "visual.*": {"blacklist": {"torch.nn.functional": ["linear"]}}}}
         model = adopt(cast_lists=rules)
         with torch.no_grad():
             assert [part(x()).dtype for part in (model.text, model.visual)] == [FULL, FULL]
             assert F.linear(x(), x().half()).dtype is HALF
 
-    def test_tied_to_each_other_are_one_part(self) -> None:
+    def test_a_part_with_two_names_casts(self) -> None:
         model = Encoders()
         model.tied = model.text
         adopt(model)
         with torch.no_grad():
             assert model.tied(x()).dtype is HALF
 
-    def test_pickle_and_belong_to_no_session_then(self) -> None:
+    def test_a_pickled_part_belongs_to_no_session(self) -> None:
         model = adopt()
         part = pickle.loads(pickle.dumps(model.visual))
         assert "ampatch" not in str(pickle.dumps(model.visual))
         with torch.no_grad():
             assert part(x()).dtype is FULL
 
-    def test_end_with_the_session(self) -> None:
+    def test_parts_cast_nothing_after_the_session(self) -> None:
         model, before = Encoders(), dict(vars(nn.Module))
         adopt(model)
         amp.deinitialize()
@@ -376,7 +322,7 @@ class TestPartsAlone:
         assert dict(vars(nn.Module)) == before
         assert nn.Module._compiled_call_impl is None
 
-    def test_of_a_model_that_was_refused_are_none(self) -> None:
+    def test_modules_of_a_refused_model_are_no_parts(self) -> None:
         adopt(nn.Linear(1, 1))
         model = Encoders()
         with pytest.raises(amp.AmpError):
@@ -384,14 +330,14 @@ class TestPartsAlone:
         with torch.no_grad():
             assert model.visual(x()).dtype is FULL
 
-    def test_die_with_their_last_reference(self) -> None:
+    def test_parts_are_not_kept_alive(self) -> None:
         model = adopt()
         reference = weakref.ref(model.text)
         model.text(x())
         del model.text
         assert reference() is None
 
-    def test_without_casts_are_called_as_ever(self) -> None:
+    def test_calls_of_modules_are_not_patched_at_o0(self) -> None:
         amp.initialize(Encoders(), opt_level="O0", verbosity=0)
         assert nn.Module._compiled_call_impl is None
 
@@ -409,7 +355,7 @@ class TestCompiled:
         torch._dynamo.reset()
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-    def test_decides_as_eager_code_and_again_if_gradients_are_on(self, backend: str) -> None:
+    def test_compiled_code_decides_as_eager_code_for_each_grad_mode(self, backend: str) -> None:
         model = adopt()
         weight = torch.randn(4, 8, requires_grad=True)
 
@@ -430,7 +376,7 @@ class TestCompiled:
         assert _graphs() == before
 
     @torch.no_grad()
-    def test_a_part_itself(self) -> None:
+    def test_a_compiled_part_casts(self) -> None:
         model = adopt()
         model.visual.register_forward_hook(lambda *_: None)
         compiled, before = torch.compile(model.visual, backend="eager"), _graphs()
@@ -444,21 +390,21 @@ class TestCompiled:
         assert model.visual._compiled_call_impl is not None
 
     @torch.no_grad()
-    def test_one_function_of_several_modules(self) -> None:
+    def test_a_compiled_function_decides_for_each_module(self) -> None:
         model, other = adopt(), Encoders()
         call = torch.compile(lambda module, value: module(value), backend="eager", fullgraph=True)
         assert [call(each.text, x()).dtype for each in (model, other, model, other)] == [HALF, FULL, HALF, FULL]
 
     @torch.no_grad()
     @pytest.mark.parametrize("strict", [False, True])
-    def test_exported_model_and_part(self, strict: bool) -> None:
+    def test_exported_models_and_parts_cast(self, strict: bool) -> None:
         model = adopt()
         for module in (model, model.visual):
             program = torch.export.export(module, (x(),), strict=strict)
             assert program.module()(x()).dtype is HALF
 
     @torch.no_grad()
-    def test_traced_part(self) -> None:
+    def test_traced_parts_cast_and_scripted_ones_do_not(self) -> None:
         model = adopt()
         assert torch.jit.trace(model.visual, x())(x()).dtype is HALF
         assert torch.fx.symbolic_trace(model.visual)(x()).dtype is HALF  # it calls layers of the model
@@ -469,7 +415,7 @@ class TestWhoAsks:
     """By name, or for the process."""
 
     @torch.no_grad()
-    def test_for_a_function_by_name_it_always_casts(self) -> None:
+    def test_registered_and_decorated_functions_always_cast(self) -> None:
         @amp.half_function
         def decorated(given: Tensor) -> torch.dtype:
             return given.dtype
@@ -483,7 +429,7 @@ class TestWhoAsks:
         assert torch.matmul(x(), x().T).dtype is FULL
 
     @torch.no_grad()
-    def test_init_is_for_the_process(self) -> None:
+    def test_amp_init_casts_in_the_whole_process(self) -> None:
         with amp.init(half_dtype=HALF):
             assert (x() @ x().T).dtype is HALF
             assert nn.Linear(8, 8)(x()).dtype is HALF
@@ -518,21 +464,21 @@ class Unhashable(Equal):
 
 
 class TestWhatIsAPart:
-    def test_parts_of_a_copy_although_modules_were_called_meanwhile(self) -> None:
+    def test_a_copy_has_parts_although_other_modules_ran_during_copying(self) -> None:
         model = adopt()
         model.memory = Copied()
         copied = copy.deepcopy(model)
         with torch.no_grad():
             assert copied.visual(x()).dtype is HALF
 
-    def test_modules_that_define_equality(self) -> None:
+    def test_modules_that_define_equality_are_told_apart(self) -> None:
         model = adopt(nn.Sequential(Equal()))
         with torch.no_grad():
             assert model[0](x()).dtype is HALF
             assert Equal()(x()).dtype is FULL
             assert Unhashable()(x()).dtype is FULL
 
-    def test_no_module_without_parameters_such_as_a_metric(self) -> None:
+    def test_modules_without_parameters_such_as_metrics_are_no_parts(self) -> None:
         class Matches(nn.Module):
             def forward(self, one: Tensor, other: Tensor) -> Tensor:
                 return one.T @ other
@@ -542,7 +488,7 @@ class TestWhatIsAPart:
         assert model[1](ones, ones).item() == 1001
 
     @pytest.mark.parametrize("orthogonal", [True, False])
-    def test_no_parametrization_outside_of_a_forward(self, orthogonal: bool) -> None:
+    def test_parametrizations_are_not_cast_outside_of_a_forward(self, orthogonal: bool) -> None:
         class Product(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
@@ -568,7 +514,7 @@ class TestWhatIsAPart:
 
 @pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated")
 @pytest.mark.parametrize("name", ["einsum", "tensordot", "chain_matmul"])
-def test_blacklisted_functions_in_torchs_own_python_compute_in_float32(name):
+def test_blacklisted_python_functions_of_torch_compute_in_float32(name):
     """They multiply in C++, where torch's autocast would cast in the region of the model."""
     calls = {
         "einsum": lambda h: torch.einsum("ij,jk->ik", h, h),

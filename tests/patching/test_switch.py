@@ -1,4 +1,4 @@
-"""Of turning casts off: where, for whom, for how long; and of checkpoints, which recompute as they ran."""
+"""`amp.disable_casts`: where casts are off, in which thread and until when; checkpoints recompute as they ran."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers import HALF_DTYPES, casts_on, dtype_name
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from ampatch import amp
 from ampatch.errors import OptionError
@@ -27,6 +27,12 @@ def product_dtype() -> torch.dtype:
         return torch.mm(torch.ones(2, 2), torch.ones(2, 2, requires_grad=True)).dtype
 
 
+def region() -> Iterator[None]:
+    """A region without casts, between the first step of a generator and its end."""
+    with amp.disable_casts():
+        yield
+
+
 def in_thread(function: Callable[[], object]) -> object:
     """What a function returns in a thread of its own."""
     results: list[object] = []
@@ -38,13 +44,13 @@ def in_thread(function: Callable[[], object]) -> object:
 
 class TestDisableCasts:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
-    def test_turns_casts_off_until_the_block_ends(self, half):
+    def test_casts_are_off_until_the_block_ends(self, half):
         with casts_on(half):
             with amp.disable_casts():
                 assert product_dtype() is torch.float32
             assert product_dtype() is half
 
-    def test_turns_off_operators_registrations_and_decorated_functions_too(self):
+    def test_operators_and_decorated_functions_do_not_cast_either(self):
         @amp.half_function
         def decorated(value: Tensor) -> torch.dtype:
             return value.dtype
@@ -55,18 +61,8 @@ class TestDisableCasts:
                 assert decorated(torch.ones(1)) is torch.float32
                 assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
 
-    def test_nests(self):
-        with casts_on(), amp.disable_casts():
-            with amp.disable_casts():
-                assert product_dtype() is torch.float32
-            assert product_dtype() is torch.float32
-
     @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
-    def test_ends_with_the_last_of_regions_that_overlap(self, order):
-        def region() -> Iterator[None]:
-            with amp.disable_casts():
-                yield
-
+    def test_overlapping_regions_end_with_the_last_one(self, order):
         with casts_on():
             regions = [region() for _ in range(3)]
             for each in regions:
@@ -78,30 +74,11 @@ class TestDisableCasts:
         with casts_on():
             assert product_dtype() is torch.bfloat16
 
-    def test_ends_with_the_last_of_tasks_that_overlap(self):
-        async def without_casts(wait: int) -> None:
-            with amp.disable_casts():
-                for _ in range(wait):
-                    await asyncio.sleep(0)
-                    assert product_dtype() is torch.float32
-
-        async def both() -> None:
-            await asyncio.gather(without_casts(2), without_casts(4))
-
+    def test_a_step_within_overlapping_regions_leaves_them_as_they_are(self):
         with casts_on():
-            asyncio.run(both())
-            assert product_dtype() is torch.bfloat16
-
-    def test_a_step_within_regions_that_overlap_leaves_them_as_they_are(self):
-        def region() -> Iterator[None]:
-            with amp.disable_casts():
-                yield
-
-        with casts_on():
-            switch = runtime.live.switch
             first, second = region(), region()
             next(first)
-            with switch.suspended():
+            with runtime.live.switch.suspended():
                 next(second)
                 first.close()
             assert product_dtype() is torch.float32
@@ -109,7 +86,7 @@ class TestDisableCasts:
             assert product_dtype() is torch.bfloat16
 
     @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, GeneratorExit])
-    def test_restores_where_the_block_raises(self, error):
+    def test_casts_are_on_again_after_a_block_that_raised(self, error):
         def fail() -> None:
             with amp.disable_casts():
                 raise error
@@ -119,8 +96,9 @@ class TestDisableCasts:
                 fail()
             assert product_dtype() is torch.bfloat16
 
-    def test_is_a_decorator_that_can_be_called_again_and_recursively(self):
-        @amp.disable_casts()
+    @pytest.mark.parametrize("decorate", [amp.disable_casts, amp.disable_casts()], ids=["bare", "called"])
+    def test_a_decorated_function_can_be_called_again_and_recursively(self, decorate):
+        @decorate
         def disabled(depth: int) -> list[torch.dtype]:
             return [product_dtype(), *(disabled(depth - 1) if depth else [])]
 
@@ -128,25 +106,15 @@ class TestDisableCasts:
             assert disabled(2) == disabled(2) == [torch.float32] * 3
             assert product_dtype() is torch.bfloat16
 
-    def test_decorator_made_before_amp_was_set_up_holds(self):
-        @amp.disable_casts()
-        def disabled() -> torch.dtype:
-            return product_dtype()
-
-        with casts_on():
-            assert disabled() is torch.float32
-
-    def test_is_inert_without_amp(self):
+    def test_a_region_around_a_session_holds_for_it(self):
         with amp.disable_casts():
-            assert product_dtype() is torch.float32
-
-    def test_holds_for_amp_that_is_set_up_inside(self):
-        with amp.disable_casts(), casts_on():
-            assert product_dtype() is torch.float32
+            assert product_dtype() is torch.float32  # without amp, too
+            with casts_on():
+                assert product_dtype() is torch.float32
         with casts_on():
             assert product_dtype() is torch.bfloat16
 
-    def test_what_it_returns_can_be_entered_again_and_within_itself(self):
+    def test_a_region_object_can_be_entered_again_and_within_itself(self):
         off = amp.disable_casts()
         with casts_on():
             for _ in range(2):
@@ -157,16 +125,8 @@ class TestDisableCasts:
                 assert product_dtype() is torch.bfloat16
         assert repr(off) == "amp.disable_casts()"
 
-    def test_is_a_decorator_without_parentheses_too(self):
-        @amp.disable_casts
-        def disabled(start: int) -> list[torch.dtype]:
-            return [product_dtype()] * start
-
-        with casts_on():
-            assert disabled(2) == [torch.float32] * 2
-
     @pytest.mark.parametrize("decorate", [amp.disable_casts, amp.disable_casts()], ids=["bare", "called"])
-    def test_has_every_step_of_a_generator_run_without_casts_and_nothing_else(self, decorate):
+    def test_every_step_of_a_decorated_generator_runs_without_casts(self, decorate):
         seen: list[object] = []
 
         @decorate
@@ -198,15 +158,7 @@ class TestDisableCasts:
             assert product_dtype() is torch.bfloat16
         assert steps.__doc__ == "Some."
 
-    def test_has_a_coroutine_run_without_casts_and_those_beside_it_with(self):
-        @amp.disable_casts
-        async def disabled() -> list[torch.dtype]:
-            found = [product_dtype()]
-            for _ in range(3):
-                await asyncio.sleep(0)
-                found.append(product_dtype())
-            return found
-
+    def test_a_decorated_coroutine_runs_without_casts_beside_others_with_them(self):
         async def beside() -> list[torch.dtype]:
             found = []
             for _ in range(3):
@@ -215,12 +167,12 @@ class TestDisableCasts:
             return found
 
         async def both() -> list[list[torch.dtype]]:
-            return await asyncio.gather(disabled(), beside())
+            return await asyncio.gather(amp.disable_casts(beside)(), beside())
 
         with casts_on():
-            assert asyncio.run(both()) == [[torch.float32] * 4, [torch.bfloat16] * 3]
+            assert asyncio.run(both()) == [[torch.float32] * 3, [torch.bfloat16] * 3]
 
-    def test_of_a_class_or_an_asynchronous_generator_is_an_error(self):
+    def test_decorating_a_class_or_an_asynchronous_generator_is_an_error(self):
         async def steps() -> AsyncIterator[None]:
             yield
 
@@ -229,7 +181,7 @@ class TestDisableCasts:
                 amp.disable_casts()(what)
 
     @pytest.mark.parametrize("fullgraph", [False, True])
-    def test_a_function_that_it_decorates_can_be_compiled(self, fullgraph):
+    def test_a_decorated_function_can_be_compiled(self, fullgraph):
         @amp.disable_casts
         def product() -> Tensor:
             return torch.ones(2, 2) @ torch.ones(2, 2)
@@ -240,7 +192,7 @@ class TestDisableCasts:
             )
             assert [each.dtype for each in compiled()] == [torch.float32, torch.bfloat16]
 
-    def test_what_was_made_outside_of_compiled_code_holds_inside(self):
+    def test_a_region_object_made_outside_of_compiled_code_works_inside(self):
         off = amp.disable_casts()
 
         def products() -> tuple[Tensor, Tensor]:
@@ -253,21 +205,21 @@ class TestDisableCasts:
             for _ in range(2):
                 assert [each.dtype for each in compiled()] == [torch.float32, torch.bfloat16]
 
-    def test_survives_amp_being_set_down_inside(self):
+    def test_a_session_may_end_within_the_region(self):
         amp.initialize(nn.Module(), verbosity=0)
         with amp.disable_casts():
             amp.deinitialize()
         with casts_on():
             assert product_dtype() is torch.bfloat16
 
-    def test_leaves_nothing_behind_in_torch(self):
+    def test_the_region_turns_on_no_mode_of_torch(self):
         with casts_on():
             with amp.disable_casts():
                 assert not torch._C._is_any_autocast_enabled()
                 assert torch._C._len_torch_function_stack() == 0
             assert not any(map(torch.is_autocast_enabled, torch._C._autocast_supported_devices()))
 
-    def test_turns_off_autocast_of_the_user_as_well(self):
+    def test_autocast_of_the_user_is_off_as_well(self):
         with casts_on(torch.float16), torch.autocast("cpu", torch.bfloat16):
             with amp.disable_casts():
                 assert product_dtype() is torch.float32
@@ -275,28 +227,12 @@ class TestDisableCasts:
 
 
 class TestThreads:
-    def test_off_in_one_does_not_reach_another(self):
+    def test_casts_that_are_off_in_one_thread_are_on_in_another(self):
         with casts_on(), amp.disable_casts():
             assert in_thread(product_dtype) is torch.bfloat16
             assert product_dtype() is torch.float32
 
-    def test_off_in_another_does_not_reach_this_one(self):
-        entered, leave = threading.Event(), threading.Event()
-
-        def stay() -> None:
-            with amp.disable_casts():
-                entered.set()
-                leave.wait(60)
-
-        with casts_on():
-            thread = threading.Thread(target=stay)
-            thread.start()
-            entered.wait(60)
-            assert product_dtype() is torch.bfloat16
-            leave.set()
-            thread.join()
-
-    def test_backward_in_another_sees_casts_on(self):
+    def test_a_backward_pass_in_another_thread_casts(self):
         seen = []
 
         class Spy(torch.autograd.Function):
@@ -344,7 +280,7 @@ class TestCheckpoints:
         block.zero_grad()
         return grads
 
-    def test_give_the_gradients_of_the_model_without_them(self, use_reentrant):
+    def test_gradients_are_those_without_checkpoints(self, use_reentrant):
         block = Block()
         with casts_on():
             plain = self.gradients(block, block, Tensor.backward)
@@ -354,41 +290,34 @@ class TestCheckpoints:
         for actual, expected in zip(checked, plain, strict=True):
             assert torch.equal(actual, expected)
 
-    def test_recompute_without_casts_what_ran_without(self, use_reentrant):
+    @pytest.mark.parametrize("elsewhere", [False, True], ids=["same thread", "other thread"])
+    def test_what_ran_without_casts_is_recomputed_without(self, use_reentrant, elsewhere):
         block = Block()
 
         def run(value: Tensor) -> Tensor:
             with amp.disable_casts():
                 return checkpoint(block, value, use_reentrant=use_reentrant)
 
+        def back(loss: Tensor) -> None:
+            in_thread(loss.backward) if elsewhere else loss.backward()
+
         plain = self.gradients(block, block, Tensor.backward)
         block.seen.clear()
         with casts_on():
-            checked = self.gradients(run, block, Tensor.backward)
+            checked = self.gradients(run, block, back)
             assert product_dtype() is torch.bfloat16
         assert block.seen == [torch.float32, torch.float32]
         for actual, expected in zip(checked, plain, strict=True):
             assert torch.equal(actual, expected)
 
-    def test_recompute_with_casts_what_ran_with(self, use_reentrant):
+    def test_what_ran_with_casts_is_recomputed_with_them(self, use_reentrant):
         block = Block()
         with casts_on():
             run = functools.partial(checkpoint, block, use_reentrant=use_reentrant)
             self.gradients(run, block, amp.disable_casts()(Tensor.backward))
         assert block.seen == [torch.bfloat16, torch.bfloat16]
 
-    def test_remember_when_another_thread_recomputes(self, use_reentrant):
-        block = Block()
-
-        def run(value: Tensor) -> Tensor:
-            with amp.disable_casts():
-                return checkpoint(block, value, use_reentrant=use_reentrant)
-
-        with casts_on():
-            self.gradients(run, block, lambda loss: in_thread(loss.backward))
-        assert block.seen == [torch.float32, torch.float32]
-
-    def test_remember_within_checkpoints(self, use_reentrant):
+    def test_a_checkpoint_within_a_checkpoint_is_recomputed_as_it_ran(self, use_reentrant):
         inner, outer = Block(), Block()
 
         def run(value: Tensor) -> Tensor:
@@ -404,31 +333,7 @@ class TestCheckpoints:
         assert inner.linear.weight.grad is None  # gradients() has read and cleared them
         assert outer.linear.weight.grad is not None
 
-    def test_made_by_a_partial_before_amp_was_set_up_remember_too(self, use_reentrant):
-        block = Block()
-        bound_before = functools.partial(checkpoint, use_reentrant=use_reentrant)
-
-        def run(value: Tensor) -> Tensor:
-            with amp.disable_casts():
-                return bound_before(block, value)
-
-        with casts_on():
-            self.gradients(run, block, Tensor.backward)
-        assert block.seen == [torch.float32, torch.float32]
-
-    def test_in_sequence_remember_too(self, use_reentrant):
-        blocks = nn.Sequential(Block(), Block(), Block())
-
-        def run(value: Tensor) -> Tensor:
-            with amp.disable_casts():
-                return checkpoint_sequential(blocks, 3, value, use_reentrant=use_reentrant)
-
-        with casts_on():
-            self.gradients(run, blocks[0], Tensor.backward)
-        assert {dtype for block in blocks for dtype in block.seen} == {torch.float32}
-        assert [len(block.seen) for block in blocks] == [2, 2, 1]
-
-    def test_that_outlive_amp_recompute_without_casts(self, use_reentrant):
+    def test_checkpoints_that_outlive_the_session_are_recomputed_without_casts(self, use_reentrant):
         block = Block()
         with casts_on(), amp.disable_casts():
             value = torch.ones(3, 8, requires_grad=True)
@@ -438,7 +343,7 @@ class TestCheckpoints:
 
 
 class TestSwitch:
-    def test_takes_back_one_disabling_for_a_closure(self):
+    def test_resumed_takes_back_one_disabling(self):
         switch = Switch()
         with switch.disabled():
             with switch.resumed():
@@ -448,20 +353,20 @@ class TestSwitch:
             assert switch.is_off()
         assert not switch.is_off()
 
-    def test_resumed_restores_where_the_block_raises(self):
+    def test_resumed_restores_after_a_block_that_raised(self):
         switch = Switch()
         with switch.disabled():
             with pytest.raises(ValueError, match="in the closure"), switch.resumed():
                 raise ValueError("in the closure")
             assert switch.is_off()
 
-    def test_stays_off_for_a_session_that_begins_inside(self):
+    def test_a_switch_of_a_session_that_begins_in_a_region_is_off(self):
         first, second = Switch(), Switch()
         with first.disabled():
             assert second.is_off()
         assert not second.is_off()
 
-    def test_is_taken_out_of_checkpoints_again(self):
+    def test_patches_of_checkpoints_are_undone(self):
         frame = torch.utils.checkpoint._CheckpointFrame
         before = frame.__init__
         ledger = PatchLedger()
@@ -473,20 +378,21 @@ class TestSwitch:
 
 
 class TestOptimizerSteps:
-    @pytest.mark.parametrize("closure", [True, False], ids=["closure", "no-closure"])
-    def test_run_without_casts_and_their_closures_with(self, closure):
-        seen: dict[str, torch.dtype] = {}
+    def test_optimizer_steps_run_without_casts_and_closures_with_them(self):
+        seen: list[torch.dtype] = []
 
         class Spy(torch.optim.SGD):
             def step(self, closure: Callable[[], Tensor] | None = None) -> None:
-                seen["step"] = product_dtype()
+                seen.append(product_dtype())
                 if closure is not None:
                     closure()
-                    seen["after the closure"] = product_dtype()
+                    seen.append(product_dtype())
 
         model = nn.Linear(2, 2)
         model, optimizer = amp.initialize(model, Spy(model.parameters(), lr=0.1), verbosity=0)
-        optimizer.step(lambda: seen.update(closure=product_dtype()) if closure else None)
-        expected = {"step": torch.float32, "after the closure": torch.float32}
-        assert seen == (expected | {"closure": torch.bfloat16} if closure else expected)
+        optimizer.step(lambda: seen.append(product_dtype()))
+        assert seen == [torch.float32, torch.bfloat16, torch.float32]
+        seen.clear()
+        optimizer.step()
+        assert seen == [torch.float32]
         assert product_dtype() is torch.bfloat16
