@@ -16,6 +16,8 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from fresh import Fresh
 from helpers import HALF_DTYPES, assert_same_bits, check_rows, combinations, dtype_name, together
+from hypothesis import given
+from hypothesis import strategies as st
 from seen_operators import Operators
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -1021,6 +1023,32 @@ def assert_trains_the_same(make: Callable[[], nn.Module], *args: Any, **options:
 @both_halves
 def test_training_has_the_same_bits(model: str, half: torch.dtype) -> None:
     assert_trains_the_same(MODELS[model], half)
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(8, 8),
+    "no bias": lambda: nn.Linear(8, 8, bias=False),
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "norm": lambda: nn.LayerNorm(8),
+    "dropout": lambda: nn.Dropout(0.3),
+}
+
+
+@pytest.mark.slow
+@given(
+    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=5),
+    half=st.sampled_from(HALF_DTYPES),
+    frozen=st.integers(0, 6),
+)
+def test_random_models_train_to_the_same_bits(kinds: list[str], half: torch.dtype, frozen: int) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), *(KINDS[kind]() for kind in kinds), nn.Linear(8, 8))
+        for parameter in list(model.parameters())[:frozen][:-1]:
+            parameter.requires_grad_(False)
+        return model
+
+    assert_trains_the_same(make, half)
 
 
 # Settings
