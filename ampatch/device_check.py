@@ -127,7 +127,7 @@ def _row(half: HalfType, name: str, device: torch.device) -> Row:
     errors = [0.0]
     for number, (function, shapes) in enumerate(_WORK[name]):
         generator = torch.Generator().manual_seed(number)
-        tensors = [torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for shape in shapes]
+        tensors = [torch.randn(shape, generator=generator, device="cpu") / shape[-1] ** 0.5 for shape in shapes]
         rounded = [each.to(half.dtype) for each in tensors]
         try:
             found = _results(function, [each.to(device) for each in rounded])

@@ -34,7 +34,6 @@ from ampatch.integrations.shared_patches import put_around
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import LEVELS
 from ampatch.runtime import runtime
-from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.scaling.scale_use import has_scaled
 from ampatch.torch_private.autograd import FORWARD_CLASS, current_graph_task_id
 from ampatch.torch_private.modules import COMPILED_CALL, COMPILED_ORIGINAL
@@ -175,7 +174,7 @@ class TrainerSession:
         # Levels that convert weights do not accept a model together with a part of it.
         inner = {id(part) for model in models for part in model.modules() if part is not model}
         self.models = [model for model in models if id(model) not in inner]
-        self.optimizers = [check_optimizer(each) for each in optimizers or ()]
+        self.optimizers = list(optimizers or ())
         self.is_training = optimizers is not None
         self._options = dict(options) if scaler is None else _without_scale(options)
         self._wording = wording
@@ -213,13 +212,13 @@ class TrainerSession:
                 )
             before = _floating(self.models) if _may_convert(self._options) else []
             precise = [(each, each.detach()) for each in before]  # keep the float32 storage, which conversion replaces
-            updated = {id(each) for optimizer in self.optimizers for each in parameters_of(optimizer)}
             session = runtime.live
             optimizers = [] if self._scaler is not None else self.optimizers
             # The session still knows an optimizer that trained in it before.
             new = [each for each in optimizers if session is None or not session.adopted.has(each)]
             self._initialize(self.models, new, joins=bool(others))
             self._session = runtime.live
+            updated = {id(each) for optimizer in self.optimizers for each in parameters_of(optimizer)}
             if self._session is not None:
                 self._session.losses.leaves.are_unscaled = True
             _shared.users.append(self)

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ from ampatch.switch import PLAIN, Region, State, is_in_region, state
 from ampatch.torch_private.autograd import current_graph_task_id, engine_run_backward, sequence_number
 from ampatch.torch_private.modes import is_any_autocast_enabled
 from ampatch.torch_private.modules import HOOKS_AROUND_PASSES
+from ampatch.weights.conversion_plan import matches
 
 #: The states of random generators, by device; that of the CPU's has None.
 Random = list[tuple[torch.device | None, Tensor]]
@@ -115,6 +116,11 @@ class NotedForward:
             return "TorchScript has compiled a part of it"
         is_same = versions_of(tensors_in(self.given)) == self._versions
         return "" if is_same else "its arguments were written to since"
+
+    def matching(self, pattern: str, names: Mapping[int, str]) -> list[str]:
+        """Returns the submodules whose names for the user, by the module's id, match a pattern."""
+        named = self.module.named_modules() if pattern else ()
+        return [name for name, each in named if name and matches(pattern, names.get(id(each), ""), each)]
 
     def run_again(
         self,

@@ -51,7 +51,6 @@ from ampatch.session import Session
 from ampatch.switch import OFF
 from ampatch.torch_private.autograd import current_graph_task_id, sequence_number
 from ampatch.tracing import is_capturing, is_recording
-from ampatch.weights.conversion_plan import matches
 
 #: Why no operator is named for gradients that other ranks, or other code, made inf or NaN.
 FINITE_HERE = (
@@ -361,10 +360,10 @@ class OverflowTracer:
             block = contextlib.nullcontext if blacklist is None else functools.partial(in_float32, blacklist)
             # An error: types that do not fit together. Then it is no remedy.
             with contextlib.suppress(Exception), contextlib.nullcontext() if pattern else block():
-                stands_in = stand_in(loss_scale)
+                stands_in, names = stand_in(loss_scale), self._named_modules() if pattern else {}
                 runs = (
                     each.run_again(
-                        None, factor, replaces=stands_in, state=state, parts=self._matching(each, pattern), block=block
+                        None, factor, replaces=stands_in, state=state, parts=each.matching(pattern, names), block=block
                     )
                     for each in several
                 )
@@ -389,12 +388,6 @@ class OverflowTracer:
         # A static scale does not come down to what the stand-ins for gradients need.
         mark = TRIED if factor != 1 or not any(each.has_lost_gradients for each in several) else TRIED_FORWARD
         return replace(trace, remedies=(*kept, *marked([told_of(overlay)], mark), *marked(others)), cast_lists=overlay)
-
-    def _matching(self, noted: NotedForward, pattern: str) -> list[str]:
-        """Returns the submodules of a noted forward pass that a pattern of the user's names matches."""
-        names = self._named_modules() if pattern else {}
-        named = noted.module.named_modules() if pattern else ()
-        return [name for name, each in named if name and matches(pattern, names.get(id(each), ""), each)]
 
     def _origins(
         self, noted: NotedForward, ids: Collection[int] | None, kept: int | None, factor: float = 1.0
