@@ -51,7 +51,7 @@ class Row:
         half: the half type.
         work: what was computed.
         error: greatest relative error of a result or gradient, in the 2-norm; NaN if one is not finite.
-        refused: torch's error, if it has no kernel.
+        refused: torch's error, such as for a missing kernel; empty if there was none.
     """
 
     half: HalfType
@@ -68,7 +68,7 @@ class Row:
     def verdict(self) -> str:
         """What is the matter, in a few words."""
         if self.refused:
-            return f"no kernel: {self.refused}"
+            return f"torch raised: {self.refused}"
         if self.is_safe:
             return "as float32"
         return "wrong" if self.error < float("inf") else "inf or NaN"
@@ -119,7 +119,9 @@ def check(name: str = "") -> DeviceCheck:
         torch.ones((), device=device).item()
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise OptionError(f"found {name!r} as a device, and torch cannot compute there: {reason}") from None
+        raise OptionError(
+            f"found {name!r} as a device, on which torch cannot compute ({reason}); expected one such as cuda:0 or cpu."
+        ) from None
     return DeviceCheck(device, tuple(_row(half, work, device) for half in HALF_TYPES.values() for work in _WORK))
 
 

@@ -359,3 +359,16 @@ def four() -> Iterator[Workers]:
     workers = Workers(4)
     yield workers
     workers.stop()
+
+
+@pytest.fixture(params=["python", "compiled"])
+def calls_in_both(request: pytest.FixtureRequest, select_calls: Callable[[str], None]) -> None:
+    """Runs a test with calls in Python, and with calls in C++."""
+    if request.param == "compiled":
+        request.getfixturevalue("compiled_calls")
+    select_calls(request.param)
+
+
+@pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def half(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param

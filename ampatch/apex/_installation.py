@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 from ampatch.apex import _not_replaced
 
@@ -128,7 +128,10 @@ def _is_query() -> bool:
     Scripts ask so whether a module exists, and expect None.
     """
     # From here up: the finder, the import system's search through all finders, and the function that asked for it.
-    return sys._getframe(3).f_globals.get("__name__") == "importlib.util"
+    frame: FrameType | None = sys._getframe()
+    for _ in range(3):
+        frame = frame and frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
 
 
 _ALL = DistributionFinder.Context()

@@ -189,7 +189,9 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
     count = len(after.modules)
     parts = f", and has {count} {'entry' if count == 1 else 'entries'} for parts of a model" if count else ""
     effect = f"it changes how {_paths(len(changed))} {are} treated{note}{parts}"
-    if not (changed or count):
+    if count and not changed:
+        effect = f"it has {count} {'entry' if count == 1 else 'entries'} for parts of a model"
+    elif not changed:
         effect = "it changes nothing, as it has no entries, or only such as the shipped lists have"
     verdict = f"{file} {sound}: {effect}."
     lines = [*undone, *list_edits.left_out(after), *list_edits.in_modules(after, list_edits.left_out), verdict]

@@ -30,7 +30,7 @@ from ampatch.opt_levels import LEVELS, check_names
 from ampatch.runtime import runtime
 
 # isort: split
-# Below `accelerated`, which raises a clear error if accelerate is missing or too old.
+# Below `accelerate_optimizers`, which raises a clear error if accelerate is missing or too old.
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler

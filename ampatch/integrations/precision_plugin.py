@@ -24,9 +24,16 @@ from ampatch.errors import IntegrationError, OptionError, UsageError
 from ampatch.integrations import versions
 from ampatch.integrations.options import names as option_names
 from ampatch.integrations.shared_patches import put_around
-from ampatch.integrations.trainer_session import TrainerSession, Wording, casts_off, casts_on, uninterrupted
+from ampatch.integrations.trainer_session import (
+    TrainerSession,
+    Wording,
+    casts_off,
+    casts_on,
+    may_convert,
+    uninterrupted,
+)
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import LEVELS, check_opt_level, hint
+from ampatch.opt_levels import check_opt_level, hint
 from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import evaluates_first
 
@@ -261,7 +268,7 @@ class _Run:
         """Sets amp up."""
         trainer, module = self._trainer, self._module
         models: list[nn.Module] = [module]
-        if LEVELS[options["opt_level"]].converts or options.get("cast_model_type") is not None:
+        if may_convert(options):
             _check_callbacks(trainer.callbacks, options["opt_level"])
             models, options = _converted_parts(module, options)
         optimizers = [each.optimizer for each in trainer.strategy._lightning_optimizers]

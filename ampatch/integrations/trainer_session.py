@@ -210,7 +210,7 @@ class TrainerSession:
                     f"itself. Leave that call out, and give its arguments to {self._wording.set_up}; or type "
                     "amp.deinitialize() before."
                 )
-            before = _floating(self.models) if _may_convert(self._options) else []
+            before = _floating(self.models) if may_convert(self._options) else []
             precise = [(each, each.detach()) for each in before]  # keep the float32 storage, which conversion replaces
             session = runtime.live
             optimizers = [] if self._scaler is not None else self.optimizers
@@ -241,10 +241,11 @@ class TrainerSession:
 
     def _check_may_join(self, others: Sequence[TrainerSession]) -> None:
         live = amp.settings()
-        converts = live.get("cast_model_type") in HALF_DTYPES
+        session = runtime.live
+        converts = session is not None and (session.settings.has_half_weights or session.settings.has_masters)
         shares_scale = self.is_training and self._scaler is None and live.get("loss_scale") == "dynamic"
         if converts or (shares_scale and any(other.is_training for other in others)):
-            why = "which converts weights" if converts else "with a dynamic loss scale"
+            why = "which has half weights" if converts else "with a dynamic loss scale"
             raise UsageError(
                 f"amp is on in this process for another fit or prediction, at opt_level={live.get('opt_level')!r}, "
                 f"{why}: only one at a time can have that. Run one after the other, or each in a process of its own."
@@ -256,7 +257,7 @@ class TrainerSession:
         live = amp.settings()
         self._may_skip = live["loss_scale"] == "dynamic" or live["check_finite"]
         self._is_one = self._scaler is None and live["loss_scale"] == 1
-        if self._scaler is not None and live["cast_model_type"] in HALF_DTYPES and live["master_weights"]:
+        if self._scaler is not None and self._session.settings.has_masters:
             raise OptionError(
                 f"a scaler cannot replace amp's own scale at opt_level={live['opt_level']!r}, whose float32 masters "
                 "get their gradients from amp's scale. Leave the scaler out, or use opt_level='O1'."
@@ -598,9 +599,10 @@ def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "loss_scale": 1.0}
 
 
-def _may_convert(options: Mapping[str, Any]) -> bool:
-    level = LEVELS.get(str(options.get("opt_level", "O1")))
-    return level is None or level.converts or options.get("cast_model_type") is not None
+def may_convert(options: Mapping[str, Any]) -> bool:
+    """Returns True if options of ``amp.initialize`` may convert weights."""
+    level, given = LEVELS.get(str(options.get("opt_level", "O1"))), options.get("cast_model_type")
+    return given is not False and (level is None or level.converts or given is not None)
 
 
 def _are_compiled(models: Sequence[nn.Module]) -> bool:

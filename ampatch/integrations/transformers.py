@@ -29,7 +29,7 @@ from ampatch.integrations import accelerate_optimizers  # noqa: E402
 from ampatch.integrations.pretrained import honest_configs  # noqa: E402
 
 # isort: split
-# Below `accelerated`, which raises a clear error if accelerate is missing: transformers' own names other packages.
+# Below `accelerate_optimizers`, which raises a clear error if accelerate is missing; transformers' own names others.
 from transformers import Trainer  # noqa: E402
 
 __all__ = ["AmpatchMixin", "AmpatchTrainer"]

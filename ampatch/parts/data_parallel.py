@@ -47,7 +47,7 @@ class Wrappers(Part):
         """Finds wrappers in all models: earlier ones may have been sharded since."""
         for model in self.shared.adopted.models:
             for wrapper in self.shared.ranks.find_wrappers(model):
-                self._hear_forwards_of(wrapper)
+                self._follow_forwards_of(wrapper)
         if self.shared.ranks.gathers_weights:
             self.shared.cache.disable()
 
@@ -91,7 +91,7 @@ class Wrappers(Part):
         conversion = self._weights.conversion
         conversion.without_master.accept_writes()  # the wrapper has sent the weights of rank 0 as they are
         self.shared.ranks.add(wrapper)
-        self._hear_forwards_of(wrapper)
+        self._follow_forwards_of(wrapper)
         if not signature.bind(wrapper, *args, **kwargs).arguments.get("init_sync", True):  # nor has it sent weights
             return
         for tensor in distributed.broadcast_tensors(wrapper):
@@ -104,7 +104,7 @@ class Wrappers(Part):
             for tensor in [tensor for scaler in self._losses.scalers for tensor in scaler.tensors_on(device)]:
                 distributed.broadcast_from_rank_0(tensor, wrapper)
 
-    def _hear_forwards_of(self, wrapper: DistributedDataParallel) -> None:
+    def _follow_forwards_of(self, wrapper: DistributedDataParallel) -> None:
         hook = self.shared.hooks.after_replicated_forward
         if hook not in getattr(wrapper, FORWARD_HOOKS).values():
             self.ledger.on_undo(wrapper.register_forward_hook(hook).remove, wrapper)

@@ -113,6 +113,8 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
 def kept_in_float32(argument: str, given: object, properties: Properties) -> conversion_plan.KeepFloat32:
     """Returns names, patterns and classes of submodules that an argument keeps in float32."""
     kept = conversion_plan.check_keep_fp32(given, argument)
+    if kept and _leaves_weights(properties):
+        raise OptionError(f"{argument} contradicts {_LEAVES_WEIGHTS}")
     if kept and not (properties.patch_torch_functions or properties.cast_model_type in HALVES):
         raise OptionError(
             f"{argument} contradicts opt_level={properties.opt_level!r}, which computes in float32 everywhere. Leave "
@@ -124,12 +126,23 @@ def kept_in_float32(argument: str, given: object, properties: Properties) -> con
 def cast_buffers_of(given: object, properties: Properties) -> conversion_plan.CastBuffers:
     """Returns the buffers that become half."""
     wanted = conversion_plan.check_cast_buffers(given)
+    if wanted and _leaves_weights(properties):
+        raise OptionError(f"cast_buffers contradicts {_LEAVES_WEIGHTS}")
     if wanted and properties.cast_model_type not in HALVES:
         raise OptionError(
             f"cast_buffers contradicts opt_level={properties.opt_level!r}, which makes no weights half. Leave "
             "cast_buffers out, or use opt_level='O2'."
         )
     return wanted
+
+
+_LEAVES_WEIGHTS = "cast_model_type=False, which leaves all weights and buffers as they are. Leave one of the two out."
+
+
+def _leaves_weights(properties: Properties) -> bool:
+    """Returns True if ``cast_model_type=False`` is given at a level that makes weights half."""
+    converts = opt_levels.LEVELS[properties.opt_level].converts
+    return converts and properties.cast_model_type is None and not properties.patch_torch_functions
 
 
 def fuses_linear(fused_linear: object, properties: Properties) -> bool:

@@ -142,7 +142,7 @@ class ReplacedParameters:
                     setattr(module, place.name, parameter)
 
     def note(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        """Notes that a module is about to get a parameter, for `settle`."""
+        """Notes that a module is about to get a parameter, for `decide`."""
         if parameter is None:
             return
         known = module._parameters.get(name)
@@ -173,7 +173,7 @@ class ReplacedParameters:
         )
 
     def search(self, places: Places, parameters: Iterable[Tensor]) -> None:
-        """Notes the places that hold another parameter now, by whatever means it got there, for `settle`.
+        """Notes the places that hold another parameter now, by whatever means it got there, for `decide`.
 
         Args:
             places: where the parameters were.

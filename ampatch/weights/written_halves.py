@@ -84,7 +84,7 @@ class WrittenHalves:
 
     def __init__(self, make_float32: Callable[[Tensor, Tensor], Tensor]) -> None:
         self._make_float32 = make_float32
-        self._widened: list[Tensor] = []  # until the caller of `settle` has them
+        self._widened: list[Tensor] = []  # until the caller of `widen_written` has them
         self._watched: dict[int, _Watched] = {}  # by id of the weight
         self._moments: tuple[list[int], list[int]] = [], []
         self._heard: list[_Watched] = []  # those among them whose ``data`` user code has read or set
@@ -131,7 +131,7 @@ class WrittenHalves:
         alive = [weight for each in self._watched.values() if (weight := each.weight()) is not None]
         is_written = any(each.is_written_by_data() for each in self._heard)
         if is_written or self._copies or self._widened or moments_of(alive) != self._moments:
-            self._settle(alive)
+            self._widen_each(alive)
         widened, self._widened = self._widened, []
         return widened
 
@@ -142,9 +142,9 @@ class WrittenHalves:
                 each.is_written(weight)
 
     @_outside_of_inference
-    def _settle(self, alive: list[Tensor]) -> None:
+    def _widen_each(self, alive: list[Tensor]) -> None:
         for key, given in list(self._copies.items()):
-            self._take_back(given)
+            self._widen_if_written(given)
             if not is_shared(given.copy):  # user code has no tensor of its memory any more
                 del self._copies[key]
         self._watched = {id(each): self._watched[id(each)] for each in alive if each.dtype in HALVES}
@@ -193,14 +193,14 @@ class WrittenHalves:
         """Returns a float32 copy of a half weight; what the user writes to it counts, from the next look on."""
         given = self._copies.get(id(tensor))
         if given is not None:
-            self._take_back(given)
+            self._widen_if_written(given)
             if tensor.dtype not in HALVES:
                 return tensor.detach()
         if given is None or not given.is_of(tensor):
             given = self._copies[id(tensor)] = _Float32Copy(tensor)
         return given.copy
 
-    def _take_back(self, given: _Float32Copy) -> None:
+    def _widen_if_written(self, given: _Float32Copy) -> None:
         tensor = given.tensor()
         if tensor is not None and tensor.dtype in HALVES and tensor.shape == given.copy.shape and given.was_written():
             values, copy = tensor.detach(), given.copy.to(tensor.device)

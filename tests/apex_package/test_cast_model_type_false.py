@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ampatch import amp
 from ampatch.apex import amp as apex_amp
 from ampatch.apex.amp import _amp_state
-from ampatch.errors import AmpWarning
+from ampatch.errors import AmpWarning, OptionError
 
 LEVELS = ("O0", "O1", "O2", "O3")
 pytestmark = pytest.mark.filterwarnings("ignore:.* updates half weights:ampatch.errors.AmpWarning")
@@ -154,6 +154,11 @@ class TestWeights:
 
 
 class TestArguments:
+    @pytest.mark.parametrize("options", [{"keep_fp32": ["0"]}, {"float32_outputs": ["0"]}, {"cast_buffers": True}])
+    def test_options_for_converted_weights_are_refused(self, options):
+        with pytest.raises(OptionError, match="contradicts cast_model_type=False, which leaves all weights"):
+            amp.initialize(nn.Sequential(nn.Linear(2, 2).half()), opt_level="O2", cast_model_type=False, **options)
+
     def test_inputs_and_outputs_keep_their_types(self) -> None:
         model = nn.Linear(2, 2)
         apex_amp.initialize(model, opt_level="O2", cast_model_type=False)

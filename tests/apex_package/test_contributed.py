@@ -57,6 +57,13 @@ class TestSoftmaxCrossEntropyLoss:
 
 @pytest.mark.parametrize("device", DEVICES)
 class TestClipGradNorm:
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_a_norm_beyond_the_half_type_clips_to_the_limit(self, dtype, device):
+        parameter = nn.Parameter(torch.zeros(2000, 2000, dtype=dtype, device=device))
+        parameter.grad = torch.full_like(parameter, 40.0)
+        assert clip_grad_norm_(parameter, 1.0).item() == pytest.approx(80000.0)
+        torch.testing.assert_close(parameter.grad.float().norm().item(), 1.0, rtol=0.01, atol=0.0)
+
     def test_clips_what_a_script_hands_in(self, device: str) -> None:
         parameters = [nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
         for parameter in parameters:

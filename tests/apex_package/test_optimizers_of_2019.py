@@ -56,6 +56,14 @@ def detached(trained: list[nn.Parameter]) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", DEVICES)
 class TestFusedAdam:
+    def test_clipping_a_norm_beyond_the_half_type_keeps_the_update_and_the_gradient(self, device: str) -> None:
+        parameter = nn.Parameter(torch.zeros(2000, 2000, dtype=torch.float16, device=device))
+        parameter.grad = torch.full_like(parameter, 40.0)
+        optimizer = FusedAdam([parameter], max_grad_norm=1.0)
+        optimizer.step()
+        assert optimizer.state[parameter]["exp_avg"].norm().item() == pytest.approx(0.1, rel=0.01)
+        assert parameter.grad.unique().tolist() == [40.0]
+
     @pytest.mark.parametrize("kind", [FusedAdam, optimizers.FusedAdam], ids=["contrib", "optimizers"])
     @pytest.mark.parametrize("max_norm", [0.5, 100.0])
     def test_clips_the_gradients_of_a_group(self, kind: Any, max_norm: float, device: str) -> None:

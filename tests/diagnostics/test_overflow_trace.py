@@ -180,6 +180,20 @@ class TestForward:
         assert trace.largest_in_float32 is None
         assert "was not tried" in trace.notes[0]
 
+    def test_layers_that_overflow_alike_are_mended_together(self):
+        class Layers(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers, self.last = nn.ModuleList([Attention(1000.0), Attention(1000.0)]), nn.Linear(8, 8)
+
+            def forward(self, x):
+                for layer in self.layers:
+                    x = layer(x)
+                return self.last(x)
+
+        overlay = trace_of(Layers()).cast_lists["modules"]
+        assert set(overlay) <= {"layers.*", "layers.0"}  # untried, it is for the first alone
+
     def test_a_function_inside_of_torchs_own_python_is_named_as_lists_know_it(self):
         attention = nn.MultiheadAttention(8, 2, batch_first=True)
         model = Applied(lambda x: attention(x * 5000, x * 5000, x)[0])

@@ -82,6 +82,12 @@ def test_texts_added_by_the_file_are_in_the_code(errors):
             assert [piece for piece in pieces if len(piece) > 3 and piece not in code] == [], message
 
 
+def test_files_that_the_page_names_exist(errors):
+    named = {message.file for section in errors.sections_of_file() for message in section.also}
+    named |= {file for file, _ in errors.PASSED_ON}
+    assert [each for each in sorted(named) if not (ROOT / "ampatch" / each).is_file()] == []
+
+
 def test_every_call_that_makes_an_error_gives_a_message(errors):
     # Counted by another way than the module has: text in the sources.
     made = Counter()

@@ -145,7 +145,7 @@ class Examiner:
                 "this line out of place, on .float() tensors: a list could not keep it in float32, as it writes to half"
             )
         elif self._properties.patch_torch_functions:
-            overlay = in_module(overlay_for(path), module)
+            overlay = in_modules(overlay_for(path), in_every_layer(module or ""))
             told = told_of(overlay)
         elif module:
             told = f"this module in float32: amp.initialize(..., keep_fp32=[{module!r}])"
@@ -172,9 +172,16 @@ def marked(remedies: Iterable[str], mark: str = NOT_TRIED) -> tuple[str, ...]:
     return tuple(each if each.startswith((_NONE, NO_SCALE, "look at")) else mark + each for each in remedies)
 
 
-def in_module(overlay: dict[str, Any], module: str | None) -> dict[str, Any]:
-    """Returns an overlay for one module, and its like in all layers; for the whole model if the module has no name."""
-    return {"modules": {in_every_layer(module): overlay}} if module else overlay
+def patterns_around(module: str) -> list[str]:
+    """Returns patterns to try for a module: its like in all layers, and for a layer itself all layers beside it."""
+    parent, _, last = module.rpartition(".")
+    layers = [f"{in_every_layer(parent)}.*"] if parent and last.isdigit() else []
+    return [in_every_layer(module), *layers] if module else []
+
+
+def in_modules(overlay: dict[str, Any], pattern: str) -> dict[str, Any]:
+    """Returns an overlay for the modules that a pattern matches; for the whole model if the pattern is empty."""
+    return {"modules": {pattern: overlay}} if pattern else overlay
 
 
 def blacklist_of(overlay: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:

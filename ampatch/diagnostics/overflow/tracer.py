@@ -30,9 +30,10 @@ from ampatch.diagnostics.overflow.examiner import (
     TRIED_FORWARD,
     Examiner,
     enters,
-    in_module,
+    in_modules,
     marked,
     origins_of_gradients,
+    patterns_around,
     told_of,
 )
 from ampatch.diagnostics.overflow.forwards import NotedForward, stand_in
@@ -42,7 +43,6 @@ from ampatch.diagnostics.overflow.trials import Blacklist, in_float32, smallest
 from ampatch.diagnostics.recorder.recorder import hidden
 from ampatch.diagnostics.recorder.records import WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
-from ampatch.errors import in_every_layer
 from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
 from ampatch.scaling.optimizer_step import OWN_HOOK
@@ -374,16 +374,16 @@ class OverflowTracer:
         if is_finite(None) is False:
             return replace(trace, remedies=(NOT_IN_FLOAT32,), cast_lists=None)
         results.clear()
-        pattern = in_every_layer(trace.module or "")
         candidates = [*self._examiner.blacklists_around(op)]
-        blacklist = smallest(candidates, functools.partial(is_finite, pattern=pattern)) if pattern else None
-        if blacklist is None:
-            pattern, blacklist = "", smallest(candidates, is_finite)
+        for pattern in (*patterns_around(trace.module or ""), ""):
+            blacklist = smallest(candidates, functools.partial(is_finite, pattern=pattern))
+            if blacklist is not None:
+                break
         first, *others = trace.remedies
         if blacklist is None:
             mark = NOT_ENOUGH if trace.cast_lists and False in results else NOT_TRIED
             return replace(trace, remedies=(*marked([first], mark), *marked(others)))
-        overlay = in_module({"blacklist": blacklist}, trace.module if pattern else None)
+        overlay = in_modules({"blacklist": blacklist}, pattern)
         kept = [first] if first.startswith(NO_SCALE) else []
         # A static scale does not come down to what the stand-ins for gradients need.
         mark = TRIED if factor != 1 or not any(each.has_lost_gradients for each in several) else TRIED_FORWARD

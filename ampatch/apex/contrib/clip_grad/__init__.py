@@ -1,7 +1,34 @@
-"""``clip_grad_norm_``, torch's own, which uses torch's multi-tensor kernels."""
+"""``clip_grad_norm_`` with a float32 norm: that of many half gradients is beyond float16, where torch's is inf."""
 
 from __future__ import annotations
 
-from torch.nn.utils import clip_grad_norm_
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 __all__ = ["clip_grad_norm_"]
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Clips gradients by their total norm, in place.
+
+    Args:
+        parameters: a parameter, or several, of any floating dtype.
+        max_norm: the greatest norm that the gradients keep.
+        norm_type: the norm's p, such as 2 or ``math.inf``.
+        error_if_nonfinite: whether a norm that is inf or NaN raises.
+
+    Returns:
+        The total norm before clipping: 0-dimensional float32.
+
+    Raises:
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [each.grad.detach().float() for each in given if each.grad is not None]
+    norm = get_total_norm(grads, norm_type, error_if_nonfinite)
+    clip_grads_with_norm_(given, max_norm, norm)
+    return norm
