@@ -193,6 +193,7 @@ def test_an_example_killed_within_an_epoch_resumes_to_the_same_bits(name, level,
     assert_same_files(tmp_path / "whole", tmp_path / "killed", files)
 
 
+@pytest.mark.slow
 @pytest.mark.beyond_ci
 def test_two_ranks_of_accelerate_resume_to_the_same_bits(tmp_path: Path) -> None:
     options = ["--opt-level", "O2", "--half", "float16", "--accumulate", "2"]
