@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# First, as `ampatch run --report` begins when torch is imported, and then imports modules of ampatch itself.
+import torch  # noqa: F401
+
 from ampatch.errors import (
     AmpError,
     AmpWarning,
