@@ -66,7 +66,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """What is the matter, in a few words."""
+        """Says in a few words how the type computes."""
         if self.refused:
             return f"torch raised: {self.refused}"
         if self.is_safe:
@@ -83,7 +83,7 @@ class DeviceCheck:
 
     @property
     def safe(self) -> list[str]:
-        """The names of the half types in which everything is as in float32."""
+        """Returns the names of the half types in which everything is as in float32."""
         unsafe = {row.half.name for row in self.rows if not row.is_safe}
         return [half.name for half in HALF_TYPES.values() if half.name not in unsafe]
 

@@ -187,13 +187,11 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
     sound = f"can be read, but {len(undone)} of its changes {how}" if undone else "is sound"
     are = "is" if len(changed) == 1 else "are"
     count = len(after.modules)
-    parts = f", and has {count} {'entry' if count == 1 else 'entries'} for parts of a model" if count else ""
-    effect = f"it changes how {_paths(len(changed))} {are} treated{note}{parts}"
-    if count and not changed:
-        effect = f"it has {count} {'entry' if count == 1 else 'entries'} for parts of a model"
-    elif not changed:
-        effect = "it changes nothing, as it has no entries, or only such as the shipped lists have"
-    verdict = f"{file} {sound}: {effect}."
+    effects = [f"changes how {_paths(len(changed))} {are} treated{note}"] if changed else []
+    if count:
+        effects.append(f"has {count} {'entry' if count == 1 else 'entries'} for parts of a model")
+    nothing = "changes nothing, as it has no entries, or only such as the shipped lists have"
+    verdict = f"{file} {sound}: it {', and '.join(effects) or nothing}."
     lines = [*undone, *list_edits.left_out(after), *list_edits.in_modules(after, list_edits.left_out), verdict]
     return Checked(list(map(_one_line, lines)), bool(undone))
 

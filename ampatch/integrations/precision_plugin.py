@@ -97,7 +97,7 @@ class PrecisionPlugin:
 
     @property
     def device(self) -> str:
-        """The type of the Trainer's device, as Lightning's own plugin for mixed precision has it: "cuda" or "cpu"."""
+        """Returns the type of the Trainer's device, "cuda" or "cpu", as Lightning's own plugin does."""
         if self._run is not None:
             return self._run.device
         accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -316,7 +316,7 @@ def init(
     check_finite: bool = False,
     fused_linear: bool | None = None,
 ) -> Handle:
-    """Patches torch's functions without adopting a model: they cast in the whole process, whoever calls them.
+    """Patches torch's functions without adopting a model: they cast in the whole process, for all callers.
 
     The first `scale_loss` for an optimizer adopts it. A dtype may be given by its name, as to `initialize`.
 

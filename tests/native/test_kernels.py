@@ -5,6 +5,7 @@ test_operators.py tests each operator on its own, on lists of ordinary tensors.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -13,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -62,16 +64,23 @@ def times(tensor: Tensor, factor: float) -> Tensor:
     return (tensor.double() * factor).to(tensor.dtype)
 
 
+@contextlib.contextmanager
+def selected(module: Any, name: str, cached: Any) -> Iterator[None]:
+    """Selects an implementation, of the kernels or of the calls; ``cached`` remembers which one it is."""
+    before = module._selection.chosen
+    module.select(name)
+    yield
+    module._selection.chosen = before
+    cached.cache_clear()
+
+
 @pytest.fixture(scope="class", params=["torch", "extension"])
 def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
     """Which kernels the tests of a class run on."""
     if request.param == "extension":
         request.getfixturevalue("compiled")
-    before = kernels._selection.chosen
-    kernels.select(request.param)
-    yield request.param
-    kernels._selection.chosen = before
-    kernels._runs_on.cache_clear()
+    with selected(kernels, request.param, kernels._runs_on):
+        yield request.param
 
 
 with_each_implementation = pytest.mark.usefixtures("implementation")
@@ -90,11 +99,8 @@ def calls_in(request: pytest.FixtureRequest) -> Iterator[str]:
     """Whether calls run in Python or in C++."""
     if request.param == "compiled":
         request.getfixturevalue("compiled_calls")
-    before = calls._selection.chosen
-    calls.select(request.param)
-    yield request.param
-    calls._selection.chosen = before
-    calls.compiled.cache_clear()
+    with selected(calls, request.param, calls.compiled):
+        yield request.param
 
 
 with_calls_in_each = pytest.mark.usefixtures("calls_in")

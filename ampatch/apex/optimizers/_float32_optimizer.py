@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ampatch.errors import OptionError, UsageError
 from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
+from ampatch.native.host_copy import on_device
 from ampatch.torch_private import foreach
 from ampatch.weights.optimizer_state import parameters_of
 
@@ -94,9 +95,19 @@ class Float32Optimizer(Optimizer):
         Args:
             batches: pairs of a group and those of its parameters that have gradients and are on one device.
         """
+        divisors = self._divisors(batches)
         for group, parameters in batches:
             with self._in_float32(parameters) as (values, grads):
-                self._update_batch(group, parameters, values, grads)
+                divisor = divisors.get(id(group))
+                if divisor is not None:
+                    divided = foreach.div(grads, on_device(divisor.to(grads[0].dtype), grads[0].device))
+                    self._update_batch(group, parameters, values, list(divided))
+                else:
+                    self._update_batch(group, parameters, values, grads)
+
+    def _divisors(self, batches: list[tuple[Group, list[Tensor]]]) -> dict[int, Tensor]:
+        """Returns divisors of gradients, such as for clipping, by the id of the group that has one."""
+        return {}
 
     def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
         """Updates the values of parameters of one group and device, as `_in_float32` gives them with the gradients."""

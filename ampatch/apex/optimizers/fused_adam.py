@@ -14,8 +14,7 @@ from torch.optim.adam import adam
 from ampatch.apex import amp_C
 from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, UnsupportedOptionError, check_no_amsgrad
 from ampatch.native import kernels
-from ampatch.native.host_copy import for_fused_step, on_device
-from ampatch.torch_private import foreach
+from ampatch.native.host_copy import for_fused_step
 
 
 class FusedAdam(Float32Optimizer):
@@ -110,15 +109,9 @@ class FusedAdam(Float32Optimizer):
         """Flag that steps of subclasses hand to ``multi_tensor_adam``."""
         return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
 
-    def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
-        divisors = {id(group): _divisor(group) for group in self.param_groups if group.get("max_grad_norm")}
-        for group, parameters in batches:
-            with self._in_float32(parameters) as (values, grads):
-                divisor = divisors.get(id(group))
-                clipped = grads
-                if divisor is not None:
-                    clipped = list(foreach.div(grads, on_device(divisor.to(grads[0].dtype), grads[0].device)))
-                self._update_batch(group, parameters, values, clipped)
+    def _divisors(self, batches: list[tuple[Group, list[Tensor]]]) -> dict[int, Tensor]:
+        clipped = {id(group): group for group, _ in batches if group.get("max_grad_norm")}
+        return {key: _divisor(group) for key, group in clipped.items()}
 
     def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
         adam(
@@ -163,13 +156,11 @@ class FusedAdam(Float32Optimizer):
         return super()._loaded(name, value, parameter)
 
 
-def _divisor(group: Group) -> Tensor | None:
-    """Returns the divisor that clips a group's gradients to ``max_grad_norm``; None without gradients.
+def _divisor(group: Group) -> Tensor:
+    """Returns the divisor that clips a group's gradients to ``max_grad_norm``.
 
     The norm is float32: that of many half gradients is beyond float16.
     """
     grads = [each.grad for each in group["params"] if each.grad is not None]
-    if not grads:
-        return None
     _, sum_of_squares = kernels.flag_and_squares(grads, grads[0].device)
     return torch.clamp((sum_of_squares.sqrt() + 1e-6) / group["max_grad_norm"], min=1)

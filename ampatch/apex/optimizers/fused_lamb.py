@@ -69,14 +69,9 @@ class FusedLAMB(Float32Optimizer):
             max_grad_norm=max_grad_norm,
         )
 
-    def _update(self, batches: list[tuple[Group, list[Tensor]]]) -> None:
+    def _divisors(self, batches: list[tuple[Group, list[Tensor]]]) -> dict[int, Tensor]:
         divisor = self._divisor([parameter for _, parameters in batches for parameter in parameters])
-        for group, parameters in batches:
-            with self._in_float32(parameters) as (values, grads):
-                clipped: Tensors = grads
-                if divisor is not None:
-                    clipped = foreach.div(grads, on_device(divisor.to(grads[0].dtype), grads[0].device))
-                self._update_batch(group, parameters, values, clipped)
+        return {} if divisor is None else {id(group): divisor for group, _ in batches}
 
     def _divisor(self, parameters: list[Tensor]) -> Tensor | None:
         """Returns the divisor that clips the gradients to ``max_grad_norm``, after a scaler's; None for neither."""

@@ -153,12 +153,11 @@ def _verdict(
 
 def _notes(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
     """Yields the versions and settings in which two reports differ."""
-    for section in ("about", "settings"):
+    are_on = [bool(report["settings"]) for report in (a, b)]
+    if any(are_on) and not all(are_on):
+        yield f"amp was off in {'b' if are_on[0] else 'a'}"
+    for section in ("about", "settings") if all(are_on) else ("about",):
         one, other = (report[section] or {} for report in (a, b))
-        if not (one and other):  # amp was off in the whole block
-            if one or other:
-                yield f"amp was off in {'b' if one else 'a'}"
-            continue
         for name in sorted({*one, *other} - {"began", "command"}):
             if one.get(name) != other.get(name):
                 yield f"{name} is {one.get(name)!r} in a and {other.get(name)!r} in b"

@@ -353,6 +353,7 @@ class OverflowTracer:
         # A dynamic scale comes down to where the backward pass is finite.
         factor = 1 / loss_scale if self._session.settings.scale_policy.dynamic else 1.0
         results: list[bool | None] = []
+        names = self._named_modules()
 
         def is_finite(blacklist: Blacklist | None, pattern: str = "") -> bool | None:
             """Returns None if the forward pass raises; without a blacklist, everything runs in float32."""
@@ -360,7 +361,7 @@ class OverflowTracer:
             block = contextlib.nullcontext if blacklist is None else functools.partial(in_float32, blacklist)
             # An error: types that do not fit together. Then it is no remedy.
             with contextlib.suppress(Exception), contextlib.nullcontext() if pattern else block():
-                stands_in, names = stand_in(loss_scale), self._named_modules() if pattern else {}
+                stands_in = stand_in(loss_scale)
                 runs = (
                     each.run_again(
                         None, factor, replaces=stands_in, state=state, parts=each.matching(pattern, names), block=block

@@ -26,15 +26,9 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _EXAMPLES = "ampatch.demo"
 #: Parts of ampatch that compute for themselves, and what of theirs calls functions for the user.
 _OWN_ARITHMETIC = (
-    *(
-        "ampatch.public",
-        "ampatch.session",
-        "ampatch.scaling",
-        "ampatch.weights",
-        "ampatch.native",
-        "ampatch.distributed",
-    ),
-    *("ampatch.casting", "ampatch.patching", "ampatch.interfaces", "ampatch.apex.amp", "ampatch.apex.fp16_utils"),
+    *("ampatch.public", "ampatch.session", "ampatch.scaling", "ampatch.weights", "ampatch.native"),
+    *("ampatch.distributed", "ampatch.casting", "ampatch.patching", "ampatch.interfaces"),
+    *("ampatch.apex.amp", "ampatch.apex.fp16_utils"),
 )
 _CALLING_FOR_USERS = ("ampatch.patching.wrappers", "ampatch.patching.casting_mode")
 
