@@ -63,7 +63,6 @@ def updated(parameters: Iterable[Tensor]) -> list[Tensor]:
         found = session.gradients.updated(optimizer, given)
         if found:
             gradients = session.adopted.record_of(optimizer).gradients
-            gradients.unscale_deferred()
             gradients.check_unscaled("clip where accelerator.sync_gradients is True. These gradients are")
         masters |= {id(each): full for each, full in found}
     return [masters.get(id(each), each) for each in given]

@@ -1,7 +1,7 @@
 """Clips gradients by their norm, and unscales them in the same pass if a block left them scaled.
 
-Owns the passes over the gradients: one reads them, for the norm and for overflows; one writes them, unless the
-optimizer's own kernel does. Must not decide whether a step is skipped.
+Owns the passes over the gradients: one reads them, for the norm and for overflows; one writes them. Must not decide
+whether a step is skipped.
 
 If gradients are sharded over ranks, each rank reads its own shards and an all-reduce sums the squares. So all ranks
 have to clip at the same time.
@@ -49,11 +49,10 @@ def clip(optimizer: AdoptedOptimizer, max_norm: float) -> Tensor:
             reduced over ranks yet, and ``max_norm`` is finite.
     """
     gradients = optimizer.gradients
-    gradients.unscale_deferred()
     unscaling = _left_to_unscale(gradients, "amp.clip_grad_norm_", "clip", may_be_postponed=math.isinf(max_norm))
     if unscaling is not None:
         if len(unscaling.gradients) == 1 and _are_plain(gradients):
-            return _clip_scaled(optimizer, unscaling, max_norm)
+            return _clip_scaled(gradients, unscaling, max_norm)
         unscaling.run()
     gradients.synchronise()
     norm = clip_unscaled(gradients.parameters(), max_norm, gradients.ranks)
@@ -71,7 +70,6 @@ def unscale(optimizer: AdoptedOptimizer) -> None:
         UsageError: the block is still open; or the gradients are scaled by a block for another optimizer.
     """
     gradients = optimizer.gradients
-    gradients.unscale_deferred()
     unscaling = _left_to_unscale(gradients, "amp.unscale_", "unscale", may_be_postponed=True)
     if unscaling is not None:
         unscaling.run()
@@ -150,9 +148,9 @@ def _are_plain(gradients: OptimizerGradients) -> bool:
     return not gradients.masters.gradients.has_sums() and not any(map(_IS_RECORDED, scaled))
 
 
-def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: float) -> Tensor:
-    """Unscales and clips at once: reads the gradients once, and writes them once or leaves that to the step."""
-    gradients, scale_use = optimizer.gradients, unscaling.scale_use
+def _clip_scaled(gradients: OptimizerGradients, unscaling: Unscaling, max_norm: float) -> Tensor:
+    """Unscales and clips at once: reads the gradients once, and writes them once."""
+    scale_use = unscaling.scale_use
     try:
         step_observers.tell_unscaling(scale_use, unscaling.gradients)
         inv_scale, found_inf = scale_use.scale.reciprocal(), torch.zeros_like(scale_use.scale)
@@ -162,13 +160,9 @@ def _clip_scaled(optimizer: AdoptedOptimizer, unscaling: Unscaling, max_norm: fl
         sum_of_squares = _sum_of_squares(parts, inv_scale, found_inf)
         gradients.ranks.reduce_overflow_(found_inf, gradients.parameters())
         norm, factor = kernels.clip_factor(sum_of_squares, found_inf, max_norm)
-        defers = optimizer.may_defer()
-        if not defers:
-            kernels.multiply_(gradients.tensors(), inv_scale * factor)
-            gradients.masters.gradients.unscale_to_masters(inv_scale * factor)
+        kernels.multiply_(gradients.tensors(), inv_scale * factor)
+        gradients.masters.gradients.unscale_to_masters(inv_scale * factor)
         unscaling.note_unscaled(found_inf)
-        if defers:
-            gradients.defer(scale_use, scale_use.scale / factor)
     except BaseException:
         unscaling.abandon()
         raise

@@ -21,7 +21,6 @@ from ampatch.half_types import HALVES
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device, stacked
 from ampatch.scaling import overflows
-from ampatch.scaling.deferred_unscaling import DeferredUnscaling
 from ampatch.scaling.overflows import NonFiniteGradient
 from ampatch.scaling.scale_use import ScaleUse, drop, drop_where
 from ampatch.weights import optimizer_state
@@ -67,7 +66,6 @@ class OptimizerGradients:
         pending: the uses of scales by blocks since the last step, with their verdicts, oldest first.
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
         dropped: uses since the last step whose gradients were cleared, so that no step has them.
-        deferred: the unscaling that is left to the optimizer's own kernel; None if there is none.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class OptimizerGradients:
         self._optimizer = weakref.ref(optimizer)
         self._adopted = adopted
         self._counts_non_finite = counts_non_finite
-        self.deferred: DeferredUnscaling | None = None
         self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
         self._left_scaled: Sequence[Mapping[str, Any]] = ()  # the optimizer's groups, which outlive it here
         self._warned_of_clipping: ScaleUse | None = None
@@ -207,7 +204,7 @@ class OptimizerGradients:
 
     def note_unscaled(self) -> None:
         """Notes that the gradients are unscaled or gone; those that `make_float32` changed are half again."""
-        self.scaled_by = self.deferred = None
+        self.scaled_by = None
         self._left_scaled = ()
         for parameter, own, allowed, dtype in self._widened:
             if parameter.dtype is not own:  # amp.deinitialize was called inside the block, and restored its type
@@ -283,8 +280,7 @@ class OptimizerGradients:
         )
 
     def note_dropped_while_scaled(self) -> None:
-        """Does a deferred unscaling, and notes it if the user has dropped gradients that a block had left scaled."""
-        self.unscale_deferred()
+        """Notes it if the user has dropped gradients that a block had left scaled."""
         if self.scaled_by is not None and not self.exist():
             self.masters.gradients.note_cleared()
             self.note_unscaled()
@@ -313,24 +309,20 @@ class OptimizerGradients:
     def check_shared(self, what: str, also: Collection[OptimizerGradients] = ()) -> None:
         """Raises `UsageError` if another optimizer has left the gradient of a shared parameter scaled.
 
-        A deferred unscaling of that optimizer is done instead. If its gradients were cleared, they count as unscaled.
+        If that optimizer's gradients were cleared, they count as unscaled.
 
         Args:
             what: the beginning of the message: what is about to happen to these gradients.
             also: gradients to which it happens too, which may therefore be scaled.
         """
         for other in self.others():
-            if other.scaled_by is None or other is self or other in also:
-                continue
-            if other.scaled_by.is_one and other.deferred is None:
+            if other.scaled_by is None or other.scaled_by.is_one or other is self or other in also:
                 continue
             if not other.scaled_by.is_open and not other.exist():
                 other.note_unscaled()
                 continue
             shared = self._shared_gradient(other)
-            if shared is not None and other.deferred is not None:
-                other.unscale_deferred()
-            elif shared is not None:
+            if shared is not None:
                 raise UsageError(
                     f"{what} the gradient of {self.masters.name_of(shared)}, which another optimizer has as well, and "
                     "which is still scaled by a block of amp.scale_loss for that one. Hand both optimizers to "
@@ -343,7 +335,7 @@ class OptimizerGradients:
         return next((each for each in self.model_parameters() if each.grad is not None and id(each) in theirs), None)
 
     def check_not_scaled_when_clipped(self, grads: Iterable[Tensor]) -> None:
-        """Warns if torch is about to clip scaled gradients, or to take their norm; does a deferred unscaling first.
+        """Warns if torch is about to clip scaled gradients, or to take their norm.
 
         Args:
             grads: the gradients that torch was given. Empty if the user asked for those of masters, which have none
@@ -357,9 +349,6 @@ class OptimizerGradients:
         clipped, shows = set(map(id, grads)), self.masters.gradients.shows
         scaled = [each for each in self.model_parameters() if each.grad is not None and not shows(each)]
         if any(id(each.grad) in clipped for each in scaled):
-            if self.deferred is not None:
-                self.unscale_deferred()
-                return
             what = "so that the norm is too large by the loss scale"
         elif not clipped and self.masters.wanted and scaled:
             what = "and the float32 masters have none yet, so that nothing is clipped"
@@ -370,34 +359,6 @@ class OptimizerGradients:
             f"gradients are clipped, or their norm is taken, where amp.scale_loss has them scaled still, {what}. Do it "
             "behind the block, without delay_unscale=True; or type amp.clip_grad_norm_(optimizer, max_norm) there."
         )
-
-    # Deferred unscaling
-
-    def may_be_deferred(self) -> bool:
-        """Returns True if one factor unscales all gradients, and no earlier block overflowed."""
-        # After an earlier overflow the optimizer's kernel would leave the gradients as they are.
-        return not self.masters and not self._widened and all(use.found_inf is None for use in self.pending)
-
-    def defer(self, scale_use: ScaleUse, divisor: Tensor) -> None:
-        """Leaves it to the optimizer's own kernel to divide the gradients.
-
-        Args:
-            scale_use: the use of a scale that the gradients are multiplied by until the step.
-            divisor: 0-dimensional float32: that scale over the factor that clips.
-        """
-        self.scaled_by, self.deferred = scale_use, DeferredUnscaling(self.tensors(), divisor)
-        self.note_scaled()
-
-    def unscale_deferred(self) -> None:
-        """Unscales and clips the gradients now, if that was left to the optimizer's own kernel."""
-        if self.deferred is None:
-            return
-        try:
-            self.deferred.divide(self.tensors())
-        except BaseException:
-            self.drop()
-            raise
-        self.note_unscaled()
 
     # Verdicts
 
@@ -503,7 +464,6 @@ class OptimizerGradients:
             True if gradients were dropped.
         """
         self.masters.give_back()
-        self.unscale_deferred()
         scaled_by = self.scaled_by
         is_open = scaled_by is not None and scaled_by.is_open
         lost = scaled_by is not None and not is_open and not scaled_by.is_one and self.exist()

@@ -253,11 +253,6 @@ class AdoptedOptimizer:
         self.read_verdicts()
         return self.gradients.release()
 
-    def may_defer(self) -> bool:
-        """Returns True if the optimizer's own kernel can unscale and clip the gradients in its step."""
-        # A check at the step has to see what the kernel would compute with.
-        return self._checks_by is None and self.gradients.may_be_deferred() and self._divides_by_itself((), {})
-
     def note_other_scale(self) -> None:
         """Notes that another scaler judges the gradients of the next step, so that it needs no warning."""
         self._has_other_scale = True
@@ -283,17 +278,12 @@ class AdoptedOptimizer:
             AmpWarning: the scale is dynamic, and the gradients came from no ``amp.scale_loss`` block.
         """
         self.read_verdicts(wait=False)  # first, as these decide whether the optimizer's kernel may skip
-        deferred = self.gradients.deferred
-        if deferred is None and self.gradients.scaled_by is not None:
+        if self.gradients.scaled_by is not None:
             self.gradients.check_unscaled("optimizer.step() was called on gradients that are")
         self.gradients.check_shared("optimizer.step() would use")
         closures: list[object] = []
         if args or kwargs:
             args, kwargs = self._with_casts(args, closures), self._with_casts(kwargs, closures)
-        if deferred is not None and not (
-            deferred.are(self.gradients.tensors()) and self._divides_by_itself(args, kwargs)
-        ):
-            self.gradients.unscale_deferred()
         self._prepare_step()
         if self._warns_of_no_scale:
             self._look_for_scale(before_closure=bool(closures))
@@ -312,7 +302,7 @@ class AdoptedOptimizer:
             _check_not_captured(judged)
             # An optimizer's kernel that skips by itself is slower: it serves only where reading the verdict would sync.
             would_wait = not all(map(_IS_AT_HAND, judged))
-            if self.gradients.deferred is not None or (would_wait and self._skips_by_itself(args, kwargs)):
+            if would_wait and self._skips_by_itself(args, kwargs):
                 is_left_to_kernel = True
                 return self._step_or_skip(original, judged)
             if would_wait and is_capturing():
@@ -514,7 +504,6 @@ class AdoptedOptimizer:
             with self._switch.resumed():
                 result = closure(*args, **kwargs)
             self._check_result(result)
-            self.gradients.unscale_deferred()
             self.gradients.check_unscaled("the closure of optimizer.step(closure) left gradients that are")
             if self._warns_of_no_scale:
                 self._look_for_scale()
@@ -533,23 +522,14 @@ class AdoptedOptimizer:
     def _step_or_skip(self, original: Callable[..., Any], pending: list[ScaleUse]) -> Any:
         """Calls a step that skips in its own kernel if ``found_inf`` is not 0, without syncing with the device."""
         optimizer: Any = self.optimizer
-        deferred = self.gradients.deferred
         verdicts = [scale_use.found_inf for scale_use in pending if scale_use.found_inf is not None]
-        divisor = None if deferred is None else deferred.divisor
-        found_inf = stacked(verdicts).amax() if verdicts else None
+        found_inf = stacked(verdicts).amax()
         try:
             with (
-                skipping_by_itself(optimizer, self.gradients.parameters(), divisor, found_inf),
+                skipping_by_itself(optimizer, self.gradients.parameters(), None, found_inf),
                 self._masters_in_place() if self.masters.wanted else _NOTHING,
             ):
-                result = original()
-            if self.gradients.deferred is not None:
-                self.gradients.note_unscaled()
-            return result
-        except BaseException:
-            if self.gradients.deferred is not None:
-                self.gradients.drop()  # unknown whether the kernel has divided them
-            raise
+                return original()
         finally:
             if not is_capturing():  # replays do not run this code
                 for scale_use in pending:
@@ -568,16 +548,6 @@ class AdoptedOptimizer:
             and isinstance(optimizer, torch.optim.Optimizer)
             and all(group.get("fused", True) for group in optimizer.param_groups)  # each group may override it
             and optimizer_state.has_state(optimizer)
-        )
-
-    def _divides_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns True if a step is one of torch's own kernels and no pre-step hook could look at gradients."""
-        optimizer: Any = self.optimizer
-        return (
-            self._skips_by_itself(args, kwargs)
-            and getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
-            and not getattr(optimizer, STEP_PRE_HOOKS)
-            and all(hasattr(hook, OWN_HOOK) for hook in global_pre_hooks.values())
         )
 
     def read_verdicts(self, wait: bool = True) -> None:

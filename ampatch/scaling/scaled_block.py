@@ -302,7 +302,6 @@ class ScaledBlock(Generic[_L]):
             UsageError: existing gradients are scaled by another scale, or by a block around this one.
         """
         for each in self._gradients:
-            each.unscale_deferred()
             self._check_may_follow(each)
             self._check_may_widen(each)
         unscaled = [each for each in self._gradients if each.scaled_by is None]

@@ -640,7 +640,6 @@ class TestFloor:
         assert amp.skipped_steps(optimizer) == 5
 
     def test_floor_that_is_known_only_after_clipping_leaves_no_gradient_scaled(self):
-        """Then amp decides about the step, whose gradients `clip_grad_norm_` had left to the optimizer's kernel."""
         stepped = []
         for is_known_before in (True, False):
             model, optimizer = self.started(init_scale=2.0)
