@@ -77,6 +77,11 @@ def _on_device(which: int) -> property:
     return property(lambda scaler: None if scaler._loss_scaler is None else scaler._loss_scaler.on_device[which], write)
 
 
+def _setting(name: str) -> property:
+    """Returns a property that stands for a setting of a scaler's policy; raises `OptionError` if it is out of range."""
+    return property(lambda scaler: getattr(scaler._policy, name), lambda scaler, value: scaler._set(**{name: value}))
+
+
 class GradScaler(torch.amp.GradScaler):
     """Scales losses and steps optimizers as ``torch.amp.GradScaler`` does; can replace it in any loop.
 
@@ -92,8 +97,10 @@ class GradScaler(torch.amp.GradScaler):
         scaler.update()
 
     Beyond torch's class: `step` accepts closures, half losses are scaled in float32, nested outputs can be dicts, and
-    the scale can have a floor, a ceiling and hysteresis. It works without ``amp.initialize``. At O1 it also works
-    together with it, for optimizers that do not use ``amp.scale_loss``.
+    the scale can have a floor, a ceiling and hysteresis. The setters raise `OptionError` for values out of range. If
+    ``set_growth_interval`` sets fewer updates than there were already, the scale grows at the next one; in torch's
+    class it would not grow until after an overflow. It works without ``amp.initialize``. At O1 it also works together
+    with it, for optimizers that do not use ``amp.scale_loss``.
 
     Args:
         device: type of the device that training runs on. If it is "cuda" and CUDA is not available, the scaler warns
@@ -514,61 +521,10 @@ class GradScaler(torch.amp.GradScaler):
             scaler.update_by(_maximum(found, scaler.no_overflow()))
         self._per_optimizer_states = defaultdict(_ready)
 
-    # Settings, under torch's names
-
-    def is_enabled(self) -> bool:
-        """Returns True if the scaler is enabled."""
-        return self._enabled
-
-    def get_scale(self) -> float:
-        """Returns the scale; 1.0 if the scaler is disabled. Syncs with the device."""
-        if not self._enabled:
-            return 1.0
-        return self._init_scale if self._scale is None else float(self._scale)
-
-    def get_growth_factor(self) -> float:
-        """Returns the factor by which the scale grows."""
-        return self._policy.growth_factor
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Sets the factor by which the scale grows.
-
-        Raises:
-            OptionError: ``new_factor`` is no number above 1.
-        """
-        self._set(growth_factor=new_factor)
-
-    def get_backoff_factor(self) -> float:
-        """Returns the factor by which the scale backs off."""
-        return self._policy.backoff_factor
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Sets the factor by which the scale backs off.
-
-        Raises:
-            OptionError: ``new_factor`` is no number between 0 and 1.
-        """
-        self._set(backoff_factor=new_factor)
-
-    def get_growth_interval(self) -> int:
-        """Returns the number of updates in a row without overflow before the scale grows."""
-        return self._policy.scale_window
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Sets the number of updates in a row without overflow before the scale grows.
-
-        If there were as many already, the scale grows at the next one. In torch's class it would not grow until after
-        an overflow.
-
-        Raises:
-            OptionError: ``new_interval`` is no whole number above 0.
-        """
-        self._set(scale_window=new_interval)
-
-    # Some frameworks read and set these names instead.
-    _growth_factor = property(get_growth_factor, set_growth_factor)
-    _backoff_factor = property(get_backoff_factor, set_backoff_factor)
-    _growth_interval = property(get_growth_interval, set_growth_interval)
+    # Settings: torch's getters and setters use these names, and some frameworks do.
+    _growth_factor: Any = _setting("growth_factor")
+    _backoff_factor: Any = _setting("backoff_factor")
+    _growth_interval: Any = _setting("scale_window")
 
     def _set(self, **changes: Any) -> None:
         checked = make_policy("dynamic", **changes)

@@ -94,11 +94,16 @@ def with_gradients(*values: float, **options: Any) -> tuple[nn.Parameter, torch.
     return parameter, torch.optim.SGD([parameter], **{"lr": 1.0, **options})
 
 
+SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
+
+
 class TestInterface:
     def test_only_torchs_methods_that_read_attributes_of_ours_are_inherited(self):
         """All else that torch's class does would work on attributes that this one does not have."""
         inherited = {name for name, value in vars(TORCHS).items() if callable(value) and name not in vars(OURS)}
         reads = {"_get_scale_async", "_get_growth_tracker", "_found_inf_per_device", "__setstate__"}
+        reads |= {"is_enabled", "get_scale"}
+        reads |= {f"{does}_{name}" for does in ("get", "set") for name in SETTINGS}
         assert inherited == {"_check_scale_growth_tracker", *reads}
 
     @pytest.mark.parametrize("name", [*sorted(name for name in vars(TORCHS) if name[0] != "_"), "__init__"])

@@ -115,7 +115,7 @@ LARGE_CLASSES = {
     "ampatch.diagnostics.report.calls.CallRecorder": 23,
     "ampatch.distributed.Ranks": 23,
     "ampatch.integrations.trainer_session.TrainerSession": 26,
-    "ampatch.interfaces.grad_scaler.GradScaler": 30,
+    "ampatch.interfaces.grad_scaler.GradScaler": 22,
     "ampatch.interfaces.mixed_precision.MixedPrecision": 29,
     "ampatch.patching.adapters.Adapters": 30,
     "ampatch.patching.function_patches.FunctionPatches": 22,
