@@ -50,30 +50,27 @@ from ampatch.torch_private.modules import CALL, FASTPATH
 from ampatch.torch_private.operators import VF
 from ampatch.tracing import is_capturing, is_under_mode
 from ampatch.weights import conversion_plan
+from ampatch.weights.conversion import unrounded
 from ampatch.weights.ruled_parts import check_entries, ruled_parts
 
-# Weights of torch's own layers, by name, and the only functions that read them.
-_RECURRENT = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-_LAYERS: dict[type[nn.Module], tuple[tuple[str, ...], tuple[Function, ...]]] = {
-    nn.Linear: (("weight", "bias"), (F.linear,)),
-    nn.Bilinear: (("weight", "bias"), (F.bilinear,)),
-    nn.Conv1d: (("weight", "bias"), (F.conv1d,)),
-    nn.Conv2d: (("weight", "bias"), (F.conv2d,)),
-    nn.Conv3d: (("weight", "bias"), (F.conv3d,)),
-    nn.ConvTranspose1d: (("weight", "bias"), (F.conv_transpose1d,)),
-    nn.ConvTranspose2d: (("weight", "bias"), (F.conv_transpose2d,)),
-    nn.ConvTranspose3d: (("weight", "bias"), (F.conv_transpose3d,)),
-    nn.PReLU: (("weight",), (F.prelu,)),
-    nn.MultiheadAttention: (
-        ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v"),
-        (F.multi_head_attention_forward,),
-    ),
-    nn.RNN: (_RECURRENT, (VF.rnn_tanh, VF.rnn_relu)),
-    nn.LSTM: (_RECURRENT, (VF.lstm,)),
-    nn.GRU: (_RECURRENT, (VF.gru,)),
-    nn.RNNCell: (_RECURRENT, (VF.rnn_tanh_cell, VF.rnn_relu_cell)),
-    nn.LSTMCell: (_RECURRENT, (VF.lstm_cell,)),
-    nn.GRUCell: (_RECURRENT, (VF.gru_cell,)),
+# torch's own layers, and the only functions that read their weights.
+_LAYERS: dict[type[nn.Module], tuple[Function, ...]] = {
+    nn.Linear: (F.linear,),
+    nn.Bilinear: (F.bilinear,),
+    nn.Conv1d: (F.conv1d,),
+    nn.Conv2d: (F.conv2d,),
+    nn.Conv3d: (F.conv3d,),
+    nn.ConvTranspose1d: (F.conv_transpose1d,),
+    nn.ConvTranspose2d: (F.conv_transpose2d,),
+    nn.ConvTranspose3d: (F.conv_transpose3d,),
+    nn.PReLU: (F.prelu,),
+    nn.MultiheadAttention: (F.multi_head_attention_forward,),
+    nn.RNN: (VF.rnn_tanh, VF.rnn_relu),
+    nn.LSTM: (VF.lstm,),
+    nn.GRU: (VF.gru,),
+    nn.RNNCell: (VF.rnn_tanh_cell, VF.rnn_relu_cell),
+    nn.LSTMCell: (VF.lstm_cell,),
+    nn.GRUCell: (VF.gru_cell,),
 }
 
 
@@ -128,11 +125,8 @@ class _Weight:
     def values(self, parameter: Tensor, half_dtype: torch.dtype) -> Tensor:
         """Returns float32 values: the kept ones, except for elements that the user has changed since."""
         shown = parameter.detach()
-        if self.kept is None:
-            return shown.float()
-        kept = self.kept.to(shown.device)
         # The user saw the values in half, and may have converted the parameter to another type since.
-        return torch.where(kept.to(half_dtype).to(shown.dtype) == shown, kept, shown.float())
+        return shown.float() if self.kept is None else unrounded(shown, self.kept, [half_dtype]).float()
 
 
 #: A module's own weights, each with its name there.
@@ -441,7 +435,7 @@ def _copied(source: nn.Module, excluded_paths: Collection[str], copied: _Copy) -
         state, kept = _State.UNREAD, None
         if any(path in excluded_paths for path, _ in places):
             state = _State.FLOAT32
-        elif all(_reads_in_half(modules[path], name, copied.rules) for path, name in places):
+        elif all(_reads_in_half(modules[path], copied.rules) for path, _ in places):
             state = _State.HALF
             memo[key] = Parameter(values.to(copied.half_dtype), requires_grad=parameter.requires_grad)
             kept = values.to("cpu", copy=True) if copied.keep_float32 else None
@@ -455,12 +449,14 @@ def _copied(source: nn.Module, excluded_paths: Collection[str], copied: _Copy) -
     return made
 
 
-def _reads_in_half(module: nn.Module, name: str, rules: CastRules) -> bool:
-    """Returns True if a module has the forward of a torch layer that passes a weight to whitelisted functions only."""
-    for kind, (names, functions) in _LAYERS.items():
+def _reads_in_half(module: nn.Module, rules: CastRules) -> bool:
+    """Returns True if a module has the forward of a torch layer that passes its weights to whitelisted functions only.
+
+    Of a subclass, other code may read a weight in float32; then `_Copy.full` makes it float32 again.
+    """
+    for kind, functions in _LAYERS.items():
         if isinstance(module, kind):
-            of_torch = type(module).forward is kind.forward
-            return of_torch and name.startswith(names) and all(map(rules.computes_in_half, functions))
+            return type(module).forward is kind.forward and all(map(rules.computes_in_half, functions))
     return False
 
 

@@ -29,6 +29,7 @@ from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
 from ampatch.switch import WithoutCasts
 from ampatch.torch_private import foreach, optimizers
 from ampatch.weights import optimizer_state
+from ampatch.weights.conversion import unrounded
 from ampatch.weights.exchange import exchanged, unzipped
 
 # Types of callables that can make an optimizer. Other callable objects are not accepted: they might be anything.
@@ -203,7 +204,7 @@ class MixedPrecision(torch.optim.Optimizer):
         state = self.optimizer.state.get(parameter, {})
         if MASTER in state:
             master = state.pop(MASTER)
-            _keep_bits(parameter, master, HALVES)
+            master.copy_(unrounded(parameter, master, HALVES))
             parameter.copy_(master)
 
     @torch.no_grad()
@@ -217,7 +218,7 @@ class MixedPrecision(torch.optim.Optimizer):
         for parameter, master in pairs:
             synced = self._synced.get(id(parameter))
             if synced is not None and synced.dtype is not parameter.dtype:  # as after model.half()
-                _keep_bits(parameter, master, [synced.dtype])
+                master.copy_(unrounded(parameter, master, [synced.dtype]))
                 parameter.copy_(master)
         written = [pair for pair in pairs if not self._only_master_was_written(*pair)]
         kernels.copy_differing(*unzipped(written))
@@ -438,20 +439,6 @@ class _Synced(NamedTuple):
     dtype: torch.dtype
     version: int
     of_master: int
-
-
-def _keep_bits(parameter: Tensor, master: Tensor, before: Iterable[torch.dtype]) -> None:
-    """Copies elements of a parameter to its master after a change of type; others keep the master's bits.
-
-    An element is copied only if it differs from the master rounded to the old type and cast to the new one.
-
-    Args:
-        parameter: parameter in its new type.
-        master: master of the same shape, changed in place.
-        before: types that the parameter may have had before.
-    """
-    is_same = torch.stack([parameter == master.to(dtype).to(parameter.dtype) for dtype in before]).any(dim=0)
-    master.copy_(torch.where(is_same, master, parameter.to(master.dtype)))
 
 
 def mixed_precision_within(optimizer: object) -> MixedPrecision | None:

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,9 +173,7 @@ class Kept:
         Returns:
             A tensor of the wider type of the two, at least float32.
         """
-        full = self.full.to(tensor.device)
-        dtype = torch.promote_types(full.dtype, tensor.dtype)
-        return torch.where(full.to(self.dtype).to(tensor.dtype) == tensor, full.to(dtype), tensor.to(dtype))
+        return unrounded(tensor, self.full, [self.dtype])
 
     @torch.no_grad()
     def load(self, half: Tensor, values: Tensor) -> None:
@@ -192,6 +190,24 @@ class Kept:
             was_loaded = values.to(half.dtype).view(torch.int16) == half.view(torch.int16)
             self.full.copy_(torch.where(was_loaded, values.float(), self.values(half)))
             self.note(half)
+
+
+@torch.no_grad()
+def unrounded(tensor: Tensor, full: Tensor, dtypes: Iterable[torch.dtype]) -> Tensor:
+    """Returns a tensor's values; takes an element from ``full`` if that rounds to the tensor's element.
+
+    Args:
+        tensor: the rounded values, some of which user code may have changed; of any type now.
+        full: the values before they were rounded, of the same shape.
+        dtypes: the types that they may have been rounded to.
+
+    Returns:
+        A tensor of the wider type of the two.
+    """
+    full = full.to(tensor.device)
+    dtype = torch.promote_types(full.dtype, tensor.dtype)
+    is_same = torch.stack([full.to(each).to(tensor.dtype) == tensor for each in dtypes]).any(dim=0)
+    return torch.where(is_same, full.to(dtype), tensor.to(dtype))
 
 
 @dataclass(slots=True, eq=False)

@@ -627,16 +627,6 @@ class TestUnscaleByHand:
         ):
             amp.unscale_(optimizer)
 
-    def test_unscale_divides_what_a_fused_optimizer_was_to_divide_in_its_step(self):
-        model, optimizer = started(FUSED_ADAM, steps=1)
-        backward(loss_of(model), optimizer, delay_unscale=True)
-        norm = amp.clip_grad_norm_(optimizer, 1e6)
-        assert not amp.grads_are_unscaled(optimizer)
-        amp.unscale_(optimizer)
-        assert amp.grads_are_unscaled(optimizer)
-        total = torch.nn.utils.get_total_norm([each.grad for each in model.parameters()])
-        assert total.item() == pytest.approx(norm.item(), rel=1e-5)
-
     @pytest.mark.parametrize("function", [amp.unscale_, amp.grads_are_unscaled])
     def test_unscale_of_an_optimizer_that_amp_does_not_know_raises(self, function):
         started()
