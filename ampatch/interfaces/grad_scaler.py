@@ -72,9 +72,9 @@ def _on_device(which: int) -> property:
         if value is None:
             scaler._loss_scaler = None  # the next `scale` starts from the initial values
         else:
-            scaler._scaler_or_raise("setting _scale or _growth_tracker").on_device[which].copy_(value)
+            scaler._scaler_or_raise("setting _scale or _growth_tracker").numbers[which].copy_(value)
 
-    return property(lambda scaler: None if scaler._loss_scaler is None else scaler._loss_scaler.on_device[which], write)
+    return property(lambda scaler: None if scaler._loss_scaler is None else scaler._loss_scaler.numbers[which], write)
 
 
 def _setting(name: str) -> property:
@@ -265,7 +265,7 @@ class GradScaler(torch.amp.GradScaler):
                 "unscale_() is being called after step(), which has unscaled these gradients. Call it before step(), "
                 "or type scaler.update() to begin another iteration."
             )
-        scale = scaler.on_device[0]
+        scale = scaler.numbers[0]
         # Positional: a subclass that overrides the method may use other argument names.
         state["found_inf_per_device"] = self._unscale_grads_(optimizer, scale.reciprocal(), scaler.no_overflow(), False)
         state["stage"] = OptState.UNSCALED

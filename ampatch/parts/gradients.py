@@ -67,7 +67,7 @@ class Gradients(Part):
                 "skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, optimizer) as "
                 "scaled_loss: scaled_loss.backward(), and then optimizer.step()."
             )
-        record.note_other_scale()
+        record.has_other_scale = True
 
     @with_casts_off
     def replace_verdicts(self, scaler: LossScaler, found_inf: Tensor) -> None:
@@ -84,7 +84,7 @@ class Gradients(Part):
         for record in concerned or everyone:
             pending = record.gradients.pending
             record.gradients.pending = [scale_use for scale_use in pending if scale_use.scaler is not scaler]
-            record.note_other_scale()
+            record.has_other_scale = True
         scaler.forget()
         scaler.update_by(found_inf)
 

@@ -158,7 +158,6 @@ class Losses(Part):
                 shared.switch,
                 shared.cache,
                 self.scalers,
-                dynamic=settings.scale_policy.dynamic,
                 exact_hooks=settings.exact_hooks,
                 announce=self.verbose,
                 on_overflow=self.overflows,

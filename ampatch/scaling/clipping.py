@@ -132,10 +132,7 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
     parts = _parts(parameters, ranks)
     grads = [grad for _, part in parts for grad in part]
     one = torch.ones((), dtype=torch.float32, device=grads[0].device if grads else "cpu")
-    found_inf = torch.zeros_like(one)
-    sum_of_squares = _sum_of_squares(parts, one, found_inf)
-    ranks.reduce_overflow_(found_inf, parameters)
-    norm, factor = kernels.clip_factor(sum_of_squares, found_inf, max_norm)
+    norm, factor, _ = _measure(parts, parameters, ranks, one, max_norm)
     if not math.isinf(max_norm):
         with torch.no_grad():
             kernels.multiply_(grads, factor)
@@ -150,16 +147,13 @@ def _are_plain(gradients: OptimizerGradients) -> bool:
 
 def _clip_scaled(gradients: OptimizerGradients, unscaling: Unscaling, max_norm: float) -> Tensor:
     """Unscales and clips at once: reads the gradients once, and writes them once."""
-    scale_use = unscaling.scale_use
     try:
-        step_observers.tell_unscaling(scale_use, unscaling.gradients)
-        inv_scale, found_inf = scale_use.scale.reciprocal(), torch.zeros_like(scale_use.scale)
+        step_observers.tell_unscaling(unscaling.scale_use, unscaling.gradients)
+        inv_scale = unscaling.scale_use.scale.reciprocal()
         parts = _parts(gradients.parameters(), gradients.ranks)
         if of_masters := gradients.masters.gradients.new():
             parts.append(((), of_masters))
-        sum_of_squares = _sum_of_squares(parts, inv_scale, found_inf)
-        gradients.ranks.reduce_overflow_(found_inf, gradients.parameters())
-        norm, factor = kernels.clip_factor(sum_of_squares, found_inf, max_norm)
+        norm, factor, found_inf = _measure(parts, gradients.parameters(), gradients.ranks, inv_scale, max_norm)
         kernels.multiply_(gradients.tensors(), inv_scale * factor)
         gradients.masters.gradients.unscale_to_masters(inv_scale * factor)
         unscaling.note_unscaled(found_inf)
@@ -173,8 +167,14 @@ def _parts(parameters: Iterable[Tensor], ranks: Ranks) -> list[_Part]:
     return [(groups, gradients_of(part)) for groups, part in ranks.by_shard_groups(parameters)]
 
 
-def _sum_of_squares(parts: Iterable[_Part], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """Returns that of gradients times ``inv_scale``, 0-dimensional float64; sets ``found_inf`` for this rank."""
+def _measure(
+    parts: Iterable[_Part], parameters: Iterable[Tensor], ranks: Ranks, inv_scale: Tensor, max_norm: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the norm of gradients times ``inv_scale``, the factor that clips them, and the verdict of all ranks.
+
+    All are 0-dimensional float32.
+    """
+    found_inf = torch.zeros_like(inv_scale)
     total = torch.zeros((), dtype=torch.float64, device=found_inf.device)
     for groups, grads in parts:
         of_part = torch.zeros_like(total) if groups else total
@@ -183,4 +183,6 @@ def _sum_of_squares(parts: Iterable[_Part], inv_scale: Tensor, found_inf: Tensor
             group.reduce_(of_part, dist.ReduceOp.SUM)
         if groups:
             total += of_part
-    return total
+    ranks.reduce_overflow_(found_inf, parameters)
+    norm, factor = kernels.clip_factor(total, found_inf, max_norm)
+    return norm, factor, found_inf

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -76,16 +76,10 @@ class ScalePolicy:
     max_loss_scale: float = 2.0**24
 
 
-class _Bounds(NamedTuple):
-    """The bounds of a scale for which the user gives none."""
-
-    floor: float
-    ceiling: float
-
-
-_OWN = _Bounds(2.0**-24, 2.0**24)
-#: By the value of ``scaler``. All else is the same in Apex's scaler, torch's and ampatch's: 2**16, 2, 0.5 and 2000.
-_BOUNDS = {"apex": _Bounds(NO_FLOOR, 2.0**24), "torch": _Bounds(NO_FLOOR, math.inf)}
+_CEILING = 2.0**24
+#: The least and the greatest scale for which the user gives none, by the value of ``scaler``. All else is the same in
+#: Apex's scaler, torch's and ampatch's: 2**16, 2, 0.5 and 2000.
+_BOUNDS = {None: (2.0**-24, _CEILING), "apex": (NO_FLOOR, _CEILING), "torch": (NO_FLOOR, math.inf)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +117,12 @@ def make_policy(
             one of the factors that it sets.
     """
     checked: LossScale = check_loss_scale(loss_scale)
-    bounds = _bounds(scaler)
-    floor = bounds.floor if min_loss_scale is None else _checked_scale("min_loss_scale", min_loss_scale)
+    floor, greatest = _bounds(scaler)
+    if min_loss_scale is not None:
+        floor = _checked_scale("min_loss_scale", min_loss_scale)
     ceiling = _checked_scale("max_loss_scale", max_loss_scale)
-    if ceiling == _OWN.ceiling:  # the default
-        ceiling = bounds.ceiling
+    if ceiling == _CEILING:  # the default
+        ceiling = greatest
     if floor > ceiling:
         raise OptionError(f"min_loss_scale={floor} is above max_loss_scale={ceiling}; expected it to be at most that.")
     growth, backoff = _factors(scale_factor, growth_factor, backoff_factor)
@@ -429,11 +424,6 @@ class LossScaler:
             self._kept = None
 
     @property
-    def on_device(self) -> tuple[Tensor, Tensor]:
-        """The scale and its clean updates as they are kept: to be read only."""
-        return self._scale, self._unskipped
-
-    @property
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
         """The state as it is kept on the device, to be read only; a static scale's updates are in `counted`."""
         return self._scale, self._unskipped, self._hysteresis_left
@@ -696,14 +686,12 @@ def _checked_scale(name: str, value: object) -> float:
     raise OptionError(f"{name} is {value!r}; expected a number from 2**-126 to {_GREATEST:g}.")
 
 
-def _bounds(scaler: object) -> _Bounds:
-    if scaler is None:
-        return _OWN
-    if isinstance(scaler, str) and scaler in _BOUNDS:
+def _bounds(scaler: object) -> tuple[float, float]:
+    if scaler is None or (isinstance(scaler, str) and scaler in _BOUNDS):
         return _BOUNDS[scaler]
     raise OptionError(
         f"scaler is {scaler!r}; expected 'apex' or 'torch', or None for the bounds of ampatch."
-        f"{did_you_mean(scaler, _BOUNDS)}"
+        f"{did_you_mean(scaler, ['apex', 'torch'])}"
     )
 
 

@@ -117,7 +117,6 @@ class AdoptedOptimizer:
         switch: the session's; off while ``step`` runs, so that the optimizer's own arithmetic is not cast.
         cache: the casts of weights, which a step makes invalid.
         scalers: one for each loss.
-        dynamic: whether a scale is dynamic, so that a step may have to be undone.
         exact_hooks: whether to read the verdict before every step, so that a skipped step fires no hooks.
         announce: whether to log skipped steps.
         on_overflow: what else happens after a skipped step. If it reports, every verdict is read before the step, while
@@ -132,6 +131,7 @@ class AdoptedOptimizer:
         masters: its float32 masters; empty at levels without masters.
         scalers: as given.
         is_at_work: True while its step runs.
+        has_other_scale: True if another scaler judges the gradients of the next step, so that it needs no warning.
         skips: the number of its skipped steps that the host has read.
         scaled_backward: what its user types for a backward pass with a scale; adapters of frameworks set it.
     """
@@ -145,7 +145,6 @@ class AdoptedOptimizer:
         cache: WeightCache,
         scalers: Sequence[LossScaler],
         *,
-        dynamic: bool = True,
         exact_hooks: bool = False,
         announce: bool = True,
         on_overflow: OverflowHandler,
@@ -160,7 +159,8 @@ class AdoptedOptimizer:
         self.is_at_work = False
         self._switch = switch
         self._cache = cache
-        self._may_go_back = dynamic or checks_by is not None
+        dynamic = scalers[0].dynamic
+        self._may_go_back = dynamic or checks_by is not None  # steps may have to be undone
         self._exact_hooks = exact_hooks or on_overflow.reports
         self._announce = announce
         self._on_overflow = on_overflow
@@ -171,7 +171,7 @@ class AdoptedOptimizer:
         self._overflow: Overflow | None = None  # of a step that was just skipped
         self._gate: ClosureGate | None = None  # of the step with a closure that runs
         self._warns_of_no_scale = dynamic  # once: a loop without amp.scale_loss lacks it in every step
-        self._has_other_scale = False
+        self.has_other_scale = False
         self._uses_by_hand = LossScaler.uses_by_hand
         # One gradient from before amp, or of the last step, and its version.
         self._known_gradient: tuple[TensorWeakRef, int] | None = None
@@ -252,10 +252,6 @@ class AdoptedOptimizer:
         """Logs the skipped steps that were not logged yet, then calls `OptimizerGradients.release`."""
         self.read_verdicts()
         return self.gradients.release()
-
-    def note_other_scale(self) -> None:
-        """Notes that another scaler judges the gradients of the next step, so that it needs no warning."""
-        self._has_other_scale = True
 
     # Steps
 
@@ -362,7 +358,7 @@ class AdoptedOptimizer:
             if parameter is None:
                 return None
             scaler.to(parameter.device)
-        found_inf, _ = kernels.flag_and_squares(self.gradients.tensors(), scaler.on_device[0].device)
+        found_inf, _ = kernels.flag_and_squares(self.gradients.tensors(), scaler.numbers[0].device)
         self.gradients.ranks.reduce_overflow_(found_inf, self.gradients.model_parameters())
         others = getattr(self.optimizer, "found_inf", None)
         if others is not None:  # a GradScaler has the optimizer skip, and counts that itself
@@ -586,11 +582,11 @@ class AdoptedOptimizer:
         optimizer = self.optimizer
         # By a GradScaler, which sets found_inf; or by an amp.LossScaler, which does not know the optimizers.
         is_judged = (
-            self._has_other_scale
+            self.has_other_scale
             or getattr(optimizer, "found_inf", None) is not None
             or LossScaler.uses_by_hand > self._uses_by_hand
         )
-        self._has_other_scale, self._uses_by_hand = False, LossScaler.uses_by_hand
+        self.has_other_scale, self._uses_by_hand = False, LossScaler.uses_by_hand
         grad = next((each.grad for each in self.gradients.model_parameters() if each.grad is not None), None)
         last, self._known_gradient = self._known_gradient, None
         if grad is None or is_capturing():  # nothing can be read from the device

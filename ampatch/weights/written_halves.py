@@ -4,16 +4,18 @@ Frozen weights may be half: nothing is lost. But user code may write to weights 
 teacher does. In half, it would lose every update below the type's resolution. So a weight that was written to is
 float32 from then on. Owns also the float32 copies of such weights that state dicts get.
 
+Methods that make tensors leave inference mode, as weights made there cannot be trained, and then turn gradients off:
+leaving it turns them on.
+
 Must not know optimizers, nor how a tensor's type is recorded.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,21 +25,7 @@ from ampatch.half_types import HALVES
 from ampatch.torch_private.modules import APPLY_CODE
 from ampatch.weights.untracked_writes import GivenData, has_memory, is_shared, moments_of
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
 _MOST_FRAMES = 8  # between `data` and a module that is being moved
-
-
-def _outside_of_inference(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Returns a method that makes ordinary tensors, also in inference mode: weights made there cannot be trained."""
-
-    @functools.wraps(method)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        with torch.inference_mode(False), torch.no_grad():  # in this order: the first turns gradients on
-            return method(*args, **kwargs)
-
-    return run
 
 
 class _Watched:
@@ -141,7 +129,8 @@ class WrittenHalves:
             if (weight := each.weight()) is not None:
                 each.is_written(weight)
 
-    @_outside_of_inference
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _widen_each(self, alive: list[Tensor]) -> None:
         for key, given in list(self._copies.items()):
             self._widen_if_written(given)
@@ -173,7 +162,8 @@ class WrittenHalves:
                     "model float32 (keep_fp32), or leave it out of amp.initialize."
                 )
 
-    @_outside_of_inference
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def note_loaded(self, tensor: Tensor, values: Tensor) -> None:
         """Notes that values were loaded into a weight; makes it float32 if it loses their digits a second time.
 
@@ -188,7 +178,8 @@ class WrittenHalves:
             self._widen(tensor, values.detach().float().to(tensor.device, copy=True))
         found.is_rounded = found.is_rounded or is_rounded
 
-    @_outside_of_inference
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def float32_copy_of(self, tensor: Tensor) -> Tensor:
         """Returns a float32 copy of a half weight; what the user writes to it counts, from the next look on."""
         given = self._copies.get(id(tensor))
