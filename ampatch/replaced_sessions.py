@@ -30,13 +30,11 @@ class _Watched:
     Attributes:
         reference: weak reference to it.
         why: differences of the later session's settings, for messages.
-        ledger: ledger that records its hook.
         is_silent: True if no warning is due any more.
     """
 
     reference: weakref.ref[Any]
     why: str
-    ledger: PatchLedger
     is_silent: bool = False
 
 
@@ -52,6 +50,7 @@ class Replaced:
     def __init__(self, before_forward: Callable[..., None], before_step: Callable[..., None]) -> None:
         self._before_forward, self._before_step = before_forward, before_step
         self._watched: dict[int, _Watched] = {}  # by id: an optimizer might not be hashable
+        self._ledger = PatchLedger()
 
     def watch(self, models: Iterable[nn.Module], optimizers: Iterable[Any], why: str) -> None:
         """Hooks models and optimizers of a session that was taken down.
@@ -62,14 +61,15 @@ class Replaced:
             why: differences of the later session's settings, for messages.
         """
         for model in models:
-            ledger = self._add(model, why)
-            ledger.on_undo(model.register_forward_pre_hook(self._before_forward).remove, model)
+            if self._is_new(model, why):
+                self._ledger.on_undo(model.register_forward_pre_hook(self._before_forward).remove, model)
         for optimizer in optimizers:
-            ledger = self._add(optimizer, why)
-            if hasattr(optimizer, "register_step_pre_hook"):
-                ledger.on_undo(optimizer.register_step_pre_hook(self._before_step).remove, optimizer)
-            else:
-                ledger.set(optimizer, "step", functools.partial(_announced, self._before_step, optimizer.step))
+            if self._is_new(optimizer, why):
+                if hasattr(optimizer, "register_step_pre_hook"):
+                    self._ledger.on_undo(optimizer.register_step_pre_hook(self._before_step).remove, optimizer)
+                else:
+                    step = functools.partial(_announced, self._before_step, optimizer.step)
+                    self._ledger.set(optimizer, "step", step)
 
     def warn_of_training(self, trained: Any, live: Session | None) -> None:
         """Warns, once, if a watched model or optimizer goes on training without the live session.
@@ -110,18 +110,15 @@ class Replaced:
 
     def end(self) -> None:
         """Removes every hook, and forgets all models and optimizers."""
-        for each in list(self._watched.values()):
-            each.ledger.undo()
+        self._ledger.undo()
         self._watched.clear()
 
-    def _add(self, owner: Any, why: str) -> PatchLedger:
-        known = self._find(owner)
-        if known is not None:
-            known.ledger.undo()
+    def _is_new(self, owner: Any, why: str) -> bool:
+        """Notes a model or an optimizer; returns True if it has no hook yet."""
+        is_new = self._find(owner) is None
         forget = functools.partial(_forget, self._watched, id(owner))
-        watched = _Watched(weakref.ref(owner, forget), why, PatchLedger())
-        self._watched[id(owner)] = watched
-        return watched.ledger
+        self._watched[id(owner)] = _Watched(weakref.ref(owner, forget), why)
+        return is_new
 
     def _find(self, owner: Any) -> _Watched | None:
         watched = self._watched.get(id(owner))
