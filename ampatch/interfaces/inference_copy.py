@@ -50,7 +50,6 @@ from ampatch.torch_private.modules import CALL, FASTPATH
 from ampatch.torch_private.operators import VF
 from ampatch.tracing import is_capturing, is_under_mode
 from ampatch.weights import conversion_plan
-from ampatch.weights.conversion import unrounded
 from ampatch.weights.ruled_parts import check_entries, ruled_parts
 
 # torch's own layers, and the only functions that read their weights.
@@ -126,7 +125,10 @@ class _Weight:
         """Returns float32 values: the kept ones, except for elements that the user has changed since."""
         shown = parameter.detach()
         # The user saw the values in half, and may have converted the parameter to another type since.
-        return shown.float() if self.kept is None else unrounded(shown, self.kept, [half_dtype]).float()
+        if self.kept is None:
+            return shown.float()
+        kept = self.kept.to(shown.device)
+        return torch.where(kept.to(half_dtype).to(shown.dtype) == shown, kept, shown.float())
 
 
 #: A module's own weights, each with its name there.

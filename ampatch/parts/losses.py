@@ -144,7 +144,7 @@ class Losses(Part):
             OptionError: its ``step`` cannot be replaced.
             UsageError: a parameter is in two optimizers that would each have a master of it.
         """
-        shared, settings = self.shared, self.settings
+        shared, settings, adopted = self.shared, self.settings, self.shared.adopted
         try:
             masters = self._masters.begin_for(optimizer)
             record = AdoptedOptimizer(
@@ -152,7 +152,7 @@ class Losses(Part):
                     optimizer,
                     masters,
                     shared.ranks,
-                    shared.adopted.by_id,
+                    adopted.by_id,
                     counts_non_finite=self.overflows.reports,
                 ),
                 shared.switch,
@@ -172,10 +172,10 @@ class Losses(Part):
                 "optimizer that keeps its own attributes. Hand in the optimizer inside it, if there is one."
             ) from error
         if settings.properties.cast_model_type is None and not settings.has_masters:
-            warn_of_half_updates(optimizer, shared.adopted, settings.properties.opt_level)
-        shared.adopted.by_id[id(optimizer)] = record
+            warn_of_half_updates(optimizer, adopted, settings.properties.opt_level)
+        adopted.by_id[id(optimizer)] = record
         self._skips.append(record.skips)
-        finalizer = weakref.finalize(optimizer, shared.adopted.forget_optimizer, id(optimizer))
+        finalizer = weakref.finalize(optimizer, adopted.forget_optimizer, id(optimizer))
         self.ledger.on_undo(finalizer.detach, optimizer)
 
     def all_scalers(self) -> tuple[LossScaler, ...]:

@@ -16,8 +16,7 @@ from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.native import kernels
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.scale_use import ScaleUse
-from ampatch.scaling.unscaling import Unscaling
-from ampatch.weights.optimizer_state import gradients_of
+from ampatch.scaling.unscaling import Unscaling, without_masters
 from ampatch.weights.untracked_writes import is_since, moment_of
 
 
@@ -103,14 +102,8 @@ class Bystander:
 
     def _unscale(self, use: ScaleUse, written: Collection[int]) -> None:
         masters = self.gradients.masters
-        found_inf = kernels.unscale_by_(
-            gradients_of(
-                parameter
-                for parameter in self.gradients.model_parameters()
-                if id(parameter) in written and id(parameter) not in masters.ids()
-            ),
-            use.scale,
-        )
+        others = {id(each) for each in self.gradients.model_parameters()}.difference(written)
+        found_inf = kernels.unscale_by_(without_masters([self.gradients], but=others), use.scale)
         if masters.wanted:
             masters.gradients.unscale_to_masters(use.scale.reciprocal(), found_inf)
         Unscaling(use, [self.gradients], self.gradients.ranks).note_unscaled(found_inf)

@@ -285,27 +285,6 @@ class OptimizerGradients:
             self.masters.gradients.note_cleared()
             self.note_unscaled()
 
-    def check_not_reached(self, leaves: Collection[int]) -> None:
-        """Raises `UsageError` if a backward pass without scale would add to these gradients, which are scaled.
-
-        Args:
-            leaves: ids of the leaves that it reaches.
-        """
-        reached = next((each for each in self.model_parameters() if id(each) in leaves), None)
-        if self.scaled_by is None or reached is None:
-            return
-        why = (
-            "which waits, scaled, for DistributedDataParallel or FSDP to reduce it together with that of a later block"
-            if self.scaled_by.is_postponed
-            else "which a block of amp.scale_loss with delay_unscale=True has left scaled"
-        )
-        raise UsageError(
-            f"this backward pass would add to the gradient of {self.masters.name_of(reached)}, {why}; that block "
-            "would divide the sum by the scale. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: "
-            "scaled_loss.backward(); or, to drop the scaled gradients, optimizer.zero_grad(), which has to set them to "
-            "None."
-        )
-
     def check_shared(self, what: str, also: Collection[OptimizerGradients] = ()) -> None:
         """Raises `UsageError` if another optimizer has left the gradient of a shared parameter scaled.
 
@@ -321,18 +300,16 @@ class OptimizerGradients:
             if not other.scaled_by.is_open and not other.exist():
                 other.note_unscaled()
                 continue
-            shared = self._shared_gradient(other)
+            theirs = set(map(id, other.model_parameters()))
+            shared = next(
+                (each for each in self.model_parameters() if each.grad is not None and id(each) in theirs), None
+            )
             if shared is not None:
                 raise UsageError(
                     f"{what} the gradient of {self.masters.name_of(shared)}, which another optimizer has as well, and "
                     "which is still scaled by a block of amp.scale_loss for that one. Hand both optimizers to "
                     "amp.scale_loss."
                 )
-
-    def _shared_gradient(self, other: OptimizerGradients) -> Tensor | None:
-        """Returns a model's parameter with a gradient that both optimizers update; None if there is none."""
-        theirs = set(map(id, other.model_parameters()))
-        return next((each for each in self.model_parameters() if each.grad is not None and id(each) in theirs), None)
 
     def check_not_scaled_when_clipped(self, grads: Iterable[Tensor]) -> None:
         """Warns if torch is about to clip scaled gradients, or to take their norm.
@@ -432,7 +409,7 @@ class OptimizerGradients:
         """
         gone, self.pending = [each for each in self.pending if each not in kept], kept
         self.dropped += [each for each in gone if each.main is None][-1:]
-        drop(gone, [use for each in list(self._adopted.values()) for use in each.gradients.pending])
+        drop(gone, [use for each in self.others() for use in each.pending])
 
     def still_exist(self, scale_use: ScaleUse, grads: list[Tensor]) -> Tensor:
         """Returns 1 if any rank still has a gradient other than zero after a block that overflowed, else 0.

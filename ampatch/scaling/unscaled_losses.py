@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge, Node
 from ampatch.errors import UsageError, warn
 from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.ledger import PatchLedger
+from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.scale_use import has_scaled
 from ampatch.scaling.scaled_block import Blocks, ScaledBlock
 from ampatch.torch_private.autograd import ENGINE_RUN_BACKWARD, current_graph_task_id
@@ -97,7 +98,23 @@ def _check_left_scaled(outputs: Sequence[Tensor | GradientEdge], inputs: Collect
             continue
         leaves, found = _walk(output.grad_fn, scaled, inputs)
         for each in left if found is None else ():
-            each.check_not_reached(leaves)
+            reached = next((parameter for parameter in each.model_parameters() if id(parameter) in leaves), None)
+            if reached is not None:
+                raise _reaches_scaled(each, reached)
+
+
+def _reaches_scaled(gradients: OptimizerGradients, parameter: Tensor) -> UsageError:
+    why = (
+        "which waits, scaled, for DistributedDataParallel or FSDP to reduce it together with that of a later block"
+        if gradients.scaled_by is not None and gradients.scaled_by.is_postponed
+        else "which a block of amp.scale_loss with delay_unscale=True has left scaled"
+    )
+    return UsageError(
+        f"this backward pass would add to the gradient of {gradients.masters.name_of(parameter)}, {why}; that block "
+        "would divide the sum by the scale. Type: with amp.scale_loss(loss, optimizer) as scaled_loss: "
+        "scaled_loss.backward(); or, to drop the scaled gradients, optimizer.zero_grad(), which has to set them to "
+        "None."
+    )
 
 
 def _follow(
