@@ -98,19 +98,10 @@ class Watch(Recorder):
         if ended.noted:
             self.push()
 
-    def forget(self, before: int | None = None) -> None:
-        """Drops what was recorded.
-
-        Args:
-            before: drops only operators with smaller numbers.
-        """
-        if before is None:
-            self.ops, self.gradients, self._by_node, self._written = [], [], {}, WrittenMemory()
-            self._outside.clear()
-            return
-        self.ops = [op for op in self.ops if op.number >= before]
-        self._by_node = {node: op for node, op in self._by_node.items() if op is not None and op.number >= before}
-        self._written.forget(before)
+    def forget(self) -> None:
+        """Drops what was recorded."""
+        self.ops, self.gradients, self._by_node, self._written = [], [], {}, WrittenMemory()
+        self._outside.clear()
 
     def read(self) -> None:
         """Copies the largest values to the host; syncs with each device once for each type."""
