@@ -223,10 +223,8 @@ class Training:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise OptionError(f"evaluate returned {type(value).__name__!r}; expected one number, the metric.")
     try:
-        return float(value.detach() if isinstance(value, Tensor) else value)
+        return math.fsum([value.detach() if isinstance(value, Tensor) else value])  # float() would take text
     except (RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f"evaluate returned {value!r}; expected one number, the metric.") from error
 
