@@ -32,7 +32,7 @@ _NEARLY_ALL = 0.99  # of them that are noise
 _LEAST_NOISE = 0.01  # share of them that is printed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Location(NamedOp):
     """Where an operator of the float32 step was called.
 
