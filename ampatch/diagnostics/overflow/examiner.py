@@ -68,11 +68,11 @@ class Examiner:
         notes: tuple[str, ...] = (_OTHER_THREADS,) if missed_threads else ()
         found = {op.number: op for op in origins if op is not None}
         if not found:
-            return OverflowTrace("unknown", notes=notes)
+            return OverflowTrace(notes=notes)
         op = found[min(found)]
         is_input = _is_input(op)
         if _unwritten(op) and not is_input:
-            return OverflowTrace("unknown", notes=(*notes, _NO_FORWARD))
+            return OverflowTrace(notes=(*notes, _NO_FORWARD))
         largest = None if is_input else causes.in_float32(op)
         if largest is None and not is_input and op.ran_in_half:
             notes += (_NOT_RUN_AGAIN,)
@@ -80,7 +80,7 @@ class Examiner:
         if use > 1:
             notes += (f"in use {use} of this module in the forward pass",)
         trace = OverflowTrace(
-            "input" if is_input else op.direction,
+            direction="input" if is_input else op.direction,
             **asdict(self.named(op)),
             inputs=tuple(map(_traced, op.inputs)),
             outputs=tuple(map(_traced, op.outputs)),

@@ -286,7 +286,7 @@ class OverflowTracer:
             elif shown is not None:
                 found.append((each, *shown))
         if not found:
-            unknown = OverflowTrace("unknown", notes=tuple(notes or [FINITE_AGAIN if own else _NOT_NOTED]))
+            unknown = OverflowTrace(notes=tuple(notes or [FINITE_AGAIN if own else _NOT_NOTED]))
             return unknown, None if notes or not own else True
         source, trace, op = next((each for each in found if each[1].direction != "backward"), found[0])
         if has_others or trace.finding == self._known:
@@ -442,7 +442,7 @@ class _WatchedSteps(Watch):
         is_watched = bool(ids & self._arrived)  # sharded parameters get their gradients from other tensors
         origins = [origin for key, origin in self._origins.items() if key in ids or not is_watched]
         if not origins:
-            return OverflowTrace("unknown", notes=(FINITE_HERE,)) if self._arrived else None
+            return OverflowTrace(notes=(FINITE_HERE,)) if self._arrived else None
         trace = self._examiner.describe(origins, self.missed_threads, loss_scale)
         return replace(trace, remedies=marked(trace.remedies))
 
