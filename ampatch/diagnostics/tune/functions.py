@@ -39,7 +39,6 @@ _FIXED = {
     "decorated": "an amp decorator fixes its type",
     "registered": "it was registered, and a registration takes precedence over cast lists",
 }
-_RECURRENT = ("lstm", "gru", "rnn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +119,6 @@ class TrainingRecorder(CallRecorder):
                 notes.append(f"{path} stays as it is: {reason}.")
             elif reason is None:
                 observed.rules[path], observed.flops[path] = rule, self._flops[function, True]
-        uncounted = [path for path in observed.flops if path.rpartition(".")[2].partition("_")[0] in _RECURRENT]
-        if uncounted:
-            notes.append(f"The FLOPs of {', '.join(sorted(uncounted))} are not counted: torch has no formula for them.")
         return observed
 
     def _held_by_parts(self, name: str) -> Iterator[str]:
