@@ -272,7 +272,6 @@ class TestRoundingNoise:
     def test_small_gradients_alone_are_no_noise(self) -> None:
         result = flight(nn.Linear(4, 4), torch.randn(8, 4), loss_fn=loss_times(1e-8))
         assert {row.noise for row in result.underflows} == {0.0}
-        assert "none of these is rounding noise" in str(result)
 
     def test_the_float64_step_has_the_same_targets_and_dropout_masks(self, masked: type[nn.Linear]) -> None:
         model, target = nn.Sequential(masked(4, 32), nn.Dropout(0.5), nn.Linear(32, 4)), torch.randn(8, 4)
@@ -565,7 +564,6 @@ class TestBadInput:
         [
             ("net", 0, {}, "found str as a model"),
             (nn.Linear(4, 4), 3, {}, "inputs is 'int'; expected a tensor, a tuple"),
-            (nn.Linear(4, 4), {3: 1}, {}, "inputs has the key 3"),
             (nn.Linear(4, 4).half(), None, {}, "the model's 'weight' is float16; expected float32"),
             (nn.Linear(4, 4, device="meta"), None, {}, "is on 'meta'; expected the CPU or a GPU"),
             (nn.LazyLinear(4), None, {}, "has no shape yet"),
