@@ -481,7 +481,7 @@ class TestReports:
     @pytest.mark.parametrize(
         ("content", "told"),
         [
-            ("{", "it is not JSON"),
+            ("{", "no report"),
             ([], "no report"),
             ({"format": "other"}, "no report"),
             (small(version=2), "a report of version 2"),

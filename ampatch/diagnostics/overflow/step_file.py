@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 from ampatch import checkpoint_policy
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.overflow.forwards import NotedForward, stand_in
-from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
 from ampatch.opt_levels import dtype_name
@@ -98,25 +97,20 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     """Reads the file of a step; its tensors are on the CPU.
 
     Raises:
-        OptionError: the file holds no step, or one of another version.
+        OptionError: there is no file; it holds no step, or one of another version.
         OSError: the file cannot be read.
     """
     name = fspath(path)
     if not Path(name).is_file():
         raise OptionError(f"there is no file {name!r}. {_WRITE_ONE}")
     try:
-        data = torch.load(name, map_location="cpu", weights_only=True)
+        data: dict[str, Any] = torch.load(name, map_location="cpu", weights_only=True)
+        if (data["format"], data["version"]) != (FORMAT, VERSION) or not data.keys() >= _KEYS:
+            raise ValueError("another format, or another version of it")
     except Exception as error:
         raise OptionError(
-            f"{name} holds no step: torch.load cannot read it ({type(error).__name__}). {_WRITE_ONE}"
+            f"{name} holds no step that this version of ampatch reads ({type(error).__name__}). {_WRITE_ONE}"
         ) from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise OptionError(f"{name} holds no step: its format is not {FORMAT!r}. {_WRITE_ONE}")
-    if data.get("version") != VERSION or not data.keys() >= _KEYS:
-        raise OptionError(
-            f"{name} holds a step of version {data.get('version')!r}; this one reads version {VERSION}. Read it with "
-            "the ampatch that wrote it."
-        )
     return data
 
 
@@ -187,11 +181,6 @@ def loaded(
 def _roots(session: Session, noted: Sequence[NotedForward]) -> list[nn.Module]:
     """Returns the models whose forward passes were noted, in the order in which they ran."""
     models = [model for each in noted for model in session.adopted.models if each.module in set(model.modules())]
-    for root in models:
-        if is_sharded(root.parameters()):
-            raise UsageError(
-                f"the parameters of this {type(root).__name__} are sharded over ranks; expected whole ones."
-            )
     return list(dict.fromkeys(models))
 
 
