@@ -261,7 +261,7 @@ class TestErrors:
 
     def test_a_step_that_is_over_cannot_be_saved(self, net: Any) -> None:
         overflow = saved_step(net())
-        with pytest.raises(amp.UsageError, match="called after the step"):
+        with pytest.raises(amp.UsageError, match="the step is over, or the model is compiled"):
             overflow.save("later.pt")
 
     def test_a_step_without_a_trace_cannot_be_saved(self) -> None:

@@ -304,7 +304,7 @@ class TestSideEffects:
         with Watch() as watch:
             with pytest.raises(ValueError, match="no good"):
                 nn.Sequential(nn.Linear(4, 4), Raises())(batch())
-            assert not watch.is_in_forward
+            assert not watch.thread.running
 
 
 def test_another_thread_is_not_watched_and_that_is_known():

@@ -44,15 +44,11 @@ class SkippedStep:
         session: the session, whose models made the step.
         noted: its forward passes.
         facts: what else the file is to hold, as plain data.
-
-    Attributes:
-        has_noted: True if it has had forward passes.
     """
 
     def __init__(self, session: Session, noted: Sequence[NotedForward], facts: Mapping[str, Any]) -> None:
         self._session: Any = session  # None once it is closed
         self._noted, self._facts = tuple(noted), facts
-        self.has_noted = bool(noted)
         self._versions = self._read_versions()
 
     def close(self) -> None:
@@ -62,15 +58,11 @@ class SkippedStep:
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the file; see `Overflow.save`."""
         file = json_files.checked_path(path, _ENDINGS, "Type 'step.pt'.")
-        if not self.has_noted:
-            raise UsageError(
-                "overflow.save was called for a step of which no forward pass was noted; expected one of a model that "
-                "amp.initialize has adopted, and that is not compiled. Leave torch.compile out to save a step."
-            )
         if not self._noted or self._versions != self._read_versions():
             raise UsageError(
-                "overflow.save was called after the step: its inputs are gone, or its weights have changed. Call it in "
-                "a function for amp.initialize(on_overflow=('trace', function)), which runs in the step."
+                "overflow.save found no forward pass as it ran in the step: the step is over, or the model is compiled "
+                "or not adopted. Call it in a function for amp.initialize(on_overflow=('trace', function)), and leave "
+                "torch.compile out."
             )
         obstacle = next(filter(None, (each.obstacle for each in self._noted)), None)
         if obstacle is not None:

@@ -464,7 +464,7 @@ class _WatchedSteps(Watch):
 
     def enters(self, module: nn.Module, args: Any) -> bool:
         """Forgets earlier passes when a forward pass begins after a backward pass, or after many others."""
-        if not self.is_in_forward and current_graph_task_id() == -1:
+        if not self.thread.running and current_graph_task_id() == -1:
             self._note_origins()
             if self._forwards == _FORWARDS_KEPT or any(op.is_backward for op in self.ops):
                 self.forget()
