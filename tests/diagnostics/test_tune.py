@@ -255,7 +255,7 @@ def test_the_share_of_flops_in_half_is_measured() -> None:
 
     tuning = Probe(off).tuned(1e-5, cast_lists=None)
     assert tuning.float32 == ("torch.Tensor.__matmul__",)
-    linear = 2 * 2 * 4 * 4 * 2 + 2 * 16 * 4 * 4  # a step without the gradient of its input, and a forward pass
+    linear = 2 * 2 * 4 * 4 + 2 * 16 * 4 * 4  # the forward pass of a step, and another one
     products = 2 * (2 * 16 * 16 * 4)  # in float32 and in float64
     assert tuning.share_is_measured
     assert tuning.share == pytest.approx(linear / (linear + products))
