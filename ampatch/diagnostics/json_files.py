@@ -100,11 +100,11 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     """
     name = fspath(path)
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no JSON, or no text
-        raise OptionError(f"{name} is no report: it is not JSON ({error}). {_WRITE_ONE}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise OptionError(f"{name} is JSON, and no report: its format is not {FORMAT!r}. {_WRITE_ONE}")
+        data: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is not {FORMAT!r}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:  # no JSON, no text, or another JSON
+        raise OptionError(f"{name} is no report ({error}). {_WRITE_ONE}") from error
     if data.get("version") != VERSION:
         about = data.get("about")
         writer = about.get("ampatch", "unknown") if isinstance(about, dict) else "unknown"

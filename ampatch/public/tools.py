@@ -24,12 +24,12 @@ from ampatch.torch_private.modules import COMPILED_ORIGINAL
 from ampatch.weights.ruled_parts import check_entries
 
 if TYPE_CHECKING:
-    from ampatch.diagnostics.compare.comparison import Side
     from ampatch.diagnostics.compare.result import Comparison
     from ampatch.diagnostics.explain.result import Explanation
     from ampatch.diagnostics.preflight.result import Preflight
     from ampatch.diagnostics.replay.result import Replay
     from ampatch.diagnostics.report.report import Report
+    from ampatch.diagnostics.trial_steps.steps import Setup
     from ampatch.diagnostics.tune.result import Tuning
 
 
@@ -206,9 +206,8 @@ def compare(
     return comparison.compare(checked, inputs, loss_fn, _side("a", a, checked), _side("b", b, checked))
 
 
-def _side(letter: str, given: object, model: nn.Module) -> Side:
+def _side(letter: str, given: object, model: nn.Module) -> Setup:
     """Returns one of the two steps of `compare`."""
-    from ampatch.diagnostics.compare.comparison import Side
     from ampatch.diagnostics.trial_steps.steps import Setup
 
     options = {"opt_level": given} if isinstance(given, str) else given
@@ -227,11 +226,12 @@ def _side(letter: str, given: object, model: nn.Module) -> Side:
         raise OptionError(f"in {letter}: {error}") from None
     if overlay is not None and not properties.patch_torch_functions:
         raise OptionError(f"{letter} has cast_lists, and {level} does not patch torch's functions; expected O1 or O4.")
-    setup = Setup(level, properties.half_dtype, overlay=() if overlay is None else overlay)
-    check_entries([model], setup.settings().lists.modules)  # raises also if the lists have faults
-    half_name = "" if level == "O0" else f" {opt_levels.dtype_name(setup.half_dtype)}"
+    half_name = "" if level == "O0" else f" {opt_levels.dtype_name(properties.half_dtype)}"
     lists = "" if overlay is None else f" with {overlay if isinstance(overlay, (str, os.PathLike)) else 'cast_lists'}"
-    return Side(letter, f"{level}{half_name}{lists}", setup)
+    overlaid = () if overlay is None else overlay
+    setup = Setup(level, properties.half_dtype, overlay=overlaid, name=f"{level}{half_name}{lists}")
+    check_entries([model], setup.settings().lists.modules)  # raises also if the lists have faults
+    return setup
 
 
 @checks_names

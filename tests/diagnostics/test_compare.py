@@ -375,7 +375,7 @@ class TestSideEffects:
             if raises:
                 with pytest.raises(KeyError) as caught:
                     compared(model, {"x": x, "bias": 1.0}, "O0", "O1", loss)
-                assert caught.value.__notes__ == ["ampatch: Step b of amp.compare raised this, at O1 bfloat16."]
+                assert caught.value.__notes__ == ["ampatch: A step of amp.compare raised this, at O1 bfloat16."]
             else:
                 assert compared(model, {"x": x, "bias": 1.0}, "O1", "O2", loss).gradient_error < 0.2
 
@@ -481,7 +481,7 @@ class TestReports:
     @pytest.mark.parametrize(
         ("content", "told"),
         [
-            ("{", "it is not JSON"),
+            ("{", "no report"),
             ([], "no report"),
             ({"format": "other"}, "no report"),
             (small(version=2), "a report of version 2"),

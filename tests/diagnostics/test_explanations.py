@@ -191,7 +191,7 @@ class TestForms:
             ("nope.softmax", "there is no module 'nope'"),
             ("@=", "'torch.Tensor' has no '__imatmul__'"),
             ("torch.float32", "found 'torch.float32'; expected a function"),
-            (torch.autograd.Function, "found Function, which is a class; expected a function, a module"),
+            (torch.autograd.Function, "found Function; expected a function, a module"),
             (nn.Module, "Module has no forward"),
             (nn.ModuleList([nn.ModuleList()]), "ModuleList has no forward, and its modules have none"),
             (type("InC", (nn.Module,), {"forward": torch.relu})(), "found InC, whose forward is no function in Python"),

@@ -485,15 +485,15 @@ class TestMemory:
             tracer: Any = runtime.live.losses.overflows.tracer
             for _ in range(20):
                 model(batch())
-                counts.append(len(tracer._noted if way == "second run" else tracer._watched._watch.ops))
-        assert counts[-1] == counts[12] < 12 * counts[0]
+                counts.append(len(tracer._noted if way == "second run" else tracer._watched.ops))
+        assert max(counts[12:]) < 12 * counts[0]
 
     def test_a_forked_process_records_nothing(self):
         model = nn.Linear(8, 8)
         with traced(model, None, on_overflow="trace"):
             tracer: Any = runtime.live.losses.overflows.tracer
             tracer.watch(set(), 1)
-            ops = tracer._watched._watch.ops
+            ops = tracer._watched.ops
             model(batch())
             before = len(ops)
             child = os.fork()

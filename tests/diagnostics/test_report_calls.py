@@ -508,7 +508,7 @@ class TestBlock:
             model(x)
         assert not mode_stacks.FUNCTIONS.modes()
         assert not mode_stacks.OPERATORS.modes()
-        assert not recorder.is_in_forward
+        assert not recorder.thread.running
         assert not torch.nn.modules.module._global_forward_hooks
         assert not torch.nn.modules.module._global_forward_pre_hooks
         assert recorder.as_dict()["totals"]["calls"] == 1

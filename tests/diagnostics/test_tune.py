@@ -255,7 +255,7 @@ def test_the_share_of_flops_in_half_is_measured() -> None:
 
     tuning = Probe(off).tuned(1e-5, cast_lists=None)
     assert tuning.float32 == ("torch.Tensor.__matmul__",)
-    linear = 2 * 2 * 4 * 4 * 2 + 2 * 16 * 4 * 4  # a step without the gradient of its input, and a forward pass
+    linear = 2 * 2 * 4 * 4 + 2 * 16 * 4 * 4  # the forward pass of a step, and another one
     products = 2 * (2 * 16 * 16 * 4)  # in float32 and in float64
     assert tuning.share_is_measured
     assert tuning.share == pytest.approx(linear / (linear + products))
@@ -549,17 +549,17 @@ def test_a_functions_fingerprint_depends_on_its_name_and_source_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    "text",
     [
-        ("{", "cannot be read"),
-        ("[]", "is no journal of this version"),
-        ('{"format": "ampatch tune journal", "version": 2, "about": {}, "runs": [{}]}', "cannot be read"),
-        ('{"format": "ampatch tune journal", "version": 1, "about": {}, "runs": []}', "is no journal of this version"),
+        "{",
+        "[]",
+        '{"format": "ampatch tune journal", "version": 2, "about": {}, "runs": [{}]}',
+        '{"format": "ampatch tune journal", "version": 1, "about": {}, "runs": []}',
     ],
 )
-def test_a_file_that_is_no_journal_is_refused_and_kept(text: str, told: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_journal_is_refused_and_kept(text: str, tmp_path: Path) -> None:
     (tmp_path / "tune.json").write_text(text)
-    with pytest.raises(OptionError, match=told):
+    with pytest.raises(OptionError, match="is no journal of this version"):
         Probe(only_spread).tuned(journal=tmp_path / "tune.json")
     assert (tmp_path / "tune.json").read_text() == text
 
@@ -575,7 +575,7 @@ def test_a_file_that_is_no_journal_is_refused_and_kept(text: str, told: str, tmp
         ({"tolerance": "much"}, "tolerance is 'much'; expected"),
         ({"tolerance": True}, "tolerance is True; expected"),
         ({"higher_is_better": None}, "higher_is_better is None; expected True, as for an accuracy"),
-        ({"budget": 20}, "budget is 20; expected .* Type budget='20 runs' or budget='20 min'"),
+        ({"budget": 20}, "budget is 20; expected a time with its unit .* or a number of runs"),
         ({"budget": "20"}, "budget is '20'; expected"),
         ({"budget": "0 runs"}, "budget is '0 runs'; expected .* above 0"),
         ({"budget": "1.5 runs"}, "budget is '1.5 runs'; expected"),
@@ -658,14 +658,17 @@ def started_with(**changes: Any) -> Callable[[dict[str, Any]], Trained]:
             lambda _: Trained(),
             r"train did not call amp.initialize.* Type amp.initialize\(model, optimizer, \*\*amp_options\)",
         ),
-        (lambda _: started({"opt_level": "O1"}), "train called amp.initialize with opt_level='O1'; expected 'O0'"),
+        (
+            lambda _: started({"opt_level": "O1"}),
+            "train called amp.initialize with other opt_level than its argument has",
+        ),
         (
             started_with(cast_lists={"blacklist": {"*": ["mm"]}}),
-            "train called amp.initialize with other cast lists than those in its argument",
+            "train called amp.initialize with other cast_lists than its argument has",
         ),
         (
             started_with(half_dtype="float16"),
-            "train called amp.initialize with half_dtype='float16'; expected 'bfloat16'",
+            "train called amp.initialize with other half_dtype than its argument has",
         ),
         (own_seed, r"train set torch's seed itself, to 42; .* torch.manual_seed\(torch.initial_seed\(\)\)"),
         (lambda options: [started(options)].clear(), "train returned None; expected the trained model"),
@@ -682,11 +685,10 @@ def test_a_train_function_that_falsifies_the_result_is_refused(train: Any, told:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ("0.5", "evaluate returned 'str'; expected one number"),
-        (None, "evaluate returned 'NoneType'; expected one number"),
+        ("0.5", "evaluate returned '0.5'; expected one number"),
+        (None, "evaluate returned None; expected one number"),
         (torch.ones(2), "evaluate returned"),
-        (1j, "evaluate returned 'complex'"),
-        (True, "evaluate returned 'bool'"),
+        (1j, "evaluate returned 1j"),
         (math.nan, "the metric is nan in float32 with seed 0"),
         (math.inf, "the metric is inf in float32 with seed 0"),
     ],
@@ -723,21 +725,18 @@ def test_flops_by_function_add_up_to_torchs_own_count() -> None:
     def forward(x: Tensor) -> Tensor:
         return torch.bmm(model(x), x.transpose(1, 2)).relu()
 
-    def step() -> None:
-        with torch.no_grad():
-            forward(torch.ones(1, 4, 8))
-        with amp.scale_loss(forward(torch.ones(2, 4, 8)).float().sum(), optimizer) as scaled:
-            scaled.backward()
-
     with FlopCounterMode(display=False) as counter:
-        step()
-    with TrainingRecorder(lists) as recorder:
-        step()
+        forward(torch.ones(2, 4, 8))
+    of_operators = counter.get_flop_counts()["Global"]
+    with (
+        TrainingRecorder(lists) as recorder,
+        amp.scale_loss(forward(torch.ones(2, 4, 8)).float().sum(), optimizer) as scaled,
+    ):
+        scaled.backward()
     amp.deinitialize()
     observed = recorder.observed()
     assert observed.all_flops == observed.half_flops == counter.get_total_flops()
     by_path = observed.flops
-    of_operators = counter.get_flop_counts()["Global"]
     assert by_path["torch.bmm"] == of_operators[torch.ops.aten.bmm]
     products = ("torch.nn.functional.linear", "torch.bmm", "torch.nn.functional.conv1d")
     assert sum(by_path[name] for name in products) == observed.all_flops
@@ -751,9 +750,8 @@ def test_flops_of_attention_on_the_cpu_are_counted() -> None:
         lists = runtime.live.settings.lists  # type: ignore[union-attr]
         with TrainingRecorder(lists) as recorder:
             F.scaled_dot_product_attention(query, query, query).sum().backward()
-    forward = 2 * 2 * (8 * 4 * 8) * 2
     (flops,) = [flops for path, flops in recorder.observed().flops.items() if "attention" in path]
-    assert flops == forward + forward // 2 * 5
+    assert flops == 2 * 2 * (8 * 4 * 8) * 2
 
 
 def test_a_metric_that_depends_on_the_recorder_is_taken_without_it() -> None:

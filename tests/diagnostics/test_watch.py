@@ -304,16 +304,7 @@ class TestSideEffects:
         with Watch() as watch:
             with pytest.raises(ValueError, match="no good"):
                 nn.Sequential(nn.Linear(4, 4), Raises())(batch())
-            assert not watch.is_in_forward
-
-
-def test_a_loop_outside_of_modules_keeps_the_tensors_of_its_last_operators_only(monkeypatch):
-    monkeypatch.setattr("ampatch.diagnostics.recorder.watch._KEPT_OUTSIDE", 3)
-    values = torch.ones(2)
-    with Watch(keep=lambda _: True) as watch:
-        for _ in range(10):
-            values = values + 1
-    assert [op.arguments is not None for op in watch.ops] == [False] * 7 + [True] * 3
+            assert not watch.thread.running
 
 
 def test_another_thread_is_not_watched_and_that_is_known():

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import SequenceMatcher
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -251,10 +251,8 @@ def rows_of(pairs: Iterable[Pair], precision: Precision) -> Iterator[ComparedRow
     for number, pair in enumerate(pairs, 1):
         call = pair.b or pair.a
         assert call is not None
-        names = ("function", "operator", "module", "file", "line", "source")
-        named: dict[str, Any] = {name: getattr(call.named, name) for name in names}
-        type_a, type_b = ("" if each is None else each.type for each in (pair.a, pair.b))
-        row = ComparedRow(number, call.op.direction, **named, type_a=type_a, type_b=type_b)
+        type_a, type_b = ("" if each is None else each.type for each in pair[:2])
+        row = ComparedRow(number=number, phase=call.op.direction, **asdict(call.named), type_a=type_a, type_b=type_b)
         if pair.a is None or pair.b is None:
             yield replace(row, unmatched=1)
         else:

@@ -30,29 +30,14 @@ _DREW_ITSELF = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of the two steps.
-
-    Attributes:
-        letter: "a" or "b".
-        name: its name in the result, such as "O1 bfloat16".
-        setup: the arguments of ``amp.initialize``.
-    """
-
-    letter: str
-    name: str
-    setup: Setup
-
-
-def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) -> Comparison:
+def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Setup, b: Setup) -> Comparison:
     """Runs what `amp.compare` describes.
 
     Args:
         model: the user's model.
         inputs: a tensor, positional arguments, or keyword arguments.
         loss_fn: returns the loss for the model's output.
-        a: the step to compare with.
+        a: the step to compare with, by its arguments of ``amp.initialize``.
         b: the step to judge.
 
     Raises:
@@ -63,7 +48,7 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) ->
     notes: list[str] = []
     with undisturbed("amp.compare"), noting(_MEMORY, (torch.OutOfMemoryError,)), noting_warnings(notes):
         scale = _loss_scale(subject, (a, b))
-        of_a, of_b = (_recorded(subject, side, scale) for side in (a, b))
+        of_a, of_b = (_recorded(subject, setup, scale) for setup in (a, b))
         precision = Precision.of(of_a.calls, of_b.calls)
         pairs = matched(of_a.calls, of_b.calls)
         rows = tuple(rows_of(pairs, precision))
@@ -94,16 +79,16 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Side, b: Side) ->
     )
 
 
-def _loss_scale(subject: Subject, sides: Sequence[Side]) -> float:
+def _loss_scale(subject: Subject, setups: Sequence[Setup]) -> float:
     """Returns the greatest scale at which all steps with a dynamic scale are finite; 1 if none is dynamic.
 
     Both steps use this one scale, so that their scaled gradients can be compared. A step that is finite at no scale is
     ignored if the other step is finite at one.
     """
     settled: dict[bool, list[float]] = {True: [], False: []}
-    for side in sides:
-        if side.setup.properties.loss_scale == "dynamic":
-            with _named(side), opened_copy(subject, side.setup) as opened:
+    for setup in setups:
+        if setup.properties.loss_scale == "dynamic":
+            with _named(setup), opened_copy(subject, setup) as opened:
                 step, scale, _ = until_finite(subject, opened)
                 settled[step.is_finite].append(scale)
     return min(settled[True] or settled[False], default=1.0)
@@ -128,20 +113,20 @@ class _Recorded:
     missed_threads: bool
 
 
-def _recorded(subject: Subject, side: Side, scale: float) -> _Recorded:
-    setup = replace(side.setup, parts=(*side.setup.parts, ("loss_scale", scale)))
-    with _named(side), opened_copy(subject, setup) as opened:
+def _recorded(subject: Subject, setup: Setup, scale: float) -> _Recorded:
+    setup = replace(setup, parts=(*setup.parts, ("loss_scale", scale)))
+    with _named(setup), opened_copy(subject, setup) as opened:
         examiner = setup.examiner(opened.model)
         watch = Watch(keep=lambda _: True, keep_results=True)
         step, _ = opened.watched_step(subject, watch)
         properties = setup.properties
         is_half = properties.patch_torch_functions or properties.cast_model_type in HALVES
         half_name = dtype_name(setup.half_dtype) if is_half else ""
-        return _Recorded(side.name, half_name, calls_of(watch, examiner), step, watch.missed_threads)
+        return _Recorded(setup.name, half_name, calls_of(watch, examiner), step, watch.missed_threads)
 
 
-def _named(side: Side) -> contextlib.AbstractContextManager[None]:
-    return noting(f"ampatch: Step {side.letter} of amp.compare raised this, at {side.name}.")
+def _named(setup: Setup) -> contextlib.AbstractContextManager[None]:
+    return noting(f"ampatch: A step of amp.compare raised this, at {setup.name}.")
 
 
 def _gradients(a: Step, b: Step, precision: Precision) -> tuple[GradientError, ...]:

@@ -128,9 +128,9 @@ def _row(number: int, key: _Key, a: float | None, b: float | None, whole: float)
     if math.isnan(difference):  # both inf, or NaN
         difference = 0.0 if str(a) == str(b) else math.inf
     return ComparedRow(
-        number,
-        "report",
-        **{"function": "", **dict(key[1])},
+        number=number,
+        phase="report",
+        **dict(key[1]),
         error=difference / whole if whole else difference,
         max_error=difference,
         unmatched=int(a is None or b is None),

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ampatch.diagnostics.json_files import plain
+from ampatch.diagnostics.overflow.trace import NamedOp
 from ampatch.diagnostics.shown_names import module_and_line, shown_call, shown_function, shown_module, shown_place
 from ampatch.diagnostics.tables import ROWS, Column, printed, table
 from ampatch.grouping import grouped
@@ -19,19 +20,13 @@ from ampatch.grouping import grouped
 FLUSHED_SHARE = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedRow:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRow(NamedOp):
     """One call in both steps, or one number of two saved reports.
 
     Attributes:
         number: position among all rows, from 1.
         phase: "forward", "backward", or "report" for a number of two saved reports.
-        function: path of the torch function; in the backward pass of the one whose gradient was computed.
-        operator: name of the operator, such as "bmm"; "cast" for a cast.
-        module: name of the innermost module; "" for the model itself, None outside of one.
-        file: the user's file; None if no user code called it.
-        line: number of the line in it.
-        source: text of the line.
         type_a: type of the first result in a; "" if a has no such call.
         type_b: the same in b.
         error: |b - a| / |a|, in 2-norms: of the first result in a forward pass, the greatest of all results in a
@@ -59,12 +54,6 @@ class ComparedRow:
 
     number: int
     phase: str
-    function: str
-    operator: str = ""
-    module: str | None = None
-    file: str | None = None
-    line: int | None = None
-    source: str = ""
     type_a: str = ""
     type_b: str = ""
     error: float | None = None

@@ -237,21 +237,11 @@ def _predicted(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs
 
 # Where else the function is bound
 
-_IF_OFF = {
-    Kind.MODULE: (True, "would be patched"),
-    Kind.MODEL: (True, "would be patched if the model is passed to amp.initialize"),
-    Kind.MODEL_CONTAINER: (True, "would be patched if the model is passed to amp.initialize"),
-    Kind.CONTAINER: (False, "would stay uncast, unless the module defines a class of a model passed to amp"),
-    Kind.CLASS: (False, "would stay uncast"),
-    Kind.FUNCTION: (False, "would stay uncast"),
-}
-_KEPT = {
-    Kind.MODULE: "keeps the uncast function: bound since, or the module refuses changes",
-    Kind.MODEL: "keeps the uncast function: the model was not passed to amp.initialize",
-    Kind.MODEL_CONTAINER: "keeps the uncast function: the model was not passed to amp.initialize",
-    Kind.CONTAINER: "keeps the uncast function: in a container that amp does not search",
-    Kind.CLASS: "keeps the uncast function: amp does not replace it in classes",
-    Kind.FUNCTION: "keeps the uncast function: amp cannot replace it there",
+#: What to say of the kinds of places that amp patches: before amp is on, and if they keep the function then.
+_PATCHED = {
+    Kind.MODULE: ("", "bound since, or the module refuses changes"),
+    Kind.MODEL: (" if the model is passed to amp.initialize", "the model was not passed to amp.initialize"),
+    Kind.MODEL_CONTAINER: (" if the model is passed to amp.initialize", "the model was not passed to amp.initialize"),
 }
 
 
@@ -274,10 +264,14 @@ def _bound_places(subject: Subject, rulings: Rulings) -> Iterator[BoundPlace]:
         if key in told or (key[:2] in own and place.kind in (Kind.MODULE, Kind.CLASS)):
             continue
         told.add(key)  # a module may be loaded under several names
-        casts, note = _IF_OFF[place.kind]
-        if rulings.live is not None:
+        condition, why_kept = _PATCHED.get(place.kind, ("", "amp cannot replace it there"))
+        if rulings.live is None:
+            casts = place.kind in _PATCHED
+            note = f"would be patched{condition}" if casts else "would stay uncast"
+            note += ", unless the module defines a class of a model passed to amp" * (place.kind is Kind.CONTAINER)
+        else:
             casts = is_wrapper(place.held)
-            note = "patched" if casts else _KEPT[place.kind]
+            note = "patched" if casts else f"keeps the uncast function: {why_kept}"
         yield BoundPlace(_where(place), paths[id(place.held)], place.kind.value, casts, note)
 
 

@@ -211,16 +211,12 @@ def _of_module(target: nn.Module | type[nn.Module], given: str | None) -> Subjec
 
 def _check(target: object, given: str | None) -> None:
     """Raises if an object is no function."""
-    if isinstance(target, type):
-        shown = f"{given or target.__qualname__}, which is a class"
-    elif callable(target):
-        return
-    else:
-        shown = type(target).__name__ if given is None else repr(given)
-    raise OptionError(
-        f"found {shown}; expected a function, a module, or the name of one, such as torch.softmax, 'softmax', "
-        "'nn.LSTM' or '@'."
-    )
+    if isinstance(target, type) or not callable(target):
+        shown = repr(given) if given else getattr(target, "__qualname__", type(target).__name__)
+        raise OptionError(
+            f"found {shown}; expected a function, a module, or the name of one, such as torch.softmax, 'softmax', "
+            "'nn.LSTM' or '@'."
+        )
 
 
 def _opened(target: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -19,7 +19,7 @@ from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import shipped
 from ampatch.diagnostics.overflow import causes
 from ampatch.diagnostics.overflow.trace import SUM_OF_GRADIENTS, NamedOp, OverflowTrace, TracedTensor
-from ampatch.diagnostics.recorder.records import Values, WatchedOp, has_half
+from ampatch.diagnostics.recorder.records import Values, WatchedOp
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.errors import in_every_layer
 from ampatch.half_types import needs_scale
@@ -35,6 +35,10 @@ _NOT_RUN_AGAIN = "the remedy was not tried: the operator could not run again in 
 TRIED, TRIED_FORWARD = "(tried) ", "(tried in the forward pass) "
 NOT_ENOUGH, NOT_TRIED = "(tried, and not enough) ", "(not tried) "
 NOT_IN_FLOAT32 = "none in precision: the step as a whole is not finite in float32 either"
+_OF_INPUT = (
+    "look at the data, at the weights (a learning rate that is too high), or at the forward pass without gradients "
+    "that computed this input"
+)
 NO_SCALE, _NONE = "no loss scale: ", "none in precision: "
 _NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"
 
@@ -68,11 +72,11 @@ class Examiner:
         notes: tuple[str, ...] = (_OTHER_THREADS,) if missed_threads else ()
         found = {op.number: op for op in origins if op is not None}
         if not found:
-            return OverflowTrace("unknown", notes=notes)
+            return OverflowTrace(notes=notes)
         op = found[min(found)]
         is_input = _is_input(op)
         if _unwritten(op) and not is_input:
-            return OverflowTrace("unknown", notes=(*notes, _NO_FORWARD))
+            return OverflowTrace(notes=(*notes, _NO_FORWARD))
         largest = None if is_input else causes.in_float32(op)
         if largest is None and not is_input and op.ran_in_half:
             notes += (_NOT_RUN_AGAIN,)
@@ -80,7 +84,7 @@ class Examiner:
         if use > 1:
             notes += (f"in use {use} of this module in the forward pass",)
         trace = OverflowTrace(
-            "input" if is_input else op.direction,
+            direction="input" if is_input else op.direction,
             **asdict(self.named(op)),
             inputs=tuple(map(_traced, op.inputs)),
             outputs=tuple(map(_traced, op.outputs)),
@@ -88,7 +92,7 @@ class Examiner:
             others=len(found) - 1,
             notes=notes,
         )
-        return replace(trace, **(_of_input(op) if is_input else self._remedies(op, trace, loss_scale)))
+        return replace(trace, **({"remedies": (_OF_INPUT,)} if is_input else self._remedies(op, trace, loss_scale)))
 
     def named(self, op: WatchedOp) -> NamedOp:
         """Names an operator: in a backward pass, by the function whose gradient it computes."""
@@ -248,12 +252,6 @@ def _is_input(op: WatchedOp) -> bool:
     """Returns True if data or a parameter was not finite to begin with."""
     unwritten = _unwritten(op)
     return bool(unwritten) and not op.is_backward and all(values.is_leaf for values in unwritten)
-
-
-def _of_input(op: WatchedOp) -> dict[str, Any]:
-    if has_half(_unwritten(op)):
-        return {"remedies": ("look at the data, or at the forward pass without gradients that computed it, unwatched",)}
-    return {"remedies": ("look at the data, or at the weights (a learning rate that is too high)",)}
 
 
 def _to_name(op: WatchedOp) -> WatchedOp:

@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 from ampatch import checkpoint_policy
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.overflow.forwards import NotedForward, stand_in
-from ampatch.distributed import is_sharded
 from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
 from ampatch.opt_levels import dtype_name
@@ -45,15 +44,11 @@ class SkippedStep:
         session: the session, whose models made the step.
         noted: its forward passes.
         facts: what else the file is to hold, as plain data.
-
-    Attributes:
-        has_noted: True if it has had forward passes.
     """
 
     def __init__(self, session: Session, noted: Sequence[NotedForward], facts: Mapping[str, Any]) -> None:
         self._session: Any = session  # None once it is closed
         self._noted, self._facts = tuple(noted), facts
-        self.has_noted = bool(noted)
         self._versions = self._read_versions()
 
     def close(self) -> None:
@@ -63,15 +58,11 @@ class SkippedStep:
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the file; see `Overflow.save`."""
         file = json_files.checked_path(path, _ENDINGS, "Type 'step.pt'.")
-        if not self.has_noted:
-            raise UsageError(
-                "overflow.save was called for a step of which no forward pass was noted; expected one of a model that "
-                "amp.initialize has adopted, and that is not compiled. Leave torch.compile out to save a step."
-            )
         if not self._noted or self._versions != self._read_versions():
             raise UsageError(
-                "overflow.save was called after the step: its inputs are gone, or its weights have changed. Call it in "
-                "a function for amp.initialize(on_overflow=('trace', function)), which runs in the step."
+                "overflow.save found no forward pass as it ran in the step: the step is over, or the model is compiled "
+                "or not adopted. Call it in a function for amp.initialize(on_overflow=('trace', function)), and leave "
+                "torch.compile out."
             )
         obstacle = next(filter(None, (each.obstacle for each in self._noted)), None)
         if obstacle is not None:
@@ -98,25 +89,20 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     """Reads the file of a step; its tensors are on the CPU.
 
     Raises:
-        OptionError: the file holds no step, or one of another version.
+        OptionError: there is no file; it holds no step, or one of another version.
         OSError: the file cannot be read.
     """
     name = fspath(path)
     if not Path(name).is_file():
         raise OptionError(f"there is no file {name!r}. {_WRITE_ONE}")
     try:
-        data = torch.load(name, map_location="cpu", weights_only=True)
+        data: dict[str, Any] = torch.load(name, map_location="cpu", weights_only=True)
+        if (data["format"], data["version"]) != (FORMAT, VERSION) or not data.keys() >= _KEYS:
+            raise ValueError("another format, or another version of it")
     except Exception as error:
         raise OptionError(
-            f"{name} holds no step: torch.load cannot read it ({type(error).__name__}). {_WRITE_ONE}"
+            f"{name} holds no step that this version of ampatch reads ({type(error).__name__}). {_WRITE_ONE}"
         ) from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise OptionError(f"{name} holds no step: its format is not {FORMAT!r}. {_WRITE_ONE}")
-    if data.get("version") != VERSION or not data.keys() >= _KEYS:
-        raise OptionError(
-            f"{name} holds a step of version {data.get('version')!r}; this one reads version {VERSION}. Read it with "
-            "the ampatch that wrote it."
-        )
     return data
 
 
@@ -187,11 +173,6 @@ def loaded(
 def _roots(session: Session, noted: Sequence[NotedForward]) -> list[nn.Module]:
     """Returns the models whose forward passes were noted, in the order in which they ran."""
     models = [model for each in noted for model in session.adopted.models if each.module in set(model.modules())]
-    for root in models:
-        if is_sharded(root.parameters()):
-            raise UsageError(
-                f"the parameters of this {type(root).__name__} are sharded over ranks; expected whole ones."
-            )
     return list(dict.fromkeys(models))
 
 

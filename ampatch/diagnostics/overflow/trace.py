@@ -37,31 +37,35 @@ class TracedTensor:
 
 @dataclass(frozen=True, slots=True)
 class NamedOp:
-    """An operator in the user's terms. The attributes are those of `OverflowTrace` with the same names."""
+    """An operator in the user's terms.
 
-    function: str
-    operator: str
-    module: str | None
-    module_class: str | None
-    file: str | None
-    line: int | None
-    source: str
+    Attributes:
+        function: path of the torch function; in a backward pass, of the one whose gradient was computed.
+        operator: name of the operator, such as "bmm"; "cast" for a cast.
+        module: name of the innermost module that was running in the forward pass; "" for the model itself, None outside
+            of the adopted models.
+        module_class: name of its class; None if no module was running.
+        file: the user's file; None if no user code was running.
+        line: number of the line in it.
+        source: text of the line.
+    """
+
+    function: str = ""
+    operator: str = ""
+    module: str | None = None
+    module_class: str | None = None
+    file: str | None = None
+    line: int | None = None
+    source: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class OverflowTrace:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverflowTrace(NamedOp):
     """Where inf or NaN first arose in a step.
 
     Attributes:
         direction: "forward" or "backward"; "input" if data or parameters were not finite to begin with; "unknown" if
             no watched operator produced it.
-        function: path of the torch function; for the backward pass, of the one whose gradient was computed.
-        operator: operator that produced it, such as "bmm".
-        module: name of the innermost module that was running in the forward pass; None outside of the adopted models.
-        module_class: name of its class; None if no module was running.
-        file: the user's file; None if no user code was running.
-        line: number of the line in it.
-        source: text of the line.
         inputs: floating-point inputs.
         outputs: floating-point outputs.
         largest_in_float32: largest value of the result in float32, on the same inputs; None if that could not be found
@@ -74,14 +78,7 @@ class OverflowTrace:
         notes: what was not watched.
     """
 
-    direction: str
-    function: str = ""
-    operator: str = ""
-    module: str | None = None
-    module_class: str | None = None
-    file: str | None = None
-    line: int | None = None
-    source: str = ""
+    direction: str = "unknown"
     inputs: tuple[TracedTensor, ...] = ()
     outputs: tuple[TracedTensor, ...] = ()
     largest_in_float32: float | None = None

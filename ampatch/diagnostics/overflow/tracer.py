@@ -56,7 +56,6 @@ from ampatch.tracing import is_capturing, is_recording
 FINITE_HERE = (
     "the gradients that this process computed are finite: another rank's are not, or other code changed them afterwards"
 )
-_NOT_WATCHED = "no backward pass of these parameters was watched, such as one in another thread, or without modules"
 _NOT_NOTED = "no forward pass of an adopted model led to these gradients, or it was compiled"
 _FROM_OUTSIDE = (
     "the gradients that came into the model were not finite. If the loss is finite, the loss scale is too high for the "
@@ -241,6 +240,7 @@ class OverflowTracer:
         """
         self._stop_watching()
         self._watched = _WatchedSteps(self._examiner, ids, steps + 1)  # one is about to end
+        self._watched.__enter__()
 
     def _stop_watching(self) -> None:
         if self._watched is not None:
@@ -286,7 +286,7 @@ class OverflowTracer:
             elif shown is not None:
                 found.append((each, *shown))
         if not found:
-            unknown = OverflowTrace("unknown", notes=tuple(notes or [FINITE_AGAIN if own else _NOT_NOTED]))
+            unknown = OverflowTrace(notes=tuple(notes or [FINITE_AGAIN if own else _NOT_NOTED]))
             return unknown, None if notes or not own else True
         source, trace, op = next((each for each in found if each[1].direction != "backward"), found[0])
         if has_others or trace.finding == self._known:
@@ -418,11 +418,10 @@ def _is_usual() -> bool:
     return current_graph_task_id() == -1 and not (is_capturing() or is_recording())
 
 
-class _WatchedSteps:
-    """Watches steps as they run, and says why one was skipped.
+class _WatchedSteps(Watch):
+    """Watches steps of the thread that makes it as they run, and says why one was skipped.
 
-    It watches the thread that runs the first forward pass, from there until it is stopped. Compiled code runs
-    uncompiled meanwhile, because torch.compile compiles nothing while a mode is active.
+    Compiled code runs uncompiled meanwhile, because torch.compile compiles nothing while a mode is active.
 
     Args:
         examiner: says in the user's terms where inf or NaN arose.
@@ -431,32 +430,20 @@ class _WatchedSteps:
     """
 
     def __init__(self, examiner: Examiner, ids: set[int], steps: int) -> None:
-        self._watch = Watch(keep=has_half)
+        super().__init__(keep=has_half)
         self._examiner, self._counted, self._left = examiner, ids, steps
         self._origins: dict[int, WatchedOp | None] = {}  # by the id of the parameter, since its optimizer's last step
         self._arrived: set[int] = set()  # ids of the parameters with a gradient since then
-        self._has_gone_backward = False  # since the first of these forward passes
-        self._forwards: list[int] = []  # the number of the first operator of each
-
-        # The first forward pass begins to watch. This hook comes first: it asks whether a module is running.
-        self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
-        self._watch.hook_modules()
-
-    def stop(self) -> None:
-        """Stops watching."""
-        self._hook.remove()
-        self._watch.stop()
-        self._watch.forget()
+        self._forwards = 0  # forward passes since the record began
 
     def trace_of(self, ids: set[int], loss_scale: float) -> OverflowTrace | None:
-        """Returns what `OverflowTracer.trace_of` does, by the ids of the parameters; None before a forward pass."""
+        """Returns what `OverflowTracer.trace_of` does, by the ids of the parameters; None before a backward pass."""
         self._note_origins()
         is_watched = bool(ids & self._arrived)  # sharded parameters get their gradients from other tensors
         origins = [origin for key, origin in self._origins.items() if key in ids or not is_watched]
         if not origins:
-            note = FINITE_HERE if self._arrived else _NOT_WATCHED
-            return OverflowTrace("unknown", notes=(note,)) if self._watch.is_on else None
-        trace = self._examiner.describe(origins, self._watch.missed_threads, loss_scale)
+            return OverflowTrace(notes=(FINITE_HERE,)) if self._arrived else None
+        trace = self._examiner.describe(origins, self.missed_threads, loss_scale)
         return replace(trace, remedies=marked(trace.remedies))
 
     def end_step(self, ids: set[int]) -> bool:
@@ -465,7 +452,7 @@ class _WatchedSteps:
         Returns:
             True after the last step to watch.
         """
-        if not self._watch.is_this_thread:
+        if not self.is_this_thread:
             return False
         self._left -= not ids.isdisjoint(self._counted)
         self._note_origins()
@@ -475,29 +462,20 @@ class _WatchedSteps:
         self._arrived -= ids
         return self._left <= 0
 
-    def _before_forward(self, *_: object) -> None:
-        watch = self._watch
-        if watch.is_in_forward or not watch.is_this_thread or current_graph_task_id() != -1:
-            return
-        records = torch.is_grad_enabled()
-        if records and not watch.is_on:
-            watch.push()
-        self._note_origins()
-        if self._has_gone_backward:
-            watch.forget()
-            self._has_gone_backward = False
-            self._forwards.clear()
-        if records:
-            self._forwards.append(watch.count)
-        if len(self._forwards) > _FORWARDS_KEPT:  # such as in an evaluation that records gradients
-            watch.forget(before=self._forwards.pop(0))
+    def enters(self, module: nn.Module, args: Any) -> bool:
+        """Forgets earlier passes when a forward pass begins after a backward pass, or after many others."""
+        if not self.thread.running and current_graph_task_id() == -1:
+            self._note_origins()
+            if self._forwards == _FORWARDS_KEPT or any(op.is_backward for op in self.ops):
+                self.forget()
+                self._forwards = 0
+            self._forwards += torch.is_grad_enabled()
+        return super().enters(module, args)
 
     def _note_origins(self) -> None:
         """Remembers the origins of the gradients that have arrived and are not finite."""
-        arrived = self._watch.gradients
-        if arrived:
+        if self.gradients:
             # The latest pass counts: gradients of an earlier one may have been cleared since.
-            self._origins |= origins_of_gradients(self._watch)
-            self._arrived.update(id(gradient.parameter) for gradient in arrived)
-            arrived.clear()
-            self._has_gone_backward = True
+            self._origins |= origins_of_gradients(self)
+            self._arrived.update(id(gradient.parameter) for gradient in self.gradients)
+            self.gradients.clear()

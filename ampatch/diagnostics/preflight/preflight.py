@@ -21,7 +21,6 @@ from ampatch.diagnostics.preflight.float32 import Operators, underflows
 from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, STANDS, LevelVerdict, Preflight
 from ampatch.diagnostics.preflight.trials import Trial, measured, tried
 from ampatch.diagnostics.recorder.watch import Watch
-from ampatch.diagnostics.shown_names import shown_place
 from ampatch.diagnostics.trial_steps.levels import Level
 from ampatch.diagnostics.trial_steps.steps import Part, Setup, Step, examined, opened_copy
 from ampatch.diagnostics.trial_steps.subject import Subject, noting, undisturbed
@@ -62,12 +61,9 @@ def preflight(
         reference, operators, trace = _in_float32(subject, tolerance)
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=tolerance)
-        run = functools.partial(tried, subject, reference)
-        planned = [
-            (LevelVerdict("O0", "float32", STANDS), _O0),
-            *(_verdict(Setup(*level), operators, run) for level in levels),
-        ]
-        float32, *verdicts = measured(subject, planned) if measure else [verdict for verdict, _ in planned]
+        run, measures = functools.partial(tried, subject, reference), functools.partial(measured, subject, measure)
+        float32 = measures(LevelVerdict("O0", "float32", STANDS), _O0)
+        verdicts = [_verdict(Setup(*level), operators, run, measures) for level in levels]
         rows, noise_unknown = underflows(subject, reference, operators.draws_itself, _settled_scale(verdicts))
         return Preflight(
             name,
@@ -101,20 +97,21 @@ def _in_float32(subject: Subject, tolerance: float) -> tuple[Step, Operators | N
     return step, operators, None
 
 
-def _verdict(setup: Setup, operators: Operators, run: Callable[[Setup], Trial]) -> tuple[LevelVerdict, Setup | None]:
-    """Returns the verdict for a level, and the setup with which it is to be measured; None if it raises."""
+def _verdict(
+    setup: Setup,
+    operators: Operators,
+    run: Callable[[Setup], Trial],
+    measured: Callable[[LevelVerdict, Setup], LevelVerdict],
+) -> LevelVerdict:
+    """Returns the verdict for a level; it is measured with its change unless it raises."""
     first = run(setup)
-    mended, runs, notes = (None, 0, ()) if first.stands else _mended(first, operators, run)
-    change = None if mended is None else mended.setup.as_call()
-    best = mended or first
-    scale = best.level.loss_scale
-    verdict = replace(first.level, change=change, tried=runs, notes=(*first.level.notes, *notes))
-    return verdict, None if scale is None else replace(best.setup, init_scale=scale)
+    mended, runs = (None, 0) if first.stands else _mended(first, operators, run)
+    best, change = mended or first, None if mended is None else mended.setup.as_call()
+    verdict, scale = replace(first.level, change=change, tried=runs), best.level.loss_scale
+    return verdict if scale is None else measured(verdict, replace(best.setup, init_scale=scale))
 
 
-def _mended(
-    first: Trial, operators: Operators, run: Callable[[Setup], Trial]
-) -> tuple[Trial | None, int, tuple[str, ...]]:
+def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -> tuple[Trial | None, int]:
     """Searches a change: adds parts until the level stands, then drops those that are not needed.
 
     Args:
@@ -123,20 +120,17 @@ def _mended(
         run: runs a step with a setup.
 
     Returns:
-        The last run with the change, which stands, or None if no change was found; the number of runs; and a note if
-        no list reaches the place that overflows.
+        The last run with the change, which stands, or None if no change was found; and the number of runs.
     """
-    runs, current, seen, notes = 0, first, set(first.setup.parts), dict[str, None]()
+    runs, current, seen = 0, first, set(first.setup.parts)
     while not current.stands:
         part = next((each for each in _candidates(current, operators) if each not in seen), None)
         if part is None or runs == _LIMIT:
-            return None, runs, tuple(notes)
+            return None, runs
         seen.add(part)
         others = [each for each in current.setup.parts if not each[0] == part[0] == "loss_scale"]
         trial = run(replace(current.setup, parts=(*others, part)))  # a change has one loss scale
         runs += 1
-        if part[0] == "blacklist" and (trace := _unreached(current.level.trace, trial.level.trace, part[1][1])):
-            notes[_UNREACHED.format(shown_place(trace.file, trace.line), part[1][1])] = None
         if trial.level.verdict != FAILS or (current.level.verdict == FAILS and not trial.is_refused):
             current = trial
     for part in current.setup.parts[:-1]:  # the last one is what made it stand
@@ -144,21 +138,7 @@ def _mended(
         runs += 1
         if fewer.stands:
             current = fewer
-    return current, runs, tuple(notes)
-
-
-def _unreached(before: OverflowTrace | None, after: OverflowTrace | None, name: str) -> OverflowTrace | None:
-    """Returns the trace of a function that overflows at the line where it did before it was blacklisted; else None."""
-    if before is None or after is None or after.direction == "backward" or after.file is None:
-        return None
-    is_same = (before.function, before.file, before.line) == (after.function, after.file, after.line)
-    return after if is_same and overlay_for(after.function)["blacklist"].get("*") == [name] else None
-
-
-_UNREACHED = (
-    "no list reaches {}: {} overflows there on the blacklist, too. In torch.autocast(enabled=False) and "
-    "amp.disable_casts() half arguments stay half. Type .float() on its arguments there."
-)
+    return current, runs
 
 
 def _candidates(trial: Trial, operators: Operators) -> Iterator[Part]:

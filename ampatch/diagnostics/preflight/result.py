@@ -29,10 +29,9 @@ STATE_BOUND = 0.5
 
 _LEAST_SHARE = 0.001  # of flushed values that is printed
 _NEARLY_ALL = 0.99  # of them that are noise
-_LEAST_NOISE = 0.01  # share of them that is printed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Location(NamedOp):
     """Where an operator of the float32 step was called.
 
@@ -278,7 +277,7 @@ def _parts(result: Preflight) -> Iterator[Any]:
     yield from _first(beyond, [*_CALL, largest], result.out_of_range)
     underflows = [row for row in result.underflows if row.share >= _LEAST_SHARE]
     yield from _first("Gradients with values that float16 flushes to zero", _underflow(underflows), underflows)
-    yield from [_about_noise(underflows, result.noise_unknown), ""] if underflows else []
+    yield from [_about_noise(result.noise_unknown), ""] if underflows else []
     error = Column("error", lambda row: f"{row.error:.0%}" if row.error < 1 else "all", is_number=True)
     skipped = f" (not compared: {result.uncompared})" if result.uncompared else ""
     lost = f"More than {result.tolerance:.0%} lost to bfloat16's precision{skipped}"
@@ -352,10 +351,7 @@ def _instead(levels: Sequence[LevelVerdict]) -> str:
     standing = [each for each in levels if each.verdict == STANDS]
     if standing:
         return f"{min(standing, key=lambda each: (each.name != 'O1 bfloat16', each.opt_level)).name} stands instead."
-    mended = next((each.name for each in levels if each.change is not None), None)
-    if mended is not None:
-        return f"{mended} stands with its change instead."
-    return "No level that was tried stands: train in float32 (O0)."
+    return "No level that was tried stands without a change."
 
 
 def _reason(each: LevelVerdict, bound: float) -> str:
@@ -384,22 +380,14 @@ def _underflow(rows: Sequence[Underflow]) -> Iterator[Column]:
     if rows and rows[0].scale != 1:
         head = f"with a loss scale of {rows[0].scale:g}"
         yield Column(head, lambda row: f"{row.share_scaled:.1%}", is_number=True)
-    if _has_noise(rows):
+    if any(row.noise is not None for row in rows):
         yield Column("of it rounding noise", lambda row: _number(row.noise, ".0%"), is_number=True)
 
 
-def _has_noise(rows: Sequence[Underflow]) -> bool:
-    return any((row.noise or 0.0) >= _LEAST_NOISE for row in rows)
-
-
-def _about_noise(rows: Sequence[Underflow], unknown: str) -> str:
+def _about_noise(unknown: str) -> str:
     if unknown:
         return f"Rounding noise was not told from small gradients by a float64 step: {unknown}"
-    if _has_noise(rows):
-        return (
-            "Rounding noise: the gradient of a float64 step differs by at least its own size. Flushing it does no harm."
-        )
-    return "A float64 step has the same gradients, so none of these is rounding noise."
+    return "Rounding noise: the gradient of a float64 step differs by at least its own size. Flushing it does no harm."
 
 
 def _place(row: Location | Unlisted) -> str:

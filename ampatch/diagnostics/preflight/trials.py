@@ -10,7 +10,7 @@ import functools
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,28 +106,20 @@ def _innermost(error: BaseException, model: nn.Module) -> str:
     return next(filter(None, reversed(running)), "")
 
 
-def measured(subject: Subject, planned: Sequence[tuple[LevelVerdict, Setup | None]]) -> list[LevelVerdict]:
-    """Returns verdicts with time and memory of a step: forward pass, loss, backward pass, and the step of SGD.
+def measured(subject: Subject, measures: bool, verdict: LevelVerdict, setup: Setup) -> LevelVerdict:
+    """Returns a verdict with time and memory of a step: forward pass, loss, backward pass, and the step of SGD.
 
-    Goes through all setups three times, so that noise of the machine hits all alike. Each time a step to warm up comes
-    first. A verdict whose setup is None gets no numbers.
+    The time is the median of three, each after a step to warm up.
     """
-    verdicts = [verdict for verdict, _ in planned]
-    waiting = {place: setup for place, (_, setup) in enumerate(planned) if setup is not None}
-    numbers: dict[int, list[float]] = {place: [] for place in waiting}
-    for measure in (*[_milliseconds] * _ROUNDS, _peak_bytes):
-        for place, setup in list(waiting.items()):
-            try:
-                with noting_warnings([]):  # those of amp are in the verdict's notes
-                    numbers[place].append(measure(subject, setup))
-            except Exception as error:  # noqa: BLE001 - a report without a number is better than none
-                notes = *verdicts[place].notes, f"not measured: {text_of(error)}"
-                verdicts[place] = replace(verdicts[place], notes=notes)
-                del waiting[place]
-    for place in waiting:
-        *times, peak = numbers[place]
-        verdicts[place] = replace(verdicts[place], milliseconds=statistics.median(times), peak_bytes=int(peak))
-    return verdicts
+    if not measures:
+        return verdict
+    try:
+        with noting_warnings([]):  # those of amp are in the verdict's notes
+            times = [_milliseconds(subject, setup) for _ in range(_ROUNDS)]
+            peak = int(_peak_bytes(subject, setup))
+    except Exception as error:  # noqa: BLE001 - a report without a number is better than none
+        return replace(verdict, notes=(*verdict.notes, f"not measured: {text_of(error)}"))
+    return replace(verdict, milliseconds=statistics.median(times), peak_bytes=peak)
 
 
 def _milliseconds(subject: Subject, setup: Setup) -> float:

@@ -123,15 +123,6 @@ class Recorder:
     # The block
 
     def __enter__(self) -> Self:
-        self.hook_modules()
-        self.push()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def hook_modules(self) -> None:
-        """Registers the global hooks that tell which modules are running."""
         undo, module = self._undo, torch.nn.modules.module
         self.is_open = True
         _open.add(self)
@@ -144,6 +135,11 @@ class Recorder:
         warnings.filterwarnings("ignore", message=f"{_HOOKS_WARNING}(?#{id(self)})")
         undo.enter_context(contextlib.suppress(ValueError))  # user code may have removed the filter
         undo.callback(warnings.filters.remove, warnings.filters[0])  # type: ignore[attr-defined]
+        self.push()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def push(self) -> None:
         """Begins to record this thread.
@@ -181,11 +177,6 @@ class Recorder:
     def is_here(self) -> bool:
         """True in the thread that is recorded, and in its backward passes."""
         return self.is_this_thread or current_graph_task_id() != -1
-
-    @property
-    def is_in_forward(self) -> bool:
-        """True while a module's forward pass runs."""
-        return bool(self.thread.running)
 
     @property
     def missed_threads(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -33,8 +33,6 @@ from ampatch.torch_private.operators import tree_map_only
 #: The types whose largest values are read.
 _MEASURED = HALVES | {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
-#: Operators outside of modules that keep their arguments.
-_KEPT_OUTSIDE = 2000
 _ACCUMULATES = "torch::autograd::AccumulateGrad"
 #: What adds a gradient there; DDP's hooks on this node, which spread the gradients of other ranks, do not.
 _ADDS = frozenset({"aten::add", "aten::add_"})
@@ -70,7 +68,6 @@ class Watch(Recorder):
         self._written = WrittenMemory()
         self._by_node: dict[int, WatchedOp | None] = {}
         self.count = 0
-        self._outside: deque[WatchedOp] = deque()  # operators outside of modules that keep their arguments
         self._last_number = -1
         self._last_arrival = (-1, 0)
         self._functions: list[Any] = []
@@ -98,19 +95,9 @@ class Watch(Recorder):
         if ended.noted:
             self.push()
 
-    def forget(self, before: int | None = None) -> None:
-        """Drops what was recorded.
-
-        Args:
-            before: drops only operators with smaller numbers.
-        """
-        if before is None:
-            self.ops, self.gradients, self._by_node, self._written = [], [], {}, WrittenMemory()
-            self._outside.clear()
-            return
-        self.ops = [op for op in self.ops if op.number >= before]
-        self._by_node = {node: op for node, op in self._by_node.items() if op is not None and op.number >= before}
-        self._written.forget(before)
+    def forget(self) -> None:
+        """Drops what was recorded."""
+        self.ops, self.gradients, self._by_node, self._written = [], [], {}, WrittenMemory()
 
     def read(self) -> None:
         """Copies the largest values to the host; syncs with each device once for each type."""
@@ -200,10 +187,6 @@ class Watch(Recorder):
                 with torch.no_grad(), paused():
                     watched.arguments = tree_map_only(nn.Parameter, Tensor.detach, watched.arguments)
             watched.versions = versions_of(watched.arguments)
-            if not watched.modules:
-                self._outside.append(watched)
-            if len(self._outside) > _KEPT_OUTSIDE:  # a loop of its own, which no forward pass ends
-                self._outside.popleft().arguments = None
         for values in watched.inputs:
             for writer in values.writers:
                 writer.readers.append(watched)

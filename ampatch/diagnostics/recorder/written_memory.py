@@ -78,11 +78,6 @@ class WrittenMemory:
         """Forgets a tensor's storage, after a write that was not watched."""
         self._storages.pop(_key(tensor), None)
 
-    def forget(self, before: int) -> None:
-        """Forgets the results of operators with smaller numbers."""
-        for _, writes in self._storages.values():
-            writes[:] = [each for each in writes if each[1].writer is None or each[1].writer.number >= before]
-
 
 def _key(tensor: Tensor) -> int:
     # Not the address of the memory, which torch gives to other tensors.

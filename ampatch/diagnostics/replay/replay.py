@@ -93,7 +93,7 @@ class _Run:
         except Exception as error:
             if is_recorded:
                 raise
-            return OverflowTrace("unknown"), ReplayedLevel(name, None, text_of(error))
+            return OverflowTrace(), ReplayedLevel(name, None, text_of(error))
         if trace.direction != "unknown":
             return trace, ReplayedLevel(name, False, trace.headline, trace)
         return trace, ReplayedLevel(name, is_finite, "" if is_finite else "; ".join(trace.notes))

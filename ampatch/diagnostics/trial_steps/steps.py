@@ -100,6 +100,7 @@ class Setup:
         parts: changes to the level's defaults.
         init_scale: first value of a dynamic scale.
         overlay: the user's cast lists, below the parts.
+        name: its name in results, such as "O1 bfloat16".
     """
 
     opt_level: str
@@ -107,6 +108,7 @@ class Setup:
     parts: tuple[Part, ...] = ()
     init_scale: float = 2.0**16
     overlay: Overlay = ()
+    name: str = ""
 
     @property
     def properties(self) -> Properties:

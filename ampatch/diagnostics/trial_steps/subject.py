@@ -99,9 +99,6 @@ def _arguments(inputs: object) -> Arguments:
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
     if isinstance(inputs, Mapping):
-        unnamed = [key for key in inputs if not isinstance(key, str)]
-        if unnamed:
-            raise OptionError(f"inputs has the key {unnamed[0]!r}; expected names of the forward's arguments.")
         return (), dict(inputs)
     raise OptionError(
         f"inputs is {type(inputs).__name__!r}; expected a tensor, a tuple of the forward's arguments, or a mapping of "

@@ -20,15 +20,14 @@ from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
 from ampatch.casting.nested import tensors_in
 from ampatch.diagnostics.recorder.functions import name_of
-from ampatch.diagnostics.report.calls import CallRecorder, remember
+from ampatch.diagnostics.report.calls import CallRecorder
 from ampatch.diagnostics.report.rows import Row
 from ampatch.errors import CastListError
 from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
 from ampatch.patching.adapters import is_in_place
-from ampatch.patching.fused_linear import NODE
-from ampatch.torch_private.autograd import current_node, next_sequence_number, sequence_number
-from ampatch.torch_private.operators import FLASH_ATTENTION, LINEAR, PACKET
+from ampatch.torch_private.autograd import current_node
+from ampatch.torch_private.operators import FLASH_ATTENTION, PACKET
 
 #: Reasons of ``lists/reviewed.yaml`` for which a function does the same in half as in float32, or is no arithmetic.
 _HARMLESS = (
@@ -40,7 +39,6 @@ _FIXED = {
     "decorated": "an amp decorator fixes its type",
     "registered": "it was registered, and a registration takes precedence over cast lists",
 }
-_RECURRENT = ("lstm", "gru", "rnn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +48,8 @@ class Observed:
     Attributes:
         rules: functions that it called with half tensors, and that a cast list can move to float32: the list that each
             is in by its path; None for no list.
-        flops: their FLOPs in half, forward and backward.
-        half_flops: FLOPs in half.
+        flops: their FLOPs in half, in forward passes.
+        half_flops: FLOPs of forward passes in half.
         all_flops: all FLOPs that were counted.
         notes: what could not be observed or moved, as sentences.
         is_disturbed: True if the training ran otherwise than unwatched, as compiled code does. Its metric counts for
@@ -90,29 +88,16 @@ class TrainingRecorder(CallRecorder):
         self._lists = lists
         self.counts_flops = True
         self._flops: Counter[tuple[Any, bool]] = Counter()
-        self._by_sequence: dict[int, Any] = {}  # functions of the forward pass, by the numbers of their autograd nodes
 
     def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operator, and counts its FLOPs."""
-        result = super().operator(op, args, kwargs)
-        count = _formulas().get(getattr(op, PACKET, None)) if self.counts_flops else None
+        """Runs an operator, and counts its FLOPs in a forward pass; those of a backward pass are in proportion."""
+        result, row = super().operator(op, args, kwargs), self.thread.call.row
+        count = _formulas().get(getattr(op, PACKET, None)) if self.counts_flops and current_node() is None else None
         if count is not None:
             with torch.DisableTorchFunction():
-                self._count(int(count(*args, **kwargs, out_val=result)), tensors_in(args))
+                is_half = any(each.dtype in HALVES for each in tensors_in(args))
+                self._flops[row and row.function, is_half] += int(count(*args, **kwargs, out_val=result))
         return result
-
-    def _count(self, flops: int, tensors: Any) -> None:
-        floating = [each for each in tensors if each.is_floating_point()]
-        node: Any = current_node()
-        row = self.thread.call.row
-        if node is None:
-            function = None if row is None else row.function
-            if torch.is_grad_enabled() and any(each.requires_grad for each in floating):
-                # autograd has just made the node whose backward pass belongs to this operator
-                remember(self._by_sequence, next_sequence_number() - 1, function)
-        else:
-            function = LINEAR if node.name() == NODE else self._by_sequence.get(sequence_number(node))
-        self._flops[function, any(each.dtype in HALVES for each in floating)] += flops
 
     def observed(self) -> Observed:
         """Returns what was recorded."""
@@ -134,9 +119,6 @@ class TrainingRecorder(CallRecorder):
                 notes.append(f"{path} stays as it is: {reason}.")
             elif reason is None:
                 observed.rules[path], observed.flops[path] = rule, self._flops[function, True]
-        uncounted = [path for path in observed.flops if path.rpartition(".")[2].partition("_")[0] in _RECURRENT]
-        if uncounted:
-            notes.append(f"The FLOPs of {', '.join(sorted(uncounted))} are not counted: torch has no formula for them.")
         return observed
 
     def _held_by_parts(self, name: str) -> Iterator[str]:

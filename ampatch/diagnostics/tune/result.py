@@ -186,10 +186,7 @@ class Tuning:
         if room <= 0 or not trial.noise:
             return f"{known} Give more seeds, a larger tolerance, or a metric with less noise."
         seeds = max(len(self.seeds) + 1, round(len(self.seeds) * (trial.noise / room) ** 2 + 0.5))
-        return (
-            f"{known} Give a larger tolerance, a metric with less noise, or more seeds: about seeds={seeds}, if the "
-            "mean stays where it is. A journal keeps the runs of these seeds."
-        )
+        return f"{known} Give about seeds={seeds}, a larger tolerance, or a metric with less noise."
 
     def __str__(self) -> str:
         return printed(self._parts())

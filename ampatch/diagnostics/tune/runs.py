@@ -29,13 +29,8 @@ from ampatch.errors import OptionError
 FORMAT = "ampatch tune journal"
 VERSION = 2
 
-_UNITS = {
-    **dict.fromkeys(("s", "sec", "second", "seconds"), 1.0),
-    **dict.fromkeys(("m", "min", "minute", "minutes"), 60.0),
-    **dict.fromkeys(("h", "hour", "hours"), 3600.0),
-    **dict.fromkeys(("d", "day", "days"), 86400.0),
-}
-_EXPECTED = "expected a time with its unit ('2h', '90 min', '45 s') or a number of runs ('20 runs')"
+_BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd]|(?:sec|second|min|minute|hour|day|run)s?)\s*")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}  # by the first letter of the unit
 
 
 class BudgetEndedError(Exception):
@@ -166,18 +161,16 @@ def _limits(given: object) -> tuple[float, float]:
     """
     if given is None:
         return math.inf, math.inf
-    number, unit = 0.0, ""
-    if isinstance(given, timedelta):
-        number, unit = given.total_seconds(), "s"
-    elif isinstance(given, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", given.lower())):
-        number, unit = float(found[1]), found[2]
-    counts_runs = unit in ("run", "runs") and number.is_integer()
-    if not counts_runs and unit not in _UNITS:
-        hint = f" Type budget='{given} runs' or budget='{given} min'." if isinstance(given, (int, float)) else ""
-        raise OptionError(f"budget is {given!r}; {_EXPECTED}.{hint}")
-    if number <= 0:
-        raise OptionError(f"budget is {given!r}; {_EXPECTED}, above 0.")
-    return (number, math.inf) if counts_runs else (math.inf, number * _UNITS[unit])
+    text = f"{given.total_seconds()} s" if isinstance(given, timedelta) else str(given)
+    found = _BUDGET.fullmatch(text.lower())
+    number, unit = (0.0, "") if found is None else (float(found[1]), found[2])
+    counts_runs = unit.startswith("run")
+    if number <= 0 or (counts_runs and not number.is_integer()):
+        raise OptionError(
+            f"budget is {given!r}; expected a time with its unit ('2h', '90 min', '45 s') or a number of runs "
+            "('20 runs'), above 0."
+        )
+    return (number, math.inf) if counts_runs else (math.inf, number * _SECONDS[unit[0]])
 
 
 def _read(path: Path, about: Mapping[str, str]) -> list[Run]:
@@ -186,19 +179,14 @@ def _read(path: Path, about: Mapping[str, str]) -> list[Run]:
         return []
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        is_journal = isinstance(data, dict) and data.get("format") == FORMAT and data.get("version") == VERSION
-        runs = [Run.from_dict(each) for each in data["runs"]] if is_journal else []
-        there = dict(data["about"]) if is_journal else {}
+        if (data["format"], data["version"]) != (FORMAT, VERSION):
+            raise ValueError("another format, or another version of it")
+        runs, there = [Run.from_dict(each) for each in data["runs"]], dict(data["about"])
     except (ValueError, KeyError, TypeError) as error:
         raise OptionError(
-            f"the journal {str(path)!r} cannot be read ({type(error).__name__}: {error}). Delete the file, or give "
-            "another name."
+            f"{str(path)!r} is no journal of this version of ampatch ({type(error).__name__}: {error}). Delete the "
+            "file, or give another name."
         ) from error
-    if not is_journal:
-        raise OptionError(
-            f"{str(path)!r} exists, and is no journal of this version of ampatch. Give another name, so that it is "
-            "not overwritten."
-        )
     differing = [
         f"{name} ({there.get(name, 'unknown')} there, {value} here)"
         for name, value in about.items()

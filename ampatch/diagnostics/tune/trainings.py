@@ -206,27 +206,22 @@ class Training:
         typed = "Type amp.initialize(model, optimizer, **amp_options) in train(amp_options)."
         if not opened:
             raise OptionError(f"train did not call amp.initialize, so that no cast list has an effect. {typed}")
+        given = self._options_for(kept)
         for settings in (session.settings for session in opened):
             half_name = dtype_name(settings.properties.half_dtype)
             used = {"opt_level": settings.properties.opt_level, "half_dtype": half_name}
-            for name, expected in self._options_for(kept).items():
-                if used.get(name, expected) != expected:
-                    raise OptionError(
-                        f"train called amp.initialize with {name}={used[name]!r}; expected {expected!r}, as its "
-                        f"argument has it. {typed}"
-                    )
-            if kept is not None and settings.lists != self._lists_for(kept):
+            differing = [name for name, value in used.items() if given.get(name, value) != value]
+            differing += ["cast_lists"] * (kept is not None and settings.lists != self._lists_for(kept))
+            if differing:
                 raise OptionError(
-                    "train called amp.initialize with other cast lists than those in its argument. Give lists of your "
-                    f"own as amp.tune(..., cast_lists=...). {typed}"
+                    f"train called amp.initialize with other {' and '.join(differing)} than its argument has. {typed} "
+                    "Give cast lists of your own as amp.tune(..., cast_lists=...)."
                 )
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise OptionError(f"evaluate returned {type(value).__name__!r}; expected one number, the metric.")
     try:
-        return float(value.detach() if isinstance(value, Tensor) else value)
+        return math.fsum([value.detach() if isinstance(value, Tensor) else value])  # float() would take text
     except (RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f"evaluate returned {value!r}; expected one number, the metric.") from error
 

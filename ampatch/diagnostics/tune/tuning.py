@@ -141,12 +141,8 @@ class _Search:
         # What is on no whitelist has next to no FLOPs: in float32 it costs less.
         if any(self._observed.flops[path] for path in found) and self._passes(others):
             minimal(self._passes, self._in_order(others))
-        kept, best = None, self._best()
-        while best is not None and best != kept:
-            kept = best
-            restored(self._passes, kept, self._in_order(kept)[::-1])  # each set that passes may be the best
-            best = self._best()
-        return kept
+        best = self._best() or _NOTHING  # all that are whitelisted, at the worst
+        return restored(self._passes, best, self._in_order(best)[::-1])
 
     def _everything(self) -> Kept | None:
         """Returns all whitelisted functions if the training passes with them in float32; None if it does not."""
@@ -210,10 +206,6 @@ class _Search:
             with contextlib.suppress(BudgetEndedError):
                 observed = self._run(moved, training.seeds[0], "watched for its FLOPs", watched=True).observed
                 share, is_measured = (share, False) if observed is None else (observed.share(), True)
-        if any(path.startswith("__main__.") for path in moved):
-            self._notes.append(
-                "__main__ in the list is the script that called amp.tune: elsewhere type its module's name instead."
-            )
         # Not of the sets between, which the user never sees.
         warned = [text for each in (None, _NOTHING, kept) for text in training.warned.get(each, ())]
         return Tuning(
