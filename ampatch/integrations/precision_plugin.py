@@ -27,6 +27,7 @@ from ampatch.integrations.shared_patches import put_around
 from ampatch.integrations.trainer_session import (
     TrainerSession,
     Wording,
+    amp_log,
     casts_off,
     casts_on,
     may_convert,
@@ -47,8 +48,8 @@ _WORDING = Wording(
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 
 
-def precision_class(*packages: str) -> Any:
-    """Returns the class ``Precision`` of the first of Lightning's packages that is imported, else installed.
+def bases(*packages: str) -> tuple[Any, Any]:
+    """Returns the classes ``Precision`` and ``Callback`` of the first of Lightning's packages imported, else installed.
 
     Raises:
         IntegrationError: none of them is installed, or its version is too old.
@@ -58,12 +59,12 @@ def precision_class(*packages: str) -> Any:
     for name in sorted(packages, key=lambda each: each not in sys.modules):
         try:
             package = importlib.import_module(name)
-            plugins = importlib.import_module(f"{name}.plugins.precision")
+            plugins, callbacks = (importlib.import_module(f"{name}.{part}") for part in ("plugins", "callbacks"))
         except ModuleNotFoundError as error:
             missing = missing or error
             continue
         versions.check("AmpatchPrecision", name, str(package.__version__), _LEAST, install)
-        return plugins.Precision
+        return plugins.Precision, callbacks.Callback
     assert missing is not None
     raise IntegrationError(
         f"AmpatchPrecision needs {' or '.join(packages)}, but {missing.name} is missing. {install}"
@@ -225,6 +226,15 @@ class PrecisionPlugin:
         state = checkpoint.get("MixedPrecision")
         if state and type(self).__qualname__ not in checkpoint:
             self.load_state_dict(state)
+
+
+class Monitor:
+    """Everything of ``LossScaleMonitor`` but its base, the class ``Callback`` of one of Lightning's packages."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Logs the numbers of `amp_log` if Lightning is about to log; only then it reads them from the device."""
+        if trainer._logger_connector.should_update_logs:
+            pl_module.log_dict(amp_log())
 
 
 class _Run:
