@@ -164,9 +164,9 @@ adopted_optimizers = SharedPatches(_install)
 
 def _is_overflow(optimizer: AcceleratedOptimizer) -> bool:
     session = runtime.live
-    if session is not None and session.adopted.has(optimizer):
-        return amp.step_was_skipped(optimizer)
-    return bool(vars(optimizer)["_is_overflow"])
+    is_ours = session is not None and session.adopted.has(optimizer)
+    # Accelerate writes the attribute only if it has a scaler; what a user writes holds.
+    return bool(vars(optimizer)["_is_overflow"]) or (is_ours and amp.step_was_skipped(optimizer))
 
 
 def _note_overflow(optimizer: AcceleratedOptimizer, is_overflow: bool) -> None:

@@ -30,6 +30,7 @@ from ampatch.integrations.trainer_session import (
     amp_log,
     casts_off,
     casts_on,
+    has_scale,
     may_convert,
     uninterrupted,
 )
@@ -195,8 +196,8 @@ class PrecisionPlugin:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        optimizer.step(**kwargs)
-        return result
+        stepped = optimizer.step(**kwargs)
+        return result if stepped is None else stepped
 
     def main_params(self, optimizer: Any) -> Iterator[Tensor]:
         """Iterates over the parameters whose gradients are clipped: the masters, at levels that have them."""
@@ -307,8 +308,8 @@ class _Run:
         self._closing.close()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns the state of the loss scale; None if this run has none."""
-        return None if self._session is None else self._session.state_dict()
+        """Returns the state of the loss scale; None if this run has none, as in bfloat16."""
+        return self._session.state_dict() if self._session is not None and has_scale() else None
 
     # Steps
 
