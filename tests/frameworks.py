@@ -58,8 +58,7 @@ FRAMEWORKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "",
         (
             "tests/ignite/engine/test_create_supervised.py",
-            "tests/ignite/handlers/test_lr_finder.py",
-            "tests/ignite/handlers/test_ema_handler.py",
+            "tests/ignite/handlers/test_fbresearch_logger.py",
         ),
     ),
     "skorch": (
@@ -76,14 +75,24 @@ FRAMEWORKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 # What the frameworks' tests import, beyond what this environment has.
-PACKAGES = ("flaky", "pandas", "parameterized", "pytest-order", "pytest-rerunfailures", "pytest-timeout", "tensorboardX")
+PACKAGES = (
+    "flaky",
+    "pandas",
+    "parameterized",
+    "pytest-order",
+    "pytest-rerunfailures",
+    "pytest-timeout",
+    "tensorboardX",
+)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the tests of each framework twice, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("frameworks", nargs="*", help=f"of {', '.join(FRAMEWORKS)}; all without any")
-    parser.add_argument("--lightning", type=Path, help="a clone of Lightning's repository")
+    parser.add_argument(
+        "--lightning", type=lambda given: Path(given).absolute(), help="a clone of Lightning's repository"
+    )
     parser.add_argument("--amp", default='{"opt_level": "O1"}', help="arguments of amp.initialize, as JSON")
     options = parser.parse_args(arguments)
     pip("install", "--upgrade", "--no-deps", "--target", str(FOLDER / "packages"), *PACKAGES)

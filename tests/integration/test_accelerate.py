@@ -259,6 +259,9 @@ class TestSkippedSteps:
         for factor, skipped in ((torch.inf, True), (1.0, False)):
             run.step(X * factor, Y)
             assert run.optimizer._is_overflow is skipped
+        run.optimizer._is_overflow = True  # what a loop of the user writes holds
+        assert run.optimizer.step_was_skipped
+        run.optimizer._is_overflow = False
         run.accelerator.end_training()
         assert run.optimizer._is_overflow is False
 

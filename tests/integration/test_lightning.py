@@ -638,6 +638,32 @@ class TestBadInput:
             fabric.setup(nn.Linear(2, 2))
 
 
+def test_a_result_of_the_optimizers_own_step_is_returned() -> None:
+    class Manual(Lit):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            self.manual_backward(self.loss(batch))
+            assert self.optimizers().step() == "one"
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+            step = optimizer.step
+            optimizer.step = lambda closure=None: (step(closure), "one")[1]  # type: ignore[method-assign]
+            return optimizer
+
+    fit("O1", Manual(), max_epochs=1)
+
+
+@pytest.mark.parametrize(("half", "has_state"), [("bfloat16", False), ("float16", True)])
+def test_a_checkpoint_has_a_state_of_amp_if_there_is_a_loss_scale(half: str, has_state: bool) -> None:
+    class Saving(Lit):
+        def on_train_end(self) -> None:
+            self.saved = self.trainer._checkpoint_connector.dump_checkpoint()
+
+    assert ("AmpatchPrecision" in fit("O1", Saving(), half=half, max_epochs=1).saved) is has_state
+
+
 class TestMonitor:
     class Logger(pl.loggers.logger.DummyLogger):
         def __init__(self) -> None:
