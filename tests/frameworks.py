@@ -90,9 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the tests of each framework twice, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("frameworks", nargs="*", help=f"of {', '.join(FRAMEWORKS)}; all without any")
-    parser.add_argument(
-        "--lightning", type=lambda given: Path(given).absolute(), help="a clone of Lightning's repository"
-    )
+    parser.add_argument("--lightning", type=Path, help="a clone of Lightning's repository")
     parser.add_argument("--amp", default='{"opt_level": "O1"}', help="arguments of amp.initialize, as JSON")
     options = parser.parse_args(arguments)
     pip("install", "--upgrade", "--no-deps", "--target", str(FOLDER / "packages"), *PACKAGES)
@@ -103,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
         if source is None:
             rows.append((name, "not run: its source distribution has no tests. Type --lightning FOLDER", "", ""))
             continue
-        own, ours = (outcomes(name, source / inside, tests, how) for how in ("", options.amp))
+        own, ours = (outcomes(name, source.absolute() / inside, tests, how) for how in ("", options.amp))
         is_complete &= bool(own and ours)
         passed = [{test for test, outcome in each.items() if outcome == "passed"} for each in (own, ours)]
         ran = [sum(outcome != "skipped" for outcome in each.values()) for each in (own, ours)]

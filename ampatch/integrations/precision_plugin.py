@@ -35,7 +35,7 @@ from ampatch.integrations.trainer_session import (
     uninterrupted,
 )
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import check_opt_level, hint
+from ampatch.opt_levels import check_names, check_opt_level
 from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import evaluates_first
 
@@ -77,10 +77,7 @@ class PrecisionPlugin:
 
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
         super().__init__()
-        for name in options:
-            if name not in _OPTIONS:
-                near = hint(name, _OPTIONS, also="opt_level")
-                raise OptionError(f"AmpatchPrecision got an unexpected argument {name}.{near}")
+        check_names(options, _OPTIONS, "AmpatchPrecision got")
         self._options = {"opt_level": check_opt_level(opt_level), **options}
         self._saved: dict[str, Any] = {}
         self._run: _Run | None = None
