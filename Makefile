@@ -18,7 +18,7 @@ THOROUGHLY := $(RUN) pytest -n 2 --hypothesis-profile thorough
 # A Chromium of at least version 105; on Debian its package is chromium.
 CHROMIUM ?= chromium
 
-.PHONY: demo picture libraries test how-long slow beyond-ci versions lint types docs drawings notebook clean
+.PHONY: demo picture libraries test how-long slow beyond-ci versions frameworks lint types docs drawings notebook clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/ampatch demo
@@ -68,6 +68,10 @@ beyond-ci: libraries
 # Other versions of torch and Python, each in an environment under build/. It downloads a torch for each: not part of CI.
 versions: $(READY)
 	$(VENV)/bin/python tests/versions.py $(TESTS)
+
+# The frameworks' own tests, with ampatch in the place of their mixed precision. It downloads their sources: not part of CI.
+frameworks: $(READY)
+	$(VENV)/bin/python tests/frameworks.py $(TESTS)
 
 lint: $(READY)
 	$(RUN) ruff check .

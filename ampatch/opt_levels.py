@@ -297,15 +297,14 @@ OVERRIDES: dict[str, Callable[[object], Any]] = {
 }
 
 
-def hint(name: str, known: Collection[str], also: str = "") -> str:
+def hint(name: str, known: Collection[str]) -> str:
     """Returns the end of an error about an unknown name: similar names, or all known ones.
 
     Args:
         name: name that is not known.
         known: names that are.
-        also: one more known name, which is not looked at for similarity; empty: none.
     """
-    return did_you_mean(name, known) or f" Expected {f'{also} or ' if also else ''}one of {', '.join(known)}."
+    return did_you_mean(name, known) or f" Expected one of {', '.join(known)}."
 
 
 def check_names(given: Iterable[str], known: Collection[str], whose: str) -> None:

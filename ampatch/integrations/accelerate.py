@@ -19,12 +19,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import amp
-from ampatch.errors import OptionError, UsageError
+from ampatch.errors import OptionError, UsageError, warn
 from ampatch.half_types import HALVES
 from ampatch.integrations import accelerate_optimizers, options
 from ampatch.integrations.accelerate_optimizers import STATE_NAME, adopted_optimizers
 from ampatch.integrations.shared_patches import put_around
-from ampatch.integrations.trainer_session import TrainerSession, Wording, uninterrupted
+from ampatch.integrations.trainer_session import TrainerSession, Wording, amp_log, uninterrupted
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import LEVELS, check_names
 from ampatch.runtime import runtime
@@ -35,7 +35,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 
-__all__ = ["prepare"]
+__all__ = ["amp_log", "prepare"]
 
 _OPTIONS = (*options.names(), "device_placement")
 _OFF = "opt_level='O0'"
@@ -67,7 +67,8 @@ def prepare(
     ``end_training()``, or ``amp.deinitialize()``: then the weights are float32 at every level, and torch is unpatched.
 
     Args:
-        accelerator: an Accelerator without a precision of its own.
+        accelerator: an Accelerator without ``mixed_precision``. Amp replaces a precision that ``accelerate launch``
+            chose; its half type is the default of ``half_dtype``.
         objects: arguments of ``accelerator.prepare``, with at least one model. Without an optimizer the model is for
             evaluation.
         opt_level: "O0" to "O5"; "O0" leaves everything to ``accelerator.prepare``.
@@ -82,6 +83,9 @@ def prepare(
         OptionError: an argument has a name or value that is not allowed; or the Accelerator casts by itself, shards
             weights, or has settings for a ``GradScaler``.
         UsageError: amp is set up already, or ``accelerator.prepare`` got one of the objects before.
+
+    Warns:
+        AmpWarning: ``accelerate launch`` chose a precision, by its option or its config file.
     """
     if not isinstance(accelerator, Accelerator):
         raise OptionError(
@@ -126,7 +130,7 @@ def prepare(
         result = accelerator.prepare(*objects, device_placement=device_placement)
         prepared.note_wrappers(result if isinstance(result, tuple) else (result,))
     except BaseException:
-        prepared.end()
+        prepared.end(is_for_good=True)
         raise
     return result
 
@@ -150,16 +154,23 @@ class _Prepared:
     ) -> None:
         self.accelerator = accelerator
         self._models = models
+        self._launched = accelerate_optimizers.launched_precision(accelerator)
+        if self._launched is not None and settings.get("half_dtype") is None:
+            settings = {**settings, "half_dtype": self._launched}
         self._session = TrainerSession(models, optimizers or None, settings, _WORDING)
         self._wrappers: list[DistributedDataParallel] = []
         self._closing = contextlib.ExitStack()
+        self._precision = PatchLedger()
 
     def open(self) -> None:
-        """Sets amp up, and patches the Accelerator.
+        """Sets amp up, patches the Accelerator, and turns its own precision off.
 
         Raises:
             UsageError: amp is set up already.
             OptionError: an option has a value that is not allowed.
+
+        Warns:
+            AmpWarning: ``accelerate launch`` chose a precision.
         """
         accelerator = self.accelerator
         with uninterrupted():
@@ -179,16 +190,33 @@ class _Prepared:
                 put_around(ledger, accelerator, name, functools.partial(_while_on, accelerator, around))
             self._closing.callback(accelerator.register_save_state_pre_hook(self._save_scale).remove)
             self._closing.callback(accelerator.register_load_state_pre_hook(self._load_scale).remove)
+            if self._launched is not None:
+                self._precision.set(accelerator, "native_amp", False)
+                self._precision.set(accelerator, "scaler", None)
+        if self._launched is not None and accelerator.is_main_process:
+            live = amp.settings()
+            warn(
+                f"accelerate launch, or its config file, has mixed_precision={accelerator.mixed_precision!r}. amp "
+                f"replaces it, and casts to {live['half_dtype']} at opt_level={live['opt_level']!r}. To launch without "
+                "this warning, type accelerate launch --mixed_precision no."
+            )
 
     def note_wrappers(self, objects: Sequence[Any]) -> None:
         """Notes the wrappers that Accelerate has put around models."""
         parts = (part for each in objects if isinstance(each, nn.Module) for part in each.modules())
         self._wrappers = [part for part in parts if isinstance(part, DistributedDataParallel)]
 
-    def end(self) -> None:
-        """Takes amp down, and undoes the patches; a second call is a no-op."""
+    def end(self, *, is_for_good: bool = False) -> None:
+        """Takes amp down, and undoes the patches; a second call is a no-op.
+
+        Args:
+            is_for_good: True if the Accelerator keeps none of the prepared objects. Otherwise its own precision stays
+                off: it would scale losses for optimizers that do not unscale.
+        """
         with uninterrupted():
             self._closing.close()
+            if is_for_good:
+                self._precision.undo()
 
     # The methods of the Accelerator. Each gets the Accelerator's own method, and its arguments.
 
@@ -233,7 +261,7 @@ class _Prepared:
         """Takes amp down first, so that nothing here keeps models alive."""
         for wrapper in self._wrappers:  # no training goes on in them
             self._session.forget_wrapper(wrapper)
-        self.end()
+        self.end(is_for_good=True)
         return original(*args, **kwargs)
 
     # Checkpoints
@@ -298,7 +326,7 @@ def _check_positions(objects: Sequence[Any]) -> None:
 
 
 def _check_settings(accelerator: Any) -> None:
-    accelerate_optimizers.check_accelerator(accelerator, _OFF)
+    accelerate_optimizers.check_accelerator(accelerator, _OFF, replaces=True)
     if accelerator.scaler_handler is not None:
         raise OptionError(
             "the Accelerator has GradScalerKwargs, for a GradScaler that amp replaces. Leave them out, and hand "

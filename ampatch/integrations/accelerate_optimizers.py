@@ -71,27 +71,38 @@ def updated(parameters: Iterable[Tensor]) -> list[Tensor]:
 # What excludes amp
 
 
-def check_accelerator(accelerator: Accelerator, off: str) -> None:
+def launched_precision(accelerator: Accelerator) -> torch.dtype | None:
+    """Returns the half type that ``accelerate launch`` chose for an Accelerator, by its option or its config file.
+
+    Accelerate keeps no record of where its precision came from: an argument of the Accelerator that equals the variable
+    counts as the variable's.
+    """
+    found = accelerator.mixed_precision
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(found) if found == os.environ.get(_VARIABLE) else None
+
+
+def check_accelerator(accelerator: Accelerator, off: str, *, replaces: bool = False) -> None:
     """Raises if an Accelerator casts as well, or shards weights; ``accelerate launch`` can make it do so.
 
     Args:
         accelerator: the Accelerator.
         off: what the user types to turn amp off.
+        replaces: True if amp replaces a precision that ``accelerate launch`` chose.
 
     Raises:
         OptionError: it does.
     """
-    if accelerator.mixed_precision != "no":
-        how = "Leave it out of Accelerator(...); type accelerate launch --mixed_precision no, or unset " + _VARIABLE
-        if os.environ.get(_VARIABLE, "no") != "no":
+    found = accelerator.mixed_precision
+    if found != "no" and not (replaces and launched_precision(accelerator)):
+        how = "Leave it out of Accelerator(...)"
+        if os.environ.get(_VARIABLE) == found:
             how = (
                 f"It comes from the variable {_VARIABLE}, which accelerate launch sets, and which "
                 "TrainingArguments(bf16=True) sets for the rest of the process. Type accelerate launch "
                 f"--mixed_precision no; or os.environ.pop({_VARIABLE!r}) before the first Accelerator"
             )
         raise OptionError(
-            f"accelerate has mixed_precision={accelerator.mixed_precision!r}, which casts as well as amp. {how}; or "
-            f"turn amp off ({off})."
+            f"accelerate has mixed_precision={found!r}, which casts as well as amp. {how}; or turn amp off ({off})."
         )
     sharding = accelerator.distributed_type.value
     if sharding in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
@@ -139,21 +150,26 @@ def load_scale(folder: str | Path) -> None:
 
 
 def _install(ledger: PatchLedger) -> None:
-    ledger.set(AcceleratedOptimizer, "step_was_skipped", property(_step_was_skipped))
+    ledger.set(AcceleratedOptimizer, "_is_overflow", property(_is_overflow, _note_overflow))
     put_around(ledger, Accelerator, "clip_grad_norm_", _clip_updated)
     put_around(ledger, Accelerator, "clip_grad_value_", _clip_updated)
 
 
-#: Within `adopted_optimizers.installed()`, ``optimizer_step_was_skipped`` is right for adopted optimizers, and
-#: ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` clip the gradients that they step with.
+#: Within `adopted_optimizers.installed()`, ``_is_overflow`` is right for adopted optimizers: ``step_was_skipped`` and
+#: ``accelerator.optimizer_step_was_skipped`` read it. ``accelerator.clip_grad_norm_`` and ``clip_grad_value_`` clip the
+#: gradients that these optimizers step with.
 adopted_optimizers = SharedPatches(_install)
 
 
-def _step_was_skipped(optimizer: AcceleratedOptimizer) -> bool:
+def _is_overflow(optimizer: AcceleratedOptimizer) -> bool:
     session = runtime.live
-    if session is not None and session.adopted.has(optimizer):
-        return amp.step_was_skipped(optimizer)
-    return bool(optimizer._is_overflow)
+    is_ours = session is not None and session.adopted.has(optimizer)
+    # Accelerate writes the attribute only if it has a scaler; what a user writes holds.
+    return bool(vars(optimizer)["_is_overflow"]) or (is_ours and amp.step_was_skipped(optimizer))
+
+
+def _note_overflow(optimizer: AcceleratedOptimizer, is_overflow: bool) -> None:
+    vars(optimizer)["_is_overflow"] = is_overflow
 
 
 def _clip_updated(

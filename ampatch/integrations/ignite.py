@@ -21,7 +21,7 @@ from ampatch.integrations import versions
 from ampatch.integrations.shared_patches import SharedPatches, put_around
 from ampatch.integrations.trainer_session import uninterrupted
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import as_flag, check_count, check_flag, hint
+from ampatch.opt_levels import as_flag, check_count, check_flag, check_names
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import check_optimizer
 from ampatch.session import Session
@@ -318,11 +318,11 @@ for _name in (*_READING.split(), "get", "keys", "values", "items", "copy"):
 
 
 def _check_names(unknown: Mapping[str, Any]) -> None:
-    known = {**inspect.signature(supervised_training_step).parameters, "deterministic": None}
-    del known["unknown"]
+    second = ("amp_mode", "scaler")
+    known = [*inspect.signature(supervised_training_step).parameters, "deterministic"]
+    known.remove("unknown")
+    check_names((name for name in unknown if name not in second), known, "supervised_training_step got")
     for name, value in unknown.items():
-        if name not in ("amp_mode", "scaler"):
-            raise OptionError(f"supervised_training_step got an unknown argument {name!r}.{hint(name, list(known))}")
         if value:
             raise OptionError(
                 f"{name}={value!r} asks for a second precision beside amp's. Leave {name} out, or use "

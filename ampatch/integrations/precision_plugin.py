@@ -27,13 +27,15 @@ from ampatch.integrations.shared_patches import put_around
 from ampatch.integrations.trainer_session import (
     TrainerSession,
     Wording,
+    amp_log,
     casts_off,
     casts_on,
+    has_scale,
     may_convert,
     uninterrupted,
 )
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import check_opt_level, hint
+from ampatch.opt_levels import check_names, check_opt_level
 from ampatch.weights import conversion_plan
 from ampatch.weights.optimizer_state import evaluates_first
 
@@ -47,8 +49,8 @@ _WORDING = Wording(
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 
 
-def precision_class(*packages: str) -> Any:
-    """Returns the class ``Precision`` of the first of Lightning's packages that is imported, else installed.
+def bases(*packages: str) -> tuple[Any, Any]:
+    """Returns the classes ``Precision`` and ``Callback`` of the first of Lightning's packages imported, else installed.
 
     Raises:
         IntegrationError: none of them is installed, or its version is too old.
@@ -58,12 +60,12 @@ def precision_class(*packages: str) -> Any:
     for name in sorted(packages, key=lambda each: each not in sys.modules):
         try:
             package = importlib.import_module(name)
-            plugins = importlib.import_module(f"{name}.plugins.precision")
+            plugins, callbacks = (importlib.import_module(f"{name}.{part}") for part in ("plugins", "callbacks"))
         except ModuleNotFoundError as error:
             missing = missing or error
             continue
         versions.check("AmpatchPrecision", name, str(package.__version__), _LEAST, install)
-        return plugins.Precision
+        return plugins.Precision, callbacks.Callback
     assert missing is not None
     raise IntegrationError(
         f"AmpatchPrecision needs {' or '.join(packages)}, but {missing.name} is missing. {install}"
@@ -75,10 +77,7 @@ class PrecisionPlugin:
 
     def __init__(self, opt_level: str = "O1", **options: Any) -> None:
         super().__init__()
-        for name in options:
-            if name not in _OPTIONS:
-                near = hint(name, _OPTIONS, also="opt_level")
-                raise OptionError(f"AmpatchPrecision got an unexpected argument {name}.{near}")
+        check_names(options, _OPTIONS, "AmpatchPrecision got")
         self._options = {"opt_level": check_opt_level(opt_level), **options}
         self._saved: dict[str, Any] = {}
         self._run: _Run | None = None
@@ -194,8 +193,8 @@ class PrecisionPlugin:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)  # type: ignore[misc]
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]
-        optimizer.step(**kwargs)
-        return result
+        stepped = optimizer.step(**kwargs)
+        return result if stepped is None else stepped
 
     def main_params(self, optimizer: Any) -> Iterator[Tensor]:
         """Iterates over the parameters whose gradients are clipped: the masters, at levels that have them."""
@@ -225,6 +224,15 @@ class PrecisionPlugin:
         state = checkpoint.get("MixedPrecision")
         if state and type(self).__qualname__ not in checkpoint:
             self.load_state_dict(state)
+
+
+class Monitor:
+    """Everything of ``LossScaleMonitor`` but its base, the class ``Callback`` of one of Lightning's packages."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """Logs the numbers of `amp_log` if Lightning is about to log; only then it reads them from the device."""
+        if trainer._logger_connector.should_update_logs:
+            pl_module.log_dict(amp_log())
 
 
 class _Run:
@@ -297,8 +305,8 @@ class _Run:
         self._closing.close()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns the state of the loss scale; None if this run has none."""
-        return None if self._session is None else self._session.state_dict()
+        """Returns the state of the loss scale; None if this run has none, as in bfloat16."""
+        return self._session.state_dict() if self._session is not None and has_scale() else None
 
     # Steps
 

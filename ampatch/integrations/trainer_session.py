@@ -130,6 +130,23 @@ def casts_on() -> Iterator[None]:
         _thread.casts = False
 
 
+def has_scale() -> bool:
+    """Returns True if amp is on with a loss scale; not in bfloat16, whose scale is 1 throughout."""
+    live = runtime.live
+    return live is not None and live.settings.properties.loss_scale != 1
+
+
+def amp_log() -> dict[str, int | float]:
+    """Returns the loss scale and the number of skipped steps, to log beside the loss. Reads the device once.
+
+    Returns:
+        "loss_scale" and "skipped_steps" of ``amp.stats``, and with several losses or optimizers "loss_scale/0" and so
+        on. Empty if amp is off, and if the loss scale is 1 throughout, as in bfloat16.
+    """
+    stats = amp.stats() if has_scale() else {}
+    return {name: each for name, each in stats.items() if name.startswith(("loss_scale", "skipped_steps"))}
+
+
 @dataclass(frozen=True)
 class Wording:
     """What users of a framework type, for errors and warnings.

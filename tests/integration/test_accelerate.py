@@ -21,6 +21,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from helpers import assert_same_state, completed
 from safetensors.torch import load_file
@@ -34,10 +35,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
-from ampatch.integrations.accelerate import prepare
+from ampatch.integrations.accelerate import amp_log, prepare
 
 X, Y = small_nets.X[:64], small_nets.Y[:64]
 FLOAT16 = {"half_dtype": "float16", "init_scale": 1024.0}
+PRECISION = "ACCELERATE_MIXED_PRECISION"
 EXPLODING = {"half_dtype": "float16", "init_scale": 2.0**24}
 
 
@@ -251,6 +253,42 @@ class TestSkippedSteps:
         assert amp.skipped_steps(run.optimizer) == sum(run.skipped)
         assert run.scheduler.scheduler.last_epoch == run.skipped.count(False)
         assert run.optimizer.step_was_skipped is False
+
+    def test_the_attribute_behind_step_was_skipped_tells_of_the_last_step_too(self) -> None:
+        run = Run("O1", **FLOAT16)
+        for factor, skipped in ((torch.inf, True), (1.0, False)):
+            run.step(X * factor, Y)
+            assert run.optimizer._is_overflow is skipped
+        run.optimizer._is_overflow = True  # what a loop of the user writes holds
+        assert run.optimizer.step_was_skipped
+        run.optimizer._is_overflow = False
+        run.accelerator.end_training()
+        assert run.optimizer._is_overflow is False
+
+    def test_trackers_get_the_loss_scale_and_the_number_of_skipped_steps(self) -> None:
+        class Tracker(GeneralTracker):
+            name, requires_logging_directory, tracker = "list", False, None
+
+            def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+
+            def log(self, values: dict[str, Any], step: int | None, **_: Any) -> None:
+                logged.append((step, values))
+
+        logged: list[Any] = []
+        run = Run("O1", **FLOAT16)
+        run.accelerator.trackers = [Tracker()]
+        for step, factor in enumerate((1.0, torch.inf)):
+            run.step(X * factor, Y)
+            run.accelerator.log(amp_log(), step=step)
+        assert logged == [
+            (0, {"loss_scale": 1024.0, "skipped_steps": 0}),
+            (1, {"loss_scale": 512.0, "skipped_steps": 1}),
+        ]
+
+    def test_where_there_is_no_loss_scale_there_is_nothing_to_log(self) -> None:
+        assert amp_log() == {}
+        Run("O1", half_dtype="bfloat16")
+        assert amp_log() == {}
 
 
 class TestCheckpoints:
@@ -720,14 +758,55 @@ class TestProcesses:
             assert (result["skipped"], result["epochs"]) == (plain["skipped"], plain["epochs"])
 
     @pytest.mark.once
-    def test_accelerate_launch_runs_the_example_and_its_precision_raises(self, tmp_path: Path) -> None:
+    def test_amp_replaces_the_precision_of_accelerate_launch_and_of_its_config_file(self, tmp_path: Path) -> None:
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
-        launch += ["--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision"]
+        launch += ["--num_machines", "1", "--dynamo_backend", "no"]
         example = str(Path(__file__).parents[2] / "examples" / "accelerate_digits.py")
-        done = completed([*launch, "no", example, "--epochs", "3"], cwd=tmp_path, env=ENVIRONMENT)
-        assert "accuracy: 9" in done.stdout, done.stderr
-        done = completed([*launch, "bf16", example], cwd=tmp_path, env=ENVIRONMENT)
-        assert "OptionError: accelerate has mixed_precision='bf16'" in done.stderr
+        config = tmp_path / "config.yaml"
+        config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: bf16\n")
+        for given, warned in (("--mixed_precision", "no"), ("--config_file", str(config))):
+            done = completed([*launch, given, warned, example, "--epochs", "3"], cwd=tmp_path, env=ENVIRONMENT)
+            assert "accuracy: 9" in done.stdout, done.stderr
+            assert ("has mixed_precision='bf16'. amp replaces it" in done.stderr) is (given == "--config_file")
+
+
+class TestPrecisionOfTheLauncher:
+    @pytest.mark.filterwarnings("ignore:accelerate launch, or its config file")
+    @pytest.mark.parametrize(("launched", "half"), [("bf16", "float16"), ("bf16", None), ("fp16", None)])
+    def test_amp_alone_casts(self, launched: str, half: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        expected = half or {"bf16": "bfloat16", "fp16": "float16"}[launched]
+        alone = Run("O1", half_dtype=expected).train()
+        alone.accelerator.end_training()
+        AcceleratorState._reset_state()
+        monkeypatch.setenv(PRECISION, launched)
+        run = Run("O1", half_dtype=half).train()
+        assert run.losses == alone.losses
+        assert str(amp.settings()["half_dtype"]).endswith(expected)
+
+    def test_it_warns_and_sets_the_scaler_aside_until_the_accelerator_has_forgotten_its_objects(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv(PRECISION, "bf16")
+        accelerator, model, scaler = Accelerator(cpu=True), net(), torch.amp.GradScaler("cpu")
+        accelerator.scaler = scaler  # as on a GPU in float16
+        with pytest.warns(AmpWarning, match=r"mixed_precision='bf16'. amp replaces it, and casts to float16 at"):
+            _, optimizer = prepare(accelerator, model, adam(model), half_dtype="float16")
+        assert (optimizer.scaler, accelerator.scaler, accelerator.native_amp) == (None, None, False)
+        amp.deinitialize()  # the prepared optimizer would not unscale
+        assert accelerator.scaler is None
+        accelerator, model = Accelerator(cpu=True), net()
+        with pytest.warns(AmpWarning, match="amp replaces it"):
+            prepare(accelerator, model, adam(model))
+        accelerator.free_memory()
+        assert accelerator.native_amp
+
+    def test_a_warning_that_is_an_error_leaves_the_accelerator_as_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(PRECISION, "bf16")
+        accelerator, model = Accelerator(cpu=True), net()
+        with pytest.raises(AmpWarning, match="amp replaces it"):
+            prepare(accelerator, model, adam(model))
+        assert accelerator.native_amp
+        assert not amp.is_on()
 
 
 class Lomo(torch.optim.SGD):
@@ -815,14 +894,15 @@ class TestBadInput:
                 ):
                     clip(given, 1.0)
 
-    @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-    def test_a_precision_of_the_accelerator_raises(self, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize(("precision", "launched"), [("bf16", None), ("fp16", None), ("fp16", "bf16")])
+    def test_a_precision_of_the_accelerator_raises(
+        self, precision: str, launched: str | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if launched is not None:
+            monkeypatch.setenv(PRECISION, launched)
         accelerator, model = Accelerator(cpu=True, mixed_precision=precision), net()
-        message = f"mixed_precision='{precision}', which casts as well.*unset ACCELERATE_MIXED_PRECISION"
+        message = f"mixed_precision='{precision}', which casts as well as amp. Leave it out of Accelerator"
         with pytest.raises(OptionError, match=message):
-            prepare(accelerator, model, adam(model))
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-        with pytest.raises(OptionError, match=r"comes from the variable.*os\.environ\.pop\('ACCELERATE_MIXED_PREC"):
             prepare(accelerator, model, adam(model))
         prepare(accelerator, model, adam(model), opt_level="O0")
 

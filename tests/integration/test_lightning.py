@@ -25,8 +25,8 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
-from ampatch.integrations.lightning import AmpatchPrecision
-from ampatch.integrations.precision_plugin import precision_class
+from ampatch.integrations.lightning import AmpatchPrecision, LossScaleMonitor
+from ampatch.integrations.precision_plugin import bases
 
 # Lightning wraps it for good, for Fabric; after each test torch must be what it was. Another file may have done this.
 torch.compile = getattr(torch.compile, "__wrapped__", torch.compile)
@@ -626,9 +626,9 @@ class TestBadInput:
     def test_unknown_levels_and_options_raise_at_once(self) -> None:
         with pytest.raises(OptionError, match="opt_level is 'O9'"):
             AmpatchPrecision("O9")
-        with pytest.raises(OptionError, match=r"unexpected argument half_type\. Did you mean 'half_dtype'"):
+        with pytest.raises(OptionError, match=r"unknown argument 'half_type'\. Did you mean 'half_dtype'"):
             AmpatchPrecision("O1", half_type="float16")
-        with pytest.raises(OptionError, match="unexpected argument models"):
+        with pytest.raises(OptionError, match="unknown argument 'models'"):
             AmpatchPrecision("O1", models=[])
 
     def test_fabric_raises(self) -> None:
@@ -638,9 +638,66 @@ class TestBadInput:
             fabric.setup(nn.Linear(2, 2))
 
 
+def test_a_result_of_the_optimizers_own_step_is_returned() -> None:
+    class Manual(Lit):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            self.manual_backward(self.loss(batch))
+            assert self.optimizers().step() == "one"
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+            step = optimizer.step
+            optimizer.step = lambda closure=None: (step(closure), "one")[1]  # type: ignore[method-assign]
+            return optimizer
+
+    fit("O1", Manual(), max_epochs=1)
+
+
+@pytest.mark.parametrize(("half", "has_state"), [("bfloat16", False), ("float16", True)])
+def test_a_checkpoint_has_a_state_of_amp_if_there_is_a_loss_scale(half: str, has_state: bool) -> None:
+    class Saving(Lit):
+        def on_train_end(self) -> None:
+            self.saved = self.trainer._checkpoint_connector.dump_checkpoint()
+
+    assert ("AmpatchPrecision" in fit("O1", Saving(), half=half, max_epochs=1).saved) is has_state
+
+
+class TestMonitor:
+    class Logger(pl.loggers.logger.DummyLogger):
+        def __init__(self) -> None:
+            super().__init__()
+            self.logged: list[Any] = []
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.logged.append((step, metrics["loss_scale"], metrics["skipped_steps"]))
+
+    @pytest.mark.parametrize("accumulated", [1, 2])
+    def test_it_logs_and_reads_the_device_every_few_steps_only(
+        self, accumulated: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Exploding(Lit):
+            def training_step(self, batch: Any, index: int) -> Any:
+                return self.loss((batch[0] * (torch.inf if self.global_step < 2 else 1), batch[1]))
+
+        reads, stats, logger = [], amp.stats, self.Logger()
+        monkeypatch.setattr(amp, "stats", lambda: reads.append(1) or stats())
+        options = {"log_every_n_steps": 2, "accumulate_grad_batches": accumulated, "max_epochs": accumulated}
+        fit("O1", Exploding(), amp_options={"init_scale": 64.0}, callbacks=LossScaleMonitor(), logger=logger, **options)
+        assert logger.logged == [(1, 16.0, 2), (3, 16.0, 2)]
+        assert len(reads) == 2 * accumulated
+
+    @pytest.mark.parametrize(("level", "half"), [("O0", "float16"), ("O1", "bfloat16")])
+    def test_it_logs_nothing_without_a_loss_scale(self, level: str, half: str) -> None:
+        logger = self.Logger()
+        fit(level, half=half, callbacks=LossScaleMonitor(), logger=logger, log_every_n_steps=1, max_epochs=1)
+        assert logger.logged == []
+
+
 class TestPackages:
     def test_the_imported_package_is_chosen(self) -> None:
-        assert precision_class("nowhere", "lightning.pytorch") is pl.plugins.Precision
+        assert bases("nowhere", "lightning.pytorch") == (pl.plugins.Precision, pl.Callback)
         assert isinstance(AmpatchPrecision("O1"), pl.plugins.Precision)
 
     @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from ampatch import integrations
 from ampatch.errors import IntegrationError
-from ampatch.integrations.precision_plugin import precision_class
+from ampatch.integrations.precision_plugin import bases
 
 pytestmark = pytest.mark.once
 
@@ -57,8 +57,8 @@ def test_the_adapter_of_transformers_without_accelerate_raises(packages):
 
 def test_the_adapter_of_lightning_without_it_or_with_an_old_one_raises(packages):
     with pytest.raises(IntegrationError, match=r"needs nowhere.pytorch, but nowhere is missing. .*'nowhere>=2.5'"):
-        precision_class("nowhere.pytorch")
-    for name in ("old_lightning", "old_lightning.plugins", "old_lightning.plugins.precision"):
+        bases("nowhere.pytorch")
+    for name in ("old_lightning", "old_lightning.plugins", "old_lightning.callbacks"):
         packages(name, "1.9.5")
     with pytest.raises(IntegrationError, match=r"needs old_lightning 2.5, but found 1.9.5"):
-        precision_class("old_lightning")
+        bases("old_lightning")
