@@ -145,8 +145,8 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
 
     Each weight is cast only once, instead of in every call. Calls that record gradients are unaffected. A weight that
     changes is cast again at its next use. Writes through a view of its memory (numpy, DLPack, a storage) are invisible
-    to torch: call `clear_cache` after them. Blocks may be nested, for one model or for several. Threads share the casts.
-    The end of the block drops them, and so does `deinitialize`.
+    to torch: call `clear_cache` after them. Blocks may be nested, for one model or for several. Threads share the
+    casts. The end of the block drops them, and so does `deinitialize`.
 
     The block is a no-op if no functions are patched or amp is off. Code compiled by torch.compile makes its own casts
     and does not cache them. As a decorator it opens and closes a block with every call.

@@ -162,8 +162,8 @@ def initialize(
             own kernel.
         check_finite: whether each step checks its gradients for inf and NaN, and is skipped if there are any, also
             under a static scale. A static scale keeps its value. The check reads the gradients that the optimizer is
-            about to read: from any backward pass, in a block or not, after clipping and edits. With a closure it reads the
-            gradients of each evaluation. It sees neither gradients that the optimizer's own step hooks write, nor
+            about to read: from any backward pass, in a block or not, after clipping and edits. With a closure it reads
+            the gradients of each evaluation. It sees neither gradients that the optimizer's own step hooks write, nor
             values that the optimizer computes from finite gradients. Optimizers that amp has not adopted are not
             checked. The check costs one read of all gradients. An optimizer with ``fused=True`` skips in its own
             kernel. For others the host reads the flag, which syncs with the device. Under a dynamic scale the gradients

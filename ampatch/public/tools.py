@@ -79,8 +79,8 @@ def report() -> Report:
     It gives advice on its findings. You may set amp up before the block, in it, or not at all.
 
     The report can also be read inside the block, and then shows what has run so far. After an exception it shows what
-    ran until then. Results, random numbers, casts and the cache are the same as without a report. Steps take longer; the
-    report says by how much. It covers this thread, and the backward passes that the thread starts.
+    ran until then. Results, random numbers, casts and the cache are the same as without a report. Steps take longer;
+    the report says by how much. It covers this thread, and the backward passes that the thread starts.
 
     Returns:
         The report, to be entered once.
