@@ -77,7 +77,7 @@ class CastLists:
 
     @property
     def patterns(self) -> dict[tuple[Path, torch.dtype], Rule]:
-        """The rules of patterns, by the pattern and the half dtype; later files replace earlier ones."""
+        """Returns the rules of patterns, by the pattern and the half dtype; later files replace earlier ones."""
         rules = {key: rule for changes in self.waiting for key, rule in changes if patterns.is_pattern(key[0])}
         return {key: rule for key, rule in rules.items() if rule is not None}
 

@@ -1,4 +1,4 @@
-"""Amp for PyTorch-Ignite: an update function, and a handler that ends amp with the run of an engine.
+"""Adapts amp to PyTorch-Ignite: an update function, and a handler that turns amp off after the run of an engine.
 
 Owns the supervised training step and what an engine tells other handlers about amp. Must not set amp up: the user
 calls ``amp.initialize``, because DDP and `EMAHandler` take the model before an engine runs.

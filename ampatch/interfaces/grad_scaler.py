@@ -1,8 +1,8 @@
 """``torch.amp.GradScaler``'s interface over ampatch's loss scale, for loops that are written for torch.
 
-Owns the stage of each optimizer since the last `update`: READY, UNSCALED, STEPPED. For a loop that torch's class
-accepts, both classes give the same bits. Must not know the opt levels: it asks the live session whether the gradients
-are the session's.
+Owns the stage of each optimizer since the last `update`: READY, UNSCALED, STEPPED. In a loop that torch's class
+accepts, both classes give the same bits. Must not know the opt levels: the live session says whether the gradients are
+its own.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ class GradScaler(torch.amp.GradScaler):
             stays above 0.
         max_loss_scale: ceiling of the scale; None: no ceiling.
         on_overflow: how a skipped step is reported. The step is skipped first. Call `update` as after any other step.
-            "log" writes a line to the log if the host reads the overflow flag anyway. It does so on the CPU, and for
-            optimizers that do not skip in their own kernel. "raise" raises `GradientOverflowError` from `step`. A
-            function is called with the `Overflow`. "trace" logs ``str(overflow)``. It has the origin of the overflow if
+            "log" writes a line to the log if the host reads the overflow flag anyway: on the CPU, and for optimizers
+            that do not skip in their own kernel. "raise" raises `GradientOverflowError` from `step`. A function is
+            called with the `Overflow`. "trace" logs ``str(overflow)``. It has the origin of the overflow if
             ``amp.initialize(on_overflow="trace")`` notes the steps. All values but "log" read the flag before every
             step, which syncs with the device.
 
@@ -211,8 +211,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Returns:
             The tensors times the scale, each on its own device, in the same containers; an iterator for an iterable.
-            Those of float16 become float32, as a scaled loss might exceed its range. All else has the type that it has
-            with ``torch.amp.GradScaler``.
+            float16 tensors become float32, because a scaled loss might exceed float16's range. Other tensors have the
+            same type as with ``torch.amp.GradScaler``.
 
         Raises:
             OptionError: ``outputs`` has anything else.
@@ -332,8 +332,8 @@ class GradScaler(torch.amp.GradScaler):
 
         With a closure, the scaler unscales and checks the gradients of each evaluation when the closure returns. To
         clip, the closure calls `unscale_` itself. If an evaluation overflows, the scaler restores the parameters and
-        the optimizer's state from before the step. The closure must return the unscaled loss. If the optimizer reads
-        gradients before it calls the closure, these are scaled.
+        the optimizer's state from before the step. The closure must return the unscaled loss. Gradients that the
+        optimizer reads before it calls the closure are scaled.
 
         Returns:
             The result of ``optimizer.step``; None if it was skipped. If a closure's evaluation overflowed, the result
@@ -464,7 +464,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _skip(self, optimizer: Any) -> None:
-        """Handles a skipped step while its gradients are there; raises or warns if no smaller scale can help."""
+        """Handles a skipped step while its gradients exist; raises or warns if no smaller scale can help."""
         (state,) = read_states([self._scaler_or_raise("step()")])
         scale = state.loss_scale
         change = ScaleChange(0, scale, next_state(state, True, self._policy).loss_scale)

@@ -52,12 +52,12 @@ class MixedPrecision(torch.optim.Optimizer):
         optimizer.step()  # updates the masters, and rounds them to the model's weights
 
     It can also wrap an optimizer class: ``MixedPrecision(torch.optim.AdamW)(model.parameters(), lr=1e-3)``.
-    ``param_groups``, ``state`` and all other attributes are those of the wrapped optimizer. While that steps, the half
-    parameters stand for their masters. Parameters that are already as precise as the masters get no master.
-    `MixedPrecision` needs neither ``amp.initialize`` nor casts. For float16, scale the loss with `ampatch.GradScaler`.
+    ``param_groups``, ``state`` and all other attributes are those of the wrapped optimizer. While it steps, the half
+    parameters hold their masters. Parameters that are already as precise as the masters get no master. `MixedPrecision`
+    needs neither ``amp.initialize`` nor casts. For float16, scale the loss with `ampatch.GradScaler`.
 
-    Writes to a half parameter between two steps count: elements that differ from the rounded master are copied to the
-    master. A write to a master reaches the parameter at the next step, unless both were written to.
+    Writes to a half parameter between two steps take effect: elements that differ from the rounded master are copied to
+    the master. A write to a master reaches the parameter at the next step, unless both were written to.
 
     Args:
         optimizer: optimizer, or a function that makes one (a class, a ``functools.partial``).

@@ -110,7 +110,7 @@ def _in_classes(wanted: Mapping[int, object]) -> Iterator[Place]:
 def captures(wanted: Container[int]) -> Iterator[Place]:
     """Yields the functions outside of torch and ampatch that hold one of some objects in a closure or a default.
 
-    They hold it directly, in a container or partial, or in a container of these. Amp cannot replace it there.
+    They hold it directly, in a container or partial, or in a container of these, where amp cannot replace it.
 
     Args:
         wanted: ids of the objects to look for.

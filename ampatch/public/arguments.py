@@ -1,6 +1,6 @@
 """Checks arguments of the public functions against each other, and against models and optimizers.
 
-The module that owns a value checks a value alone, such as `ampatch.opt_levels`. Must change nothing.
+A check of a single value is in the module that owns the value, such as `ampatch.opt_levels`. Must change nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _F = TypeVar("_F")
 
 
 def checks_names(function: _F) -> _F:
-    """Decorates a function: a call with an unknown name raises `OptionError`, which says the name that was meant."""
+    """Decorates a function: a call with an unknown argument raises `OptionError`, which suggests the closest name."""
     known: Any = inspect.signature(function).parameters  # type: ignore[arg-type]
 
     @functools.wraps(function)  # type: ignore[arg-type]
@@ -146,7 +146,7 @@ def _leaves_weights(properties: Properties) -> bool:
 
 
 def fuses_linear(fused_linear: object, properties: Properties) -> bool:
-    """Returns whether linear layers become one node: as asked for, else where lists cast float32 weights."""
+    """Returns whether linear layers become one node: as requested, otherwise if lists cast float32 weights."""
     if fused_linear is None:
         return properties.casts_float32_weights
     if as_flag("fused_linear", fused_linear) and not properties.casts_float32_weights:
@@ -160,7 +160,7 @@ def fuses_linear(fused_linear: object, properties: Properties) -> bool:
 def check_optimizers(
     optimizers: list[Any], models: list[nn.Module], live: Session | None, outgoing: Session | None
 ) -> None:
-    """Raises if an optimizer was handed in before, or updates no parameter of these models or of known ones."""
+    """Raises if an optimizer was passed before, or updates no parameter of these models or of known ones."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for session in (live, outgoing):  # an optimizer of the outgoing session still updates its masters
         known |= session.adopted.parameter_ids() if session is not None else set()

@@ -32,7 +32,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 def half_function(function: _F) -> _F:
     """Decorates a function: casts its floating arguments to the half type while amp patches functions.
 
-    If the function writes to an argument, the caller's tensor or container has the change afterwards.
+    If the function writes to an argument, the write reaches the caller's tensor or container.
     """
     return decorate(function, "whitelist")  # type: ignore[no-any-return]
 
@@ -53,9 +53,9 @@ def promote_function(function: _F) -> _F:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Registers a function to cast its floating arguments to the half type, from the next ``initialize`` on.
+    """Registers a function to cast its floating arguments to the half type, from the next ``initialize``.
 
-    It casts wherever it is called, and not for the work of models only, as functions on the whitelist do.
+    Unlike functions on the whitelist, which cast only in models, it casts wherever it is called.
 
     Args:
         module: the module or class that owns it, torch's or not.
@@ -115,10 +115,10 @@ def disable_casts(function: _F) -> _F: ...
 def disable_casts(function: Any = None) -> Any:
     """Turns casts off in this thread: as a context manager, or as a decorator, with parentheses or without.
 
-    It turns off `torch.autocast` as well. ``torch.autocast(device_type, enabled=False)`` does the same for one type of
-    device.
+    `torch.autocast` is turned off as well. ``torch.autocast(device_type, enabled=False)`` does the same for one device
+    type.
 
-    Blocks may be nested, and one object may be entered again. Casts come back when the block ends, also by an
+    Blocks may be nested, and the same object may be entered again. Casts come back when the block ends, also through an
     exception. In a decorated generator or coroutine casts are off while it runs, and not between its steps. The block
     also works if amp is set up inside it.
 
@@ -143,13 +143,13 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
             for batch in loader:
                 predictions = model(batch)
 
-    Each weight is cast once, and not once per call. Calls that record gradients are unaffected. A weight that changes
-    is cast again at its next use. Writes through a view of its memory (numpy, DLPack, a storage) are invisible to
-    torch: call `clear_cache` after them. Blocks may be nested, for one model or for several. Threads share the casts.
-    The end of the block drops them, and so does `deinitialize`.
+    Each weight is cast only once, instead of in every call. Calls that record gradients are unaffected. A weight that
+    changes is cast again at its next use. Writes through a view of its memory (numpy, DLPack, a storage) are invisible
+    to torch: call `clear_cache` after them. Blocks may be nested, for one model or for several. Threads share the
+    casts. The end of the block drops them, and so does `deinitialize`.
 
-    The block is a no-op if no functions are patched or amp is off. Code compiled by torch.compile makes its own casts,
-    and keeps none. As a decorator it opens and closes a block with every call.
+    The block is a no-op if no functions are patched or amp is off. Code compiled by torch.compile makes its own casts
+    and does not cache them. As a decorator it opens and closes a block with every call.
 
     Args:
         model: a model passed to ``amp.initialize``, a part of it, or a wrapper around it.
@@ -167,8 +167,9 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
 def clear_cache() -> None:
     """Drops the cast weights.
 
-    Call it after a write to a weight that torch does not count: one through a view of its memory (numpy, DLPack, a
-    storage). It is needed only between two forward passes with gradients and no step, and inside `frozen_weights`.
+    Call it after a write to a weight through a view of its memory (numpy, DLPack, a storage), which torch does not
+    count. This is necessary only between two forward passes with gradients and without a step, and inside
+    `frozen_weights`.
     """
     live = runtime.live
     if live is not None:
@@ -176,7 +177,7 @@ def clear_cache() -> None:
 
 
 def cast_counts() -> CastCounts:
-    """Returns how many tensors were cast since amp was set up, and how often the cache saved the cast of a weight.
+    """Returns the number of casts since amp was set up, and the number of weight casts that the cache saved.
 
     Casts in compiled code are not counted.
     """
@@ -199,9 +200,9 @@ def convert_model(
     evaluation mode, and its results equal those of the model at O1 bit for bit. Run it under
     ``torch.inference_mode()`` or ``torch.no_grad()``.
 
-    A weight becomes half if only whitelisted functions read it. For torch's own layers the copy knows that at once, for
-    other modules after the first forward pass. Other weights stay float32: those of embeddings and norms, and weights
-    that are shared with them.
+    A weight becomes half if only whitelisted functions read it. For torch's own layers this is known at once, for other
+    modules after the first forward pass. Other weights stay float32: those of embeddings and norms, and weights that
+    are shared with them.
 
     Args:
         model: float32, and not wrapped or compiled.

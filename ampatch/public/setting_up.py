@@ -93,7 +93,8 @@ def initialize(
     "half" or "fp16"; "bfloat16" or "bf16"; "float32".
 
     Args:
-        models: a module, or a list of modules. Not wrapped for several ranks or devices, not compiled by TorchScript.
+        models: a module, or a list of modules. They must be neither wrapped for several ranks or devices nor compiled
+            by TorchScript.
         optimizers: an optimizer, a list of optimizers, or None. An optimizer is any object with ``param_groups``,
             ``step`` and ``zero_grad``.
         enabled: False returns everything unchanged, and makes every other call a no-op.
@@ -101,8 +102,8 @@ def initialize(
             weights), "O4" and "O5" (O1 and O2 in bfloat16).
 
     Values of the level:
-        cast_model_type: dtype of the weights, at levels that convert them; False leaves all weights as they are. Those
-            that are half already get masters at O2 and O5.
+        cast_model_type: dtype of the weights, at levels that convert them. False leaves all weights as they are; half
+            weights then get masters at O2 and O5.
         patch_torch_functions: whether torch's functions cast by the lists; None: the level's default.
         keep_batchnorm_fp32: whether batch norm stays float32, at levels that convert weights.
         master_weights: whether the optimizer updates float32 masters, at levels that convert weights.
@@ -113,62 +114,62 @@ def initialize(
 
     Cast lists and parts of a model:
         cast_lists: a YAML file, a list of files, or a mapping of the same form; overrides entries of the shipped lists.
-            Under ``modules`` it gives submodules lists of their own, or has them compute in float32.
+            Under ``modules``, submodules get lists of their own or compute in float32.
         keep_fp32: submodules that stay float32: a name, a pattern (``"*.norm"``) or a class, or a list of these. Their
-            forward passes get half inputs in float32, and cast nothing inside. At levels that make weights half, theirs
-            stay float32, and their outputs are cast to half.
-        float32_outputs: submodules that stay float32, as those of ``keep_fp32`` do, and whose outputs stay float32 at
-            every level: a head whose logits are to be float32. No layer with half weights may follow them.
+            forward passes get half inputs as float32, and cast nothing inside. At levels that make weights half, their
+            weights stay float32, and their outputs are cast to half.
+        float32_outputs: submodules that stay float32 as in ``keep_fp32``, and whose outputs also stay float32 at every
+            level, such as a head with float32 logits. No layer with half weights may follow them.
         cast_buffers: buffers that become half with the weights, at levels that make these half. False: none. True: all
-            of those that are floating-point. Or their names, as in ``named_buffers()``, or patterns
-            (``"*.inv_freq"``), one or a list.
-        fused_linear: whether a linear layer is one node of autograd's graph, which gives its float32 weight a float32
-            gradient without a half one before it. None: at O1 and O4, for layers that the lists cast to half. False: as
-            torch's own nodes, with the bits of Apex and of torch.autocast. True: as None, and raises if it has no
-            effect. It is for calls of ``torch.nn.functional.linear`` in eager code whose weight is a trained
-            `torch.nn.Parameter`; all others are made as without it. Where torch has no product of half matrices with a
-            float32 result (it has one on CUDA only), the product is rounded to half as without it. The environment
+            floating-point buffers. Or names as in ``named_buffers()``, or patterns (``"*.inv_freq"``): one or a list.
+        fused_linear: whether a linear layer is one node of autograd's graph, which computes the gradient of its float32
+            weight in float32, without rounding it to half first. None: at O1 and O4, for layers that the lists cast to
+            half. False: torch's own nodes, with the same bits as Apex and torch.autocast. True: like None, but raises
+            an error if it has no effect. It applies to calls of ``torch.nn.functional.linear`` in eager code whose
+            weight is a trained `torch.nn.Parameter`; other calls are not affected. If torch cannot multiply half
+            matrices with a float32 result (it can on CUDA only), the product is rounded to half. The environment
             variable AMPATCH_FUSED_LINEAR chooses another product.
 
     Loss scale:
         loss_scale: a positive number, or "dynamic"; None: the level's default, and 1 for bfloat16.
         num_losses: number of losses, each with its own scale.
         init_scale: first value of a dynamic scale.
-        scale_factor: factor by which it grows and backs off; sets the next two.
+        scale_factor: factor by which it grows and backs off; sets both of the next two arguments.
         growth_factor: factor by which it grows; None: ``scale_factor``.
         backoff_factor: factor by which it backs off; None: 1 / ``scale_factor``.
         scale_window: number of steps without overflow before it grows.
         hysteresis: number of overflows before it backs off.
-        min_loss_scale: the least value of a dynamic scale; None: 2**-24.
-        max_loss_scale: the greatest value of a dynamic scale.
+        min_loss_scale: minimum of a dynamic scale; None: 2**-24.
+        max_loss_scale: maximum of a dynamic scale.
         scaler: bounds of a dynamic scale, if ``min_loss_scale`` is None and ``max_loss_scale`` is 2**24. "apex": a
-            ceiling of 2**24, and no floor. "torch": neither, as in ``torch.amp.GradScaler``. None: 2**-24 and 2**24.
-            The default initial scale, factors and window are the same in all three. A scale without a floor raises
-            `LossScaleError` at 2**-126. Apex's and torch's scales go on falling to 0.
+            maximum of 2**24, and no minimum. "torch": neither, as in ``torch.amp.GradScaler``. None: 2**-24 and 2**24.
+            The default initial scale, factors and window are the same in all three. A scale without a minimum raises
+            `LossScaleError` at 2**-126, where Apex's and torch's scales would continue to fall to 0.
 
     Skipped steps:
-        on_overflow: how a skipped step is reported. The step is skipped first: weights, masters and optimizer state are
-            as they were. "log" writes a line to the log, at verbosity 1. "explain" does so too. After a skip for which
-            the search of the loss scale does not account, it notes the next steps, and logs the trace of one that is
-            skipped: the loss is inf or NaN, the scale is static, or it is the third in a row (at the start the eighth).
-            "raise" raises `GradientOverflowError` from ``optimizer.step()``. A function is called with the `Overflow`,
-            once for each optimizer that skips. If it raises, so does ``optimizer.step()``. "trace" runs the forward
-            passes of a skipped step again, and logs ``str(overflow)`` at any verbosity. The text names the function
-            that first produced inf or NaN. What a second run cannot tell is looked for in the next steps, which take
-            several times as long. ("trace", function) and ("trace", "raise") put the trace into the overflow. At the
-            floor of the scale `LossScaleError` is raised instead, with the overflow as its attribute ``overflow``. All
-            values but "log" and "explain" read the overflow flag before every step, as ``exact_hooks`` does. That syncs
-            with the device, and prevents skipping and unscaling in the optimizer's own kernel.
-        check_finite: whether each step looks for inf and NaN in its gradients, and is skipped if there are any, under a
-            static scale too. A static scale keeps its value. The check reads the gradients as the optimizer is about to
-            read them: of any backward pass, in a block or not, after clipping and edits. With a closure it reads the
-            gradients of each evaluation. It does not see gradients that the optimizer's own step hooks write, nor
+        on_overflow: how a skipped step is reported. The step is skipped first, so weights, masters and optimizer state
+            are unchanged. "log" writes a line to the log, at verbosity 1. "explain" also does so, and traces skips that
+            a too high loss scale does not explain: the loss is inf or NaN, the scale is static, or it is the third skip
+            in a row (at the start the eighth). After a first such skip, it notes the next steps, and logs the trace of
+            one that is skipped. "raise" raises `GradientOverflowError` from ``optimizer.step()``. A function is called
+            with the `Overflow`, once for each optimizer that skips. If it raises an error, so does
+            ``optimizer.step()``. "trace" runs the forward passes of a skipped step again, and logs ``str(overflow)`` at
+            any verbosity. The text names the function that first produced inf or NaN. If a second run cannot find it,
+            amp watches the next steps, which take several times as long. ("trace", function) and ("trace", "raise") put
+            the trace into the overflow. At the minimum scale `LossScaleError` is raised instead, with the overflow as
+            its attribute ``overflow``. All values except "log" and "explain" read the overflow flag before every step,
+            as ``exact_hooks`` does. This syncs with the device, and prevents skipping and unscaling in the optimizer's
+            own kernel.
+        check_finite: whether each step checks its gradients for inf and NaN, and is skipped if there are any, also
+            under a static scale. A static scale keeps its value. The check reads the gradients that the optimizer is
+            about to read: from any backward pass, in a block or not, after clipping and edits. With a closure it reads
+            the gradients of each evaluation. It sees neither gradients that the optimizer's own step hooks write, nor
             values that the optimizer computes from finite gradients. Optimizers that amp has not adopted are not
-            checked. It costs one read of all gradients. An optimizer with ``fused=True`` skips in its own kernel. For
-            others the host reads the flag, which syncs with the device. Under a dynamic scale the gradients of blocks
-            are checked in any case.
-        exact_hooks: whether a skipped step fires none of the optimizer's step hooks. True syncs with the device before
-            every step. With False, optimizers with ``fused=True`` skip in their own kernel, and their hooks fire.
+            checked. The check costs one read of all gradients. An optimizer with ``fused=True`` skips in its own
+            kernel. For others the host reads the flag, which syncs with the device. Under a dynamic scale the gradients
+            of blocks are always checked.
+        exact_hooks: whether a skipped step runs none of the optimizer's step hooks. True syncs with the device before
+            every step. With False, optimizers with ``fused=True`` skip in their own kernel, and their hooks run.
 
     Logs:
         verbosity: 0 is silent; 1 logs skipped steps to the logger "ampatch".
@@ -176,10 +177,10 @@ def initialize(
             torch.nn.functional.linear to float16". Calls of patched functions then run in Python, not in C++.
 
     Returns:
-        The same objects, as they were passed: a model, or a model and an optimizer; a list for a list.
+        The objects that were passed, in the same form: a model, or a model and an optimizer; a list for a list.
 
     Raises:
-        OptionError: an argument has a name or value that is not allowed, or contradicts another argument.
+        OptionError: an argument's name or value is invalid, or it contradicts another argument.
         CastListError: the cast lists have faults.
         UsageError: amp is set up with other settings, an optimizer was passed before, or two optimizers with float32
             masters share a parameter.
@@ -265,11 +266,11 @@ def initialize(
 
 
 def deinitialize() -> None:
-    """Undoes everything: torch, models and optimizers become what they were. A no-op if amp is not set up.
+    """Undoes everything: restores torch, models and optimizers. A no-op if amp is not set up.
 
     Warns:
-        AmpWarning: gradients that ``delay_unscale=True`` had left scaled are None now; or another library has replaced
-            a function that amp had patched, and its replacement stays.
+        AmpWarning: gradients that ``delay_unscale=True`` had left scaled were set to None; or another library has
+            replaced a function that amp had patched, and its replacement stays.
     """
     turn_off()
 
@@ -316,14 +317,14 @@ def init(
     check_finite: bool = False,
     fused_linear: bool | None = None,
 ) -> Handle:
-    """Patches torch's functions without adopting a model: they cast in the whole process, for all callers.
+    """Patches torch's functions without adopting a model, so that they cast for all callers in the process.
 
-    The first `scale_loss` for an optimizer adopts it. A dtype may be given by its name, as to `initialize`.
+    The first `scale_loss` for an optimizer adopts it. A dtype may be given by its name, as for `initialize`.
 
     Args:
         enabled: False makes this a no-op.
-        loss_scale: a positive number, or "dynamic". The default is Apex's, and holds in bfloat16 too, where
-            `initialize` has 1.
+        loss_scale: a positive number, or "dynamic". The default is Apex's, also for bfloat16, where `initialize`
+            defaults to 1.
         enable_caching: whether cast weights are kept for the iteration.
         verbose: whether skipped steps are logged.
         allow_banned: whether banned functions run in float32 instead of raising.
@@ -332,7 +333,7 @@ def init(
         patch_type: the name of ``half_dtype`` in ROCm's Apex.
         profile_casts: as for `initialize`.
         on_overflow: as for `initialize`.
-        check_finite: as for `initialize`. An optimizer is checked from its first block on, which adopts it.
+        check_finite: as for `initialize`. An optimizer is checked from its first block, which adopts it.
         fused_linear: as for `initialize`.
 
     Returns:
@@ -380,7 +381,7 @@ def is_on() -> bool:
     """Returns True if amp is set up: after `initialize` or `init`, until `deinitialize`.
 
     Returns:
-        False otherwise, and if the last call had ``enabled=False``. True inside `disable_casts`: that turns casts off
+        False otherwise, and if the last call had ``enabled=False``. True inside `disable_casts`, which turns off casts
         in one thread, but neither loss scales nor masters. ``amp.settings()["casts_here"]`` says whether casts are on.
     """
     return runtime.live is not None
@@ -401,7 +402,7 @@ def settings() -> dict[str, Any]:
         - "is_on", "disabled" and "set_up_by".
         - "loss_scales": the present scales, by ``loss_id``.
         - "device_types": device types of the tensors that are cast.
-        - "num_models" and "num_optimizers": numbers of those that are not deleted.
+        - "num_models" and "num_optimizers": the numbers of models and optimizers that still exist.
         - "casts_here": True if patched functions may cast in this thread; False inside `disable_casts`.
     """
     live = runtime.live
@@ -449,7 +450,7 @@ def open_for(settings: Settings, device_types: Iterable[str], fused_linear: obje
 
 
 def _trace_next(reference: weakref.ref[Session]) -> None:
-    """Has a session's next steps noted, as one was skipped for which the search of the loss scale does not account."""
+    """Has a session's next steps noted after a skip that a too high loss scale does not explain."""
     session = reference()
     # Ranks that do not skip together would wait for one another in a second run.
     if session is None or distributed.has_other_ranks():

@@ -1,6 +1,6 @@
-"""Explains, reports and tries what amp does: `amp.explain`, `report`, `preflight`, `compare`, `tune` and `replay`.
+"""Explains, reports and tests what amp does: `amp.explain`, `report`, `preflight`, `compare`, `tune` and `replay`.
 
-Imports `ampatch.diagnostics` in the functions, for those who use it.
+The functions import `ampatch.diagnostics` only when they are called.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ if TYPE_CHECKING:
 
 
 def explain(function_or_name: Any, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Explains what amp does to a function or to the functions that a module calls, and by which rule.
+    """Explains what amp does to a function, or to the functions that a module calls, and which rule decides.
 
     ::
 
         print(amp.explain(torch.matmul, x, w))
         print(amp.explain(model.encoder))
 
-    It says what happens to each spelling of the function, with the file and line of the rule and the comment there. It
-    also says which listed functions it calls inside, and which other names, closures and containers hold it. It runs
-    nothing and changes nothing. With amp on, the settings of the session count; with amp off, the shipped lists.
+    The explanation covers each spelling of the function, with the file and line of the rule and its comment. It also
+    names the listed functions that the function calls, and other names, closures and containers that hold it. The call
+    runs nothing and changes nothing. With amp on, it uses the settings of the session; with amp off, the shipped lists.
 
     Args:
         function_or_name: the function, bound or not, patched or not; its name ("softmax", "torch.softmax",
             "F.softmax") or an operator ("@"). Or a module, its class, or the name of one ("nn.LSTM"): the listed
             functions that the code of its forward names, and for a module those of all its submodules.
-        args: arguments of a call. For each tensor among them it says which dtype the function would get. None for a
-            module.
-        kwargs: arguments of the call by keyword.
+        args: arguments of a call. For each tensor among them, the explanation shows the dtype that the function would
+            get. Not allowed for a module.
+        kwargs: keyword arguments of the call.
 
     Returns:
         The explanation, which prints as text; ``to_dict()`` returns it as plain data.
@@ -74,13 +74,13 @@ def report() -> Report:
         print(report)
         report.to_html("report.html")
 
-    It counts calls and casts by function and by line of the user's code, with bytes, times and uses of the cache. It
-    shows the types and the memory of each module, the scale of each step and the exponents of the gradients. It says
-    what to do about its findings. Amp may be set up before the block, in it, or not at all.
+    The report counts calls and casts by function and by line of the user's code, with bytes, times and uses of the
+    cache. It shows the types and the memory of each module, the scale of each step and the exponents of the gradients.
+    It gives advice on its findings. You may set amp up before the block, in it, or not at all.
 
-    The report can be read in the block too. It tells what has happened so far. An exception in the block leaves a
-    report of what ran until then. Results, random numbers, casts and the cache are as they are without a report. Steps
-    take longer; the report says how much. It sees this thread, and the backward passes that it starts.
+    The report can also be read inside the block, and then shows what has run so far. After an exception it shows what
+    ran until then. Results, random numbers, casts and the cache are the same as without a report. Steps take longer;
+    the report says by how much. It covers this thread, and the backward passes that the thread starts.
 
     Returns:
         The report, to be entered once.
@@ -105,12 +105,12 @@ def preflight(
 
         print(amp.preflight(model, batch, lambda output: F.cross_entropy(output, labels)))
 
-    It first watches a float32 step. It notes values outside float16's range, and operators whose results change much in
-    bfloat16. Then it runs a step at each level and compares the gradients. If a level fails, it searches the smallest
-    change of the arguments of `initialize` that mends it, and verifies the change by a step.
+    It first watches a float32 step, and notes values outside float16's range and operators whose results change much in
+    bfloat16. Then it runs a step at each level and compares the gradients. If a level fails, it searches for the
+    smallest change to the arguments of `initialize` that makes the level pass, and verifies the change with a step.
 
-    The model, its gradients, its buffers and the random numbers stay as they are; code that the model calls runs often.
-    Compiled parts run uncompiled. The float32 step keeps the tensors of all its operators alive.
+    The model, its gradients, its buffers and the random numbers stay as they are; code that the model calls runs many
+    times. Compiled parts run uncompiled. The float32 step keeps the tensors of all its operators alive.
 
     Args:
         model: float32, on the CPU or a GPU, as it would be passed to `initialize`.
@@ -149,7 +149,7 @@ def compare(
     a: Any = "O0",
     b: Any = "O1",
 ) -> Comparison:
-    """Runs the same step twice, and says where the results differ first and most; or compares two saved reports.
+    """Runs the same step twice, and shows where the results differ first and most; or compares two saved reports.
 
     ::
 
@@ -169,8 +169,8 @@ def compare(
         inputs: one tensor; a tuple or list of the forward's arguments; or a mapping of its keyword arguments. After a
             file, the file to compare it with.
         loss_fn: returns the loss, a scalar tensor, for the model's output; left out for files.
-        a: the step to compare with: an opt level; or a mapping with ``opt_level`` and, if they are not to be the
-            defaults of `initialize`, ``half_dtype`` and ``cast_lists``.
+        a: the step to compare with: an opt level; or a mapping with ``opt_level`` and optionally ``half_dtype`` and
+            ``cast_lists``, whose defaults are those of `initialize`.
         b: the step to judge, in the same form.
 
     Returns:
@@ -249,7 +249,7 @@ def tune(
     journal: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> Tuning:
-    """Finds the smallest cast list that keeps a training's metric, and leaves the most FLOPs in half.
+    """Finds the smallest cast list that preserves the metric of a training run and leaves the most FLOPs in half.
 
     ::
 
@@ -264,29 +264,30 @@ def tune(
         print(tuning)
         tuning.save("casts.yaml")
 
-    It trains in float32 first, then with the lists as they are. If the metric stays within the tolerance, that is the
-    result. Otherwise it moves functions that got half tensors to float32: all whitelisted ones, then halves of these,
-    then single functions. At the end it tries to move each one back. Every trial trains with all seeds, and its metrics
-    are compared with float32's of the same seeds. A list passes if it is worse by no more than the tolerance, after two
-    standard errors of noise are added. If the noise is too large to decide, the result says so.
+    It trains in float32 first, then with the unchanged lists. If the metric stays within the tolerance, these lists are
+    the result. Otherwise it moves functions that got half tensors to float32: all whitelisted functions, then halves of
+    these, then single functions. At the end it tries to move each one back. Every trial trains with all seeds, and its
+    metrics are compared with those of float32 for the same seeds. A list passes if its metric is worse by at most the
+    tolerance, after two standard errors of noise are added. If the noise is too large to decide, the result says so.
 
     Before each run it sets torch's, Python's and numpy's seeds. Afterwards random numbers and torch's settings are as
     they were, and amp is off.
 
     Args:
         train: trains a new model, and returns it. Its argument is a dict for ``amp.initialize``: ``opt_level`` ("O0"
-            for float32) and, in other runs, perhaps ``half_dtype`` and ``cast_lists``. A generator of its own is to be
-            seeded with ``torch.initial_seed()``.
-        evaluate: returns the metric of such a model, one number. Amp is still on, unless ``train`` has turned it off.
+            for float32) and, in other runs, perhaps ``half_dtype`` and ``cast_lists``. If it uses a generator of its
+            own, it must seed it with ``torch.initial_seed()``.
+        evaluate: returns the metric of a trained model, one number. amp is still on, unless ``train`` has turned it
+            off.
         tolerance: how much worse the metric may be: a number in its unit, or a share of float32's metric ("1%").
         higher_is_better: True for an accuracy, False for a loss.
         budget: a time ("2h", "90 min", "45 s", or a ``timedelta``) or a number of runs ("20 runs"), for this call. A
-            run that would not fit is not begun; the result is then the best list so far. None: until the search ends.
+            run that would not fit is not started; the result is then the best list so far. None: no limit.
         seeds: a number of seeds, or the seeds.
         opt_level: "O1" or "O4".
         half_dtype: as for `initialize`.
-        cast_lists: lists to begin with, as for `initialize`; the result is to be laid over them.
-        journal: a JSON file that keeps every finished run. If it exists, its runs are not run again.
+        cast_lists: lists to start with, as for `initialize`; pass the result after them.
+        journal: a JSON file that stores every finished run. If it exists, its runs are not repeated.
         progress: whether to print a line for each run to standard error, with the time left.
 
     Returns:
@@ -343,25 +344,25 @@ def replay(
 
         print(amp.replay("step.pt", make_model()))
 
-    It gives copies of the models the weights, buffers and modes of the step, sets amp up as the run had it, and runs
-    the forward passes on the saved inputs and random numbers. Backward passes begin with the gradients that came into
-    the outputs then, at the loss scale of the step. Then it does so at other opt levels, with the same cast lists. On
-    another device than that of the run, random numbers may differ.
+    It loads the weights, buffers and modes of the step into copies of the models, sets amp up with the settings of the
+    run, and runs the forward passes on the saved inputs and random numbers. Backward passes begin with the saved
+    gradients of the outputs, at the loss scale of the step. Then it repeats this at other opt levels, with the same
+    cast lists. On a different device than in the run, random numbers may differ.
 
     Args:
-        path: of the file.
-        model: a model of the class that made the step, on the CPU or a GPU; its weights are not used. Several models,
-            such as those of a GAN, in the order in which they ran.
+        path: the file.
+        model: a model of the class that ran the step, on the CPU or a GPU; its weights are not used. For several
+            models, such as those of a GAN: a list in the order in which they ran.
         levels: opt levels to try after float32, as for `preflight`; None: O1 and O2 in both half types, and O3 in
             float16.
-        compiled: whether to try it with models compiled by ``torch.compile`` as well.
+        compiled: whether to also try models compiled by ``torch.compile``.
 
     Returns:
         The trace, and a table of the levels at which all gradients are finite; it prints as both.
 
     Raises:
         UsageError: amp is set up.
-        OptionError: the file holds no step, or the models are others; or a level does not exist.
+        OptionError: the file holds no step, the models do not match it, or a level does not exist.
     """
     from ampatch.diagnostics.replay import replay as replays
     from ampatch.diagnostics.trial_steps.levels import checked_levels

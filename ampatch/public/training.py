@@ -45,12 +45,12 @@ def scale_loss(
         loss_id: number of the scale to use, below ``num_losses``.
         model: ignored; Apex had it.
         delay_unscale: leaves the gradients scaled, for a later block that adds to them and unscales.
-        delay_overflow_check: leaves gradients that overflowed as they are, for code that judges them itself; a later
-            block zeroes them otherwise. The scale reacts at the step in both cases.
+        delay_overflow_check: leaves gradients that overflowed as they are, for code that checks them itself; otherwise
+            a later block zeroes them. In both cases the scale changes at the step.
 
     Returns:
-        A context manager, to be entered once. It gives ``loss.float() * scale``, float32 of the same shape, in the same
-        lists, tuples and dicts. With amp disabled it gives the loss unchanged.
+        A context manager, to be entered once. It yields ``loss.float() * scale``, float32 of the same shape, in the
+        same lists, tuples and dicts. With amp disabled it yields the loss unchanged.
 
     Raises:
         UsageError: amp is not set up; gradients of two scales would be summed; the loss was scaled before; or the block
@@ -82,14 +82,14 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
         optimizer.step()
 
     After a block with ``delay_unscale=True`` it first reads the gradients once, for overflows and for the norm, and the
-    scale is updated. Then it unscales and clips them in one pass. Torch's optimizers with ``fused=True`` do this in
-    their step, if they have state and update the model's own parameters. Until then the gradients stay scaled. If
+    scale is updated. Then it unscales and clips them in one pass. Optimizers of torch with ``fused=True`` do this in
+    their step, if they have state and update the model's own parameters; until then the gradients stay scaled. If
     several optimizers share a block, the first call unscales the gradients of all. Gradients that overflowed are not
     clipped.
 
     Args:
-        optimizer: whose gradients to clip.
-        max_norm: the greatest 2-norm that they keep; ``math.inf`` only measures it.
+        optimizer: the optimizer whose gradients are clipped.
+        max_norm: maximum 2-norm of the clipped gradients; ``math.inf`` only measures the norm.
 
     Returns:
         The 2-norm of the unscaled gradients before clipping: 0-dimensional float32, on their device. It is inf or NaN
@@ -119,8 +119,8 @@ def unscale_(optimizer: Any) -> None:
         amp.unscale_(optimizer)
         optimizer.step()
 
-    It looks for overflows, and updates the scale. Gradients of the block's other optimizers are unscaled too. A no-op
-    if the gradients are unscaled already.
+    The call also checks for overflows, and updates the scale. It unscales the gradients of the block's other optimizers
+    too. A no-op if the gradients are unscaled already.
 
     Raises:
         OptionError: it is not an optimizer.
@@ -214,7 +214,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
 
 
 def get_loss_scale(loss_id: int = 0) -> float:
-    """Returns the present scale of a loss; 1 with amp disabled. Syncs with the device.
+    """Returns the current scale of a loss; 1 with amp disabled. Syncs with the device.
 
     Raises:
         OptionError: ``loss_id`` is out of range.
@@ -232,24 +232,24 @@ def stats() -> dict[str, int | float]:
         for name, value in amp.stats().items():
             writer.add_scalar(f"amp/{name}", value, step)
 
-    It reads the device once, or each device that has a scaler once, so call it every few steps. A CUDA graph's replays
-    count only in "loss_scale" and "clean_steps".
+    Each call reads every device that has a scaler once, so call it only every few steps. Replays of a CUDA graph count
+    only in "loss_scale" and "clean_steps".
 
     Returns:
-        int and float values; empty with amp off or disabled. The keys stay the same for the whole session, as long as
-        amp is given no more optimizers:
+        int and float values; empty with amp off or disabled. The keys stay the same for the whole session, unless amp
+        gets more optimizers:
 
-        - "loss_scale": the present scale. With ``num_losses`` above 1 "loss_scale/0", "loss_scale/1" and so on; so with
-          the next two.
-          Of optimizers that were adopted later than others, as for `state_dict`: those of the last.
+        - "loss_scale": the current scale. With ``num_losses`` above 1: "loss_scale/0", "loss_scale/1" and so on, also
+          for the next two keys. If some optimizers were adopted later than others, as for `state_dict`: the scale of
+          the last ones.
         - "clean_steps": steps without overflow since the scale last changed; for a static scale: all steps.
-        - "overflows": overflows for which a step was skipped: one for each step, also with several optimizers.
+        - "overflows": overflows for which a step was skipped; one per step, even with several optimizers.
         - "skipped_steps": skipped steps of all optimizers. With several optimizers also "skipped_steps/0" and so on, in
           the order in which amp got them; a deleted one keeps its number.
         - "casts", "cache_hits": as in `cast_counts`.
-        - "cache_hit_rate": the share of cache hits in both; 0 before the first cast.
-        - "cached_bytes": memory of the cast weights that are kept at this moment.
-        - "patched_functions": number of functions that are patched.
+        - "cache_hit_rate": the share of cache hits in the sum of both; 0 before the first cast.
+        - "cached_bytes": memory of the currently cached casts of weights.
+        - "patched_functions": number of patched functions.
     """
     live = runtime.live
     return {} if live is None else live.stats()
@@ -258,8 +258,8 @@ def stats() -> dict[str, int | float]:
 def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
     """Returns the loss scalers' states as plain numbers, under "loss_scaler0" and so on. Syncs with the device.
 
-    Optimizers that are handed to a later `initialize`, after a first step, have scalers of their own. Then the first
-    keys are of the optimizers that came last, and those of earlier ones that still exist follow.
+    Optimizers that are passed to a later `initialize`, after a first step, have their own scalers. Then the first keys
+    belong to the optimizers that were passed last, followed by those of earlier optimizers that still exist.
 
     Args:
         include_policy: True adds the effective policy under "policy": settings, the rule of each function, the text of
@@ -280,12 +280,12 @@ def state_dict(*, include_policy: bool = False) -> dict[str, dict[str, Any]]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Loads a state dict of amp's, of Apex's, or of ``torch.amp.GradScaler``.
+    """Loads a state dict of amp, of Apex, or of ``torch.amp.GradScaler``.
 
     The settings stay those of `initialize`: factors and interval of a ``GradScaler`` are not loaded. A static scale
-    keeps its value, since a saved dynamic one could overflow, and a static scale looks for no overflow. A dynamic scale
-    keeps its value if the saved one was static; else it is clamped to ``min_loss_scale`` and ``max_loss_scale``. A
-    saved policy is compared with the live one, and not loaded.
+    keeps its value: a saved dynamic scale could overflow, and a static scale does not check for overflows. A dynamic
+    scale keeps its value if the saved one was static; else it is clamped to ``min_loss_scale`` and ``max_loss_scale``.
+    A saved policy is compared with the live one, and not loaded.
 
     Args:
         state_dict: states of scalers under "loss_scaler0" and so on, with or without a policy; or the state of a

@@ -1,4 +1,4 @@
-"""The gate before a step that may be skipped. Amp's blocks, `GradScaler` and Apex's classes share it.
+"""The gate before a step that may be skipped, shared by blocks, `GradScaler` and Apex's classes.
 
 Owns how a step is left when a closure overflows, how it is undone, torch's protocol for steps that skip by themselves,
 and what follows a skipped step. Must not know where a verdict comes from.

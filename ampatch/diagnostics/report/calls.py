@@ -223,7 +223,7 @@ class CallRecorder(Recorder):
 
     def _call_wrapper(self, function: Any, info: _Info, wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
         thread, functions = self.thread, mode_stacks.FUNCTIONS
-        # As in a call that torch reports: no mode is on while torch's own code runs. Amp is faster so, as well.
+        # As in a call that torch reports: no mode is on while torch's own code runs. This is also faster.
         taken = functions.pop() if info.is_of_torch and functions.modes()[-1:] == [self.function_mode] else None
         thread.expected, thread.wrapped = function, function if taken is None else None
         try:
