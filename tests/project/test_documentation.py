@@ -248,13 +248,13 @@ def test_figures_beside_the_histogram_are_those_counted():
          for power in (0, scale)}
         for low, high in ((-1000, -25), (-25, -14))
     )  # fmt: skip
-    assert f"counts {elements / 1e6:.1f} million elements" in page
+    assert f"sorts {elements / 1e6:.1f} million gradient elements" in page
     assert (
-        f"{few[0]:.0%} of these elements would have fewer digits in float16, and {zero[0]:.1%} would be rounded to zero"
+        f"{few[0]:.0%} of these elements would lose precision in float16, and {zero[0]:.1%} would be rounded to zero"
         in page
     )
     assert f"With a scale of {counted['scale']:,}" in page
-    assert f"{few[scale]:.1%} have fewer digits, and none is rounded to zero" in page
+    assert f"{few[scale]:.1%} lose precision, and none is rounded to zero" in page
     assert zero[scale] == 0
 
 
