@@ -50,7 +50,7 @@ class SkippedStep:
         has_noted: True if it has had forward passes.
     """
 
-    def __init__(self, session: Session, noted: Sequence[NotedForward], facts: Mapping[str, Any]) -> None:
+    def __init__(self, session: Any, noted: Sequence[NotedForward], facts: Mapping[str, Any]) -> None:
         self._session: Any = session  # None once it is closed
         self._noted, self._facts = tuple(noted), facts
         self.has_noted = bool(noted)
