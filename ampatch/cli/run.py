@@ -26,8 +26,6 @@ _STARTUP = str(Path(__file__).parent / "startup")
 _FORCE = "AMPATCH_RUN_FORCE"
 _CPU = "AMPATCH_RUN_CPU"
 
-_TRACE = "AMPATCH_TRACE_OVERFLOW"  # read by ampatch.scaling.overflows, which imports torch
-
 
 def run(wanted: argparse.Namespace) -> NoReturn:
     """Replaces this process with ``python target arguments...``, or ``python -m target arguments...``.
@@ -49,11 +47,11 @@ def run(wanted: argparse.Namespace) -> NoReturn:
             "python finds ampatch only in the current folder, and would not find it from the script's. Install it into "
             "this environment: pip install . in its folder."
         )
-    variables = {} if wanted.report is None else script_report.variables(wanted.report)
+    variables = script_report.variables(wanted.report, wanted.trace_overflow)
     if wanted.cpu and _CPU not in os.environ and os.environ.get("RANK", "0") == "0":
         print("ampatch: --cpu: whatever the script sends to a GPU stays on the CPU.", file=sys.stderr, flush=True)
     program = [*(["-m"] if wanted.is_module else []), wanted.target, *wanted.arguments]
-    flags = {_FORCE: wanted.force, _CPU: wanted.cpu, _TRACE: wanted.trace_overflow}
+    flags = {_FORCE: wanted.force, _CPU: wanted.cpu}
     variables |= {name: "1" for name, is_set in flags.items() if is_set}
     command = [sys.executable, *_options(sys.orig_argv, sys.argv), *program]
     os.execve(sys.executable, command, _environment(os.environ, variables))

@@ -1,7 +1,7 @@
-"""`ampatch run --report`: opens a report when the script has imported torch, and writes it when the script ends.
+"""`ampatch run --report` and `--trace-overflow`: what begins when the script has imported torch.
 
-Owns which processes report, and where each writes. Must not import torch before the script does, and must never change
-how the script ends.
+Owns which processes watch a script, and where each writes its report. Must not import torch before the script does, and
+must never change how the script ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,24 +21,46 @@ from ampatch.diagnostics import json_files
 from ampatch.errors import OptionError, UsageError
 
 if TYPE_CHECKING:
+    from ampatch.diagnostics.overflow.script import ScriptTracer
     from ampatch.diagnostics.report.report import Report
 
-#: The environment variables that `startup/sitecustomize.py` reads: the file, and which process reports.
+#: The environment variables of the options: the report's file, and whether overflows are traced; and the process that
+#: watches the script, which `startup/sitecustomize.py` looks for.
 FILE = "AMPATCH_RUN_REPORT"
+TRACE = "AMPATCH_TRACE_OVERFLOW"  # read by ampatch.scaling.overflows as well, which imports torch
 REPORTER = "AMPATCH_RUN_REPORTER"
 #: The variables in which launchers tell a process its rank, in the order in which they count.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "LOCAL_RANK")
 _SUFFIXES = (".html", ".htm", ".json")
 
 
-def variables(path: str) -> dict[str, str]:
-    """Returns the environment variables with which this process, once it runs the script, reports to a file.
+def variables(path: str | None, traces: bool) -> dict[str, str]:
+    """Returns the environment variables with which this process, once it runs the script, watches it.
+
+    Args:
+        path: the file of the report; None for none.
+        traces: whether skipped steps are to be traced.
 
     Raises:
         OptionError: the file's name has another ending, or it cannot be written.
     """
-    file = json_files.checked_path(path, _SUFFIXES, "Name a page, such as report.html, or a JSON file.")
-    return {FILE: str(file.absolute()), REPORTER: _name_of(os.getpid(), rank(os.environ))}
+    wanted = {TRACE: "1"} if traces else {}
+    if path is not None:
+        file = json_files.checked_path(path, _SUFFIXES, "Name a page, such as report.html, or a JSON file.")
+        wanted[FILE] = str(file.absolute())
+    return {**wanted, REPORTER: _name_of(os.getpid(), rank(os.environ))} if wanted else {}
+
+
+def watchers() -> list[Callable[[object], None]]:
+    """Returns functions to call once torch has been imported."""
+    found: list[Callable[[object], None]] = []
+    if not _watches_here():
+        return found
+    if FILE in os.environ:
+        found.append(ScriptReport(os.environ[FILE]).begin)
+    if TRACE in os.environ:
+        found.append(ScriptTrace().begin)
+    return found
 
 
 def rank(environment: Mapping[str, str]) -> str | None:
@@ -46,10 +68,10 @@ def rank(environment: Mapping[str, str]) -> str | None:
     return next((environment[name] for name in _RANKS if environment.get(name)), None)
 
 
-def reports_here() -> bool:
-    """Returns True if this process reports: it runs the script, or is a rank that the script, a launcher, started.
+def _watches_here() -> bool:
+    """Returns True if this process watches: it runs the script, or is a rank that the script, a launcher, started.
 
-    Processes that a rank starts have its rank in their environment, and do not report.
+    Processes that a rank starts have its rank in their environment, and do not.
     """
     pid, _, reporters_rank = os.environ.get(REPORTER, "").partition(" ")
     if pid == str(os.getpid()):
@@ -85,14 +107,7 @@ class ScriptReport:
         Raises:
             UsageError: a module of ampatch that the report needs is being imported right now.
         """
-        try:
-            for name in ("calls", "steps", "report"):
-                module = importlib.import_module(f"ampatch.diagnostics.report.{name}")
-        except ImportError as error:
-            raise UsageError(
-                f"ampatch run --report cannot begin while ampatch itself is imported ({error}). Type `import torch` "
-                "above the imports of ampatch."
-            ) from error
+        module = _imported("--report", "report.calls", "report.steps", "report.report")
         # Torch has registered functions for the exit meanwhile, and the last to be registered runs first.
         atexit.unregister(self.write)
         atexit.register(self.write)
@@ -120,6 +135,48 @@ class ScriptReport:
             _say(f"error: the report could not be written: {type(error).__name__}: {error}")
         finally:
             _end_by_interrupt()
+
+
+class ScriptTrace:
+    """The trace of the script that this process runs."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def begin(self, _: object = None) -> None:
+        """Begins to note forward passes; called when torch has been imported.
+
+        Raises:
+            UsageError: a module of ampatch that the trace needs is being imported right now.
+        """
+        module = _imported("--trace-overflow", "overflow.tracer", "overflow.script")
+        self._tracer: ScriptTracer = module.ScriptTracer()
+        self._tracer.install(module.PatchLedger())
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """Says on stderr if nothing in the script could skip a step; called at the end of the process."""
+        tracer = self._tracer
+        if os.getpid() == self._process and tracer.has_run_forward and not tracer.may_skip:
+            _say(
+                "--trace-overflow: nothing was traced, as no step could be skipped: the script has neither called "
+                "amp.initialize, nor stepped with a torch.amp.GradScaler that is enabled."
+            )
+
+
+def _imported(option: str, *names: str) -> Any:
+    """Imports modules of the diagnostics; returns the last one.
+
+    Raises:
+        UsageError: ampatch itself is being imported.
+    """
+    try:
+        return [importlib.import_module(f"ampatch.diagnostics.{name}") for name in names][-1]
+    except ImportError as error:
+        raise UsageError(
+            f"ampatch run {option} cannot begin while ampatch itself is imported ({error}). Type `import torch` above "
+            "the imports of ampatch."
+        ) from error
 
 
 def _end_by_interrupt() -> None:

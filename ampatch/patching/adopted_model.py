@@ -27,7 +27,7 @@ from ampatch.patching import cast_labels, replaced_forward
 from ampatch.torch_private.modules import HOOKS_AROUND_FORWARD, STATE_HOOKS
 from ampatch.torch_private.operators import OpOverload
 
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def check_model(model: object) -> nn.Module:
             "the model was compiled by TorchScript, so nothing in it can be cast. Hand in the module that it was "
             "made from."
         )
-    if isinstance(model, _WRAPPERS):
+    if isinstance(model, WRAPPERS):
         kind = type(model).__name__
         raise OptionError(
             f"the model is wrapped in {kind} already. Call amp.initialize on the bare model first, then wrap what "

@@ -55,7 +55,7 @@ _NOT_NOTED = (
     "was noted, such as one that is compiled: on_overflow='trace' watches the steps as they run."
 )
 _LOOKED = "  note      on_overflow='explain', the default, looks for the cause of such steps; 'log' turns that off"
-_SAME = "  the trace is that of the step skipped before"
+SAME = "  the trace is that of the step skipped before"
 _MOST_NAMED = 8
 
 _GO_ON = (
@@ -333,7 +333,7 @@ class OverflowHandler:
         if not self.logs_line:
             finding, self._finding = self._finding, getattr(overflow.trace, "finding", None)
             is_known = finding is not None and finding == self._finding
-            logger.warning("%s", "\n".join([*map(str, overflow.scales), _SAME]) if is_known else overflow)
+            logger.warning("%s", "\n".join([*map(str, overflow.scales), SAME]) if is_known else overflow)
         for choice in self._choices:
             if callable(choice):
                 choice(overflow)

@@ -7,13 +7,14 @@ empty, a step takes no longer. Observers must never write to the tensors that th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.scale_use import ScaleUse
+from ampatch.torch_private.optimizers import MAYBE_OPT_STEP, SCALE
 
 
 class StepObserver(Protocol):
@@ -52,6 +53,28 @@ class StepObserver(Protocol):
 
 #: Those that watch now.
 observers: list[StepObserver] = []
+_undo = ExitStack()
+
+
+def add(observer: StepObserver) -> None:
+    """Shows blocks and steps to an observer from now on, those of torch's GradScaler as well."""
+    if not observers:
+        step = getattr(*MAYBE_OPT_STEP)
+
+        def observed(scaler: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            with scaler_step(getattr(scaler, SCALE), optimizer, list(state["found_inf_per_device"].values())):
+                return step(scaler, optimizer, state, *args, **kwargs)
+
+        setattr(*MAYBE_OPT_STEP, observed)
+        _undo.callback(setattr, *MAYBE_OPT_STEP, step)
+    observers.append(observer)
+
+
+def remove(observer: StepObserver) -> None:
+    """Ends what `add` began."""
+    observers.remove(observer)
+    if not observers:
+        _undo.close()
 
 
 def tell_unscaling(scale_use: ScaleUse, gradients: Sequence[OptimizerGradients]) -> None:

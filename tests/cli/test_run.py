@@ -514,6 +514,29 @@ def test_trace_overflow_names_the_function_and_its_line(tmp_path: Path) -> None:
     assert "train.py:8: loss = torch.log(model(torch.ones(2, 4)) * 0).sum()" in said.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scaler", "told"),
+    [
+        ("torch.amp.GradScaler('cpu', init_scale=8.0)", "train.py:6: loss = model(torch.ones(2, 4) * 1e6)"),
+        ("torch.amp.GradScaler('cpu', enabled=False)", "--trace-overflow: nothing was traced, as no step could be"),
+    ],
+    ids=["torch.amp", "plain"],
+)
+def test_trace_overflow_of_a_script_without_amp(scaler: str, told: str, tmp_path: Path) -> None:
+    program = f"""import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = {scaler}
+with torch.autocast("cpu", torch.float16):
+    loss = model(torch.ones(2, 4) * 1e6).float().sum()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+"""
+    said = run_script(program, tmp_path, options=["--trace-overflow"])
+    assert (said.returncode, said.stderr.count(told)) == (0, 1), said.stderr
+
+
 TRAINS = """
 import os, sys, torch
 from apex import amp

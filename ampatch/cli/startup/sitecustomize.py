@@ -1,9 +1,9 @@
 """Runs at the start of every Python that `ampatch run` starts, and of every Python that this one starts.
 
 Python imports this module by itself, since `ampatch run` put its folder on PYTHONPATH. The module acts when the script
-imports `apex`, or torch with `--cpu` or `--report`; until then it must import nothing that the script has not asked
-for. It must never fail: programs that do not use ampatch import it too. For the same reason its syntax must suit older
-Pythons.
+imports `apex`, or torch with `--cpu`, `--report` or `--trace-overflow`; until then it must import nothing that the
+script has not asked for. It must never fail: programs that do not use ampatch import it too. For the same reason its
+syntax must suit older Pythons.
 """
 
 import importlib.util
@@ -80,16 +80,15 @@ def _keep_on_cpu(_: object) -> None:
     cuda_on_cpu.stand_in()
 
 
-def _report() -> None:
-    """Has this process report what amp does, from the import of torch on, if it is the one that is to."""
+def _watch() -> None:
+    """Has this process watch the script from the import of torch on, if it is the one that is to."""
     try:
-        from ampatch.cli import script_report
+        from ampatch.cli.script_report import watchers
     except ImportError:  # another environment, with an older ampatch
         return
-    if script_report.reports_here():
-        import wrapt
+    import wrapt
 
-        begin = script_report.ScriptReport(os.environ[script_report.FILE]).begin
+    for begin in watchers():
         wrapt.register_post_import_hook(begin, "torch")
 
 
@@ -131,8 +130,8 @@ if _IS_THERE:
         import wrapt
 
         wrapt.register_post_import_hook(_keep_on_cpu, "torch")
-    if "AMPATCH_RUN_REPORT" in os.environ:
-        _report()
+    if "AMPATCH_RUN_REPORTER" in os.environ:
+        _watch()
 _run_shadowed_sitecustomize()
 if _IS_THERE and not _KEEPS_ON_CPU:  # last, to wrap hooks that the other sitecustomize has set
     _explain_errors()

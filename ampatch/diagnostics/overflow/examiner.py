@@ -40,6 +40,7 @@ _OF_INPUT = (
     "that computed this input"
 )
 NO_SCALE, _NONE = "no loss scale: ", "none in precision: "
+BFLOAT16 = "amp.initialize(..., half_dtype='bfloat16')"
 _NO_FORWARD = "the forward pass of this backward pass was no longer watched, since others followed"
 
 
@@ -130,7 +131,7 @@ class Examiner:
     def of_loss_scale(self, fits: float) -> dict[str, Any]:
         """Returns what mends an overflow by a lower loss scale; by none if it is below the floor, or 0."""
         if fits < self._min_loss_scale:
-            instead = "Bring this gradient down, or use half_dtype='bfloat16'"
+            instead = "Bring this gradient down, or use bfloat16"
             needed = f"it would have to be {fits:g}" if fits else "at much lower ones gradients overflow as well"
             return {"remedies": (f"{NO_SCALE}{needed}. {instead}",), "max_loss_scale": None}
         if self._dynamic:
@@ -156,7 +157,7 @@ class Examiner:
         else:
             name = path.rpartition(".")[2]
             told = f"{name} in float32, by .float() on its arguments: no submodule has it, for keep_fp32 to name"
-        wider = ("float32's range: amp.initialize(..., half_dtype='bfloat16')",)
+        wider = (f"float32's range: {BFLOAT16}",)
         has_less_range = needs_scale(self._properties.half_dtype)
         return {"remedies": (told, *wider) if has_less_range else (told,), "cast_lists": overlay}
 
@@ -199,7 +200,12 @@ def told_of(overlay: Mapping[str, Any]) -> str:
     where = "".join(f" in {pattern!r}" for pattern in overlay.get("modules", ()))
     names = [name for names in blacklist_of(overlay).values() for name in names]
     which = "these functions" if names[1:] else "this function"
-    return f"{which} in float32{where}: amp.initialize(..., cast_lists={overlay})"
+    return f"{which} in float32{where}: {to_type(overlay)}"
+
+
+def to_type(overlay: Mapping[str, Any]) -> str:
+    """Returns the call with which an overlay is in force."""
+    return f"amp.initialize(..., cast_lists={overlay})"
 
 
 def origins_of_gradients(watch: Watch) -> dict[int, WatchedOp | None]:

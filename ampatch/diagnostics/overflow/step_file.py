@@ -46,7 +46,7 @@ class SkippedStep:
         facts: what else the file is to hold, as plain data.
     """
 
-    def __init__(self, session: Session, noted: Sequence[NotedForward], facts: Mapping[str, Any]) -> None:
+    def __init__(self, session: Any, noted: Sequence[NotedForward], facts: Mapping[str, Any]) -> None:
         self._session: Any = session  # None once it is closed
         self._noted, self._facts = tuple(noted), facts
         self._versions = self._read_versions()

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,6 @@ from ampatch.graph_nodes import nodes_of
 from ampatch.ledger import PatchLedger
 from ampatch.scaling.optimizer_step import OWN_HOOK
 from ampatch.scaling.scale_use import has_scaled
-from ampatch.session import Session
 from ampatch.switch import OFF
 from ampatch.torch_private.autograd import current_graph_task_id, sequence_number
 from ampatch.tracing import is_capturing, is_recording
@@ -56,7 +55,7 @@ from ampatch.tracing import is_capturing, is_recording
 FINITE_HERE = (
     "the gradients that this process computed are finite: another rank's are not, or other code changed them afterwards"
 )
-_NOT_NOTED = "no forward pass of an adopted model led to these gradients, or it was compiled"
+_NOT_NOTED = "no forward pass that amp has noted led to these gradients: it was compiled, or is of no adopted model"
 _FROM_OUTSIDE = (
     "the gradients that came into the model were not finite. If the loss is finite, the loss scale is too high for the "
     "outputs' type, and a dynamic one comes down by itself. If not, look at the loss and at code around the model"
@@ -95,11 +94,26 @@ _STEPS_WATCHED = 20
 _OfStep = tuple[NotedForward, Collection[int] | None]
 
 
+class Traced(Protocol):
+    """Whose steps are traced: a session, or a script without one."""
+
+    @property
+    def settings(self) -> Any:
+        """The settings of a session."""
+
+    @property
+    def adopted(self) -> Any:
+        """The models."""
+
+    def note_forwards(self, recorder: Any) -> None:
+        """Has the outermost forward passes noted; None ends that."""
+
+
 class OverflowTracer:
     """Notes the forward passes of a session, and says why a step was skipped.
 
     Args:
-        session: the session.
+        session: the session, or a script without one.
         is_asked: True notes all steps; False a number of them, until `note_next` is called, and never watches steps as
             they run.
 
@@ -108,7 +122,7 @@ class OverflowTracer:
         notes_steps: True as long as it notes them.
     """
 
-    def __init__(self, session: Session, *, is_asked: bool = True) -> None:
+    def __init__(self, session: Traced, *, is_asked: bool = True) -> None:
         self.notes_steps, self._is_asked = True, is_asked
         self._noted_left = math.inf if is_asked else _STEPS_NOTED  # number of steps
         self._most_noted = _MOST_NOTED if is_asked else _MOST_NOTED_UNASKED
@@ -163,7 +177,7 @@ class OverflowTracer:
         return result
 
     def _named_modules(self) -> dict[int, str]:
-        names = self._session.adopted.named_modules()
+        names: dict[int, str] = self._session.adopted.named_modules()
         return names | {key: names[id(each)] for key, each in self._copies.items() if id(each) in names}
 
     def note_losses(self, losses: Iterable[Tensor]) -> None:

@@ -32,12 +32,13 @@ from ampatch.diagnostics.recorder.functions import Rulings, operator_called
 from ampatch.diagnostics.recorder.operands import bytes_of, is_view
 from ampatch.diagnostics.recorder.recorder import Recorder, Running, Thread, hidden, unseen
 from ampatch.diagnostics.report import rows as report_rows
-from ampatch.diagnostics.report.modules import WRAPPERS, Forward, Modules
+from ampatch.diagnostics.report.modules import Forward, Modules
 from ampatch.diagnostics.report.rows import Row, Rows
 from ampatch.errors import UsageError
 from ampatch.function_wrapper import unwrapped
 from ampatch.half_types import HALVES
 from ampatch.patching import casting_mode
+from ampatch.patching.adopted_model import WRAPPERS
 from ampatch.runtime import decoration_of, runtime
 from ampatch.switch import WithoutCasts, is_in_region
 from ampatch.torch_private.autograd import current_graph_task_id, current_node, next_sequence_number, sequence_number

@@ -19,9 +19,6 @@ from ampatch.diagnostics.recorder.operands import bytes_of
 from ampatch.half_types import HALVES
 from ampatch.opt_levels import dtype_name
 
-#: Modules around the user's model, which are not recorded: names of modules are those in the model.
-WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-
 _ByType = Counter[torch.dtype]
 
 

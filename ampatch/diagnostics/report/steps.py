@@ -33,7 +33,6 @@ from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.optimizer_step import OWN_HOOK
 from ampatch.scaling.scale_use import ScaleUse
 from ampatch.switch import WithoutCasts
-from ampatch.torch_private.optimizers import MAYBE_OPT_STEP, SCALE
 from ampatch.tracing import is_capturing
 from ampatch.weights.optimizer_state import parameters_of
 
@@ -118,18 +117,8 @@ class Steps:
     def __enter__(self) -> Steps:
         self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        step_observers.observers.append(self)
-        self._undo.callback(step_observers.observers.remove, self)
-        step = getattr(*MAYBE_OPT_STEP)
-
-        def observed(scaler: Any, optimizer: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-            with step_observers.scaler_step(
-                getattr(scaler, SCALE), optimizer, list(state["found_inf_per_device"].values())
-            ):
-                return step(scaler, optimizer, state, *args, **kwargs)
-
-        setattr(*MAYBE_OPT_STEP, observed)
-        self._undo.callback(setattr, *MAYBE_OPT_STEP, step)
+        step_observers.add(self)
+        self._undo.callback(step_observers.remove, self)
         return self
 
     def __exit__(self, *_: object) -> None:
