@@ -306,7 +306,7 @@ def _add_level(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _add_preflight(parser: argparse.ArgumentParser) -> None:
-    """Tells which opt levels a model stands, and what to type for those that it does not."""
+    """Tells which opt levels a model passes, and what to change for the others."""
     parser.add_argument(
         "target",
         metavar="MODULE:FUNCTION",

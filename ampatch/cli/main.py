@@ -114,8 +114,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 
 
 _RUN = (
-    "Runs any training script, and on request reports what its mixed precision did, or explains skipped steps. A script "
-    "that imports Apex gets ampatch in its place. Options come before SCRIPT; the script gets all that follows."
+    "Runs any training script, and on request reports what its mixed precision did, or explains skipped steps. A "
+    "script that imports Apex gets ampatch in its place. Options come before SCRIPT; the script gets all that follows."
 )
 _RUN_USAGE = "ampatch run [-h] [--cpu] [--force] [--trace-overflow] [--report FILE] (SCRIPT | -m MODULE) ..."
 

@@ -1,8 +1,8 @@
-"""`amp.preflight`: which opt levels one step of a model stands, and what to type for those that it does not.
+"""`amp.preflight`: which opt levels one step of a model passes, and what to change for the others.
 
-Owns the order of the runs, and the search for the smallest change with which a level stands. Must never report a change
-as verified unless a run has shown that the level stands with it, nor change the user's model or the state of the
-process: copies run, and the process gets its state back.
+Owns the order of the runs, and the search for the smallest change with which the model passes a level. Must never
+report a change as verified unless a run has shown that the model passes with it, nor change the user's model or the
+state of the process: copies run, and the process gets its state back.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _verdict(
 
 
 def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -> tuple[Trial | None, int]:
-    """Searches a change: adds parts until the level stands, then drops those that are not needed.
+    """Searches a change: adds parts until the model passes, then drops those that are not needed.
 
     Args:
         first: the run without a change, which does not stand.

@@ -237,7 +237,7 @@ class Preflight:
         raise OptionError(f"{' or '.join(names)} was not tried; the levels tried are: {tried}.")
 
     def stands(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> bool:
-        """Returns True if the model stands a level as it is, without a change.
+        """Returns True if the model passes a level as it is, without a change.
 
         Returns:
             False for every level if float32 itself is not finite.

@@ -67,7 +67,7 @@ def _without_amp(data: _Row) -> _Advice:
     if data["settings"] is None and data["cost"]["operators"] and not data["totals"]["casts"]:
         text = (
             "Set amp up, as it was not in this block, and nothing was cast: model, optimizer = amp.initialize(model, "
-            "optimizer). print(amp.preflight(model, inputs, loss_fn)) says which opt level the model stands."
+            "optimizer). print(amp.preflight(model, inputs, loss_fn)) says which opt levels the model passes."
         )
         yield _advised("no amp", text)
 
