@@ -38,7 +38,9 @@ def _described(name: str, value: Any) -> Iterator[str]:
     if inspect.isclass(value):
         bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
         yield f"class {name}({bases})"
-        for member, held in sorted(vars(value).items()):
+        # What is inherited from torch's class is promised too.
+        inherited = vars(torch.amp.GradScaler) if issubclass(value, torch.amp.GradScaler) else {}
+        for member, held in sorted({**inherited, **vars(value)}.items()):
             if not member.startswith("_") or (member == "__init__" and not dataclasses.is_dataclass(value)):
                 plain = held.__func__ if isinstance(held, classmethod | staticmethod) else held
                 yield from _described(f"{name}.{member}", plain) if callable(plain) else [f"{name}.{member}"]

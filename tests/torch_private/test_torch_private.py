@@ -65,6 +65,7 @@ NOT_TORCHS = {
     "_base_optimizer": "wrappers of optimizers in other libraries",
     "_is_overflow": "accelerate's optimizers",
     "_lightning_optimizers": "lightning's strategies",
+    "_logger_connector": "lightning's Trainer",
     "_after_closure": "lightning's plugins",
     "_MockOptimizer": "lightning's name for no optimizer",
     "_criteria": "skorch's nets",
