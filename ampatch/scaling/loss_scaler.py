@@ -424,6 +424,11 @@ class LossScaler:
             self._kept = None
 
     @property
+    def on_device(self) -> tuple[Tensor, Tensor]:
+        """The scale and its clean updates as they are kept: to be read only."""
+        return self._scale, self._unskipped
+
+    @property
     def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
         """The state as it is kept on the device, to be read only; a static scale's updates are in `counted`."""
         return self._scale, self._unskipped, self._hysteresis_left
