@@ -119,7 +119,7 @@ LARGE_CLASSES = {
     "ampatch.interfaces.mixed_precision.MixedPrecision": 29,
     "ampatch.patching.adapters.Adapters": 30,
     "ampatch.patching.function_patches.FunctionPatches": 22,
-    "ampatch.scaling.loss_scaler.LossScaler": 24,
+    "ampatch.scaling.loss_scaler.LossScaler": 25,
     "ampatch.scaling.optimizer_gradients.OptimizerGradients": 35,
     "ampatch.scaling.optimizer_step.AdoptedOptimizer": 31,
     "ampatch.scaling.scale_use.ScaleUse": 25,
