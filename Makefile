@@ -22,8 +22,6 @@ CHROMIUM ?= chromium
 
 demo: $(INSTALLED)
 	$(VENV)/bin/ampatch demo
-	@echo "Next, a script of yours that uses Apex: $(VENV)/bin/ampatch run --report report.html train.py"
-	@echo "A script without Apex gets three lines: docs/guide/setting_up.md"
 
 # The picture in the README: the top of the page of a run of the demo. Root has no sandbox; the page is our own.
 picture: $(INSTALLED)

@@ -37,6 +37,11 @@ _TIMES = {
     "cpu": "The times are those of this CPU. Few CPUs have float16 arithmetic, so float16 is slow here; GPUs have it.",
     "cuda": "The times are those of this GPU. The network is too small to keep a GPU busy, so they show no speed-up.",
 }
+_NEXT = (
+    "Next, a script of your own: ampatch run --report report.html train.py. In your training loop amp takes four lines: "
+    "docs/guide/setting_up.md."
+)
+
 # The fields of a plan, and the arguments that set them.
 _PLAN_ARGUMENTS = {"opt_levels": "--opt-levels", "half_dtypes": "--half-dtype", "epochs": "--epochs", "seed": "--seed"}
 
@@ -133,6 +138,7 @@ def run(arguments: argparse.Namespace) -> int:
     if (note := _still_learning(start.plan, results)) is not None:
         _say(note)
     _say(_TIMES[device])
+    _say(_NEXT)
     if json is not None:
         try:
             json_files.write_text(report.as_json(results), json)
