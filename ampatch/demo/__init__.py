@@ -38,7 +38,7 @@ _TIMES = {
     "cuda": "The times are those of this GPU. The network is too small to keep a GPU busy, so they show no speed-up.",
 }
 _NEXT = (
-    "Next, a script of your own: ampatch run --report report.html train.py. In your training loop amp takes four lines: "
+    "Next, a script of your own: ampatch run --report report.html train.py. In a training loop amp takes four lines: "
     "docs/guide/setting_up.md."
 )
 

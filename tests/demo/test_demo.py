@@ -239,9 +239,10 @@ class TestDevice:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA X1")
         monkeypatch.setattr(digits.Digits, "to", lambda self, device: asked.append(device) or self)
 
-        first, *_, last = ampatch("demo", "--opt-levels", "O0", "--epochs", "1").err.splitlines()
+        first, *_, times, following = ampatch("demo", "--opt-levels", "O0", "--epochs", "1").err.splitlines()
         assert f", on {named}, 1 epoch a run." in first
-        assert last.startswith(f"The times are those of this {default.replace('cuda', 'GPU').replace('cpu', 'CPU')}.")
+        assert times.startswith(f"The times are those of this {default.replace('cuda', 'GPU').replace('cpu', 'CPU')}.")
+        assert following.startswith("Next, a script of your own: ampatch run --report report.html train.py.")
         assert asked == [default, default]
 
     @pytest.mark.gpu

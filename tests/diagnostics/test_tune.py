@@ -553,7 +553,7 @@ def test_a_functions_fingerprint_depends_on_its_name_and_source_only() -> None:
     [
         "{",
         "[]",
-        '{"format": "ampatch tune journal", "version": 2, "about": {}, "runs": [{}]}',
+        '{"format": "ampatch tune journal", "version": 3, "about": {}, "runs": [{}]}',
         '{"format": "ampatch tune journal", "version": 1, "about": {}, "runs": []}',
     ],
 )
@@ -687,6 +687,7 @@ def test_a_train_function_that_falsifies_the_result_is_refused(train: Any, told:
     [
         ("0.5", "evaluate returned '0.5'; expected one number"),
         (None, "evaluate returned None; expected one number"),
+        (True, "evaluate returned True; expected one number"),
         (torch.ones(2), "evaluate returned"),
         (1j, "evaluate returned 1j"),
         (math.nan, "the metric is nan in float32 with seed 0"),

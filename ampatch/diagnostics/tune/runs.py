@@ -27,7 +27,7 @@ from ampatch.diagnostics.tune.search import Kept
 from ampatch.errors import OptionError
 
 FORMAT = "ampatch tune journal"
-VERSION = 2
+VERSION = 3
 
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([smhd]|(?:sec|second|min|minute|hour|day|run)s?)\s*")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}  # by the first letter of the unit

@@ -221,6 +221,8 @@ class Training:
 
 def _number(value: Any) -> float:
     try:
+        if isinstance(value, bool):  # such as that of a comparison with a goal
+            raise TypeError("a bool is no metric")
         return math.fsum([value.detach() if isinstance(value, Tensor) else value])  # float() would take text
     except (RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f"evaluate returned {value!r}; expected one number, the metric.") from error
