@@ -53,7 +53,15 @@ def printed(parts: Iterable[Any]) -> str:
 
     width = shutil.get_terminal_size((_WIDTH_OF_PIPE, 24)).columns
     with io.StringIO() as text:
-        console = Console(file=text, width=width, highlight=False, markup=False, emoji=False)
+        console = Console(
+            file=text,
+            width=width,
+            highlight=False,
+            markup=False,
+            emoji=False,
+            force_terminal=False,  # whatever FORCE_COLOR says
+            force_jupyter=False,  # in a notebook rich would show the text, and write nothing
+        )
         for each in parts:
             console.print(each(width) if callable(each) else each, soft_wrap=isinstance(each, Whole))
         lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines())

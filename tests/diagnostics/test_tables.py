@@ -1,0 +1,20 @@
+"""The text of the diagnostics' results is plain, wherever it is asked for."""
+
+from __future__ import annotations
+
+import pytest
+from rich import console
+
+from ampatch.diagnostics.tables import Column, printed, table
+
+
+@pytest.mark.parametrize("where", ["colours are forced", "a notebook"])
+def test_text_is_the_same_everywhere(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = ["before", *table("Losses", [Column("step", str)], [1, 2], 2)]
+    usual = printed(parts)
+    if where == "a notebook":
+        monkeypatch.setattr(console, "_is_jupyter", lambda: True)
+    else:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    assert printed(parts) == usual
+    assert "step" in usual
