@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ampatch.diagnostics import json_files
 from ampatch.errors import OptionError, UsageError
+from ampatch.ledger import PatchLedger
 
 if TYPE_CHECKING:
     from ampatch.diagnostics.overflow.script import ScriptTracer
@@ -149,9 +150,9 @@ class ScriptTrace:
         Raises:
             UsageError: a module of ampatch that the trace needs is being imported right now.
         """
-        module = _imported("--trace-overflow", "overflow.tracer", "overflow.script")
+        module = _imported("--trace-overflow", "overflow.script")
         self._tracer: ScriptTracer = module.ScriptTracer()
-        self._tracer.install(module.PatchLedger())
+        self._tracer.install(PatchLedger())
         atexit.register(self.end)
 
     def end(self) -> None:

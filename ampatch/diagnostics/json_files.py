@@ -101,9 +101,9 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
     name = fspath(path)
     try:
         data: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-        if data["format"] != FORMAT:
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:  # no JSON, no text, or another JSON
+    except (ValueError, RecursionError) as error:  # no JSON, no text, or another JSON
         raise OptionError(f"{name} is no report ({error}). {_WRITE_ONE}") from error
     if data.get("version") != VERSION:
         about = data.get("about")

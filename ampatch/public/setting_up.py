@@ -158,8 +158,7 @@ def initialize(
             amp watches the next steps, which take several times as long. ("trace", function) and ("trace", "raise") put
             the trace into the overflow. At the minimum scale `LossScaleError` is raised instead, with the overflow as
             its attribute ``overflow``. All values except "log" and "explain" read the overflow flag before every step,
-            as ``exact_hooks`` does. This syncs with the device, and prevents skipping and unscaling in the optimizer's
-            own kernel.
+            as ``exact_hooks`` does. This syncs with the device, and prevents skipping in the optimizer's own kernel.
         check_finite: whether each step checks its gradients for inf and NaN, and is skipped if there are any, also
             under a static scale. A static scale keeps its value. The check reads the gradients that the optimizer is
             about to read: from any backward pass, in a block or not, after clipping and edits. With a closure it reads

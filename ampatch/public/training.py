@@ -82,10 +82,8 @@ def clip_grad_norm_(optimizer: Any, max_norm: float) -> Tensor:
         optimizer.step()
 
     After a block with ``delay_unscale=True`` it first reads the gradients once, for overflows and for the norm, and the
-    scale is updated. Then it unscales and clips them in one pass. Optimizers of torch with ``fused=True`` do this in
-    their step, if they have state and update the model's own parameters; until then the gradients stay scaled. If
-    several optimizers share a block, the first call unscales the gradients of all. Gradients that overflowed are not
-    clipped.
+    scale is updated. Then it unscales and clips them in one pass. If several optimizers share a block, the first call
+    unscales the gradients of all. Gradients that overflowed are not clipped.
 
     Args:
         optimizer: the optimizer whose gradients are clipped.

@@ -7,11 +7,12 @@ empty, a step takes no longer. Observers must never write to the tensors that th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ampatch.ledger import PatchLedger
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.scaling.scale_use import ScaleUse
 from ampatch.torch_private.optimizers import MAYBE_OPT_STEP, SCALE
@@ -53,7 +54,7 @@ class StepObserver(Protocol):
 
 #: Those that watch now.
 observers: list[StepObserver] = []
-_undo = ExitStack()
+_ledger = PatchLedger()  # empty if nobody watches
 
 
 def add(observer: StepObserver) -> None:
@@ -65,8 +66,7 @@ def add(observer: StepObserver) -> None:
             with scaler_step(getattr(scaler, SCALE), optimizer, list(state["found_inf_per_device"].values())):
                 return step(scaler, optimizer, state, *args, **kwargs)
 
-        setattr(*MAYBE_OPT_STEP, observed)
-        _undo.callback(setattr, *MAYBE_OPT_STEP, step)
+        _ledger.set(*MAYBE_OPT_STEP, observed)
     observers.append(observer)
 
 
@@ -74,7 +74,7 @@ def remove(observer: StepObserver) -> None:
     """Ends what `add` began."""
     observers.remove(observer)
     if not observers:
-        _undo.close()
+        _ledger.undo()
 
 
 def tell_unscaling(scale_use: ScaleUse, gradients: Sequence[OptimizerGradients]) -> None:

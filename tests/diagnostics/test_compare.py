@@ -482,8 +482,9 @@ class TestReports:
         ("content", "told"),
         [
             ("{", "no report"),
-            ([], "no report"),
-            ({"format": "other"}, "no report"),
+            ([], "its format is not 'ampatch report'"),
+            ({}, "its format is not 'ampatch report'"),
+            ({"format": "other"}, "its format is not 'ampatch report'"),
             (small(version=2), "a report of version 2"),
             (small(version=2, about=None), "a report of version 2"),
             ({"format": "ampatch report", "version": 1}, "a damaged report"),
@@ -491,7 +492,7 @@ class TestReports:
             (small(steps=[step(1, scale="x")]), "a damaged report"),
             (small(settings=3), "a damaged report"),
         ],
-        ids=["json", "list", "format", "version", "about", "section", "field", "number", "settings"],
+        ids=["json", "list", "empty", "format", "version", "about", "section", "field", "number", "settings"],
     )
     def test_another_file_is_refused(self, saved: Any, content: Any, told: str) -> None:
         with pytest.raises(OptionError) as caught:

@@ -28,6 +28,7 @@ from ampatch.patching.adopted_model import WRAPPERS
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows, step_observers
 from ampatch.scaling.loss_scaler import NO_FLOOR, ScalePolicy, make_policy
+from ampatch.scaling.optimizer_step import OWN_HOOK
 from ampatch.scaling.overflows import Overflow
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
@@ -148,6 +149,9 @@ class ScriptTracer(step_observers.StepObserver):
         self._finding = trace.finding
         told = overflows.SAME if is_known else overflows.findings(overflow)
         logger.warning("Gradient overflow. GradScaler skips this step, at a loss scale of %g\n%s", float(scale), told)
+
+
+setattr(ScriptTracer._before_step, OWN_HOOK, True)
 
 
 def _in_terms_of_torch(trace: OverflowTrace) -> OverflowTrace:

@@ -61,9 +61,10 @@ def preflight(
         reference, operators, trace = _in_float32(subject, tolerance)
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=tolerance)
-        run, measures = functools.partial(tried, subject, reference), functools.partial(measured, subject, measure)
-        float32 = measures(LevelVerdict("O0", "float32", STANDS), _O0)
-        verdicts = [_verdict(Setup(*level), operators, run, measures) for level in levels]
+        run = functools.partial(tried, subject, reference)
+        with_figures = functools.partial(measured, subject, measure)
+        float32 = with_figures(LevelVerdict("O0", "float32", STANDS), _O0)
+        verdicts = [_verdict(Setup(*level), operators, run, with_figures) for level in levels]
         rows, noise_unknown = underflows(subject, reference, operators.draws_itself, _settled_scale(verdicts))
         return Preflight(
             name,
@@ -101,14 +102,14 @@ def _verdict(
     setup: Setup,
     operators: Operators,
     run: Callable[[Setup], Trial],
-    measured: Callable[[LevelVerdict, Setup], LevelVerdict],
+    with_figures: Callable[[LevelVerdict, Setup], LevelVerdict],
 ) -> LevelVerdict:
     """Returns the verdict for a level; it is measured with its change unless it raises."""
     first = run(setup)
     mended, runs = (None, 0) if first.stands else _mended(first, operators, run)
     best, change = mended or first, None if mended is None else mended.setup.as_call()
     verdict, scale = replace(first.level, change=change, tried=runs), best.level.loss_scale
-    return verdict if scale is None else measured(verdict, replace(best.setup, init_scale=scale))
+    return verdict if scale is None else with_figures(verdict, replace(best.setup, init_scale=scale))
 
 
 def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -> tuple[Trial | None, int]:
