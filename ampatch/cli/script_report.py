@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from ampatch.diagnostics import json_files
 from ampatch.errors import OptionError, UsageError
-from ampatch.ledger import PatchLedger
 
 if TYPE_CHECKING:
     from ampatch.diagnostics.overflow.script import ScriptTracer
@@ -151,8 +150,7 @@ class ScriptTrace:
             UsageError: a module of ampatch that the trace needs is being imported right now.
         """
         module = _imported("--trace-overflow", "overflow.script")
-        self._tracer: ScriptTracer = module.ScriptTracer()
-        self._tracer.install(PatchLedger())
+        self._tracer: ScriptTracer = module.begun()
         atexit.register(self.end)
 
     def end(self) -> None:

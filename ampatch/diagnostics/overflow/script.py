@@ -154,6 +154,12 @@ class ScriptTracer(step_observers.StepObserver):
 setattr(ScriptTracer._before_step, OWN_HOOK, True)
 
 
+def begun() -> ScriptTracer:
+    """Returns a tracer that is installed until the process ends."""
+    (tracer := ScriptTracer()).install(PatchLedger())
+    return tracer
+
+
 def _in_terms_of_torch(trace: OverflowTrace) -> OverflowTrace:
     """Returns a trace whose remedies are for torch.autocast."""
     remedies = tuple(each.replace(BFLOAT16, "torch.autocast(..., dtype=torch.bfloat16)") for each in trace.remedies)
