@@ -120,7 +120,8 @@ def check(name: str = "") -> DeviceCheck:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
         raise OptionError(
-            f"found {name!r} as a device, on which torch cannot compute ({reason}); expected one such as cuda:0 or cpu."
+            f"found {name!r} as a device, on which torch cannot compute ({reason}); expected one such as cuda:0 or "
+            "cpu. A module to import comes before the option: ampatch doctor MODULE --device-check."
         ) from None
     return DeviceCheck(device, tuple(_row(half, work, device) for half in HALF_TYPES.values() for work in _WORK))
 

@@ -125,9 +125,12 @@ class Settings:
 
     def as_plain_data(self) -> dict[str, Any]:
         """Returns the arguments that lead to these settings, and the function that took them, as plain data."""
+        weights = self.properties.cast_model_type
+        leaves_weights = weights is None and opt_levels.LEVELS[self.properties.opt_level].weights is not None
         return {
             "set_up_by": _set_up_by(self),
             **{name: _plain(getattr(self.properties, name)) for name in opt_levels.ARGUMENTS},
+            "cast_model_type": False if leaves_weights else _plain(weights),
             "keep_fp32": kept_names(self.keep_fp32) or [],
             "float32_outputs": kept_names(self.float32_outputs) or [],
             "cast_buffers": self.cast_buffers if isinstance(self.cast_buffers, bool) else list(self.cast_buffers),
@@ -145,7 +148,7 @@ class Settings:
         """Returns the settings that `as_plain_data` has described, with cast lists and the default ``on_overflow``."""
 
         def dtype(name: str) -> torch.dtype | None:
-            return None if plain[name] is None else getattr(torch, plain[name])
+            return getattr(torch, plain[name]) if plain[name] else None
 
         typed = {name: dtype(name) for name in ("half_dtype", "cast_model_type")}
         buffers = plain["cast_buffers"]

@@ -119,6 +119,16 @@ class TestWeights:
         amp.deinitialize()
         assert (model.wide.dtype, model.narrow.dtype) == (torch.float32, torch.float16)
 
+    @pytest.mark.parametrize("opt_level", [*LEVELS, "O4", "O5"])
+    def test_stay_as_the_settings_say(self, opt_level: str, device: str) -> None:
+        first, model = Mixed(1, device), Mixed(1, device)
+        amp.initialize(first, opt_level=opt_level, cast_model_type=False, verbosity=0)
+        settings = amp.settings()
+        amp.deinitialize()
+        amp.initialize(model, opt_level=opt_level, cast_model_type=settings["cast_model_type"], verbosity=0)
+        assert (model.wide.dtype, model.narrow.dtype) == (torch.float32, torch.float16)
+        assert amp.settings() == settings
+
     def test_that_are_half_keep_small_updates_in_masters(self, device: str) -> None:
         model = Mixed(1, device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

@@ -64,6 +64,17 @@ class TestEverySpelling:
             for given in (HALF, FLOAT32):
                 assert SOFTMAXES[spelling](torch.ones(2, 2, dtype=given)).dtype is (dtype or given)
 
+    @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+    @pytest.mark.parametrize("dtype", [HALF, FLOAT32])
+    def test_one_of_sparse_tensors_computes_in_float32(self, name: str, dtype: torch.dtype) -> None:
+        rows = torch.eye(3, requires_grad=True)
+        expected = getattr(torch.sparse, name)(rows.to_sparse(), 1).to_dense()
+
+        with casts_on(half_dtype=HALF, cast_lists={"whitelist": {"*": [name]}}):
+            found = getattr(torch.sparse, name)(rows.to(dtype).to_sparse(), 1)
+            assert found.dtype is FLOAT32
+            torch.testing.assert_close(found.to_dense(), expected)
+
     @pytest.mark.parametrize("spelling", PRODUCTS)
     def test_the_operator_is_a_spelling(self, spelling: str) -> None:
         with casts_on(half_dtype=HALF, cast_lists={"blacklist": {"*": ["matmul"]}}):

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 import random
 import sys
 import threading
@@ -150,6 +151,23 @@ def test_lists_that_keep_the_metric_need_no_overlay() -> None:
     assert tuning.share == 1
     assert yaml.safe_load(tuning.overlay) is None
     assert "no overlay is needed" in str(tuning)
+
+
+@pytest.mark.parametrize("spelling", ["torch.matmul", "torch.Tensor.matmul", "torch.Tensor.__matmul__"])
+def test_a_function_moves_with_its_spellings(spelling: str) -> None:
+    def off(_: Trained, x: Tensor) -> float:
+        rows, columns = x.view(16, 4), x.view(4, 16)
+        right = rows.double() @ columns.double()
+        return max(error(rows @ columns, right), error(operator.attrgetter(spelling[6:])(torch)(rows, columns), right))
+
+    tuning = Probe(off).tuned(1e-5, cast_lists=None)
+    assert tuning.float32 == ("torch.Tensor.__matmul__",)
+    assert tuning.needed[0][1].verdict == "fails"
+    model = nn.Linear(2, 2)
+    amp.initialize(model, opt_level="O1", half_dtype="bfloat16", cast_lists=yaml.safe_load(tuning.overlay), verbosity=0)
+    half = torch.ones(2, 2, dtype=torch.bfloat16)
+    for product in (torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__rmatmul__):
+        assert product(half, half).dtype is torch.float32
 
 
 def test_a_culprit_on_the_users_list_is_the_only_function_that_moves(tmp_path: Path) -> None:

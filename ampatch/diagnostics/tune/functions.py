@@ -18,6 +18,7 @@ from ampatch.cast_lists.coverage import reason_of
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
+from ampatch.cast_lists.spellings import NAMESPACES, plain_name, spellings
 from ampatch.casting.nested import tensors_in
 from ampatch.diagnostics.recorder.functions import name_of
 from ampatch.diagnostics.report.calls import CallRecorder
@@ -47,7 +48,7 @@ class Observed:
 
     Attributes:
         rules: functions that it called with half tensors, and that a cast list can move to float32: the list that each
-            is in by its path; None for no list.
+            is in by its path; None for no list. A function of several spellings has the path that was called first.
         flops: their FLOPs in half, in forward passes.
         half_flops: FLOPs of forward passes in half.
         all_flops: all FLOPs that were counted.
@@ -65,7 +66,9 @@ class Observed:
 
     def with_functions(self, other: Observed) -> Observed:
         """Returns this with the functions of another training too."""
-        return replace(self, rules={**other.rules, **self.rules}, flops={**other.flops, **self.flops})
+        known = {each for path in self.rules for each in spelled(path)}
+        new = {path: rule for path, rule in other.rules.items() if path not in known}
+        return replace(self, rules=new | self.rules, flops={path: other.flops[path] for path in new} | self.flops)
 
     def share(self, kept: frozenset[str] = frozenset()) -> float | None:
         """Returns the share of the FLOPs in half once some functions run in float32; None if no FLOPs were counted."""
@@ -118,7 +121,9 @@ class TrainingRecorder(CallRecorder):
             if reason:
                 notes.append(f"{path} stays as it is: {reason}.")
             elif reason is None:
-                observed.rules[path], observed.flops[path] = rule, self._flops[function, True]
+                unit = next((known for known in observed.rules if path in spelled(known)), path)
+                observed.rules[unit] = "whitelist" if observed.rules.get(unit) == "whitelist" else rule
+                observed.flops[unit] = observed.flops.get(unit, 0) + self._flops[function, True]
         return observed
 
     def _held_by_parts(self, name: str) -> Iterator[str]:
@@ -157,9 +162,22 @@ class TrainingRecorder(CallRecorder):
 
 
 def blacklist(paths: Any) -> dict[str, dict[str, list[str]]]:
-    """Returns an overlay that moves functions to the blacklist."""
-    split = (path.rpartition(".") for path in sorted(paths))
+    """Returns an overlay that moves functions to the blacklist, each with its spellings."""
+    split = (each.rpartition(".") for path in sorted(paths) for each in spelled(path))
     return {"blacklist": grouped((namespace, name) for namespace, _, name in split)}
+
+
+@cache
+def spelled(path: str) -> tuple[str, ...]:
+    """Returns a function's path, then its other spellings: ``torch.matmul`` for ``torch.Tensor.__matmul__``.
+
+    Code that was not trained may call those. Spellings in place are left out: on the blacklist they raise.
+    """
+    namespace, _, name = path.rpartition(".")
+    others = spellings(plain_name(name)) if namespace in NAMESPACES else []
+    by_function = {id(find_or(each)): str(each) for each in others[::-1] if not is_in_place(each.name)}
+    own = id(find_or(Path(namespace, name)))
+    return (path, *(each for function, each in reversed(by_function.items()) if function != own))
 
 
 def _meets_half(rows: list[Row], rule: str | None) -> bool:

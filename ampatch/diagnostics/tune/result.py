@@ -18,8 +18,8 @@ from ampatch.diagnostics import json_files
 from ampatch.diagnostics.report.numbers import in_terminal, seconds
 from ampatch.diagnostics.shown_names import counted
 from ampatch.diagnostics.tables import Column, Whole, printed, table
+from ampatch.diagnostics.tune.functions import blacklist
 from ampatch.errors import UsageError
-from ampatch.grouping import grouped
 
 #: Verdicts of a trial, and of a search.
 PASSES, FAILS, CANNOT_TELL = "passes", "fails", "cannot tell"
@@ -75,7 +75,8 @@ class Tuning:
         verdict: "passes": the lists, with `overlay` laid over them, keep the metric. "fails": no list did. "cannot
             tell": the noise of the metric is too large for the tolerance.
         complete: False if the budget ended before the search did.
-        float32: paths of the functions that the overlay moves to float32; empty if none needs to be moved.
+        float32: paths of the functions that the overlay moves to float32, with their other spellings; empty if none
+            needs to be moved. Each has the path by which the trainings called it.
         opt_level: the opt level.
         half_dtype: the half type.
         higher_is_better: as given.
@@ -253,12 +254,13 @@ class Tuning:
             return
         needed = dict(self.needed)
         yield "blacklist:"
-        for namespace, paths in grouped((path.rpartition(".")[0], path) for path in self.float32).items():
+        for namespace, names in blacklist(self.float32)["blacklist"].items():
             yield f"  {_scalar(namespace)}:"
-            for path in paths:
-                if path in needed:
-                    yield f"    # In half: {_told(needed[path])}"
-                yield f"    - {_scalar(path.rpartition('.')[2])}"
+            for name in names:
+                without = needed.get(f"{namespace}.{name}")
+                if without is not None:
+                    yield f"    # In half: {_told(without)}"
+                yield f"    - {_scalar(name)}"
 
 
 _COLUMNS = (
