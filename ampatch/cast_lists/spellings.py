@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.paths import Path, find_or
 from ampatch.function_wrapper import unwrapped
 
 #: Written instead of a namespace: stands for each of `NAMESPACES`.
@@ -103,6 +103,22 @@ def spellings(name: str) -> list[Path]:
     operator = _OPERATORS.get(name)
     forms = [] if operator is None else [Path("torch.Tensor", f"__{side}{operator}__") for side in ("", "r", "i")]
     return [*found, *in_place, *filter(_is_function, forms)]
+
+
+@functools.cache
+def spelled(path: str) -> tuple[str, ...]:
+    """Returns a function's path, then its other spellings that write to no argument.
+
+    Those that are the same object for Python come once: ``torch.conv2d`` is ``torch.nn.functional.conv2d``.
+    """
+    own = Path(*path.rpartition(".")[::2])
+    others = spellings(plain_name(own.name)) if own.namespace in NAMESPACES else []
+    writes = {f"__i{operator}__" for operator in _OPERATORS.values()}
+    by_function = {id(find_or(own)): path}
+    for each in others:
+        if each.name not in writes and (each.name.startswith("__") or not each.name.endswith("_")):
+            by_function.setdefault(id(find_or(each)), str(each))
+    return tuple(by_function.values())
 
 
 def name_of_operator(method: str) -> str | None:

@@ -333,7 +333,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
         with _naming(arguments.target, _step_of(arguments.target, inputs)):
             result = amp.preflight(model, inputs, loss_fn, levels=levels, measure=not arguments.no_measure)
     _print_result(result, arguments)
-    return 0 if any(each.verdict == "stands" for each in result.levels) else _FAULT
+    return 0 if any(each.verdict == "passes" for each in result.levels) else _FAULT
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:

@@ -56,7 +56,7 @@ def shown_call(path: str, operator: str) -> str:
 
 def module_and_line(module: str | None, file: str | None, line: int | None) -> str:
     """Returns the cell of a table for a call: its module and, below it, its line."""
-    place = "" if file is None else f"{Path(file).name}:{line}"
+    place = "" if file is None else f"{Path(shown_path(file)).name}:{line}"
     return "\n".join(filter(None, (shown_module(module), place)))
 
 

@@ -160,9 +160,9 @@ def result() -> Any:
 
 class TestOverflowInForward:
     def test_the_trace_and_the_float32_step_name_the_same_line(self, result: Any) -> None:
-        assert [each.verdict for each in result.levels] == ["overflows", "overflows", "stands"]
-        assert result.stands("O4")
-        assert not result.stands("O1", "float16")
+        assert [each.verdict for each in result.levels] == ["overflows", "overflows", "passes"]
+        assert result.passes("O4")
+        assert not result.passes("O1", "float16")
         trace = result.verdict("O1", HALF).trace
         assert (trace.direction, trace.module, trace.file) == ("forward", "scores", __file__)
         # Functions that only pass large values on are not listed.
@@ -202,10 +202,10 @@ class TestOverflowInForward:
 
 
 class TestOverflowInBackward:
-    def test_a_level_stands_at_a_lower_scale(self) -> None:
+    def test_a_level_passes_at_a_lower_scale(self) -> None:
         result = flight(SteepNet(4, 4), torch.randn(8, 4), loss_fn=loss_times(100))
         (verdict,) = result.levels
-        assert (verdict.verdict, verdict.change) == ("stands", None)
+        assert (verdict.verdict, verdict.change) == ("passes", None)
         assert verdict.loss_scale < 2**16
         assert (verdict.trace.direction, verdict.trace.file) == ("backward", __file__)
         first = result.unlisted[0]
@@ -223,7 +223,7 @@ class TestOverflowInBackward:
 
         (verdict,) = flight(Counting(), torch.randn(8, 4), loss_fn=loss_times(100)).levels
         assert verdict.loss_scale < 2**15
-        assert verdict.verdict == "stands"
+        assert verdict.verdict == "passes"
 
     def test_a_static_scale_is_lowered(self) -> None:
         (verdict,) = flight(SteepNet(4, 4), torch.randn(8, 4), [("O3", HALF)], loss_times(3e4)).levels
@@ -241,7 +241,7 @@ class TestOverflowInBackward:
 
     def test_underflow_is_told_with_and_without_the_loss_scale(self) -> None:
         result = flight(nn.Linear(4, 4), torch.randn(8, 4), [("O2", HALF)], loss_times(1e-9))
-        assert result.stands("O2", HALF)
+        assert result.passes("O2", HALF)
         assert all(row.share == 1 and row.share_scaled == 0 and row.scale == 2**16 for row in result.underflows)
 
 
@@ -384,7 +384,7 @@ class TestState:
         for level in self.LEVELS:
             for half in ("float16", "bfloat16"):
                 verdict = found.verdict(level, half)
-                assert verdict.verdict == ("inaccurate" if level in lost_at else "stands")
+                assert verdict.verdict == ("inaccurate" if level in lost_at else "passes")
                 assert verdict.state == ("" if level == "O2" and isinstance(model.count, nn.Parameter) else "count")
                 assert (verdict.state_error > 0.5) == (level in lost_at)
         assert ("the change that the step makes to count is off by" in str(found)) == bool(lost_at)
@@ -392,7 +392,7 @@ class TestState:
     def test_running_statistics_of_norms_stand(self) -> None:
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
         found = flight(model, torch.randn(64, 4), self.LEVELS)
-        assert {each.verdict for each in found.levels} == {"stands"}
+        assert {each.verdict for each in found.levels} == {"passes"}
         assert {each.state.startswith("1.running") for each in found.levels} == {True}
 
     def test_only_o3_says_what_one_step_does_not_show(self) -> None:
@@ -429,7 +429,7 @@ class TestNotFiniteInFloat32:
         result = flight(nn.Linear(4, 4), x, ["O1", "O2", "O3"])
         assert (result.is_finite, result.levels) == (False, ())
         assert (result.trace.direction, result.trace.function) == ("input", "torch.nn.functional.linear")
-        assert not result.stands("O1", HALF)
+        assert not result.passes("O1", HALF)
         assert "No precision helps" in " ".join(str(result).split())
 
     def test_an_operator_that_makes_nan_in_float32_is_traced(self) -> None:
@@ -504,7 +504,7 @@ class TestFailures:
         assert (verdict.verdict, verdict.change) == ("fails", None)
         assert verdict.error == "ValueError: only float32 here"
         assert "No change was found that mends it" in str(result)
-        assert "O1 bfloat16 stands instead." in str(result)
+        assert "O1 bfloat16 passes instead." in str(result)
 
 
 class TestSideEffects:
@@ -594,12 +594,17 @@ class TestBadInput:
         with amp.init(), pytest.raises(UsageError, match=r"amp\.deinitialize\(\)"):
             flight(nn.Linear(4, 4), torch.randn(2, 4))
 
-    def test_stands_needs_a_level_that_was_tried_and_its_half_type(self) -> None:
+    def test_passes_needs_a_level_that_was_tried_and_its_half_type(self) -> None:
         result = flight(nn.Linear(4, 4), torch.randn(2, 4), ["O1"])
         with pytest.raises(OptionError, match="O2 float16 or O2 bfloat16 was not tried"):
-            result.stands("O2")
+            result.passes("O2")
         with pytest.raises(OptionError, match="type half_dtype='float16', or the other"):
-            result.stands("O1")
+            result.passes("O1")
+
+    def test_stands_is_passes_and_deprecated(self) -> None:
+        result = flight(nn.Linear(4, 4), torch.randn(2, 4), ["O1"])
+        with pytest.warns(FutureWarning, match=r"type result\.passes"):
+            assert result.stands("O1", HALF)
 
 
 USERS_MODULE = """
@@ -679,9 +684,9 @@ class TestCommand:
         options = ["--json", "--level", "O4", "--level", "O5", "--no-measure"]
         status, out, _ = ampatch("preflight", "preflight_package.module:make", *options)
         levels = [(each["opt_level"], each["verdict"]) for each in json.loads(out)["levels"]]
-        assert (status, levels) == (0, [("O1", "stands"), ("O2", "stands")])
+        assert (status, levels) == (0, [("O1", "passes"), ("O2", "passes")])
 
-    def test_the_status_is_1_if_no_level_stands(self) -> None:
+    def test_the_status_is_1_if_no_level_passes(self) -> None:
         status, out, _ = ampatch("preflight", "preflight_package.module:beyond", "--level", "O4", "--no-measure")
         assert status == 1
         assert "No precision helps" in " ".join(out.split())
@@ -778,4 +783,4 @@ def test_all_levels_of_one_model() -> None:
     assert [each.name for each in result.levels] == [
         f"{level} {half}" for level in ("O1", "O2", "O3") for half in ("float16", "bfloat16")
     ]
-    assert all(result.stands(each.opt_level, each.half_dtype) for each in result.levels)
+    assert all(result.passes(each.opt_level, each.half_dtype) for each in result.levels)

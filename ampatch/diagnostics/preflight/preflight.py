@@ -18,7 +18,7 @@ from torch import nn
 from ampatch.diagnostics.overflow.examiner import blacklist_of, overlay_for
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.preflight.float32 import Operators, underflows
-from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, STANDS, LevelVerdict, Preflight
+from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, PASSES, LevelVerdict, Preflight
 from ampatch.diagnostics.preflight.trials import Trial, measured, tried
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.diagnostics.trial_steps.levels import Level
@@ -63,7 +63,7 @@ def preflight(
             return Preflight(name, reference.loss, False, trace, tolerance=tolerance)
         run = functools.partial(tried, subject, reference)
         with_figures = functools.partial(measured, subject, measure)
-        float32 = with_figures(LevelVerdict("O0", "float32", STANDS), _O0)
+        float32 = with_figures(LevelVerdict("O0", "float32", PASSES), _O0)
         verdicts = [_verdict(Setup(*level), operators, run, with_figures) for level in levels]
         rows, noise_unknown = underflows(subject, reference, operators.draws_itself, _settled_scale(verdicts))
         return Preflight(
@@ -106,7 +106,7 @@ def _verdict(
 ) -> LevelVerdict:
     """Returns the verdict for a level; it is measured with its change unless it raises."""
     first = run(setup)
-    mended, runs = (None, 0) if first.stands else _mended(first, operators, run)
+    mended, runs = (None, 0) if first.passes else _mended(first, operators, run)
     best, change = mended or first, None if mended is None else mended.setup.as_call()
     verdict, scale = replace(first.level, change=change, tried=runs), best.level.loss_scale
     return verdict if scale is None else with_figures(verdict, replace(best.setup, init_scale=scale))
@@ -116,15 +116,15 @@ def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -
     """Searches a change: adds parts until the model passes, then drops those that are not needed.
 
     Args:
-        first: the run without a change, which does not stand.
+        first: the run without a change, which does not pass.
         operators: what is known of the float32 step.
         run: runs a step with a setup.
 
     Returns:
-        The last run with the change, which stands, or None if no change was found; and the number of runs.
+        The last run with the change, which passes, or None if no change was found; and the number of runs.
     """
     runs, current, seen = 0, first, set(first.setup.parts)
-    while not current.stands:
+    while not current.passes:
         part = next((each for each in _candidates(current, operators) if each not in seen), None)
         if part is None or runs == _LIMIT:
             return None, runs
@@ -134,10 +134,10 @@ def _mended(first: Trial, operators: Operators, run: Callable[[Setup], Trial]) -
         runs += 1
         if trial.level.verdict != FAILS or (current.level.verdict == FAILS and not trial.is_refused):
             current = trial
-    for part in current.setup.parts[:-1]:  # the last one is what made it stand
+    for part in current.setup.parts[:-1]:  # the last one is what made it pass
         fewer = run(replace(current.setup, parts=tuple(each for each in current.setup.parts if each != part)))
         runs += 1
-        if fewer.stands:
+        if fewer.passes:
             current = fewer
     return current, runs
 
@@ -181,7 +181,7 @@ def _enclosing(name: str) -> list[str]:
 
 
 def _settled_scale(verdicts: Sequence[LevelVerdict]) -> float:
-    """Returns the loss scale of the first level that needs one and stands with it; 1 if there is none."""
+    """Returns the loss scale of the first level that needs one and passes with it; 1 if there is none."""
     scaled = (each for each in verdicts if needs_scale(HALF_DTYPES.get(each.half_dtype)))
-    scales = (each.loss_scale for each in scaled if each.verdict == STANDS)
+    scales = (each.loss_scale for each in scaled if each.verdict == PASSES)
     return next((scale for scale in scales if scale is not None and scale != 1), 1.0)

@@ -5,6 +5,7 @@ Owns the wording and the tables of the report. Must never run a model, nor judge
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,9 +19,9 @@ from ampatch.diagnostics.tables import ROWS, Column, Whole, item, printed, table
 from ampatch.diagnostics.trial_steps.levels import call_of, levels_of, name_of
 from ampatch.errors import OptionError
 
-STANDS, OVERFLOWS, INACCURATE, FAILS = "stands", "overflows", "inaccurate", "fails"
+PASSES, OVERFLOWS, INACCURATE, FAILS = "passes", "overflows", "inaccurate", "fails"
 
-#: The greatest gradient error of a level that stands: the two gradients then differ by 12 degrees at most. In bfloat16
+#: The greatest gradient error of a level that passes: the two gradients then differ by 12 degrees at most. In bfloat16
 #: sound models have errors of some hundredths, small ones with ReLU up to 0.1; sums that cancel give 0.3 and more.
 GRADIENT_BOUND = 0.2
 #: The greatest error of a change that the step makes to a buffer or a frozen weight. A counter that stalls has 1;
@@ -128,7 +129,7 @@ class LevelVerdict:
     Attributes:
         opt_level: "O1", "O2" or "O3".
         half_dtype: "float16" or "bfloat16".
-        verdict: "stands"; "overflows" (inf or NaN that no loss scale avoids); "inaccurate" (the gradient error is above
+        verdict: "passes"; "overflows" (inf or NaN that no loss scale avoids); "inaccurate" (the gradient error is above
             `Preflight.gradient_bound`, or the state error above 0.5); or "fails" (it raised).
         loss_scale: scale of the last step; None if none was run.
         loss: the loss of that step.
@@ -139,7 +140,7 @@ class LevelVerdict:
         state: the name of that buffer or weight; empty if the step changes none.
         error: text of what was raised.
         trace: where the first inf or NaN arose at most of the scales that overflowed, even if a lower one avoids it.
-        change: the call of ``amp.initialize`` that mends the level, verified by a step; None if it stands, or if no
+        change: the call of ``amp.initialize`` that mends the level, verified by a step; None if it passes, or if no
             change was found.
         tried: number of steps in search of the change.
         milliseconds: median time of a step with the change, or as it is without one; None if not measured.
@@ -236,7 +237,7 @@ class Preflight:
         tried = ", ".join(each.name for each in self.levels) or "none, since float32 itself is not finite"
         raise OptionError(f"{' or '.join(names)} was not tried; the levels tried are: {tried}.")
 
-    def stands(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> bool:
+    def passes(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> bool:
         """Returns True if the model passes a level as it is, without a change.
 
         Returns:
@@ -248,7 +249,12 @@ class Preflight:
         if not self.is_finite:
             levels_of(opt_level, half_dtype)
             return False
-        return self.verdict(opt_level, half_dtype).verdict == STANDS
+        return self.verdict(opt_level, half_dtype).verdict == PASSES
+
+    def stands(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> bool:
+        """Returns what `passes` returns. Deprecated: the next minor version removes it."""
+        warnings.warn("result.stands(...) is deprecated: type result.passes(...).", FutureWarning, stacklevel=2)
+        return self.passes(opt_level, half_dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON: text, numbers, booleans, None, lists and dicts. inf and NaN are texts."""
@@ -328,14 +334,14 @@ def _number(number: float | None, form: str) -> str:
 
 
 def _advice(result: Preflight) -> Iterator[Any]:
-    yield from (Whole(f"  {each.call}") for each in result.levels if each.verdict == STANDS)
+    yield from (Whole(f"  {each.call}") for each in result.levels if each.verdict == PASSES)
     for each in result.levels:
-        if each.verdict == STANDS:
+        if each.verdict == PASSES:
             continue
         yield ""
         yield item(f"{each.name} {each.verdict}{_reason(each, result.gradient_bound)}", "  ")
         if each.change is not None:
-            yield f"  It stands with this change (verified, {counted(each.tried, 'run')}):"
+            yield f"  It passes with this change (verified, {counted(each.tried, 'run')}):"
             yield Whole(f"  {each.change}")
             continue
         yield f"  No change was found that mends it ({counted(each.tried, 'run')} tried)."
@@ -348,10 +354,10 @@ def _advice(result: Preflight) -> Iterator[Any]:
 
 
 def _instead(levels: Sequence[LevelVerdict]) -> str:
-    standing = [each for each in levels if each.verdict == STANDS]
-    if standing:
-        return f"{min(standing, key=lambda each: (each.name != 'O1 bfloat16', each.opt_level)).name} stands instead."
-    return "No level that was tried stands without a change."
+    passing = [each for each in levels if each.verdict == PASSES]
+    if passing:
+        return f"{min(passing, key=lambda each: (each.name != 'O1 bfloat16', each.opt_level)).name} passes instead."
+    return "No level that was tried passes without a change."
 
 
 def _reason(each: LevelVerdict, bound: float) -> str:

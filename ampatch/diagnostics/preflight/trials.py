@@ -22,7 +22,7 @@ from ampatch.diagnostics.preflight.result import (
     GRADIENT_BOUND,
     INACCURATE,
     OVERFLOWS,
-    STANDS,
+    PASSES,
     STATE_BOUND,
     LevelVerdict,
 )
@@ -51,9 +51,9 @@ class Trial:
     is_refused: bool = False
 
     @property
-    def stands(self) -> bool:
-        """True if the verdict is "stands"."""
-        return self.level.verdict == STANDS
+    def passes(self) -> bool:
+        """True if the verdict is "passes"."""
+        return self.level.verdict == PASSES
 
 
 def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
@@ -90,7 +90,7 @@ def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
     )
     level = replace(
         level,
-        verdict=STANDS if lost <= GRADIENT_BOUND and written <= STATE_BOUND else INACCURATE,
+        verdict=PASSES if lost <= GRADIENT_BOUND and written <= STATE_BOUND else INACCURATE,
         loss_error=relative(abs(step.loss - reference.loss), abs(reference.loss)),
         gradient_error=lost,
         state_error=written,

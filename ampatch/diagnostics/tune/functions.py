@@ -18,11 +18,12 @@ from ampatch.cast_lists.coverage import reason_of
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
-from ampatch.cast_lists.spellings import NAMESPACES, plain_name, spellings
+from ampatch.cast_lists.spellings import spelled
 from ampatch.casting.nested import tensors_in
 from ampatch.diagnostics.recorder.functions import name_of
 from ampatch.diagnostics.report.calls import CallRecorder
 from ampatch.diagnostics.report.rows import Row
+from ampatch.diagnostics.tune.result import blacklist
 from ampatch.errors import CastListError
 from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
@@ -159,25 +160,6 @@ class TrainingRecorder(CallRecorder):
             return self._lists.overlaid(blacklist([name]))
         except CastListError:
             return None
-
-
-def blacklist(paths: Any) -> dict[str, dict[str, list[str]]]:
-    """Returns an overlay that moves functions to the blacklist, each with its spellings."""
-    split = (each.rpartition(".") for path in sorted(paths) for each in spelled(path))
-    return {"blacklist": grouped((namespace, name) for namespace, _, name in split)}
-
-
-@cache
-def spelled(path: str) -> tuple[str, ...]:
-    """Returns a function's path, then its other spellings: ``torch.matmul`` for ``torch.Tensor.__matmul__``.
-
-    Code that was not trained may call those. Spellings in place are left out: on the blacklist they raise.
-    """
-    namespace, _, name = path.rpartition(".")
-    others = spellings(plain_name(name)) if namespace in NAMESPACES else []
-    by_function = {id(find_or(each)): str(each) for each in others[::-1] if not is_in_place(each.name)}
-    own = id(find_or(Path(namespace, name)))
-    return (path, *(each for function, each in reversed(by_function.items()) if function != own))
 
 
 def _meets_half(rows: list[Row], rule: str | None) -> bool:

@@ -14,12 +14,13 @@ from typing import Any
 
 import yaml
 
+from ampatch.cast_lists.spellings import spelled
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.report.numbers import in_terminal, seconds
 from ampatch.diagnostics.shown_names import counted
 from ampatch.diagnostics.tables import Column, Whole, printed, table
-from ampatch.diagnostics.tune.functions import blacklist
 from ampatch.errors import UsageError
+from ampatch.grouping import grouped
 
 #: Verdicts of a trial, and of a search.
 PASSES, FAILS, CANNOT_TELL = "passes", "fails", "cannot tell"
@@ -271,6 +272,12 @@ _COLUMNS = (
     Column("FLOPs in half", itemgetter(4), is_number=True, rank=1),
     Column("verdict", itemgetter(5)),
 )
+
+
+def blacklist(paths: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+    """Returns the cast list that moves functions to float32, each with its spellings, which other code may call."""
+    split = (each.rpartition(".") for path in sorted(paths) for each in spelled(path))
+    return {"blacklist": grouped((namespace, name) for namespace, _, name in split)}
 
 
 def checked_file(path: object) -> Path:

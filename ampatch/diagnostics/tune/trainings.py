@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from ampatch.cast_lists.lists import CastLists
 from ampatch.diagnostics.random_state import RandomState
 from ampatch.diagnostics.trial_steps.subject import noting_warnings
-from ampatch.diagnostics.tune.functions import TrainingRecorder, blacklist
+from ampatch.diagnostics.tune.functions import TrainingRecorder
+from ampatch.diagnostics.tune.result import blacklist
 from ampatch.diagnostics.tune.runs import Run
 from ampatch.diagnostics.tune.search import Kept
 from ampatch.distributed import has_other_ranks
