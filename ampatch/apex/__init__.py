@@ -1,4 +1,4 @@
-"""Stands in for the `apex` package, so that scripts for Apex run: its names on top of torch and ampatch.
+"""Replaces the `apex` package, so that scripts for Apex run: provides its names on top of torch and ampatch.
 
 ::
 

@@ -1,7 +1,7 @@
-"""Reports in one line that ampatch stands in for Apex, for scripts that have not configured logging.
+"""Reports in one line that ampatch replaces Apex, for scripts that have not configured logging.
 
-Owns whether the line was printed. Must not print it for scripts that import `ampatch.apex` by that name: their users
-know.
+Owns whether the line was printed. Must not print it for scripts that import `ampatch.apex` by that name, because their
+users know.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ def install(force: bool = False) -> bool:
     too. In other child processes, only ``ampatch run`` installs the modules.
 
     Args:
-        force: True to replace an Apex with amp too.
+        force: True to replace even an Apex that has amp.
 
     Returns:
-        True if ampatch stands in. False if there is an Apex with amp, which stays in place; a warning is logged.
+        True if ampatch replaces Apex. False if there is an Apex with amp, which stays in place; a warning is logged.
     """
     if _Process.undo is not None:
         return True
@@ -76,15 +76,15 @@ def _real_apex_with_amp() -> str | None:
 
 
 def _stand_in() -> ExitStack:
-    """Installs the modules, and the finder that raises for all other modules of Apex; returns what undoes it."""
+    """Installs the modules, and the finder that raises for Apex's other modules; returns a stack that undoes both."""
     undo, modules = ExitStack(), dict(_modules())
     for name, module in modules.items():
-        if "__getattr__" not in vars(module):  # a module keeps its own: its message says more
+        if "__getattr__" not in vars(module):  # a module's own `__getattr__` stays: its message says more
             vars(module)["__getattr__"] = functools.partial(_refuse_attribute, name)
             undo.callback(vars(module).pop, "__getattr__")
     undo.callback(sys.modules.update, _taken_out())
     undo.callback(_taken_out)
-    # First in the list, since Python's path finder would search this package's own folder.
+    # First in the list. Otherwise Python's path finder would search this package's own folder.
     finder = _Finder(modules)
     sys.meta_path.insert(0, finder)
     undo.callback(sys.meta_path.remove, finder)
@@ -99,7 +99,7 @@ def _taken_out() -> dict[str, ModuleType]:
 class _Process:
     """State of this process, which has one ``sys.modules``."""
 
-    undo: ExitStack | None = None  # while ampatch stands in
+    undo: ExitStack | None = None  # not None while ampatch replaces Apex
 
 
 def _modules() -> Iterator[tuple[str, ModuleType]]:
@@ -125,7 +125,7 @@ def _refuse_attribute(module: str, name: str) -> object:
 def _is_query() -> bool:
     """Returns True if a finder's caller only asks for a module, by `importlib.util.find_spec`, and imports nothing.
 
-    Scripts ask so whether a module exists, and expect None.
+    In this way, scripts ask whether a module exists, and they expect None if it does not.
     """
     # From here up: the finder, the import system's search through all finders, and the function that asked for it.
     frame: FrameType | None = sys._getframe()

@@ -1,6 +1,6 @@
-"""Kernels of Apex's amp that scripts call directly, mostly to clip gradients; on top of `ampatch.native.kernels`.
+"""Kernels of Apex's amp that scripts call directly, mostly to clip gradients, implemented by `ampatch.native.kernels`.
 
-`multi_tensor_adam` is on top of torch's own update.
+`multi_tensor_adam` uses torch's own update.
 
 Each kernel takes lists of dense float16, bfloat16 and float32 tensors, also mixed, of any strides and on any devices.
 It computes in float32, and autograd records nothing. It checks all arguments before it writes anything.
@@ -50,8 +50,8 @@ _INSTEAD = {
     "update_scale_hysteresis": 'amp.initialize(model, optimizer, opt_level="O1", hysteresis=2)',
 }
 
-# Projects read these at import, or in the constructor of an optimizer, and may never call them. Guards do not ask for
-# them. Each is a function that raises.
+# Projects read these at import, or in the constructor of an optimizer, and may never call them. Checks for a working
+# Apex do not look for them. Each is a function that raises.
 _RAISE_IN_CALLS = (
     "multi_tensor_adam_capturable",
     "multi_tensor_adam_capturable_master",
@@ -212,7 +212,7 @@ def multi_tensor_adam(
         "multi_tensor_adam", noop_flag, tensor_lists, ("grads", "params", "exp_avgs", "exp_avg_sqs")
     )
     wide_grads, params, exp_avgs, exp_avg_sqs = wide = [[each.float() for each in some] for some in (grads, *written)]
-    # adam() counts the step. With an infinite number of steps both corrections are 1.
+    # adam() counts the step itself. With an infinite number of steps both corrections are 1.
     steps_before = step - 1.0 if bias_correction else math.inf
     with torch.no_grad():
         adam(
@@ -288,8 +288,8 @@ def _checked(
     """Returns the lists with detached tensors.
 
     Raises:
-        OptionError: ``noop_flag`` is no int32 tensor of one element, or the number or lengths of the lists are wrong.
-            Also if a tensor is of an unsupported kind, or differs from the others at its place in shape or device.
+        OptionError: ``noop_flag`` is not an int32 tensor of one element; the number or lengths of the lists are wrong;
+            or a tensor is of an unsupported kind, or differs from the others at its place in shape or device.
     """
     if not isinstance(noop_flag, Tensor) or noop_flag.dtype is not torch.int32 or noop_flag.numel() != 1:
         raise OptionError(

@@ -1,7 +1,7 @@
-"""Apex's kernels of layer and RMS normalization, for projects with autograd functions of their own.
+"""Apex's kernels of layer and RMS normalization, for projects with their own autograd functions.
 
 The functions compute in float32 or wider, and autograd records nothing. They compute statistics again in the backward
-pass. Must not cast by the lists: a result has the dtype that Apex's kernel gives it.
+pass. Must not cast by the lists: a result has the same dtype as from Apex's kernel.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def backward(
     """Returns the gradient of `forward`'s input; ignores ``mean`` and ``invvar``.
 
     Raises:
-        OptionError: ``memory_efficient`` is set: then ``input`` would be the output.
+        OptionError: ``memory_efficient`` is set, in which case Apex passes the output as ``input``.
     """
     (grad,) = _gradients(
         lambda input: fused_layer_norm(input, normalized_shape, eps), grad_output, memory_efficient, input
@@ -195,6 +195,6 @@ def _inverse_rms(input: Tensor, normalized_shape: Shape, eps: float) -> Tensor:
 
 
 def _rows(input: Tensor, normalized_shape: Shape) -> Tensor:
-    """Returns the input in at least float32, with a row for each mean."""
+    """Returns the input in at least float32, as a matrix with a row for each mean."""
     size = normalized_shape if isinstance(normalized_shape, int) else math.prod(normalized_shape)
     return input.reshape(-1, size).to(torch.promote_types(input.dtype, torch.float32))

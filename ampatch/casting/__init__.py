@@ -1,5 +1,5 @@
-"""Casts of values: tensors in nested arguments, and the store of weights' casts.
+"""Casts tensors in nested arguments, and stores the casts of weights.
 
-Owns no rule and no patch, and must not import the modules that do: the callers decide what to cast, and when. Begin
-with `nested`.
+Must not import the modules that own rules and patches: the callers decide what to cast, and when. Start reading at
+`nested`.
 """

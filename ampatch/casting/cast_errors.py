@@ -1,4 +1,4 @@
-"""Decides if a cast may be the cause of an error: only then does the error name the function and the list's line.
+"""Decides if a cast may be the cause of an error. Only then does the error name the function and the list's line.
 
 Reads the error's text and the dtypes of the arguments. Must not repeat a call to find out: calls have side effects.
 """
@@ -17,14 +17,14 @@ _NAMES = {
     **{row.dtype: (row.name, *row.aliases, *row.spellings) for row in HALF_TYPES.values()},
     torch.float32: ("Float", "float32", "fp32"),
     torch.float64: ("Double", "float64"),
-    # No cast starts from these, or ends in them, so one key stands for all of them.
+    # amp casts neither from these nor to them, so all of them share one key.
     torch.int64: ("Long", "Int", "Short", "Char", "Byte", "Bool", "long int", r"u?int(?:8|16|32|64)"),
 }
 _TYPES = {
     dtype: re.compile(rf"(?<!\w)(?:torch\.|cuda\.|c10::|at::|CPU|CUDA)*(?:{'|'.join(names)})(?:Tensor|Type)?(?!\w)")
     for dtype, names in _NAMES.items()
 }
-# Python's name for a number too ("must be float, not str"), so it counts only beside the name of a dtype.
+# Also Python's name for a number ("must be float, not str"). So it counts only beside the name of a dtype.
 _CPP_FLOATS = {torch.float32: re.compile(r"(?<!\w)float(?!\w)"), torch.float64: re.compile(r"(?<!\w)double(?!\w)")}
 
 _OF_TYPES = re.compile(r"(?<!\w)(?:dtypes?|(?:data|scalar) types?)(?!\w)")
@@ -60,8 +60,8 @@ def may_be_caused_by_casts(
 ) -> bool:
     """Returns True if casts may be the cause of an error, judged by its text.
 
-    A text that names dtypes blames a cast only if a new dtype is among them. If it names others too, an old dtype must
-    be among these: a float64 input of a float32 layer, or an integer target, is an error without any cast.
+    A text that names dtypes blames a cast only if it names a new dtype. If it names other dtypes too, an old one must
+    be among them: a float64 input of a float32 layer, or an integer target, is an error without any cast.
 
     Args:
         error: error that a call raised.
@@ -102,11 +102,11 @@ def may_be_of_mixed_types(error: BaseException, half: torch.dtype) -> bool:
 
 
 def note_half(error: BaseException, half: torch.dtype, in_backward: str = "") -> None:
-    """Adds a note to an error about half tensors that amp has made: it says what to type.
+    """Adds a note, which says what to write, to an error about half tensors that amp has made.
 
     Args:
-        error: error of a forward or backward pass; no note, unless its text names a number that is too large for the
-            half type, or in a backward pass both this type and float32.
+        error: error of a forward or backward pass. It gets a note only if its text names a number that is too large for
+            the half type or, in a backward pass, both this type and float32.
         half: the half type.
         in_backward: arguments for ``amp.initialize`` that keep a layer in float32; empty for a forward pass.
     """
@@ -125,7 +125,7 @@ def note_half(error: BaseException, half: torch.dtype, in_backward: str = "") ->
         )
     else:
         return
-    if note not in getattr(error, "__notes__", ()):  # of a model in another model, or of nested backward passes
+    if note not in getattr(error, "__notes__", ()):  # a model in this one, or nested backward passes, may have added it
         error.add_note(note)
 
 

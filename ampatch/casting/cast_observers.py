@@ -1,4 +1,4 @@
-"""Shows casts, and the calls that they are made for, to an observer: `amp.report` is one while it is open.
+"""Shows casts, and the calls that need them, to an observer, such as an open `amp.report`.
 
 Owns the observer of the process, since a report may begin before a session and outlive it. Calls in C++ do not check
 for an observer. So each observer keeps a dispatch mode on the stack (`tracing.ObservingMode`), which sends all calls
@@ -43,15 +43,15 @@ class CastObserver(Protocol):
         """
 
     def hit(self, kept: list[Tensor]) -> None:
-        """Hears that a call uses casts that were made before."""
+        """Called when a call uses casts that were made before."""
 
 
-#: The present observer; None if nothing is watched.
+#: The current observer; None if there is none.
 observer: CastObserver | None = None
 
 
 def cast(tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
-    """Makes one or several casts, by way of the observer if there is one."""
+    """Makes one or several casts, through the observer if there is one."""
     return make() if observer is None else observer.cast(tensor, make)
 
 

@@ -1,7 +1,7 @@
-"""Stores the casts of weights, and holds the state of the cache. csrc/calls/ has the same in C++.
+"""Stores the casts of weights, and holds the state of the cache. csrc/calls/ does the same in C++.
 
-Owns the check whether a stored cast is still valid. Must not decide which store serves which code: the cache does
-(`ampatch.patching.weight_cache`). Both implementations must do the same: the tests run with both.
+Owns the check whether a stored cast is still valid. Must not decide which store serves which code: the cache in
+`ampatch.patching.weight_cache` decides that. Both implementations must do the same: the tests run with both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pure casts of nested arguments: opens containers, and calls a function on each tensor in them.
+"""Casts nested arguments: opens containers, and calls a function on each tensor in them.
 
 Must not decide on dtypes. If nothing was cast, the result must be the very same object.
 
@@ -35,7 +35,7 @@ PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 class Replacements:
-    """Replacements of objects, found by identity. It keeps both alive, so that no id is reused."""
+    """Replacements of objects, found by identity. Keeps objects and replacements alive, so that no id is reused."""
 
     __slots__ = ("_by_id", "_pairs")
 
@@ -97,7 +97,7 @@ def cast_floating(value: object, dtype: torch.dtype | None, known: Replacements 
     """Returns ``value`` with every float32, float16 and bfloat16 tensor in it cast to ``dtype``.
 
     Opens lists, tuples, named tuples, dicts, other mappings, and the fields of dataclasses. Returns all other objects
-    unchanged: a method ``to`` of theirs may change what they share with others.
+    unchanged: their method ``to`` may change data that they share with other objects.
 
     Args:
         value: any object. It is never written to.
@@ -199,14 +199,14 @@ def _cast_dataclass(value: Any, dtype: torch.dtype | None, known: Replacements) 
     if not isinstance(value, dict):
         return _made(value, {**attributes_of(value), **new_held})
     like = _like_dict(value, new_items)
-    for name, field in new_held.items():  # after the items, which may set attributes
+    for name, field in new_held.items():  # after the items: setting them may set attributes
         object.__setattr__(like, name, field)
     return like
 
 
 def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype | None, known: Replacements) -> object:
-    # A user's class keeps its items where it likes. They are not set in a copy, which may share its stores with the
-    # original. Instead, the attributes that store the items are cast; they are found by their contents.
+    # A user's class may keep its items anywhere. Setting them in a copy could change the original, which may share the
+    # place. So the attributes that store the items are cast; they are found by their contents.
     items = dict(value.items())
     ids = {id(item) for item in items.values() if type(item) not in PLAIN}
     attributes = attributes_of(value)
@@ -218,7 +218,7 @@ def _cast_mapping(value: Mapping[Any, object], dtype: torch.dtype | None, known:
     values = {key: _cast_floating(item, dtype, known) for key, item in items.items()}
     if all(map(_same, values.values(), items.values())):
         return value
-    try:  # a class in C, or a class that nests its items deeper
+    try:  # fails for a class in C, or one that nests its items deeper
         like: Any = type(value)(values)  # type: ignore[call-arg]
     except TypeError:
         return value

@@ -1,7 +1,8 @@
-"""Copies the writes of a forward pass, or of a user's function, to its arguments back to the caller's objects.
+"""Copies what a forward pass, or a user's function, writes to its arguments back to the caller's objects.
 
-If amp casts the arguments, the forward pass gets its own containers and tensors. Results in these containers (a key in
-a batch, an item at the end of a list, an attribute) would be lost, like in-place writes to tensors. Owns which forward
+If amp casts the arguments, the forward pass gets its own containers and tensors. Without this module, results that it
+puts into these containers would be lost: a key in a batch, an item at the end of a list, an attribute. In-place writes
+to tensors would be lost too. Owns which forward
 passes are running, and which arguments they got. Must not decide on dtypes, and must never write to an object that the
 forward pass has not written to.
 
@@ -154,8 +155,9 @@ def call(function: Callable[..., Any], original: Arguments, passed: Arguments, m
         function: function to call.
         original: arguments as the caller passed them.
         passed: the same, with casts in place of some tensors.
-        module: module whose forward the function is; None for a function of its own. Only that writes to the caller's
-            tensors in compiled code and in inference mode too, where torch keeps no versions. The latter compares.
+        module: module whose forward the function is; None for any other function. Only for other functions are writes
+            to tensors also found in compiled code, and in inference mode, where torch keeps no versions. In inference
+            mode the values are compared.
 
     Returns:
         The function's result. Arguments in it that the function has written to are replaced by the caller's own.
@@ -191,7 +193,7 @@ def _call() -> FrameType:
 
 
 def is_running(frame: FrameType | None) -> bool:
-    """Returns True if this thread's call of a frame has not ended, also not by Ctrl-C."""
+    """Returns True if this thread is still running the call of a frame; False if Ctrl-C has ended it."""
     caller: FrameType | None = sys._getframe()
     while caller is not None and caller is not frame:
         caller = caller.f_back
@@ -280,7 +282,8 @@ def _by_key(value: dict[Any, Any]) -> dict[Any, Any]:
 def _write_all(forward: _Forward, dtype: torch.dtype | None) -> None:
     """Copies all writes of a forward pass to the caller's objects; casts new tensors to ``dtype`` if it is given.
 
-    A forward pass that casts no result gave the caller its copies. So it knows only the objects that it has written to.
+    If the forward pass casts no result, the caller gets the copies in it. So only objects that the forward pass has
+    written to stay known.
     """
     known = forward.known
     for copy in forward.copies:
@@ -306,7 +309,7 @@ def _write_tensor(copy: _Copy, is_function: bool) -> bool:
         True if it could; False if the copy has another shape or layout than the caller's tensor.
 
     Raises:
-        UsageError: it has another one, and the caller has called a function.
+        UsageError: the shape or layout differs, and the caller has called a function, not a model.
     """
     original, passed = copy.original, copy.passed
     if passed.shape != original.shape or passed.layout is not original.layout:
@@ -357,7 +360,7 @@ def _items_of_list(now: Items, before: Items, outer: list[Any], as_original: Cal
             yield outer[place]
             continue
         own = moved.find(item)
-        # Used once only: an item that occurs twice may have been written to in a way that torch does not count.
+        # Used only once: an item that occurs twice may have been written to in a way that torch does not count.
         moved.forget(item)
         yield as_original(item) if own is None else own
 

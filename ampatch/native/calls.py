@@ -42,11 +42,12 @@ def _load() -> Chosen[ModuleType]:
 _selection = Selection(_VARIABLE, CHOICES, "plain Python", _load, "Patched functions are called by %s.")
 
 
-#: "to": casts tensors to a dtype. "for_models": the same, but outside of regions only in calls that belong to a model
-#: by their arguments. "via_dtype": as "to", but if the first tensor is half, passes `dtype=` to the function instead.
+#: "to": casts tensors to a dtype. "for_models": the same, but outside of regions only in calls whose arguments belong
+#: to a model. "via_dtype": as "to", but if the first tensor is half, passes `dtype=` to the function instead.
 #: "promote": casts tensors to the widest dtype among them. "beside_half": if one of them is half, casts the others to
 #: its dtype; if both half types occur, to `PlainCast.dtype`. "normalise": leaves calls without half weights as they
-#: are; all others are for Python. "unmixed": the same, for calls without half beside float32.
+#: are, and hands all others to Python. "unmixed": leaves calls without half beside float32 as they are, and hands all
+#: others to Python.
 Kind = Literal["to", "for_models", "via_dtype", "promote", "beside_half", "normalise", "unmixed"]
 
 
@@ -77,7 +78,7 @@ def select(choice: str | None = None) -> None:
             the environment variable AMPATCH_CALLS, "auto" by default.
 
     Raises:
-        OptionError: the choice is none of these.
+        OptionError: the choice has another value.
         KernelError: "compiled" was chosen, and no compiled library can be loaded.
     """
     _selection.select(choice)
@@ -95,7 +96,7 @@ def prepare() -> None:
 
 
 def in_use() -> str:
-    """Returns a readable sentence: what runs the calls of patched functions here, and why."""
+    """Returns a readable sentence that says what runs the calls of patched functions here, and why."""
     return _selection.current().why
 
 
@@ -134,7 +135,7 @@ class Accelerator:
         switch: Switch,
         device_types: Iterable[str],
     ) -> None:
-        # The type of the state decides, so that no session uses two implementations.
+        # Depends on the type of the state, so that no session uses two implementations.
         self._module = None if type(state) is CacheState else _selection.current().compiled
         switches.run_in(self._module)
         if self._module is not None:
@@ -142,7 +143,7 @@ class Accelerator:
         self.set_device_types(device_types)
 
     def set_device_types(self, device_types: Iterable[str]) -> None:
-        """From now on casts only tensors on devices of these types."""
+        """Casts only tensors on devices of these types from now on."""
         if self._module is not None:
             self._caster.set_device_types(tuple(device_types))
 

@@ -1,4 +1,4 @@
-"""The compiled libraries of operators (`torch.ops.ampatch`) and of calls: finds their sources, finds and loads them.
+"""Finds the sources of the compiled libraries, of operators (`torch.ops.ampatch`) and of calls; finds and loads these.
 
 Owns what identifies a library (sources, flags, ABI, processor, GPU architectures) and where libraries are stored. Must
 never compile anything or initialise CUDA: if a process initialises CUDA, workers that it forks cannot use the GPU.
@@ -25,13 +25,13 @@ import torch
 
 from ampatch.errors import KernelError
 
-# Oldest torch that a library of operators runs on. The sources are compiled for its stable ABI, which later ones keep.
+# Oldest torch that a library of operators runs on. It is built for the stable ABI, which later versions keep.
 ABI = "2.10"
 
-# The flags identify a library, as its sources do: `source_hash` covers both.
+# Both the flags and the sources identify a library: `source_hash` covers both.
 # Multiply-adds must not be contracted: results must equal those of torch's own kernels bit for bit.
 HOST_FLAGS = ("-fPIC", "-ffp-contract=off", "-fvisibility=hidden")
-# Further flags by kind of processor, for vector instructions that torch uses there, too.
+# Further flags by kind of processor, for vector instructions that torch uses there as well.
 PROCESSOR_FLAGS = {"x86_64_avx2": ("-mavx2", "-mfma", "-mf16c")}
 COMMON_FLAGS = ("-O3",)
 LINK_FLAGS = ("-shared",)
@@ -127,7 +127,7 @@ def source_hash(part: Part = OPERATORS) -> str:
             raise KernelError(
                 f"the source {path} cannot be read ({error.strerror}). Check its permissions, or install ampatch again."
             ) from error
-        # The lengths count too: otherwise bytes could move from one file to the next without changing the hash.
+        # The hash includes the lengths. Otherwise bytes could move from one file to the next without changing it.
         digest.update(f"\n{path.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
@@ -166,8 +166,8 @@ class Library:
             capability: compute capability of the GPU, such as (9, 0).
         """
         built_for = [divmod(int(architecture), 10) for architecture in self.architectures]
-        # Machine code runs on GPUs of the same major version and the same or a higher minor one. The kernels of the
-        # highest architecture are also there as PTX, which the driver compiles for any newer GPU.
+        # Machine code runs on GPUs of the same major version and the same or a higher minor one. The library also
+        # has the kernels of the highest architecture as PTX, which the driver compiles for any newer GPU.
         return any(major == capability[0] and minor <= capability[1] for major, minor in built_for) or (
             bool(built_for) and capability >= max(built_for)
         )
@@ -206,7 +206,7 @@ def describe(library: Library) -> str:
 def read(directory: Path) -> Library | None:
     """Returns the library in a directory; None if there is none, its size is wrong or its description is unreadable."""
     path = directory / LIBRARY
-    with suppress(OSError, TypeError, ValueError, RecursionError):  # TypeError: it is no mapping, or has other keys
+    with suppress(OSError, TypeError, ValueError, RecursionError):  # TypeError: not a mapping, or other keys
         library = Library(path=path, **json.loads((directory / SIDECAR).read_text(encoding="utf-8")))
         if path.stat().st_size == library.size:
             return replace(library, architectures=tuple(library.architectures))
@@ -232,7 +232,7 @@ def find(part: Part = OPERATORS) -> Library | None:
     with suppress(OSError, KernelError):  # an unreadable cache counts as empty
         directories += sorted(cache_directory().glob(f"{expected[:16]}-torch{part.abi}-*"))
     fitting = [library for library in map(read, directories) if library is not None and fits(library, expected, part)]
-    # An initialisation would keep forked workers from the GPU.
+    # If this initialised CUDA, forked workers could not use the GPU.
     capabilities = capabilities_of_gpus() if torch.cuda.is_initialized() else []
 
     def rank(library: Library) -> tuple[bool, bool, bool, int, tuple[str, ...]]:
@@ -249,7 +249,7 @@ def find(part: Part = OPERATORS) -> Library | None:
 
 def fits(library: Library, expected: str, part: Part = OPERATORS) -> bool:
     """Returns True if a library was built from sources with the expected hash, and for this machine and torch."""
-    # A torch built for ROCm calls AMD's GPUs "cuda": a library with NVIDIA kernels must not be used there.
+    # A torch built for ROCm calls AMD's GPUs "cuda". A library with NVIDIA kernels must not be used on them.
     return (library.sources, library.abi, library.machine) == (expected, part.abi, processor()) and (
         torch.version.hip is None or not library.architectures
     )

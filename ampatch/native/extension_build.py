@@ -48,7 +48,7 @@ class Compiler:
     """A compiler on this machine.
 
     Attributes:
-        command: words of the command that starts it; may be several, such as `ccache g++`.
+        command: words of the command that starts it, such as `ccache g++`.
         version: line in which it prints its version.
         is_nvcc: True if it is nvcc, which compiles for GPUs too.
     """
@@ -190,7 +190,7 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
         place.mkdir(parents=True, exist_ok=True)
         # If several processes build at once, the others wait here for the first, and then find its library.
         with FileLock(place / f"{prefix}lock"):
-            for left in place.glob(f"{prefix}*/"):  # by a killed build: this process has the lock now
+            for left in place.glob(f"{prefix}*/"):  # of a killed build: this process holds the lock now
                 shutil.rmtree(left, ignore_errors=True)
             library = extension.read(place)
             was_cached = (
@@ -202,7 +202,7 @@ def carry_out(plan: Plan, force: bool = False) -> Built:
             if library is None or not was_cached:
                 with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as scratch:
                     library = _built(plan, Path(scratch))
-    except (OSError, NotImplementedError) as error:  # the latter if the file system has no locks
+    except (OSError, NotImplementedError) as error:  # NotImplementedError: the file system has no locks
         raise KernelError(
             f"the compiled extension cannot be written to {place} ({error}). Free some space or fix the permissions "
             "there, or set the environment variable AMPATCH_CACHE to another directory."
@@ -362,7 +362,7 @@ def _built(plan: Plan, scratch: Path) -> Library:
     if extension.source_hash(plan.part) != plan.source_hash:
         raise KernelError("the sources of the extension were changed while they were compiled. Build once more.")
     sidecar.write_text(extension.describe(library), encoding="utf-8")
-    # A library without a description does not count: with the description removed first, the two never mismatch.
+    # A library without a description does not count. So if the description is removed first, the two never mismatch.
     (plan.directory / extension.SIDECAR).unlink(missing_ok=True)
     for made in (log, library.path, sidecar):
         made.replace(plan.directory / made.name)

@@ -40,7 +40,7 @@ def _run(name: str, narrow: _Tensors, wide: _Tensors | None, written: Sequence[_
     more = None if compiled is None else compiled.pieces(narrow, wide)
     if more is None:
         operator(*lists, *others)
-    else:  # the first tensors tell the device; the lists keep all of them alive
+    else:  # the first tensors show the device; the lists keep all tensors alive
         operator(*(tensors[:1] for tensors in lists), *others, more)
     for tensors in written:
         _count_writes(tensors)
@@ -117,5 +117,5 @@ def copy_differing(narrow: list[Tensor], wide: list[Tensor]) -> None:
     some = [index for index, half in enumerate(narrow) if half.numel()]
     if some:
         numbers = torch.zeros(len(some), dtype=torch.float64, device=narrow[0].device)
-        # Different fingerprints: `copy_edits` treats every tensor as changed.
+        # The fingerprints differ, so `copy_edits` treats every tensor as changed.
         copy_edits([narrow[index] for index in some], [wide[index] for index in some], numbers, numbers + 1, False)

@@ -1,6 +1,6 @@
 """Moves numbers between devices, and copies them to the host.
 
-Owns every copy that does not block: no other module starts one, because the host must not read a copy before it has
+Owns every copy that does not block. No other module starts one, because the host must not read a copy before it has
 arrived. Must not know what the numbers mean.
 """
 
@@ -24,7 +24,8 @@ _IS_ON_CPU = operator.attrgetter("is_cpu")
 def on_device(number: Tensor, device: torch.device) -> Tensor:
     """Returns a number on a device; the tensor itself if it is there already.
 
-    Waits only for a copy to the CPU, whose code reads its memory at once. Work on any other device runs after the copy.
+    Waits only for a copy to the CPU, because code there reads the memory at once. Work on other devices runs after
+    the copy.
 
     Args:
         number: tensor of any shape and dtype.
@@ -81,7 +82,7 @@ class HostCopy:
             pinned = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._numbers = pinned.copy_(numbers, non_blocking=True)
             self._event = torch.Event(numbers.device)
-            # Given no stream, it would record one of the current device, which may be another.
+            # Without a stream, it would record one of the current device, which may be another device.
             self._event.record(torch.accelerator.current_stream(numbers.device))
 
     @property

@@ -1,8 +1,8 @@
 """Operators on lists of gradients and masters, and the update of the loss scale.
 
-Owns the choice between the operators of the compiled extension (`csrc/`, `torch.ops.ampatch`) and torch's own
-multi-tensor kernels; no other file makes it. Functions work on the devices of their tensors. They must never sync with
-the device, except for tensors on the CPU that need a number from a GPU.
+Alone chooses between the operators of the compiled extension (`csrc/`, `torch.ops.ampatch`) and torch's own
+multi-tensor kernels. Functions work on the devices of their tensors. They must never sync with the device, except for
+tensors on the CPU that need a number from a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VARIABLE = "AMPATCH_KERNELS"
 _TYPES = frozenset({Tensor, nn.Parameter})
 _DTYPES = frozenset({*HALVES, torch.float32})
 
-# For `map` over all tensors of a list: a line of Python for each tensor would cost more than the kernels.
+# For `map` over all tensors of a list, because a line of Python for each tensor would cost more than the kernels.
 _KIND = operator.attrgetter("dtype", "device", "layout")
 _DTYPE = operator.attrgetter("dtype")
 _ADDRESS = Tensor.data_ptr
@@ -61,7 +61,7 @@ def select(choice: str | None = None) -> None:
             environment variable AMPATCH_KERNELS, "auto" by default.
 
     Raises:
-        OptionError: the choice is none of these.
+        OptionError: the choice has another value.
         KernelError: "extension" was chosen, and no extension can be loaded.
     """
     _selection.select(choice)
@@ -79,7 +79,7 @@ def prepare() -> None:
 
 
 def in_use() -> str:
-    """Returns a readable sentence: which kernels are in use here, and why."""
+    """Returns a readable sentence that says which kernels are in use here, and why."""
     return _selection.current().why
 
 
@@ -342,11 +342,11 @@ def clip_factor(sum_of_squares: Tensor, found_inf: Tensor, max_norm: float) -> t
     Args:
         sum_of_squares: sum over all gradients; 0-dimensional float64.
         found_inf: overflow flag; 0-dimensional float32, on the same device.
-        max_norm: norm to which gradients with a greater norm are scaled down; inf: none are.
+        max_norm: norm to which gradients with a greater norm are scaled down; inf for no clipping.
 
     Returns:
-        The norm and the factor, both 0-dimensional float32. After an overflow the factor is 1: otherwise an inf in one
-        gradient would become NaN in all of them.
+        The norm and the factor, both 0-dimensional float32. After an overflow the factor is 1. Otherwise an inf in one
+        gradient would turn all gradients into NaN.
     """
     norm, factor = torch.empty_like(found_inf), torch.empty_like(found_inf)
     _operators_on(found_inf.device).clip_factor(sum_of_squares, found_inf, norm, factor, max_norm)
@@ -488,7 +488,7 @@ def _operators_on(device: torch.device) -> ModuleType:
 
 
 class _ResultOn:
-    """Context manager: gives a 0-dimensional result on ``device``; on exit merges it into one on another device."""
+    """Context manager that gives a 0-dimensional result on ``device``; on exit merges it into one on another device."""
 
     __slots__ = ("_combine", "_result", "_there")
 

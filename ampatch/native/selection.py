@@ -1,7 +1,7 @@
 """Chooses the implementation that this process uses: the requested one, or the compiled one if it is available.
 
-Owns how the choice is made, and that it is made only once. The calling module says which two implementations there are.
-No other module must read the environment variables of these choices.
+Makes each choice only once. The calling module names the two implementations. No other module may read the environment
+variables of these choices.
 """
 
 from __future__ import annotations

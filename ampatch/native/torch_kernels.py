@@ -1,7 +1,7 @@
-"""The operators of `torch.ops.ampatch`, written with torch's own multi-tensor kernels; in use if no extension is built.
+"""The operators of `torch.ops.ampatch`, written with torch's own multi-tensor kernels; used if no extension is built.
 
 Every function does what the operator of its name does, and is the reference for that operator in the tests. Its tensors
-are on one device, of float16, bfloat16, float32 or float64, and have any strides. Must not choose an implementation:
+are on one device, are float16, bfloat16, float32 or float64, and have any strides. Must not choose an implementation:
 `ampatch.native.kernels` does.
 """
 
@@ -49,7 +49,7 @@ def _has_kernel(grad: Tensor) -> bool:
 
 
 def _unscale_in_float32(halves: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Does what torch's operator does, bit for bit: that computes in float32 and rounds once as well."""
+    """Does what torch's operator does, bit for bit: both compute in float32 and round once."""
     for batch in _batches(halves):
         (pieces,) = batch.columns
         unscaled = [torch.empty_like(piece, dtype=torch.float32) for piece in pieces]
@@ -139,7 +139,7 @@ def copy_edits(halves: list[Tensor], masters: list[Tensor], before: Tensor, now:
             is_other = shown != own.to(shown.dtype)
             pieces = zip(batch.indices, batch.columns[0], strict=True)
             is_other &= torch.cat([changed[index].expand(piece.numel()) for index, piece in pieces])
-            values = torch.where(is_other, shown, full)  # in float32, which holds both
+            values = torch.where(is_other, shown, full)  # in float32, which holds both kinds exactly
             # Version counters stay as they are, as in the extension.
             with unsafe_preserve_version_counter(tuple(batch.columns[1])):
                 foreach.copy_(batch.columns[1], _shaped_as(batch.columns[1], values))
@@ -247,7 +247,7 @@ def _shaped_as(tensors: list[Tensor], flat: Tensor) -> list[Tensor]:
 
 def _shown(full: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns float32 gradients in which nonzero elements that would underflow in ``dtype`` are its smallest number."""
-    if dtype is torch.float32:  # of a half parameter that user code has made float32: nothing underflows
+    if dtype is torch.float32:  # user code has made a half parameter float32: nothing underflows
         return full
     size = full.abs()
     vanishes = (size < HALF_TYPES[dtype].least).logical_and_(size != 0)

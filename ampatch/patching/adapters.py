@@ -42,13 +42,13 @@ from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
 from ampatch.torch_private.operators import LINEAR
 
 Function = Callable[..., Any]
-# Returns the half type to cast a call's arguments to, given these; None if they are not cast.
+# Given a call's arguments, returns the half type to cast them to; None if they are not cast.
 _Chosen = Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None]
 
-# The layouts of sparse tensors whose products have half kernels on CUDA, from cuSPARSE; and all layouts of these.
+# The layouts of sparse tensors whose products have half kernels on CUDA, from cuSPARSE; and all sparse layouts.
 _WITH_HALF_KERNELS = {torch.sparse_csr, torch.sparse_csc}
 _SPARSE = {*_WITH_HALF_KERNELS, torch.sparse_coo, torch.sparse_bsr, torch.sparse_bsc}
-# The listed functions that return a view of their argument, and in which calls they do. These compute nothing.
+# The listed functions that return a view of their argument, each with the calls in which it does. They compute nothing.
 _VIEWS: dict[Function, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
     torch.einsum: lambda args, _: len(tensors_of_call(args, {})) == 1,
     Tensor.sum_to_size: lambda args, kwargs: _has_size(*args, *kwargs.values()),
@@ -62,7 +62,7 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 class InHalf(enum.Enum):
-    """How a function of torch that demands arguments of one type gets them in models with half weights."""
+    """How arguments get one type, in models with half weights, for functions of torch that demand it."""
 
     BESIDE = "beside half"  # to the type of a half argument
     PROMOTE = "promote"  # to the widest type
@@ -80,7 +80,7 @@ class Adapter:
         plain_cast: description of the cast, from which the C++ code casts ordinary arguments itself; None if ``adapt``
             depends on more than the arguments' types.
         call: function that makes the call in place of the original, given the arguments before and after ``adapt``;
-            None: the original does, with those after it. Compiled code calls the original.
+            None if the original makes it, with the arguments after ``adapt``. Compiled code calls the original.
         may_write: True if the function may write to its arguments, so that its writes are copied to the caller's.
     """
 
@@ -106,7 +106,7 @@ def lacks_half_products(tensor: Tensor) -> bool:
 
 
 def _instead_of_in_place(name: str) -> str:
-    """Returns advice for the user: what to type instead of an in-place call."""
+    """Returns advice for the user: what to write instead of an in-place call."""
     if name == "__setitem__":
         return "Call it on tensor.float()."
     form = name.removeprefix("__i").removesuffix("__") if name in _IN_PLACE_OPERATORS else name[:-1]
@@ -128,7 +128,7 @@ class Casts(Protocol):
     ) -> list[Tensor]:
         """Returns the weights of a recurrent layer, cast to ``dtype``. This default gives each cast its own memory.
 
-        Compilers do not trace it: in code that they compile, the weights are cast as all other arguments.
+        Compilers do not trace it: in compiled code, the weights are cast like all other arguments.
         """
         return recurrent_weights.cast_each(weights, dtype, self.cast)
 
@@ -143,9 +143,9 @@ class Adapters:
         device_types: device types whose tensors are cast (``"cpu"``, ``"cuda"``); the set may grow.
         allow_banned: True to run banned functions in float32 instead of raising.
         labelled: True if the cache labels casts with the function's name; then `Adapter.plain_cast` is always None.
-        linear: object that makes calls of linear layers whose arguments were cast to half; None: torch does.
+        linear: object that makes calls of linear layers whose arguments were cast to half; None if torch makes them.
         hears_regions: True to cast nothing in regions in which autocast is off.
-        for_models: True if rules of the whitelist cast only in regions, and outside of them what belongs to a model.
+        for_models: True if rules of the whitelist cast in regions, and outside of regions only tensors of a model.
 
     Attributes:
         tables: the tables of models with half weights.
@@ -161,8 +161,8 @@ class Adapters:
     for_models: bool = False
 
     def __post_init__(self) -> None:
-        # Devices of these types: a set lookup is faster than reading a device's type. All existing devices are added
-        # now, because torch.compile would recompile after the set has grown.
+        # Devices of these types, because a set lookup is faster than reading a device's type. All existing devices are
+        # added now, because torch.compile would recompile after the set has grown.
         self._devices = {
             torch.device(kind, index)
             for kind in self.device_types
@@ -171,7 +171,7 @@ class Adapters:
         self.tables: list[weakref.ref[Tensor]] = []
         # float64 is never cast, but promotion may end in it.
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
-        # All functions with the same treatment share these.
+        # Shared by all functions with the same treatment.
         self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
         self._to_half = self._make_to_half(self._half_of_all)
         self._chosen: _Chosen = self._half_of_models if self.for_models else self._half_of_all
@@ -201,7 +201,7 @@ class Adapters:
         def where_it_applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             for reader, values in readers:
                 value = reader(args, kwargs)
-                # A tensor or an array would be compared element by element. It equals none of the rule's values.
+                # Comparing a tensor or an array would compare its elements. It equals none of the rule's values.
                 if isinstance(value, Tensor) or getattr(value, "ndim", False) or value not in values:
                     return args, kwargs
             return adapt(args, kwargs)
@@ -302,7 +302,7 @@ class Adapters:
         in_float32, strided = self._to[torch.float32], torch.strided
 
         def to_half(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            if not is_compiling():  # compilers take no sparse tensors, and Dynamo traces no layouts in a backward pass
+            if not is_compiling():  # compilers reject sparse tensors, and Dynamo traces no layouts in a backward pass
                 for value in (*args, *kwargs.values()) if kwargs else args:
                     if isinstance(value, Tensor) and value.layout is not strided and lacks_half_products(value):
                         return in_float32(args, kwargs)
@@ -316,8 +316,8 @@ class Adapters:
     def _beside_half(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Casts to the half type that an argument has; casts nothing if none has, or all have one type.
 
-        If both half types occur, one argument is of a part that computes in another type than the model. A product with
-        a sparse matrix is cast to float32 if torch has no half kernel for it.
+        If both half types occur, one argument comes from a part that computes in another type than the model. The
+        arguments of a product with a sparse matrix are cast to float32 if torch has no half kernel for it.
         """
         found = tensors_of_call(args, kwargs)
         dtypes = [tensor.dtype for tensor in found if tensor.dtype in CASTABLE]
@@ -330,9 +330,9 @@ class Adapters:
         return self._to[dtype](args, kwargs)
 
     def _attending(self, original: Function) -> Adapt:
-        """Returns an adapter for attention, which casts beside half. Its masks often hold float32's lowest number.
+        """Returns an adapter for attention, which casts beside half, and keeps the finite values of masks finite.
 
-        As -inf it would make a row of such numbers NaN.
+        Masks often hold float32's lowest number. In half it would be -inf, and a row of such numbers would become NaN.
         """
         found = [argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")]
         readers = [reader for reader in found if reader is not None]
@@ -359,7 +359,7 @@ class Adapters:
         return args, kwargs
 
     def _is_table(self, tensor: Tensor) -> bool:
-        if is_compiling():  # `compilers.trace_additions` sees to these
+        if is_compiling():  # `compilers.trace_additions` handles additions
             return False
         base = tensor if tensor._base is None else tensor._base
         return any(each() is base for each in self.tables)
@@ -367,8 +367,8 @@ class Adapters:
     def _normalising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Casts the arguments of a normalisation by statistics, whose kernels take half inputs and float32 weights.
 
-        With half weights the input is cast to their type. If the statistics are float32, the weights are cast to it:
-        the statistics themselves must not be, since the function updates them.
+        With half weights the input is cast to their type. If the statistics are float32, the weights are cast to
+        float32. The statistics themselves must not be cast, since the function updates them.
         """
         values = [*args, *kwargs.values()]
         given = args[0] if args else kwargs.get("input")
@@ -389,11 +389,12 @@ class Adapters:
         return self.half_dtype
 
     def _half_of_models(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-        """Returns the half type for a call that belongs to a model: in a region, or outside of all by its arguments.
+        """Returns the half type for a call that belongs to a model; None for other calls.
 
-        Outside, one of them is half already, or autograd records the call through one of them. In half, other float32
-        products could lose what their caller needs, for example the exact result of one that counts. Arguments of
-        another half type than the session's belong to a model that computes in that type.
+        Every call in a region belongs to a model. Outside of regions, one of its arguments must be half already, or
+        autograd must record the call through one of them. In half, other float32 products could lose digits that their
+        caller needs, for example when a product counts. Arguments of another half type than the session's belong to a
+        model that computes in that type.
         """
         if is_set_by_autocast(self.device_types):
             return self.half_dtype
@@ -414,7 +415,7 @@ class Adapters:
         return tensor if dtype is None or tensor.dtype is dtype else self.cache.cast(tensor, dtype)
 
     def _half_dtype_for(self, tensor: Tensor) -> torch.dtype | None:
-        """Returns the half type for a tensor here; None if it is not cast."""
+        """Returns the half type to cast a tensor to here; None if it is not cast."""
         dtype = dtype_in_region(tensor.device.type)
         return self.half_dtype if dtype is None and not (self.hears_regions and is_in_region()) else dtype
 
@@ -453,12 +454,12 @@ class Adapters:
         """Casts to float32, except a half first argument: the kernel reads half and computes in float32."""
         tensor, cast = args[0] if args else kwargs.get("input"), self._to[torch.float32]
         if not isinstance(tensor, Tensor) or not self._is_half(tensor) or tensor.is_nested:
-            # Not half, or passed under another name. With dtype=, torch's kernel on CUDA refuses nested tensors.
+            # Not half, or passed under another name. With dtype=, torch's kernel on CUDA rejects nested tensors.
             return cast(args, kwargs)
         for value in args[1:]:
             if isinstance(value, torch.dtype):
                 return args, kwargs
-            if value is None:  # it may be the positional dtype, so dtype= cannot be passed as well
+            if value is None:  # None may be the positional dtype, so dtype= cannot be passed as well
                 return cast(args, kwargs)
         return args, {**kwargs, "dtype": torch.float32}
 
@@ -522,7 +523,7 @@ class Adapters:
     def _unless_in_place(self, adapter: Adapter, path: Path, original: Function | None, refuse_half: bool) -> Adapter:
         """Treats calls with ``inplace=True`` as in-place: after a cast they would write to a copy, not to the input.
 
-        Calls that return a view of an argument keep it, for the same reason.
+        If a call returns a view of an argument, that argument is not cast, for the same reason.
         """
         is_view = next((is_view for function, is_view in _VIEWS.items() if function is original), None)
         if is_view is not None:
@@ -596,7 +597,7 @@ class Adapters:
 
 
 def is_looked_up(tensor: Tensor) -> bool:
-    """Returns True if autograd records that a tensor comes from an embedding, as the words of a sequence do."""
+    """Returns True if autograd's graph shows that a tensor comes from an embedding, as the words of a sequence do."""
     node = tensor.grad_fn
     for _ in range(_MOST_NODES):
         name = "" if node is None else node.name()

@@ -1,11 +1,11 @@
-"""The forward of an adopted model, in which amp casts for it: a region.
+"""Runs the forward of an adopted model in a *region*, in which amp casts.
 
-At O1 and O4 it is a region of torch.autocast, whose casts amp makes by its lists. So code that asks torch for autocast
-gets the answer that describes amp's casts; regions of torch.autocast inside change what amp does; and operators with
-rules for autocast follow them. With half weights it is the state `IN_HALF`, which autocast does not show.
+At O1 and O4 it is a region of torch.autocast, whose casts amp makes by its lists. So if code asks torch about
+autocast, the answer describes amp's casts. Regions of torch.autocast inside change what amp does, and operators with
+rules for autocast follow them. With half weights the region is the state `IN_HALF`, which autocast does not show.
 
-Owns the forward that replaces the model's own, and the calls of the model's parts from outside of it. Must never cast
-an argument or a result.
+Owns the forward that replaces the model's own, and calls of the model's parts from outside of that forward. Must never
+cast an argument or a result.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Recorder(Protocol):
 
 
 class Regions:
-    """The regions that a session begins: around the forwards of its models, and around calls of their parts alone.
+    """The regions of a session: around the forwards of its models, and around separate calls of their parts.
 
     Args:
         switch: switch of the session.
@@ -64,8 +64,8 @@ class Regions:
     Attributes:
         kinds: the argument.
         in_half: the argument.
-        recorder: notes the outermost forward passes; None if none does.
-        before_part: called before a part of a model that is called alone; None if nothing is to be done.
+        recorder: object that notes the outermost forward passes; None if there is none.
+        before_part: function to call before a separate call of a part of a model; None if there is none.
     """
 
     recorder: Recorder | None = None
@@ -89,36 +89,37 @@ class Regions:
         return self._state
 
     def is_decided(self) -> bool:
-        """Returns True where no region begins: in one, or where other code has turned autocast on."""
+        """Returns True where no new region begins: inside a region, or where other code has turned autocast on."""
         return is_in_half() if self.in_half else is_set_by_autocast(self.kinds)
 
     def state_of_checkpoint(self, args: tuple[Any, ...]) -> State:
         """Returns the state that a reentrant checkpoint runs and recomputes in, given its arguments.
 
-        Its first run is not recorded, so outside of all regions only its arguments tell whether it belongs to a model.
+        Autograd does not record its first run. So outside of regions only its arguments show whether it belongs to a
+        model.
         """
         is_alone = torch.is_grad_enabled() and not self.is_decided()
         return self.state() if is_alone and any(each.requires_grad for each in tensors_in(args)) else state()
 
     def run_forward(self, model: nn.Module, ledger: PatchLedger) -> None:
-        """Makes the forward of a model run in a region while the session casts, unless it is called in one."""
+        """Makes the forward of a model run in a region while the session casts, unless the call is in one already."""
         own = own_forward(model, self._switch) if type(model).forward is not nn.Module.forward else None
         if own is not None and not inspect.isasyncgenfunction(own):
             ledger.set(model, "forward", _ForwardInRegion(model, own, self._switch, self))
 
     def add(self, model: nn.Module) -> None:
-        """Takes in the parts of an adopted model; those that are added to it later follow."""
+        """Adds the parts of an adopted model, and those that the model gets later."""
         self._take_in(model)
         self._parts.pop(id(model), None)
 
     def note_copy(self, model: nn.Module) -> None:
-        """Takes in the parts of a deep copy of a model once it has them."""
+        """Adds the parts of a deep copy of a model as soon as the copy has them."""
         self._copies.append(weakref.ref(model))
 
     def install(self, ledger: PatchLedger) -> None:
         """Makes calls of parts from outside of regions run in a region.
 
-        A forward of its own for each part would cost time in each call, and when torch.compile traces it.
+        Replacing the forward of each part would cost time in each call, and when torch.compile traces it.
         """
         ledger.on_undo(register_module_module_registration_hook(self._take_in_later).remove)
         compiled = calls.compiled()
@@ -137,8 +138,8 @@ class Regions:
             self._take_in(module)
 
     def _take_in(self, module: nn.Module) -> None:
-        # Reading a parametrized weight is a call, but no work of the model's, unless the weight is half. Nor is what a
-        # metric in it computes.
+        # Reading a parametrized weight is a call, but not work of the model, unless the weight is half. The same is
+        # true of what a metric in the model computes.
         made = (each for each in module.modules() if isinstance(each, ParametrizationList) and not self.in_half)
         others = {id(each) for parametrized in made for each in parametrized.modules()}
         for each in module.modules():
@@ -153,7 +154,7 @@ class Regions:
     def _is_part(self, module: nn.Module) -> bool:
         for copied in tuple(self._copies):
             model = copied()
-            if model is None or "_modules" in vars(model):  # as long as it is being copied, it has none
+            if model is None or "_modules" in vars(model):  # no parts while the model is being copied
                 self._copies = [other for other in self._copies if other is not copied]
                 if model is not None:
                     self.add(model)
@@ -213,7 +214,7 @@ class _ForwardInRegion(ReplacedForward):
             prepare_mode()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward; in a copy with half weights, also after the session in which these became half."""
+        """Runs the forward; in a copy with half weights, amp casts even after the session that made them half."""
         switch = self.switch
         if self._in_half and (switch is None or not switch.active) and has_half_weights(self.module):
             with CastingBesideHalf():
@@ -232,7 +233,7 @@ class _ForwardInRegion(ReplacedForward):
 
     @traced_within_others
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the forward; under Dynamo in plain blocks, within which its graphs may break."""
+        """Runs the forward; under Dynamo in plain blocks, inside which graphs may break."""
         if not is_dynamo_compiling() or is_exporting() or self._regions.is_decided():
             recorder = None if is_dynamo_compiling() else self._regions.recorder
             if recorder is not None:

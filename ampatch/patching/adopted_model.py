@@ -1,4 +1,4 @@
-"""Adopted models: the checks on them, and the hooks around their forward.
+"""Checks adopted models, and owns the hooks around their forward.
 
 Hooks must be module-level functions without state, so that an adopted model can be deep-copied and pickled.
 """
@@ -65,8 +65,8 @@ def check_model(model: object) -> nn.Module:
     """Returns ``model`` if amp can adopt it.
 
     Raises:
-        OptionError: it is no module, was compiled by TorchScript, or is already wrapped in DistributedDataParallel or
-            DataParallel.
+        OptionError: it is not a module, was compiled by TorchScript, or is already wrapped in DistributedDataParallel
+            or DataParallel.
     """
     model = check_module(model)
     if isinstance(model, torch.jit.ScriptModule):
@@ -137,7 +137,7 @@ def _own_functions(kind: type) -> Iterator[types.FunctionType]:
 
 def device_type(model: nn.Module) -> str | None:
     """Returns the device type of the model's first parameter ("cpu", "cuda"); None without parameters."""
-    # torch.compile knows `parameters()`. Otherwise it is too slow: its setup takes longer than the walk itself.
+    # torch.compile knows `parameters()`. In eager code that is too slow: its setup takes longer than the walk itself.
     if torch.compiler.is_compiling():
         parameter = next(model.parameters(), None)
     else:
@@ -176,7 +176,7 @@ def device_types(model: nn.Module) -> set[str]:
 def warn_of_slow_half(model: nn.Module, half: torch.dtype) -> None:
     """Warns if the model is on a GPU that is no faster in a half type than in float32.
 
-    GPUs of other vendors than NVIDIA are not checked.
+    Only NVIDIA's GPUs are checked.
 
     Args:
         model: module whose parameters' devices are checked.
@@ -234,13 +234,14 @@ def hook_forward(
 def note_types(
     model: nn.Module, error: BaseException | None, half: torch.dtype, kept: Sequence[str | type] = ()
 ) -> None:
-    """Adds a note, which says what to type, to an error about types that a half model's forward raised.
+    """Adds a note, which says what to write, to an error about types that a half model's forward raised.
 
     Args:
         model: model whose forward has ended.
-        error: exception that the forward raised; None if it returned. Errors of amp's, and errors with notes, get none.
+        error: exception that the forward raised; None if it returned. amp's own errors, and errors with notes, get no
+            note.
         half: half type of the model's weights.
-        kept: what stays float32 already.
+        kept: names or classes of the parts that already stay float32.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, AmpError) or getattr(error, "__notes__", None):
         return
@@ -252,7 +253,7 @@ def note_types(
     while trace is not None:
         at, trace = names.get(id(trace.tb_frame.f_locals.get("self")), at), trace.tb_next
     so_far = [each if isinstance(each, str) else each.__name__ for each in kept]
-    # A submodule that is kept returns half again, so none helps the code of the model itself.
+    # A submodule in float32 returns half again, so keeping one does not help the code of the model itself.
     kept_part = f"keep_fp32={[*so_far, in_every_layer(at)]}) to keep a part in float32" if at else ""
     made = f"ampatch: amp.initialize has made this {type(model).__name__}'s weights {half}"
     if lacks_kernel:
@@ -389,7 +390,7 @@ class _Arguments:
 
 @traced_within_others
 def _cast_arguments_of_copy(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Casts to float32 in a float32 copy; to half in a half one for which no session casts what meets its weights."""
+    """Casts to float32 in a float32 copy; to half in a half copy, unless a session casts what meets its weights."""
     parameter = next(module.parameters(), None)
     switch = getattr(module.forward, "switch", None)
     if parameter is None or (parameter.dtype in HALVES and switch is not None and switch.active):

@@ -1,4 +1,4 @@
-"""Makes regions of torch.autocast count: the session's around the forward of a model, and the user's everywhere.
+"""Makes amp obey regions of torch.autocast: the session's around the forward of a model, and the user's everywhere.
 
 Also patches the places where torch would raise, or bypass the patched functions, because autocast is off. Installs
 through the ledger while a session is live. Must not know lists or rules.
@@ -23,13 +23,13 @@ from ampatch.switch import KINDS, Switch, enter_block, forget_regions, leave_blo
 from ampatch.torch_private.autograd import sequence_number
 from ampatch.torch_private.modules import FASTPATH, FLAT_WEIGHTS
 
-# Modules of torch that carry the state of autocast to where code of the user runs. The switch carries whether that is a
+# Modules of torch that carry the state of autocast to the user's code. The switch carries whether that state is a
 # region.
 _CARRIERS = ("torch.utils.checkpoint", "torch.nn.parallel.parallel_apply")
 
 
 def _carries_state(frame: types.FrameType, is_on: bool) -> bool:
-    """Returns True if torch itself enters a block, to go on in the state of other code, which may be no region."""
+    """Returns True if torch itself enters a block to continue in the state of other code, which may not be a region."""
     home = frame.f_globals.get("__name__")
     if home == torch.autocast.__module__ and frame.f_code.co_name == "decorate_bwd" and not is_on:  # custom_bwd
         return not was_made_in_region(sequence_number(frame.f_locals["args"][0]))
@@ -37,13 +37,13 @@ def _carries_state(frame: types.FrameType, is_on: bool) -> bool:
 
 
 def follow_autocast_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[str], for_models: bool) -> None:
-    """Patches `torch.autocast`, so that a region of it is a region for amp, too, also where it is off.
+    """Patches `torch.autocast`, so that its regions are regions for amp too, even those that turn autocast off.
 
     Args:
         ledger: records the patches.
-        dtype: half type that is cast to outside of regions.
-        kinds: device types whose tensors are cast there; the set may grow.
-        for_models: True if outside of regions only calls that belong to a model are cast.
+        dtype: half type to cast to outside of regions.
+        kinds: device types whose tensors are cast outside of regions; the set may grow.
+        for_models: True to cast outside of regions only in calls that belong to a model.
     """
     enter: Any = torch.autocast.__enter__
     leave: Any = torch.autocast.__exit__
@@ -56,7 +56,7 @@ def follow_autocast_regions(ledger: PatchLedger, dtype: torch.dtype, kinds: Set[
         enter_block(self, before)
         is_heard = self.device in (kinds if for_models else KINDS)
         if is_heard and not _carries_state(sys._getframe(1), self._enabled):
-            # Of other device types, a block says nothing.
+            # A block says nothing about other device types.
             turn_on(dtype, () if before[0] or for_models else kinds - {self.device})
         return result
 
@@ -81,11 +81,11 @@ def patch_autocast_checks(ledger: PatchLedger, switch: Switch) -> None:
 def accept_any_float(ledger: PatchLedger, casts: Callable[[], bool]) -> None:
     """Makes `RNNBase.check_input` ignore the input's type where casts decide about it later.
 
-    torch's own raises if that type differs from the weights', before torch calls any function that casts both.
+    torch's own check raises if that type differs from the weights', before torch calls a function that casts both.
 
     Args:
         ledger: records the patch.
-        casts: returns True where that is so.
+        casts: returns True where casts follow.
     """
     original = nn.RNNBase.check_input
 

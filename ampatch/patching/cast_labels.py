@@ -1,4 +1,4 @@
-"""Labels casts in ``torch.profiler``: which kind of value was cast, for which function, to which type.
+"""Labels casts in ``torch.profiler`` with the kind of value that was cast, the function, and the type.
 
 Only a session with ``profile_casts=True`` calls this module. Must never label where a tracer or a mode would record or
 count the label, because torch treats a label as an operator.
@@ -72,7 +72,7 @@ class LabellingCache(WeightCache):
 
 @traced_within_others
 def under_label(what: str, hook: Callable[..., Any], dtype: torch.dtype, module: nn.Module, *given: Any) -> Any:
-    """Calls a hook around a forward, which casts, under a label; a function of this module, so that models pickle.
+    """Calls a casting hook around a forward, under a label. A function of this module, so that models can be pickled.
 
     Args:
         what: "arguments" or "result".

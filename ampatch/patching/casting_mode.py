@@ -1,7 +1,7 @@
 """Applies the cast lists without patches: through a `TorchFunctionMode`, to the calls of one thread.
 
 torch calls the active mode instead of each of its functions. Owns how each function's arguments are cast under the
-mode, and through which object weights are cast there. Must never change a function of torch: other threads, and this
+mode, and which object casts weights there. Must never change a function of torch: other threads, and this
 thread without the mode, see plain torch.
 """
 
@@ -48,12 +48,12 @@ class Weights(Protocol):
         """Returns a weight in the form for functions that do not compute in half."""
 
     def dtype_of(self, weight: Tensor) -> torch.dtype:
-        """Returns the type of a weight that the model's code sees."""
+        """Returns the type that the model's code sees for a weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The handling of calls of one function.
+    """How calls of one function are handled.
 
     Attributes:
         adapt: function that returns the arguments that the rule asks for; None without a rule.
@@ -98,7 +98,7 @@ class CastRules:
         adapters: adapters of decorated functions, by kind.
         outside_torch: rules of functions that do not belong to torch, so that torch does not report them to a mode.
         reported_as_other: rules of methods that torch reports to a mode as another function, which has another
-            treatment in the lists; each with the name of that function.
+            treatment in the lists; each maps to the name of that function.
     """
 
     def __init__(
@@ -170,15 +170,15 @@ class CastRules:
         return CastRules, (self.half_dtype, self._rules, self._registered)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CastRules:
-        return self  # it is never changed
+        return self  # nothing ever changes it
 
 
 @constant_while_traced
 def _depth_of_blocks(if_off_on: tuple[str, ...] = ()) -> int:
-    """Returns the number of blocks of `torch.autocast` that this thread is in; 0 if one is on for a device type given.
+    """Returns how many `torch.autocast` blocks this thread is in; 0 if autocast is on for one of the device types.
 
     Args:
-        if_off_on: device types.
+        if_off_on: device types for which autocast must be off.
     """
     if any(map(torch.is_autocast_enabled, if_off_on)):
         return 0
@@ -197,7 +197,7 @@ class CastingMode(TorchFunctionMode):
     Attributes:
         rules: the argument.
         weights: the argument.
-        off: number of nested regions without casts that the mode is in; it casts if this is 0.
+        off: number of nested regions without casts around the current code; the mode casts if this is 0.
     """
 
     def __init__(self, rules: CastRules, weights: Weights, is_traced: bool) -> None:
@@ -210,7 +210,7 @@ class CastingMode(TorchFunctionMode):
         self._blocks = _depth_of_blocks()
 
     def _is_guarded(self) -> bool:
-        """Returns True within `torch.autocast(enabled=False)` of the model's own code, which wants the types it has."""
+        """Returns True within `torch.autocast(enabled=False)` of the model's own code, which wants types unchanged."""
         return _depth_of_blocks(KINDS) > self._blocks
 
     def _in_force(self, entry: _Entry) -> _Entry:
@@ -259,7 +259,7 @@ class CastingMode(TorchFunctionMode):
         """Handles a call under torch.compile, where a Python function is not always the same object."""
         name, module = getattr(function, "__name__", ""), getattr(function, "__module__", None)
         entry = self.rules.by_name.get((name, module), _UNLISTED)
-        if module == "_operator":  # so strict torch.export reports the operator methods of tensors
+        if module == "_operator":  # strict torch.export reports operator methods of tensors in this way
             entry, reflected = self.rules.by_operator.get(name, (_UNLISTED, _UNLISTED))
             if not isinstance(args[0], Tensor):
                 reflected = self._in_force(reflected)
@@ -273,7 +273,7 @@ class CastingMode(TorchFunctionMode):
         entry = self._in_force(entry)
         args, kwargs = self._adapted(entry, args, kwargs)
         if module == HOMES_OF_METHODS[1] and name in _METHODS_IN_PYTHON:
-            return getattr(args[0], name)(*args[1:], **kwargs)  # the compiler knows the method only
+            return getattr(args[0], name)(*args[1:], **kwargs)  # the compiler knows only the method
         if entry.inside is None:
             return function(*args, **kwargs)
         with self:
@@ -287,7 +287,7 @@ class CastingMode(TorchFunctionMode):
         if entry.adapt is not None:
             args, kwargs = entry.adapt(args, kwargs)
         if in_half and entry.inside is not None:
-            # A view is not recognised as a weight, so the functions called inside get it in half, listed or not.
+            # The mode does not recognise a view as a weight. So functions called inside get it in half, listed or not.
             args, kwargs = _applied(self._anonymous, args, kwargs)
         return args, kwargs
 
@@ -371,7 +371,7 @@ _METHODS_IN_PYTHON = frozenset(
 
 _NO_OPERATORS = ("call", "delitem", "index", "setitem")
 
-# Python calls these methods of the right operand where the left one is a number: `3.0 < x` is `x.__gt__(3.0)`.
+# If the left operand is a number, Python calls these methods of the right one: `3.0 < x` is `x.__gt__(3.0)`.
 _MIRRORED = {"eq": "eq", "ne": "ne", "lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 
 
@@ -406,7 +406,7 @@ def reported_functions() -> dict[Any, Any]:
 
 
 def _is_traced_below() -> bool:
-    """Returns True if the caller implements an operator's kernel and a tracer runs it: it is not user code."""
+    """Returns True if the caller is not user code: it implements an operator's kernel, and a tracer runs it."""
     frame: Any = sys._getframe(2)
     if frame.f_globals.get("__name__") == "torch.overrides":  # a Python function has called the mode through it
         frame = frame.f_back.f_back
@@ -449,10 +449,11 @@ _ASKING = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 def _without_override_check(function: types.FunctionType) -> types.FunctionType:
     """Returns a function with the same code that does not check for overrides itself; functions that it calls do.
 
-    torch reports a Python function to a mode once, and not the functions that it calls, as the mode is off then. If
-    the mode stays on while the code runs, torch reports these. But the function would also report itself, endlessly.
+    torch reports a Python function to a mode once. It does not report the functions that this one calls, because the
+    mode is off then. If the mode stays on while the code runs, torch reports them too. But the function would also
+    report itself, endlessly.
     """
-    # A function that holds itself in its closure needs itself only as an argument for overrides.
+    # If a function holds itself in its closure, it needs itself only as an argument for overrides.
     cells = function.__closure__ or ()
     closure = [cell if cell.cell_contents is function else _cell_without_override_check(cell) for cell in cells]
     seen_through = types.FunctionType(

@@ -1,7 +1,7 @@
-"""Replaces functions that objects keep in containers and partials, as in a table of activations, and in traced graphs.
+"""Replaces functions in containers (such as a table of activations), in partials, and in traced graphs.
 
 Changes lists and dicts in place, since other objects may hold them too; makes new tuples and partials. Owns no state.
-Must not know which functions are replaced, or by which ones.
+Must not know which functions are replaced, or what replaces them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CUDA graphs: the work before a capture, and adopted models in ``torch.cuda.make_graphed_callables``.
+"""Supports CUDA graphs: work before a capture, and adopted models in ``torch.cuda.make_graphed_callables``.
 
 Owns the patches of ``CUDAGraph.capture_begin`` and ``make_graphed_callables``. Must capture nothing itself.
 """
@@ -35,7 +35,7 @@ def accept_adopted_models(ledger: PatchLedger, before_capture: Callable[[], bool
     The graph holds the forward without the hooks. They run around it in each call, as around any other forward.
 
     Args:
-        ledger: records the patches and the graphed forwards. Their graphs hold casts, and addresses of half weights.
+        ledger: records the patches and the graphed forwards, whose graphs hold casts and addresses of half weights.
         before_capture: function to call before torch runs the callables to warm up, which is before the capture
             begins. It must drop kept casts: torch keeps the results of the warm-up until the capture, and a capture
             must not wait for the stream of an older cast. Returns None if the session has ended.

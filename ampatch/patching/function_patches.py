@@ -1,6 +1,6 @@
-"""Puts wrappers in the place of functions that have a rule or were registered.
+"""Puts wrappers in place of functions that have a rule or were registered.
 
-Owns the places where a function can be reached: its namespace, names under which other modules imported it before, and
+Owns the places where code finds a function: its namespace, names under which other modules imported it before, and
 modules that are imported later. Must install through the ledger only. Must not know how wrappers cast.
 """
 
@@ -83,7 +83,7 @@ class FunctionPatches:
         accelerator: object that makes wrappers run in C++, if C++ is in use.
         switch: switch of the session.
         for_half_models: True for models with half weights: applies only the rules of functions that need float32, and
-            casts what meets a half weight.
+            casts tensors that meet a half weight.
 
     Attributes:
         fuses_linear: True if linear layers that the lists cast to half may become one node.
@@ -97,7 +97,7 @@ class FunctionPatches:
 
     def __post_init__(self) -> None:
         self.fuses_linear = False
-        # Wrappers of functions in modules, by the original's id: one for each function, whatever its names.
+        # Wrappers of functions in modules, by the original's id: one for each function, however many names it has.
         self._wrappers: dict[int, FunctionWrapper] = {}
         # The latest wrapper of each method, by the original's id.
         self._methods: dict[int, FunctionWrapper] = {}
@@ -108,7 +108,7 @@ class FunctionPatches:
         # The lists whose patterns match functions of modules that are imported later.
         self._lists = CastLists({})
         self._lists_of_parts: Mapping[Token, CastLists] = {}
-        # The rules of functions that parts of a model treat otherwise than the session does, by path.
+        # The rules of functions that parts of a model treat differently than the session does, by path.
         self._differing: dict[Path, _RulesByToken] = {}
         # What models with half weights do about functions that demand arguments of one type, by the original's id.
         self._half_functions: dict[int, tuple[Path, InHalf]] = {}
@@ -138,7 +138,7 @@ class FunctionPatches:
         owner_of = functools.cache(find_owner)
         half = self.adapters.half_dtype
         rules = lists.for_half(half)
-        # A function keeps its first patch. So those that only parts list come last: they may have other names here.
+        # A function keeps its first patch. So functions that only parts list come last: they may have other names here.
         only_in_parts = self._note_differing(
             rules, {token: each.for_half(half) for token, each in lists_of_parts.items()}
         )
@@ -153,7 +153,7 @@ class FunctionPatches:
                 self._patch_rule(owner, rule)
         for path in () if self.for_half_models else _cast_by_autocast(self.adapters.device_types) - rules.keys():
             owner = owner_of(path.namespace)
-            if id(getattr(owner, path.name, None)) in overridable():  # not what another library has put there
+            if id(getattr(owner, path.name, None)) in overridable():  # unless another library has replaced it
                 self._patch(owner, path.name, lambda _: Adapter(thread_rules.unchanged), _reason_of(path, None))
         for path, treatment in in_half:
             adapter = functools.partial(self.adapters.in_half, treatment, path)
@@ -168,10 +168,10 @@ class FunctionPatches:
             self.ledger.on_undo(finder.remove)
 
     def add_tables(self, tables: Sequence[Tensor]) -> bool:
-        """Makes half results of sums of half activations and tables of models with half weights, from now on.
+        """Gives sums of half activations and tables a half result from now on, in models with half weights.
 
         Returns:
-            True if it has patched addition, so that names in models are to be bound again.
+            True if it has patched addition: then names in models must be bound again.
         """
         known = self.adapters.tables
         new = [table for table in tables if not any(each() is table for each in known)]
@@ -189,7 +189,7 @@ class FunctionPatches:
     def _note_differing(
         self, rules: Mapping[Path, Rule | None], of_parts: Mapping[Token, Mapping[Path, Rule | None]]
     ) -> list[Rule]:
-        """Notes the functions that parts treat otherwise; returns a rule of a part for each that the session lacks."""
+        """Notes the functions that parts treat differently; returns a part's rule for each that the session lacks."""
         new = []
         for path in dict.fromkeys(path for each in of_parts.values() for path in (*rules, *each)):
             here = rules.get(path)
@@ -203,7 +203,7 @@ class FunctionPatches:
 
     def applies(self, rule: Rule) -> bool:
         """Returns True if the session patches the function of a rule."""
-        # An in-place function on a half tensor has no room for a float32 result; torch's own error says so.
+        # An in-place function on a half tensor cannot store a float32 result; torch's own error says so.
         return not self.for_half_models or (bool(rule.needs_float32) and not is_in_place(rule.path.name))
 
     @property
@@ -257,8 +257,8 @@ class FunctionPatches:
     def release(self, owners: Iterable[object]) -> None:
         """Puts the originals back where ``owners`` and modules still hold wrappers. Call it after the ledger's undo.
 
-        The session drops its wrappers first. If none is alive after that, no module holds one, and the search is
-        skipped.
+        The session drops its wrappers first. If no wrapper is alive after that, no module holds one, and this skips the
+        search.
         """
         dropped = list(self._installed)
         self._wrappers.clear()
@@ -302,7 +302,7 @@ class FunctionPatches:
                 self._rebind_modules()
 
     def _patch_matched(self, module: object) -> Mapping[Path, Rule | None]:
-        """Patches the functions of a module that patterns match; returns what is decided about each, None: no rule."""
+        """Patches the functions of a module that patterns match; returns the rule of each, None for no rule."""
         every = [self._lists, *self._lists_of_parts.values()]
         if not any(each.waiting for each in every) or not isinstance(module, types.ModuleType):
             return {}
@@ -384,7 +384,7 @@ class FunctionPatches:
         is_class = isinstance(owner, type)
         wrapper = None if is_class else self._wrappers.get(id(original))
         if wrapper is None:
-            # By this name pickle finds the wrapper while it is installed, and the original otherwise.
+            # Under this name pickle finds the wrapper while it is installed, and the original otherwise.
             if isinstance(owner, type):
                 module, qualified = owner.__module__, f"{owner.__qualname__}.{name}"
             else:
@@ -446,7 +446,7 @@ def _cast_by_autocast(kinds: Iterable[str]) -> set[Path]:
     }
 
 
-# Functions of torch that multiply matrices on their way in C++, beside those of torch.linalg.
+# Functions of torch that multiply matrices inside C++, beside those of torch.linalg.
 _MULTIPLYING = frozenset(
     {"chain_matmul", "corrcoef", "cov", "einsum", "matrix_exp", "matrix_power", "pinverse", "tensordot"}
 )
@@ -459,10 +459,10 @@ def _multiplies(function: Function) -> bool:
 
 
 def _needs_block(original: Function, path: Path, treatment: Treatment | None) -> bool:
-    """Returns True if a function needs a region without casts around it, whatever its arguments are cast to."""
+    """Returns True if a function must run in a region without casts, whatever its arguments are cast to."""
     known = {_lists_of_autocast(kind).get(path) for kind in ("cpu", "cuda")} - {None, Treatment.PROMOTE, treatment}
     if isinstance(original, types.FunctionType):
-        if treatment is Treatment.BLACKLIST:  # in float32, all of it
+        if treatment is Treatment.BLACKLIST:  # all of it runs in float32
             return id(original) not in overridable() or path.name in _MULTIPLYING or _multiplies(original)
         return treatment is None and bool(known)
     if treatment is not Treatment.BLACKLIST:
@@ -488,7 +488,7 @@ def _restore(reference: weakref.ref[object]) -> None:
 
 
 class _Announcer:
-    """Stands first in ``sys.meta_path`` while a session is live; tells it of each module of some packages.
+    """Tells a live session about each imported module of some packages; it is first in ``sys.meta_path``.
 
     Finds no module itself. The names of a package's modules are not known before they are imported.
 

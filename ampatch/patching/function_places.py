@@ -1,6 +1,6 @@
-"""Finds the places that hold a function: in modules, classes, models, containers, closures and default arguments.
+"""Finds the places that hold a function: modules, classes, models, containers, closures and default arguments.
 
-Owns which modules are searched for names bound earlier, and what can hold a function where amp does not replace it.
+Owns which modules are searched for names bound earlier, and which places amp searches but does not change.
 Must only read, and never call what it finds.
 """
 
@@ -65,7 +65,7 @@ def places(wanted: Mapping[int, object]) -> list[Place]:
     Args:
         wanted: functions to look for, by their ``id``.
     """
-    # A list: gc.get_objects() also returns a tuple that a caller is just building, which must have one reference.
+    # A list, because gc.get_objects() also returns a tuple that a caller is still building: it must have one reference.
     return list(_places(wanted))
 
 
@@ -83,7 +83,7 @@ def _places(wanted: Mapping[int, object]) -> Iterator[Place]:
 
 
 def _has_attributes(model: object) -> bool:
-    try:  # not yet initialised, or a proxy
+    try:  # raises for objects that are not initialised yet, and for proxies
         return type(object.__getattribute__(model, "__dict__")) is dict
     except AttributeError:
         return False
@@ -110,7 +110,7 @@ def _in_classes(wanted: Mapping[int, object]) -> Iterator[Place]:
 def captures(wanted: Container[int]) -> Iterator[Place]:
     """Yields the functions outside of torch and ampatch that hold one of some objects in a closure or a default.
 
-    They hold it directly, in a container or partial, or in a container of these, where amp cannot replace it.
+    They hold it directly, in a container or partial, or in a container of these. amp cannot replace it there.
 
     Args:
         wanted: ids of the objects to look for.

@@ -1,11 +1,12 @@
-"""A linear layer as one node of autograd's graph, whose backward pass gives the weight a float32 gradient.
+"""Runs a linear layer as one node of autograd's graph, whose backward pass gives the weight a float32 gradient.
 
-Owns when a call of ``torch.nn.functional.linear`` whose arguments were cast may take that node, and the node in Python.
-The C++ in csrc/calls/fused_linear.cpp has the same, and must decide as this module does. A call that may not take the
-node is torch's, with the same casts. The node must be torch's function in all that users see;
-docs/guide/fused_linear.md lists the differences. Must not cast arguments: the function's adapter does.
+Decides which calls of ``torch.nn.functional.linear`` with cast arguments may become that node, and has the node in
+Python. csrc/calls/fused_linear.cpp does the same in C++, and must decide as this module does. All other calls run
+torch's function, with the same casts. Users must not notice the node; docs/guide/fused_linear.md lists the
+differences. Must not cast arguments: the function's adapter does.
 
-Without it the weight's gradient is rounded to half, cast to float32 by a second kernel, and can overflow in half.
+Without the node, the weight's gradient is rounded to half, cast to float32 by a second kernel, and can overflow in
+half.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ _sum = torch.ops.aten.sum.dim_IntList
 #: Name of the node.
 NODE = "FusedLinearBackward"
 
-#: How weight gradients are computed. "auto": operands in half and a float32 result, where torch has such a product (on
-#: CUDA), otherwise as "half". "half": a half product that is cast to float32, as without the node, bit for bit.
-#: "float32": as "auto", but elsewhere operands in float32. It serves to count overflows on a CPU.
+#: How weight gradients are computed. "auto": half operands and a float32 result where torch has such a product (on
+#: CUDA); elsewhere like "half". "half": a half product that is cast to float32, bit for bit as without the node.
+#: "float32": like "auto" on CUDA; elsewhere the operands are float32, to count overflows on a CPU.
 PRODUCTS = ("auto", "half", "float32")
 
 
@@ -51,7 +52,7 @@ class LinearCalls:
 
     def __init__(self) -> None:
         asked = checked("AMPATCH_FUSED_LINEAR", PRODUCTS)
-        # ROCm's GPUs are "cuda" as well, and the product with a float32 result was tried on none.
+        # ROCm's GPUs are "cuda" as well, but the product with a float32 result was never tried on one.
         self.product = "half" if asked == "auto" and torch.version.hip is not None else asked
 
     def call(self, given: Arguments, adapted: Arguments) -> Tensor:
@@ -59,7 +60,7 @@ class LinearCalls:
 
         Args:
             given: arguments of the call.
-            adapted: the same, as the rule in force adapts them.
+            adapted: arguments as the rule in force adapts them.
         """
         layer, casts = _layer(*given), _layer(*adapted)
         if layer is None or casts is None or not _may_be_one_node(layer, casts):
@@ -91,7 +92,7 @@ def _may_be_one_node(layer: _Layer, casts: _Layer) -> bool:
     return (
         type(weight) is Parameter
         and weight.requires_grad
-        and _is_plain_code()  # before shapes: tracers record who reads them
+        and _is_plain_code()  # before shapes: tracers record reads of shapes
         and casts.weight.dtype in HALVES
         and type(input) in (Tensor, Parameter)
         and input.dtype is casts.weight.dtype
@@ -124,10 +125,10 @@ def _is_weight(given: Any) -> bool:
 
 
 class _Halves(NamedTuple):
-    """What the node computes with, beside its inputs. Autograd does not look for tensors in here.
+    """What the node computes with, beside its inputs. Autograd does not look for tensors in it.
 
     Attributes:
-        weight: cast of the weight, with the graph that leads to it: a second backward pass goes along it.
+        weight: cast of the weight, with its graph, which a second backward pass follows.
         bias: cast of the bias; None if there is no bias.
         product: how weight gradients are computed.
     """
@@ -138,28 +139,28 @@ class _Halves(NamedTuple):
 
 
 class FusedLinear(torch.autograd.Function):
-    """The node. Weight and bias are float32 leaves; the arithmetic is that of their half casts.
+    """The node. Weight and bias are float32 leaves; it computes with their half casts.
 
-    The bias comes before the weight, so that autograd finishes its gradient first, as without the node. DDP, among
-    others, lays out its buckets in the order in which gradients arrive.
+    The bias comes before the weight, so that autograd finishes the bias's gradient first, as without the node. DDP, for
+    example, orders its buckets by the order in which gradients arrive.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         input: Tensor,
-        bias: Tensor | None,  # noqa: ARG004 - an input of the node, so that it gets a gradient
-        weight: Tensor,  # noqa: ARG004 - as the bias
+        bias: Tensor | None,  # noqa: ARG004 - an input of the node, so that the bias gets a gradient
+        weight: Tensor,  # noqa: ARG004 - as for the bias
         half: _Halves,
     ) -> Tensor:
         """Returns the half result, of shape (..., out_features)."""
         ctx.set_materialize_grads(False)
-        # As torch: without the gradient of the input, the cast is not needed any more.
+        # As in torch: if the input needs no gradient, the backward pass does not need the cast.
         ctx.save_for_backward(input, half.weight if input.requires_grad else None)
         ctx.product = half.product
         ctx.has_usual_layout = half.weight.stride() == (half.weight.shape[1], 1)
         result = LINEAR(input, half.weight, half.bias)
-        # autograd lets nobody write to a view that comes out of a Function.
+        # autograd forbids writing to a view that a Function returns.
         return UNSAFE_VIEW(result, result.shape) if tensors.is_view(result) else result
 
     @staticmethod
@@ -173,7 +174,7 @@ class FusedLinear(torch.autograd.Function):
         input_gradient = _input_gradient(rows, inputs, weight, input.shape) if of_input else None
         del weight
         if not is_compiling():
-            ctx.maybe_clear_saved_tensors()  # unless the graph is retained: the cast's memory is free for what follows
+            ctx.maybe_clear_saved_tensors()  # frees the cast's memory for later work, unless the graph is retained
         return (
             input_gradient,
             _bias_gradient(rows, ctx.product) if of_bias else None,
@@ -183,7 +184,7 @@ class FusedLinear(torch.autograd.Function):
 
 
 def _asked_for(ctx: Any) -> list[bool]:
-    """Returns whether this pass needs the gradients of input, bias and weight: ``backward(inputs=...)`` needs some.
+    """Returns which of input, bias and weight need a gradient in this pass: ``backward(inputs=...)`` needs only some.
 
     An input that needs a gradient has an edge of the graph. A layer without a bias has no edge for it.
     """
@@ -198,17 +199,17 @@ def _asked_for(ctx: Any) -> list[bool]:
 def _will_run(node: Any) -> bool:
     try:
         return autograd.will_engine_execute_node(node)
-    except RuntimeError:  # torch cannot tell: a leaf whose gradient `torch.autograd.grad` returns
+    except RuntimeError:  # torch cannot tell, for a leaf whose gradient `torch.autograd.grad` returns
         return True
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
-    # As torch, it leaves a matrix alone: a reshape changes strides of dimensions of size 1.
+    # As in torch, a matrix stays as it is, because a reshape changes strides of dimensions of size 1.
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, shape: torch.Size) -> Tensor:
-    # The order of operands follows the layout of the other factor, as in torch's own backward pass: same bits.
+    # As in torch's own backward pass, the layout of the other factor decides the order of operands. So bits are equal.
     is_column_major = inputs.stride() == (1, inputs.shape[0])
     found = _mm(weight.t(), rows.t()).t() if is_column_major else _mm(rows, weight)
     return found if len(shape) == 2 else found.reshape(shape)
@@ -217,8 +218,8 @@ def _input_gradient(rows: Tensor, inputs: Tensor, weight: Tensor, shape: torch.S
 def _weight_gradient(rows: Tensor, inputs: Tensor, has_usual_layout: bool, product: str) -> Tensor:
     left, right = (rows, inputs) if has_usual_layout else (inputs, rows)
     if _is_in_float32(rows, product):
-        with modes.DisableAutocast():  # which would round the operands, in a backward pass inside its region
-            # torch cannot differentiate the second form.
+        with modes.DisableAutocast():  # autocast would round the operands, in a backward pass inside its region
+            # torch cannot differentiate the product with a float32 result.
             found = (
                 _mm(left.t().float(), right.float())
                 if is_grad_enabled() or not _is_on_gpu(rows)
@@ -235,7 +236,7 @@ def _bias_gradient(rows: Tensor, product: str) -> Tensor:
 
 
 def _is_in_float32(rows: Tensor, product: str) -> bool:
-    """Returns True if the gradients of weight and bias are to be computed in float32 from half gradients of a layer."""
+    """Returns True to compute the gradients of weight and bias in float32, from half gradients of a layer."""
     return product == "float32" or (product == "auto" and _is_on_gpu(rows))
 
 

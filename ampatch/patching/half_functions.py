@@ -1,7 +1,7 @@
-"""The functions of torch that demand arguments of one type, and what models with half weights do about it.
+"""Names the functions of torch that demand arguments of one type, and their treatment in models with half weights.
 
-A half weight may meet a float32 input, buffer or mask. Owns the names of these functions. Must not know how they are
-cast. The user's lists do not change it: without the casts torch raises.
+In these models a half weight may meet a float32 input, buffer or mask. The user's lists do not change the treatment,
+because without the casts torch raises. Must not know how arguments are cast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ampatch.patching.adapters import Adapters, Casts, Function, InHalf
 from ampatch.switch import KINDS
 from ampatch.torch_private.operators import WEIGHT_NORM
 
-# Beside those on the whitelist. Layers with weights: their results are half, like those of products. torch.rms_norm
+# In addition to the whitelist: layers with weights, whose results are half, like those of products. torch.rms_norm
 # takes mixed types on the CPU, but gives a float32 result.
 _WITH_WEIGHTS = [
     "layer_norm",
@@ -36,7 +36,7 @@ _WITH_WEIGHTS = [
     "embedding_bag",
     "linear_cross_entropy",
 ]
-# Beside those on the promote list. Positions, and losses with weights: float32 loses nothing there.
+# In addition to the promote list: positions, and losses with weights, where float32 loses nothing.
 _PROMOTED = [
     "binary_cross_entropy",
     "cross_entropy",
@@ -55,7 +55,7 @@ _WITH_STATISTICS = (Path("torch.nn.functional", "batch_norm"), Path("torch.nn.fu
 
 
 def functions() -> Iterator[tuple[Path, InHalf]]:
-    """Yields the functions that this torch has. For a function that occurs twice the first one counts."""
+    """Yields the functions that this torch has. If a function occurs twice, its first treatment counts."""
     yield from ((path, treatment) for path, treatment in _named() if find_or(path) is not None)
 
 
@@ -75,15 +75,15 @@ def _named() -> Iterator[tuple[Path, InHalf]]:
             yield path, InHalf.ATTENTION if path.name in _ATTENTION else of[rule.treatment]
 
 
-#: The forms of addition that are patched for models with `tables`. Those in place keep the type that they write to.
+#: The forms of addition that are patched for models with `tables`. In-place forms keep the type that they write to.
 ADDITION = (Path("torch", "add"), *(Path("torch.Tensor", name) for name in ("add", "__add__", "__radd__")))
 
 
 def tables(model: nn.Module) -> Iterator[Tensor]:
     """Yields the tables of a model: float32 buffers of values that are added to activations, such as positions.
 
-    A table has at least two dimensions, and no value beyond 1, as sines have. Masks, biases of attention and positions
-    have greater values, and sums begin with zeros. The adapter also asks what a table is added to.
+    A table has at least two dimensions and, like sines, no value beyond 1. Masks, biases of attention and positions
+    have greater values, and sums begin with zeros. The adapter also checks what a table is added to.
     """
     for buffer in model.buffers():
         if (
@@ -98,7 +98,7 @@ def tables(model: nn.Module) -> Iterator[Tensor]:
 
 
 class CastingBesideHalf(TorchFunctionMode):
-    """Makes the casts of models with half weights in this thread, for copies of such a model that no session has."""
+    """Makes the casts of models with half weights in this thread, for copies that belong to no session."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function of torch."""

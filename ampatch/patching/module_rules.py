@@ -1,9 +1,10 @@
-"""Parts of a model that compute in float32, or by rules of their own, although torch's functions are patched.
+"""Makes parts of a model compute in float32, or by their own rules, although torch's functions are patched.
 
-These are parts in ``keep_fp32``, and those under ``modules`` in a cast-lists file, at O1 and O4.
+These are the parts in ``keep_fp32`` and those under ``modules`` in a cast-lists file, at O1 and O4.
 
-Owns the forward that replaces a part's own. In float32 it casts half arguments to float32, and runs with casts off.
-With rules it runs under these. Must never cast a result: functions outside of the part cast it by their own rules.
+Owns the forward that replaces a part's own. For a part in float32, it casts half arguments to float32, and runs with
+casts off. For a part with rules, it runs under these. Must never cast a result: functions outside of the part cast it
+by their own rules.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ def give_rules(parts: Mapping[nn.Module, tuple[str, str, Token | None]], ledger:
     """Makes parts of a model compute in float32, or by rules of their own, while the session casts.
 
     Args:
-        parts: modules that have a forward. With each its name, and the option or entry that decides, both for
-            messages; and the token of its rules, None for float32. Parts that this was done for are skipped.
+        parts: modules that have a forward. Each maps to its name and the option or entry that decides, both for
+            messages, and to the token of its rules; None for float32. Parts that already have this forward are skipped.
         ledger: records the changes.
         switch: switch of the session.
 
     Raises:
-        OptionError: TorchScript has compiled one of them; its forward is an asynchronous generator; or it is to compute
-            in float32, and its weights are half.
+        OptionError: TorchScript has compiled a part; its forward is an asynchronous generator; or it should compute in
+            float32 but has half weights.
     """
     for module, (name, asked, token) in parts.items():
         own = own_forward(module, switch)
@@ -82,7 +83,7 @@ class _ForwardOfPart(ReplacedForward):
         self._token = token
 
     def block(self) -> Block:
-        """Returns a block without casts, or one in which the rules are in force."""
+        """Returns a block without casts, or one that puts the part's rules in force."""
         return Switch.disabled() if self._token is None else thread_rules.under(self._token)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
-"""Methods of PEFT's models that read what amp has changed: half prompts to save, gradients after a step; and merges.
+"""Patches PEFT's methods that read what amp has changed (half prompts to save, gradients after a step), and merges.
 
-Owns the patches of these methods, on the classes that define them. Must not import PEFT: a model has them, or not.
+Owns these patches, on the classes that define the methods. Must not import PEFT: a model has the methods or not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def adapt(model: nn.Module, ledger: PatchLedger, switch: Switch) -> None:
     Args:
         model: an adopted model.
         ledger: records the patches.
-        switch: turns casts off while prompts are computed; the methods are the original ones once it is not active.
+        switch: switch of the session; it turns casts off while prompts are computed. Once it is inactive, the methods
+            act like the original ones.
     """
     for kind in {type(module) for module in model.modules()}:
         for owner in [each for each in kind.__mro__ if each.__module__.startswith("peft.")]:
@@ -40,7 +41,7 @@ def adapt(model: nn.Module, ledger: PatchLedger, switch: Switch) -> None:
 def _in_float32(original: Callable[..., Any], switch: Switch) -> Callable[..., Any]:
     """Returns a method that computes prompts for saving with float32 weights.
 
-    PEFT saves no weights of prompt learning, but what its prompt encoder computes from them.
+    For prompt learning, PEFT does not save weights, but the prompts that its prompt encoder computes from them.
     """
 
     def get_prompt_embedding_to_save(model: nn.Module, *args: Any, **kwargs: Any) -> Any:

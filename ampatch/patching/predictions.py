@@ -1,7 +1,7 @@
-"""Says what amp would do to the arguments of a call, without the call and without a cast.
+"""Predicts what amp would do to the arguments of a call, without making the call or a cast.
 
 The dtypes come from the adapters themselves, which get empty tensors in place of casts. Owns the sentences that say why
-an argument stays as it is. Must never call the function, cast a tensor, or touch the cache of a session.
+an argument stays unchanged. Must never call the function, cast a tensor, or touch the cache of a session.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a call would do with its arguments.
+    """What a call would do to its arguments.
 
     Attributes:
         arguments: its tensors, in order.
@@ -68,7 +68,7 @@ _EMPTY = {dtype: torch.empty(0, dtype=dtype, device="meta") for dtype in (*CASTA
 
 
 def unchanged(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> Prediction:
-    """Returns the prediction for a call whose arguments all stay as they are, for one reason."""
+    """Returns the prediction for a call whose arguments all stay unchanged for the same reason."""
     return Prediction(
         tuple(Argument(name, tensor.dtype, tensor.dtype, why) for name, tensor in _named(function, args, kwargs))
     )
@@ -125,7 +125,7 @@ class _Call:
     unmet: str | None = None
 
     def predicted(self, adapt: Adapt) -> Prediction:
-        """Runs an adapter, and says why tensors stay as they are."""
+        """Runs an adapter, and says why tensors stay unchanged."""
         args, kwargs, is_foreign = self.args, self.kwargs, False
         try:
             if self.name is not None and has_torch_function((*args, *kwargs.values())):
@@ -193,7 +193,7 @@ class _Call:
     def written(self) -> Tensor | None:
         """Returns the tensor that an in-place call writes to; None if the call is not in-place."""
         if self.name is None:
-            return None  # amp knows nothing of a decorated function
+            return None  # amp knows nothing about a decorated function
         if not is_in_place(self.name) and not _read(self.function, "inplace", self.args, self.kwargs):
             return None
         reader = first_argument_reader(self.function)

@@ -1,8 +1,8 @@
-"""The memory of a recurrent layer's half weights: one buffer, laid out as cuDNN expects it.
+"""Puts a recurrent layer's half weights into one buffer, laid out as cuDNN expects it.
 
 If the weights of a call are spread over several buffers, cuDNN copies them into one in each forward pass, and warns.
-Owns the choice of the calls and layers that get such a buffer, and the place of each weight in it. Must neither choose
-dtypes nor keep casts.
+Owns which calls and layers get such a buffer, and the place of each weight in it. Must neither choose dtypes nor keep
+casts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Layout:
         buffer = torch.zeros(self.numel, dtype=dtype, device=weights[0].device)
         casts = []
         for offset, weight in zip(self.offsets, weights, strict=True):
-            # No view of the buffer: views share a version counter, so a write to one cast would count for all.
+            # Not a view of the buffer: views share a version counter, so a write to one cast would count for all.
             cast = torch.empty(0, dtype=dtype, device=buffer.device)
             cast.set_(buffer.untyped_storage(), offset, weight.shape)  # type: ignore[call-overload]  # without strides
             casts.append(cast.copy_(weight))
@@ -160,7 +160,7 @@ def _layout_if_cudnn_runs(
 def _cudnn_takes(dtype: torch.dtype, device: torch.device) -> bool:
     """Returns True if cuDNN runs torch's recurrent layers in a type.
 
-    `is_acceptable` denies bfloat16. torch's C++ takes it, if the version of cuDNN and the device do.
+    `is_acceptable` returns False for bfloat16. torch's C++ accepts it if the version of cuDNN and the device do.
     """
     is_bfloat16 = dtype is torch.bfloat16
     asked = torch.empty(0, dtype=torch.float16 if is_bfloat16 else dtype, device=device)
@@ -185,9 +185,9 @@ def _layout_of_cudnn(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Layout:
-    """Lets cuDNN move tensors without values into one buffer, and reads off where it has put them."""
+    """Lets cuDNN move tensors without values into one buffer, and returns where it has put them."""
     per_layer = len(shapes) // (num_layers * (2 if bidirectional else 1))
-    has_projection = per_layer % 2 == 1  # of two matrices, two biases and the projection
+    has_projection = per_layer % 2 == 1  # two matrices, two biases and the projection
     with torch.inference_mode(False), torch.no_grad():
         moved = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     with torch.cuda.device_of(moved[0]), torch.no_grad():
@@ -199,7 +199,7 @@ def _layout_of_cudnn(
             shapes[0][0] // _GATES[mode],
             shapes[per_layer - 1][0] if has_projection else 0,
             num_layers,
-            False,  # whether the batch comes first, which does not concern the weights
+            False,  # whether the batch comes first, which does not affect the weights
             bidirectional,
         )
     return Layout(buffer.numel(), tuple(int(tensor.storage_offset()) for tensor in moved))

@@ -1,7 +1,8 @@
-"""Replaces a module's forward by one that runs the original under other casts, its part of a backward pass too.
+"""Replaces a module's forward by one that runs the original, and its part of a backward pass, under other casts.
 
-Owns what all such forwards share: copies, pickles, generators and the backward passes of the user's functions. A hook
-could not do this: a compiler cannot enter a block in one hook and leave it in another. Must not know which casts apply.
+Owns what all such forwards share: copies, pickles, generators and the backward passes of the user's functions. Hooks
+could not do this, because a compiler cannot enter a block in one hook and leave it in another. Must not know which
+casts apply.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ Block = AbstractContextManager[None]
 class ReplacedForward(ABC):
     """The forward of a module until its session ends.
 
-    A copy of the module gets its own, which belongs to the same session. An unpickled one casts like the code around
-    it.
+    A copy of the module gets its own forward, which belongs to the same session. An unpickled forward casts like the
+    code around it.
 
     Attributes:
         module: the module.
@@ -66,7 +67,7 @@ class ReplacedForward(ABC):
         return made
 
     def in_block(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own forward in the block; of a generator or a coroutine, each step."""
+        """Runs the module's own forward in the block; for a generator or a coroutine, runs each step in it."""
         with self.block():
             result = self.own(*args, **kwargs)
         if not is_dynamo_compiling():
@@ -83,11 +84,11 @@ class ReplacedForward(ABC):
         return type(self), (self.module, self.own)
 
     @property
-    def __code__(self) -> Any:  # torch.export reads the module's place in the source from it
+    def __code__(self) -> Any:  # torch.export reads from it where the module is in the source
         return self.own.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward; after the session, only the module's own."""
+        """Runs the forward under the casts; after the session, without them."""
         switch = self.switch
         if switch is None or not switch.active:
             return self.own(*args, **kwargs)
@@ -100,11 +101,11 @@ class ReplacedForward(ABC):
     def enclose_backward(self, result: object, first: int) -> None:
         """Runs the backward passes of users' `torch.autograd.Function` classes in a graph in the block as well.
 
-        torch's own nodes run in C++, which no cast list reaches.
+        torch's own nodes run in C++, which cast lists do not reach.
 
         Args:
             result: what the forward returned, with the graph.
-            first: number of the first node of that forward; earlier ones belong to code around it.
+            first: number of the first node of that forward; earlier nodes belong to code around it.
         """
         roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
         node: Any
@@ -136,7 +137,7 @@ def check_replaceable(module: nn.Module, name: str, asked: str) -> None:
 def own_forward(module: nn.Module, switch: Switch) -> Callable[..., Any] | None:
     """Returns the forward to replace; None if the session has replaced it already.
 
-    Copies from earlier sessions, and unpickled models, have a forward that has no effect any more.
+    In copies from earlier sessions, and in unpickled models, such a forward has no effect any more.
     """
     forward = vars(module).get("forward")
     if not isinstance(forward, ReplacedForward):
@@ -157,7 +158,7 @@ def own_forwards(model: nn.Module) -> Iterator[None]:
 
 
 def restore(module: nn.Module) -> ReplacedForward | None:
-    """Gives a module its own forward back; returns the one in its place, None if there was none."""
+    """Gives a module its own forward back; returns the one that had replaced it, None if there was none."""
     forward = vars(module).get("forward")
     if not isinstance(forward, ReplacedForward):
         return None
@@ -170,7 +171,7 @@ def restore(module: nn.Module) -> ReplacedForward | None:
 def follow_copies(ledger: PatchLedger) -> None:
     """Patches torch, so that a module's replica in `torch.nn.DataParallel`, or its shallow copy, runs its own forward.
 
-    Both get the attributes of the module, and so the forward of the original.
+    Both get the module's attributes, and with them the forward of the original.
     """
     replicate = getattr(*REPLICATE)
 
@@ -181,7 +182,7 @@ def follow_copies(ledger: PatchLedger) -> None:
         return replica
 
     def copy_with_own_forward(module: nn.Module) -> nn.Module:
-        # As copy.copy does without this method. Dynamo patches `nn.Module.__setstate__`, the other place for this.
+        # What copy.copy does without this method. `nn.Module.__setstate__` is no place for this: Dynamo patches it.
         reduce = copyreg.dispatch_table.get(type(module))
         reduced: Any = module.__reduce_ex__(4) if reduce is None else reduce(module)
         if isinstance(reduced, str):
@@ -216,7 +217,7 @@ class _EnclosedInBackward:
         self._function = function
         for name in ("backward", "vjp"):
             method = getattr(function, name)
-            # torch compares both with those of the base class, to see which one the user wrote.
+            # torch compares both with those of the base class, to see which of them the user wrote.
             setattr(self, name, method if method is getattr(Function, name) else _enclosed(method, block))
 
     def __getattr__(self, name: str) -> Any:

@@ -1,9 +1,9 @@
-"""Chooses the lists that this thread computes by: the session's, or those of a part of a model with its own rules.
+"""Chooses the lists for this thread: the session's, or those of a part of a model with its own rules.
 
 Owns the state of each thread, and the adapters that read it. A part's rules are in force in the thread that runs its
-forward. torch.compile must compile anew if the rules change. It guards, for each thread, the type of every autocast
-that is on. So under a part's rules autocast is on for a device that no tensor here uses. Its type, the token, stands
-for the set of rules. Must not know models.
+forward. torch.compile must compile again if the rules change. It guards, for each thread, the type of every autocast
+that is on. So under a part's rules, autocast is on for a device that no tensor here uses. The autocast's type, the
+*token*, identifies the set of rules. Must not know models.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ampatch.compilers import called_in_graphs
 from ampatch.half_types import HALVES
 from ampatch.switch import KINDS, RULES, Region
 
-#: Stands for one set of rules.
+#: Identifies one set of rules.
 Token = torch.dtype
 
-#: Stands for the session's rules. It is a type under which torch.autocast accepts the device.
+#: Identifies the session's rules. It is a type that torch.autocast accepts for the device.
 NO_TOKEN: Token = torch.float16
 
 #: All tokens of rules of parts, in the order of their use.
@@ -35,7 +35,7 @@ TOKENS: Sequence[Token] = sorted(
 
 
 def in_force() -> Token:
-    """Returns the token of the rules that this thread computes by; another type if these are the session's."""
+    """Returns the token of this thread's rules; another type if these are the session's."""
     return torch.get_autocast_dtype(RULES)
 
 
@@ -55,12 +55,12 @@ def choosing(adapt: Adapt, of_parts: Mapping[Token, Adapt]) -> Adapt:
 
 
 def unchanged(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Adapts nothing: for functions without a rule."""
+    """Returns the arguments unchanged, for functions without a rule."""
     return args, kwargs
 
 
 def under(token: Token) -> AbstractContextManager[None]:
-    """Puts other rules in force in this thread until the block ends; nests. In compiled code the graph does so."""
+    """Puts other rules in force in this thread until the block ends; nests. In compiled code the graph does this."""
     if is_dynamo_compiling():
         return _under_in_graph(token)
     others = (None,) * len(KINDS)
@@ -71,7 +71,7 @@ def under(token: Token) -> AbstractContextManager[None]:
 def _under_in_graph(token: Token) -> Iterator[None]:
     """Replaces a region under torch.compile."""
     before = torch.get_autocast_dtype(RULES) if torch.is_autocast_enabled(RULES) else NO_TOKEN
-    with torch.autocast(RULES, NO_TOKEN):  # tracing restores this wherever it stops or restarts, the type too
+    with torch.autocast(RULES, NO_TOKEN):  # tracing restores this, with the type, wherever it stops or restarts
         _set_token(str(token))
         try:
             yield
@@ -81,7 +81,7 @@ def _under_in_graph(token: Token) -> Iterator[None]:
 
 @called_in_graphs
 def _set_token(name: str) -> None:
-    """Notes in a graph by which rules it goes on; sets autocast itself, since export records it without entering it."""
+    """Records in a graph which rules apply from here on. Sets autocast, since export records it without entering it."""
     token = getattr(torch, name.removeprefix("torch."))
     torch.set_autocast_enabled(RULES, token is not NO_TOKEN)
     torch.set_autocast_dtype(RULES, token)

@@ -1,4 +1,4 @@
-"""Keeps casts of weights, so that a parameter is cast once however often it is used.
+"""Keeps casts of weights, so that a parameter is cast only once, however often it is used.
 
 The cache must never return a wrong cast. Constraints, and how the code keeps them:
 
@@ -8,21 +8,22 @@ The cache must never return a wrong cast. Constraints, and how the code keeps th
   every optimizer step.
   The *forward* store serves code that records none (``no_grad``, inference mode). It belongs to one thread, and exists
   only inside the outermost forward of an adopted model.
-  A *frozen* store serves such code too, in every thread and outside of forwards. It holds only weights that the user
-  declared unchanging, and exists until the `WeightCache.frozen` block ends.
+  A *frozen* store also serves code that records none, in every thread and outside of forwards. It holds only weights
+  that the user declared unchanging, and exists until the `WeightCache.frozen` block ends.
 - Changed weights: every use checks whether an entry is still valid (`Store`). An in-place write to the cast itself,
   through a view that a function returned, also invalidates it.
   An optimizer may write without raising the version counter, so its step drops the casts of the weights that it
   updates. If a CUDA graph records the step, their casts are kept for one forward at most from then on, because the
   cache cannot see replays. Code that reads ``p.data`` may write to it, so reading calls `WeightCache.forget`.
-  No check sees a write through another view of the memory in a frozen block, or between two forwards with grad and no
-  step between them. `WeightCache.clear` is for these.
+  Two kinds of writes through another view of the memory pass unseen: in a frozen block, and between two forwards with
+  grad that have no step between them. After these, users call `WeightCache.clear`.
 - Lifetimes: the cache must keep no parameter alive. A cast's graph holds its parameter, so a weak reference alone would
-  never die. As a store grows, entries whose parameter no Python code holds any more are swept out.
-- Streams: a cast of the iteration or of a forward is valid on the CUDA stream that made it. A cast of a frozen block is
-  waited for, and the end of the block waits for all streams of its device.
+  never die. As a store grows, it drops the entries whose parameter no Python code holds any more.
+- Streams: a cast of the iteration or of a forward is valid on the CUDA stream that made it. In a frozen block, the host
+  waits for each new cast, and the end of the block waits for all streams of its device.
 - Threads: they share stores without a lock, because a fork could copy a lock that is held. If two threads miss at once,
-  both cast, and the later cast is kept. A cast that is under way when a block ends goes to a store no longer in use.
+  both cast, and the later cast is kept. A cast that is still running when a block ends goes to a store no longer in
+  use.
 - Tracers (torch.compile, torch.export, torch.jit.trace, make_fx, CUDA graph capture) must record the cast at each use,
   so the cache is not consulted under a tracer.
 
@@ -143,8 +144,8 @@ class WeightCache:
     ) -> list[Tensor]:
         """Casts the weights of a recurrent layer into one buffer; uses the kept casts if none has changed since.
 
-        Each cast is kept as by `cast`. If another layer shares a weight, the cast that was made last is kept, and the
-        first layer casts all its weights anew when it runs again.
+        Each cast is kept as by `cast`. If another layer shares a weight, the last cast is kept, and the first layer
+        casts all its weights again when it runs again.
 
         Args:
             weights: strided tensors of castable types, at least one of another type than ``dtype``, on one device.
@@ -206,7 +207,7 @@ class WeightCache:
             store.forget([id(parameter)])
 
     def disable(self) -> None:
-        """Stops keeping casts for good: for weights that are gathered before their layer runs, and freed after it."""
+        """Stops keeping casts for good, because weights are gathered before their layer runs and freed after it."""
         self._enabled = False
         self.state.iteration = None
         self._serve_forward(None)
@@ -301,11 +302,11 @@ class WeightCache:
         if not self._enabled or is_traced():
             return None
         if parameter.is_cuda and is_capturing():
-            # The graph of a cast from before holds the gradient's node of another stream, which torch would reuse.
+            # The graph of an earlier cast holds the gradient's node of another stream, which torch would reuse.
             self.forget(parameter)
             return None
         changes_unseen = bool(self._replayed) and id(parameter) in self._replayed
-        # In inference mode nothing is recorded, whatever enable_grad() says.
+        # In inference mode autograd records nothing, even under enable_grad().
         if is_grad_enabled() and not is_inference_mode_enabled():
             return None if changes_unseen else self._iteration
         for block in self._frozen:

@@ -1,7 +1,7 @@
-"""The wrappers that stand under the names of patched functions, each with the adapter of its rule.
+"""Wraps patched functions, each with the adapter of its rule.
 
-A wrapper is no wrapt proxy, because torch.compile looks through proxies and would silently drop the cast. After the
-session, a wrapper that user code kept forwards every call unchanged. Must hold no state of a call.
+A wrapper is not a wrapt proxy, because torch.compile looks through proxies and would silently drop the cast. If user
+code keeps a wrapper after the session, it passes on every call unchanged. Must hold no state of a call.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class PatchedFunction(FunctionWrapper):
         adapter: adapter of the function's rule.
         switch: switch of the session.
         reason: note that names the function and the list entry; added to errors that a cast may have caused.
-        needs_block: True if what the original calls must cast nothing. Otherwise only builtins run without torch's
-            autocast, which has lists of its own; and graphs need not, where its casts are the same.
+        needs_block: True if functions that the original calls must cast nothing. Otherwise only builtins run without
+            torch's autocast, which has its own lists. In graphs they may run with it, if its casts are the same.
     """
 
     __slots__ = NO_SLOTS
@@ -74,7 +74,7 @@ class PatchedFunction(FunctionWrapper):
             if not is_dynamo_compiling() and len_dispatch_stack() and is_below_operators(sys._getframe(1)):
                 with self.switch.disabled():
                     return self.original(*args, **kwargs)
-            # Dynamo must not guard the observer. It keeps a dispatch mode on the stack, so that calls come here.
+            # Dynamo must not guard the observer, which keeps a dispatch mode on the stack so that calls come here.
             observer = None if is_dynamo_compiling() else cast_observers.observer
             if observer is not None and not observer.is_calling(self.original):
                 return observer.call(self.original, self, args, kwargs)
@@ -110,13 +110,13 @@ class PatchedFunction(FunctionWrapper):
 
 
 def _may_override(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if is_dynamo_compiling() and is_function_mode_enabled():  # of which its `has_torch_function` knows nothing
+    if is_dynamo_compiling() and is_function_mode_enabled():  # Dynamo's `has_torch_function` ignores function modes
         return True
     return has_torch_function(_in_lists((*args, *kwargs.values()) if kwargs else args))
 
 
 def _in_lists(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns values, and those in lists and tuples, where torch looks for overrides as well."""
+    """Returns the values, and the values in lists and tuples, in which torch looks for overrides too."""
     for value in values:
         if isinstance(value, (list, tuple)):
             values += tuple(value)
@@ -124,9 +124,9 @@ def _in_lists(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _let_override(original: Function) -> Callable[[FunctionWrapper, tuple[Any, ...], dict[str, Any]], Any]:
-    """Returns what passes a call to ``__torch_function__``, together with the object that now has the function's name.
+    """Returns a function that passes a call to ``__torch_function__``, with the object that now has that name.
 
-    torch itself looks methods in C++ up by name. It may call one by another name: that of ``x @ y`` is `Tensor.matmul`.
+    torch itself looks up methods in C++ by name, and may use another name: for ``x @ y`` it is `Tensor.matmul`.
     """
     if isinstance(original, types.MethodDescriptorType):
         return lambda _, args, kwargs: original(*args, **kwargs)
@@ -138,7 +138,7 @@ def _let_override(original: Function) -> Callable[[FunctionWrapper, tuple[Any, .
 def without_casts(function: Function, always: bool) -> Function:
     """Returns a function that runs without casts: always, or only in a region."""
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
-        return WithoutCasts()(function)  # in each of its steps
+        return WithoutCasts()(function)  # in each step of a generator
 
     def enclosed(*args: Any, **kwargs: Any) -> Any:
         if always or is_in_region():
@@ -150,11 +150,10 @@ def without_casts(function: Function, always: bool) -> Function:
 
 
 class FunctionInHalf(PatchedFunction):
-    """A function that demands arguments of one type, for models with half weights: casts in their forwards only.
+    """A function that demands arguments of one type, for models with half weights: casts only in their forwards.
 
-    Those include the backward passes of users' functions that ran in them.
-
-    It does so where casts are off, too: torch cannot multiply a half weight by float32.
+    It also casts in the backward passes of users' functions that ran in these forwards. It casts even where casts are
+    off, because torch cannot multiply a half weight by float32.
     """
 
     __slots__ = NO_SLOTS
@@ -176,8 +175,8 @@ class FunctionInHalf(PatchedFunction):
 class HalfModelFunction(PatchedFunction):
     """A function for models with half weights: it computes in float32, and gives half arguments half results.
 
-    If all floating arguments were of one half type, a float32 result is cast back to it: the layers behind have half
-    weights. Three kinds of results stay as they are:
+    If all floating arguments were of one half type, a float32 result is cast back to that type, because the next layers
+    have half weights. Three kinds of results stay as they are:
 
     - complex ones, since bfloat16 has no complex type;
     - results of a call with ``dtype=``;
@@ -189,7 +188,7 @@ class HalfModelFunction(PatchedFunction):
         switch: switch of the session.
         reason: note that names the function and the list entry.
         devices: device types on which the original has no half kernel; `EVERY_DEVICE` for all.
-        otherwise: the function for calls that are not to be cast to float32; None: the original.
+        otherwise: function for calls without a cast to float32; None for the original.
     """
 
     __slots__ = NO_SLOTS
@@ -235,7 +234,7 @@ def _is_float32_array(tensor: Tensor) -> bool:
 def overridable() -> frozenset[int]:
     """Returns the ids of functions that ``__torch_function__`` can override; torch keeps these functions alive."""
     told = itertools.chain.from_iterable(get_overridable_functions().values())
-    # torch does not tell of all that it has in C++, for example `torch.exp_`.
+    # torch does not name all of its functions in C++; `torch.exp_` is missing, for example.
     every = (unwrapped(value) for module in (torch, torch.sparse) for value in vars(module).values())
     in_cpp = (value for value in every if isinstance(value, types.BuiltinFunctionType))
     return frozenset(map(id, (*told, *in_cpp)))
@@ -270,12 +269,12 @@ def _text_of(reason: Reason) -> str:
 def adapted_for_override(adapt: Adapt, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Returns the adapted arguments of a call that an argument's ``__torch_function__`` or a mode may override.
 
-    If such an argument is no tensor, it cannot be cast. Then no other argument is cast either.
+    If such an argument is not a tensor, it cannot be cast. Then the other arguments are not cast either.
     """
     return (args, kwargs) if is_overridden_by_others(args, kwargs) else adapt(args, kwargs)
 
 
 def is_overridden_by_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns True if an argument that is no tensor overrides torch's functions."""
+    """Returns True if an argument that is not a tensor overrides torch's functions."""
     overriding = [value for value in (*args, *kwargs.values()) if hasattr(type(value), "__torch_function__")]
     return not all(isinstance(value, Tensor) for value in overriding)

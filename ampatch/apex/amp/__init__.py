@@ -1,4 +1,4 @@
-"""`apex.amp`: all of `ampatch.amp`, and the submodules of Apex's that scripts use.
+"""`apex.amp`: all of `ampatch.amp`, and those of Apex's submodules that scripts use.
 
 The modules here own the differences from `ampatch.amp`: the default half dtype, and the effect of a second
 `initialize`. They also own the cast lists that scripts edit in place, and the state that scripts read and write.

@@ -1,6 +1,6 @@
 """`apex.amp._amp_state`: state of the live session that scripts read, and the few attributes that they write.
 
-Each access reads the session. This module must store only attributes of Apex's that ampatch itself does not use.
+Each access reads the session. This module must store only those of Apex's attributes that ampatch itself does not use.
 """
 
 from __future__ import annotations

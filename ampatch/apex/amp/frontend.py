@@ -2,7 +2,7 @@
 
 A call with other settings replaces an earlier call, as in Apex: each fold of a cross-validation makes one call.
 
-Must hold no state: scripts read it in `_amp_state`, which takes it from the session.
+Must hold no state. Scripts read the state in `_amp_state`, which takes it from the session.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ def _by_name(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _mean_float16(given: dict[str, Any], alias: str) -> None:
-    """Sets the half dtype to float16 unless the caller named one, on the CPU too: Apex knew no other."""
+    """Sets the half dtype to float16 unless the caller named one, also on the CPU, because Apex had no other."""
     if given.get("half_dtype") is None and given.get(alias) is None:
         given["half_dtype"] = torch.float16
 
 
 def _lay_over(given: dict[str, Any]) -> None:
-    """Adds the script's edits of the cast lists to ``cast_lists``, before the caller's own lists."""
+    """Puts the script's edits of the cast lists into ``cast_lists``, before the caller's own lists."""
     changes = lists.changes()
     if changes:
         own = given.get("cast_lists")

@@ -12,7 +12,7 @@ from ampatch.session import Session
 
 __all__ = ["AmpHandle", "disable_casts", "scale_loss"]
 
-#: What to type instead of the API that Apex itself dropped in 2019.
+#: What to write instead of the API that Apex itself dropped in 2019.
 NEW_FORM = (
     "Type: model, optimizer = amp.initialize(model, optimizer, opt_level='O1'), and in each iteration: with "
     "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), then optimizer.step()."
@@ -36,7 +36,7 @@ class AmpHandle(amp.Handle):
     _clear_cache = staticmethod(amp.clear_cache)
 
     def scale_loss(self, *_: object, **__: object) -> NoReturn:
-        """Raises an error that says what to type instead.
+        """Raises an error that says what to write instead.
 
         Raises:
             UsageError: always.
@@ -44,7 +44,7 @@ class AmpHandle(amp.Handle):
         raise UsageError(f"handle.scale_loss is the API of 2018, which handles no master weights. {NEW_FORM}")
 
     def wrap_optimizer(self, *_: object, **__: object) -> NoReturn:
-        """Raises an error that says what to type instead.
+        """Raises an error that says what to write instead.
 
         Raises:
             UsageError: always.

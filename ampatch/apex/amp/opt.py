@@ -1,4 +1,4 @@
-"""`apex.amp.opt`: Apex's wrapper around optimizers from before 2019, which raises and says what to type instead."""
+"""`apex.amp.opt`: Apex's wrapper around optimizers from before 2019, which raises and says what to write instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["OptimWrapper"]
 
 
 class OptimWrapper:
-    """Raises an error that says what to type instead.
+    """Raises an error that says what to write instead.
 
     Raises:
         UsageError: always.

@@ -13,7 +13,7 @@ from ampatch.errors import OptionError, UsageError
 from ampatch.opt_levels import check_count
 from ampatch.runtime import runtime
 
-# By the session's scaler: a script gets the same object again, with the attributes that it has set.
+# Keyed by the session's scaler: a script gets the same object again, with the attributes that it has set.
 _known: weakref.WeakKeyDictionary[ampatch.scaling.loss_scaler.LossScaler, LossScaler] = weakref.WeakKeyDictionary()
 
 

@@ -1,1 +1,1 @@
-"""Apex's contributed modules: the few that ampatch replaces, mostly by functions of torch."""
+"""The few of Apex's contributed modules that ampatch replaces, mostly by functions of torch."""

@@ -1,4 +1,4 @@
-"""Stands in for ``apex.fp16_utils``: mixed precision by hand, from the time before amp."""
+"""Replaces ``apex.fp16_utils``: mixed precision by hand, from before Apex had amp."""
 
 from ampatch.apex.fp16_utils import fp16util
 from ampatch.apex.fp16_utils.fp16_optimizer import FP16_Optimizer

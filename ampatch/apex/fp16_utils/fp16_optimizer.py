@@ -1,7 +1,7 @@
-"""An optimizer of float32 masters for a half model, as ``apex.fp16_utils.FP16_Optimizer``: for loops without amp.
+"""An optimizer of float32 masters for a half model in a loop without amp, like ``apex.fp16_utils.FP16_Optimizer``.
 
-Owns the masters, the loss scale, and the scale of existing gradients. Must not change torch, nor anything of the model
-but its parameters and gradients. Must leave gradient arithmetic to `ampatch.native.kernels`.
+Owns the masters, the loss scale, and the scale of existing gradients. Must not change torch. Must change only the
+model's parameters and gradients. Must leave gradient arithmetic to `ampatch.native.kernels`.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
     Every ``update_master_grads`` with a dynamic scale syncs with the device once, since ``overflow`` is a bool.
 
     Args:
-        init_optimizer: optimizer of the model's parameters. While it steps, its float16 and bfloat16 parameters stand
-            for their masters.
+        init_optimizer: optimizer of the model's parameters. While it steps, masters replace its float16 and bfloat16
+            parameters.
         static_loss_scale: factor of losses, without a check for overflow.
         dynamic_loss_scale: True for a scale that reacts to overflows; an overflow then skips the step.
         dynamic_loss_args: settings of the dynamic scale; the defaults are ``init_scale=2**16``, ``scale_factor=2``,
             ``scale_window=2000``, ``min_loss_scale=2**-24`` and ``max_loss_scale=2**24``.
         verbose: True to log skipped steps.
-        on_overflow: as for ``amp.initialize``: "log", "raise", "trace" or a function, for steps that are skipped. A
-            closure that is evaluated again is no skipped step. "trace" logs the gradients, but has no trace.
+        on_overflow: "log", "raise", "trace" or a function, as for ``amp.initialize``; decides what a skipped step does.
+            Evaluating a closure again is not a skipped step. "trace" logs the gradients, but has no trace.
 
     Attributes:
         optimizer: wrapped optimizer.
@@ -84,7 +84,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         first_closure_call_this_step: True if the next evaluation of a closure is the first one of its step.
 
     Raises:
-        OptionError: ``init_optimizer`` is no optimizer, or a loss scale argument is invalid.
+        OptionError: ``init_optimizer`` is not an optimizer, or a loss scale argument is invalid.
     """
 
     _checks_static_scale = False
@@ -113,7 +113,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         self.first_closure_call_this_step = True
         self._change: ScaleChange | None = self._no_change()  # None: the scale has not reacted to `overflow` yet
         self._unscaled_by = self.loss_scale  # at the last unscaling
-        # Scale of the gradients that were not cleared yet; None if there are none, or if they have the current scale.
+        # Scale of gradients that were not cleared yet; None if there are no such gradients, or if the scale is current.
         self._half_scale: float | None = None
         self._full_scale: float | None = None
         self._make_masters()
@@ -135,7 +135,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
                 optimizer_state.retype(self.optimizer, parameter, parameter.dtype, torch.float32)
 
     def _updated(self) -> Iterator[Tensor]:
-        """Yields what the inner optimizer updates: masters in place of half parameters."""
+        """Yields the tensors that the inner optimizer updates, with masters in place of half parameters."""
         return map(self._updated_for, optimizer_state.parameters_of(self.optimizer))
 
     def _updated_for(self, parameter: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         Args:
             set_grads_to_None: True to set gradients to None; False to set them to 0.
         """
-        if self.overflow:  # no step skips these gradients; a loop that leaves out bad steps has to end
+        if self.overflow:  # no step skips these gradients; a loop that leaves out bad steps must end
             self._react()
         for parameter in itertools.chain(self._updated(), *self.fp16_groups):
             if set_grads_to_None:
@@ -183,7 +183,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         """
         if self.overflow and self._change is None:
             parameters = itertools.chain(*self.fp16_groups, *self.fp32_from_fp32_groups)
-            if not self.loss_scaler.has_overflow(parameters):  # they were cleared, and no step skips them
+            if not self.loss_scaler.has_overflow(parameters):  # the gradients were cleared, and no step skips them
                 self._react()
         scale = self.loss_scale
         self._bring_to(scale)
@@ -308,7 +308,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         gate = ClosureGate(self.optimizer, may_go_back=self.dynamic_loss_scale)
 
         def evaluate() -> Any:
-            with exchanged(self._pairs()):  # back: the closure has the half parameters
+            with exchanged(self._pairs()):  # exchanges back: the closure gets the half parameters
                 if not self.first_closure_call_this_step:
                     self._write_masters()
                 self.first_closure_call_this_step = False
@@ -331,7 +331,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         return result
 
     def _react(self) -> ScaleChange:
-        """Lets the scale react to `overflow`, once for each step, and each evaluation of a closure that overflowed."""
+        """Lets the scale react to `overflow`, once per step, and once per evaluation of a closure that overflowed."""
         if self._change is None:
             self.loss_scaler.update_scale(self.overflow)
             self._change = ScaleChange(0, self._unscaled_by, self.loss_scale)
@@ -450,7 +450,7 @@ def _loss_scaler_from(saved: Any, dynamic: bool) -> LossScaler:
         )
     if not dynamic:
         return LossScaler(_checked_scale(scale))
-    # Apex's later kind is amp's: it counts steps without overflow, and has other names.
+    # Apex's later kind is amp's scaler: it counts steps without overflow, and has other names.
     loss_scaler = _dynamic_loss_scaler(
         init_scale=scale,
         scale_factor=found.get("scale_factor", 2.0),

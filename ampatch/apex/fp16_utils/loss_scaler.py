@@ -43,7 +43,7 @@ class LossScaler:
         """Leaves the scale as it is."""
 
     def scale_gradient(self, module: Any, grad_in: Iterable[Tensor], grad_out: Any) -> tuple[Tensor, ...]:
-        """Multiplies the gradients of a module's inputs by the scale; a backward hook of modules."""
+        """Multiplies the gradients of a module's inputs by the scale; scripts register it as a backward hook."""
         return tuple(self.loss_scale * grad for grad in grad_in)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Apex's normalization layers, on top of torch's own."""
+"""Apex's normalization layers, built on torch's own."""
 
 from __future__ import annotations
 

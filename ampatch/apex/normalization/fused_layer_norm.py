@@ -1,6 +1,6 @@
-"""Apex's layer and RMS normalization, on top of torch's functions, which have fused kernels too.
+"""Apex's layer and RMS normalization, built on torch's functions, which have fused kernels too.
 
-Must not cast unless torch's functions need it: under O1 amp casts, since these modules call torch's functions.
+Must not cast unless torch's functions need it. Under O1 amp casts, since these modules call torch's functions.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def mixed_dtype_fused_rms_norm_affine(
     return F.rms_norm(input, _as_list(normalized_shape), wide_weight, eps).to(weight.dtype)
 
 
-# Apex's autograd functions. Projects call `apply`, and some ask for the arguments of `forward`.
+# Apex's autograd functions. Projects call `apply`, and some inspect the arguments of `forward`.
 
 
 class FusedLayerNormFunction:
@@ -199,7 +199,7 @@ class FusedRMSNormAffineMixedDtypesFunction:
 
 
 class _WithApexArguments(nn.Module):
-    """Base of the layers with the constructor that Apex's have; torch's layer stands after it among the bases."""
+    """Base of the layers, with Apex's constructor; torch's layer comes after it among the bases."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class FusedRMSNorm(_WithApexArguments, nn.RMSNorm):
 
 
 class _AlwaysAffine(nn.Module):
-    """Base of the layers whose outputs have the dtype of their parameters, and which therefore always have some."""
+    """Base of the layers whose outputs have the dtype of their parameters, so that they always have parameters."""
 
     def __init__(self, normalized_shape: Shape, eps: float | None = 1e-5, **options: Any) -> None:
         if not options.get("elementwise_affine", True):

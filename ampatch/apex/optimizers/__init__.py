@@ -1,4 +1,4 @@
-"""Apex's optimizers: they use torch's own updates if these are the same, else torch's multi-tensor kernels."""
+"""Apex's optimizers, which use torch's own updates if these are the same, and torch's multi-tensor kernels if not."""
 
 from __future__ import annotations
 

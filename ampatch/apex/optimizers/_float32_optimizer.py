@@ -1,7 +1,7 @@
 """Base of Apex's optimizers: float32 arithmetic and state for parameters of any dtype, and checkpoints.
 
 Owns the conversion of parameters and gradients, of any floating dtype and strides, to the tensors of an update. Also
-owns the conversion of saved state, Apex's too, to an optimizer's state. Must not know any particular update.
+converts saved state, from ampatch or Apex, to an optimizer's state. Must not know any particular update.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class UnsupportedOptionError(OptionError, RuntimeError):
-    """An argument that Apex's optimizers accept but do not support either; they raise a RuntimeError."""
+    """An argument that Apex's optimizers have but do not support; Apex's raise a RuntimeError for it."""
 
 
 class Float32Optimizer(Optimizer):
@@ -43,11 +43,11 @@ class Float32Optimizer(Optimizer):
 
     Args:
         params: parameters, or groups of them, as for every optimizer of torch.
-        set_grad_none: True if ``zero_grad()`` sets gradients to None, False for 0.
+        set_grad_none: True if ``zero_grad()`` sets gradients to None; False if it sets them to 0.
         defaults: options of a group, under Apex's names.
     """
 
-    #: The attributes that pickles keep beside the options of groups. Each class adds its own.
+    #: Attributes that pickles keep in addition to the options of groups. Each class adds its own.
     _settings: tuple[str, ...] = ("set_grad_none",)
 
     def __init__(self, params: Iterable[Any], set_grad_none: bool, **defaults: Any) -> None:
@@ -71,7 +71,7 @@ class Float32Optimizer(Optimizer):
             Result of the closure; None without one.
 
         Raises:
-            UsageError: a gradient is sparse, or a parameter is no floating-point tensor; no parameter was changed.
+            UsageError: a gradient is sparse, or a parameter is not a floating-point tensor; no parameter was changed.
         """
         loss = None
         if closure is not None:
@@ -110,7 +110,7 @@ class Float32Optimizer(Optimizer):
         return {}
 
     def _update_batch(self, group: Group, parameters: list[Tensor], values: list[Tensor], grads: list[Tensor]) -> None:
-        """Updates the values of parameters of one group and device, as `_in_float32` gives them with the gradients."""
+        """Updates the values of parameters of one group and device; `_in_float32` yields values and gradients."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -208,7 +208,7 @@ class Float32Optimizer(Optimizer):
                         name: self._loaded(name, value, parameter) for name, value in final["state"][index].items()
                     }
 
-        # As hooks, since the user's own hooks may return another state dict, or read the loaded state.
+        # These are hooks, since the user's own hooks may return another state dict, or read the loaded state.
         with (
             self.register_load_state_dict_pre_hook(translate),
             self.register_load_state_dict_post_hook(load_again, prepend=True),
@@ -262,7 +262,7 @@ def _dtype_of_state(parameter: Tensor) -> torch.dtype:
 
 
 def decay_first(values: list[Tensor], group: Group) -> None:
-    """Applies a group's weight decay to values by itself; the update that follows must get a weight decay of 0."""
+    """Applies only a group's weight decay to values; the update that follows must get a weight decay of 0."""
     foreach.mul_(values, 1 - float(group["lr"]) * group["weight_decay"])
 
 

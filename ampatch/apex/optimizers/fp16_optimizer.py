@@ -1,4 +1,4 @@
-"""The ``FP16_Optimizer`` of early 2019, for Apex's own optimizers, on top of the one of `ampatch.apex.fp16_utils`."""
+"""The ``FP16_Optimizer`` of early 2019 for Apex's own optimizers, built on that of `ampatch.apex.fp16_utils`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
         init_optimizer: optimizer of the model's parameters.
         static_loss_scale: factor of losses.
         dynamic_loss_scale: True for a scale that reacts to overflows.
-        dynamic_loss_args: settings of the dynamic scale, as for ``apex.fp16_utils.FP16_Optimizer``; None for those of
-            Apex here: ``scale_window=1000`` and ``min_loss_scale=1``.
+        dynamic_loss_args: settings of the dynamic scale, as for ``apex.fp16_utils.FP16_Optimizer``; None for the
+            settings of this class in Apex: ``scale_window=1000`` and ``min_loss_scale=1``.
         verbose: True to log skipped steps.
 
     Raises:
-        OptionError: ``init_optimizer`` is no optimizer, or a loss scale argument is invalid.
+        OptionError: ``init_optimizer`` is not an optimizer, or a loss scale argument is invalid.
     """
 
     _checks_static_scale = True
@@ -60,7 +60,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
 
     @property
     def fp32_groups(self) -> list[list[Tensor]]:
-        """Returns what the optimizer updates, by group: masters, and parameters that are not half."""
+        """Returns the tensors that the optimizer updates, by group: masters, and parameters that are not half."""
         return [list(map(self._updated_for, group["params"])) for group in self.param_groups]
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:  # noqa: N803 - Apex's name

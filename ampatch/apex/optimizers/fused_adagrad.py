@@ -1,4 +1,4 @@
-"""Adagrad under Apex's name and arguments: torch's update on its multi-tensor kernels."""
+"""Adagrad under Apex's name and arguments, with torch's update on its multi-tensor kernels."""
 
 from __future__ import annotations
 

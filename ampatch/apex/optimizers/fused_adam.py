@@ -1,4 +1,4 @@
-"""Adam and AdamW under Apex's name and arguments: torch's fused kernel does the update."""
+"""Adam and AdamW under Apex's name and arguments, updated by torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ampatch.native.host_copy import for_fused_step
 class FusedAdam(Float32Optimizer):
     """Adam (Kingma and Ba, 2015), or AdamW with its decoupled weight decay (Loshchilov and Hutter, 2019).
 
-    After an overflow (``found_inf``) it skips the step by itself, as torch's fused optimizers do. Therefore neither
-    ampatch nor ``torch.amp.GradScaler`` syncs with the device to decide whether to skip. They do if a group has
+    After an overflow (``found_inf``) it skips the step itself, as torch's fused optimizers do. Therefore neither
+    ampatch nor ``torch.amp.GradScaler`` syncs with the device to decide whether to skip, unless a group has
     ``max_grad_norm``.
 
     Args:
@@ -35,11 +35,11 @@ class FusedAdam(Float32Optimizer):
         amsgrad: not supported, as in Apex.
         set_grad_none: True if ``zero_grad()`` sets gradients to None.
         capturable: True to keep the learning rate in a tensor on the device, where CUDA graphs read it at each replay.
-        master_weights: not supported: ampatch keeps float32 masters at O2 and O5.
+        master_weights: not supported, because ampatch keeps float32 masters at O2 and O5.
         max_grad_norm: upper bound of the norm of each group's gradients, which ``step`` clips; 0 or None for no
             clipping. Only the FusedAdam of early 2019 had this argument and the following ones.
         eps_inside_sqrt: must be False: ``eps`` is added to the root.
-        use_mt: ignored: several tensors are always updated at once.
+        use_mt: ignored, because several tensors are always updated at once.
         amp_scale_adjustment: must be 1: gradients are unscaled when `ampatch.amp.scale_loss` ends.
 
     Attributes:
@@ -106,7 +106,7 @@ class FusedAdam(Float32Optimizer):
 
     @functools.cached_property
     def _dummy_overflow_buf(self) -> Tensor:
-        """Flag that steps of subclasses hand to ``multi_tensor_adam``."""
+        """Flag that steps of subclasses pass to ``multi_tensor_adam``."""
         return torch.zeros(1, dtype=torch.int32, device=self.param_groups[0]["params"][0].device)
 
     def _divisors(self, batches: list[tuple[Group, list[Tensor]]]) -> dict[int, Tensor]:
@@ -159,7 +159,7 @@ class FusedAdam(Float32Optimizer):
 def _divisor(group: Group) -> Tensor:
     """Returns the divisor that clips a group's gradients to ``max_grad_norm``.
 
-    The norm is float32: that of many half gradients is beyond float16.
+    The norm is float32, because the norm of many half gradients exceeds float16.
     """
     grads = [each.grad for each in group["params"] if each.grad is not None]
     _, sum_of_squares = kernels.flag_and_squares(grads, grads[0].device)

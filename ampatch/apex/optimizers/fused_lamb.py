@@ -76,7 +76,7 @@ class FusedLAMB(Float32Optimizer):
     def _divisor(self, parameters: list[Tensor]) -> Tensor | None:
         """Returns the divisor that clips the gradients to ``max_grad_norm``, after a scaler's; None for neither."""
         scale: Tensor | None = getattr(self, "grad_scale", None)
-        # The norm is that of the gradients of all groups, so a group's own value is ignored, as in Apex.
+        # The norm covers the gradients of all groups, so a group's own ``max_grad_norm`` is ignored, as in Apex.
         max_norm = self.defaults["max_grad_norm"]
         if not parameters or not max_norm:
             return scale

@@ -15,9 +15,9 @@ from ampatch.apex.optimizers.fused_lamb import FusedLAMB
 class FusedMixedPrecisionLamb(FusedLAMB):
     """`FusedLAMB` that can keep float32 masters of half parameters, as ``master`` in their state.
 
-    The first step makes the masters. From then on training updates these: the next step overwrites weights that are
-    loaded into the model later. A ``torch.amp.GradScaler`` leaves it to ``step`` to unscale the gradients and to skip
-    after an overflow, and so accepts half parameters.
+    The first step makes the masters. From then on training updates the masters, so the next step overwrites weights
+    that you load into the model later. A ``torch.amp.GradScaler`` lets ``step`` unscale the gradients and skip after an
+    overflow, and so accepts half parameters.
 
     Args:
         params: parameters, or groups of them.

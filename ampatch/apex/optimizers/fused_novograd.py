@@ -121,7 +121,7 @@ class FusedNovoGrad(Float32Optimizer):
 
     def _translate_group(self, group: Group, states: list[dict[str, Any]]) -> None:
         super()._translate_group(group, states)
-        # Apex keeps norms by group: one tensor for float16 parameters, and a second for the others.
+        # Apex keeps norms by group: one tensor for float16 parameters, and another for all others.
         of_halves, of_others = group.pop("exp_avg_sq", ((), ()))
         left = {True: iter(of_halves), False: iter(of_others)}
         for state in states:

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent under Apex's name and arguments: torch's fused kernel does the update."""
+"""Stochastic gradient descent under Apex's name and arguments, updated by torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ampatch.native.host_copy import for_fused_step
 class FusedSGD(Float32Optimizer):
     """SGD with momentum (Sutskever et al., 2013), in torch's form: ``buffer = momentum * buffer + grad``.
 
-    After an overflow (``found_inf``) it skips the step by itself, unless ``wd_after_momentum`` is set.
+    After an overflow (``found_inf``) it skips the step itself, unless ``wd_after_momentum`` is set.
 
     Args:
         params: parameters, or groups of them.

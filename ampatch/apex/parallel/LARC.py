@@ -1,7 +1,7 @@
-"""Layer-wise adaptive learning rates around any optimizer, as ``apex.parallel.LARC``.
+"""Adds layer-wise adaptive learning rates to any optimizer, like ``apex.parallel.LARC``.
 
 Owns how gradients are adapted before the inner optimizer's step. Must not own anything else: parameters, state and
-options are those of the inner optimizer.
+options belong to the inner optimizer.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class LARC:
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
 
     It also works around an optimizer that was passed to ``amp.initialize``. In this case, pass the inner optimizer to
-    ``amp.scale_loss``. LR schedulers need the inner optimizer too, since LARC is no ``torch.optim.Optimizer``.
+    ``amp.scale_loss``. LR schedulers need the inner optimizer too, since LARC is not a ``torch.optim.Optimizer``.
 
     Args:
         optimizer: inner optimizer; any object with ``param_groups``, ``step`` and ``zero_grad``.
-        trust_coefficient: distance that a step may move a parameter, as a share of the parameter's norm.
+        trust_coefficient: how far a step may move a parameter, as a fraction of the parameter's norm.
         clip: True to use the local rate only as an upper bound of the optimizer's own rate.
         eps: term that keeps the divisor from being 0.
 

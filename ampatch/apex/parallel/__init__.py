@@ -1,4 +1,4 @@
-"""Stands in for ``apex.parallel``: training on several ranks, on top of torch's own modules.
+"""Replaces ``apex.parallel``: training on several ranks, built on torch's own modules.
 
 ``LARC`` and ``multiproc`` are modules, as in Apex: ``from apex.parallel.LARC import LARC``.
 """

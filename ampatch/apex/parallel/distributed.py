@@ -1,7 +1,7 @@
-"""Reduces gradients and parameters over ranks, as ``apex.parallel.distributed``, on top of ``torch.distributed``.
+"""Reduces gradients and parameters over ranks like ``apex.parallel.distributed``, by ``torch.distributed``.
 
-Owns what Apex's arguments mean for torch's DistributedDataParallel (DDP). Must not reduce where DDP can: the session
-knows DDP, and makes all ranks skip a step together.
+Owns what Apex's arguments mean for torch's DistributedDataParallel (DDP). Must not reduce where DDP can, because the
+session knows DDP, and makes all ranks skip a step together.
 """
 
 # No `from __future__ import annotations`: torch compares the annotations of a communication hook with classes.
@@ -52,10 +52,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Args:
         module: module with parameters of any floating-point dtype, all on this rank's device.
         message_size: number of elements that torch reduces at once, as soon as their gradients are ready.
-        delay_allreduce: no effect any more: torch finds parameters without a gradient in either case.
+        delay_allreduce: no effect any more, because torch finds parameters without a gradient in either case.
         shared_param: not supported, as in Apex.
-        allreduce_trigger_params: no effect any more: torch decides when to reduce.
-        retain_allreduce_buffers: not supported: there are no such buffers; read reduced gradients from ``p.grad``.
+        allreduce_trigger_params: no effect any more, because torch decides when to reduce.
+        retain_allreduce_buffers: not supported, because there are no such buffers. Read reduced gradients from
+            ``p.grad``.
         allreduce_always_fp32: True to reduce half gradients in float32.
         num_allreduce_streams: no effect any more.
         allreduce_communicators: no effect any more.
@@ -63,7 +64,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_predivide_factor: divisor of gradients before the sum; as in Apex, it is multiplied back only if
             gradients are averaged.
         gradient_average_split_factor: older name of ``gradient_predivide_factor``.
-        prof: no effect any more: ``torch.profiler`` shows the reductions anyway.
+        prof: no effect any more, because ``torch.profiler`` shows the reductions anyway.
 
     Raises:
         OptionError: an argument is not supported or out of range, or two arguments contradict each other.
@@ -141,7 +142,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.require_backward_grad_sync = False
 
 
-# Each rank keeps its own buffers, as in Apex. From torch 2.13 on, an argument means exactly this.
+# Each rank keeps its own buffers, as in Apex. From torch 2.13 on, DDP has an argument for exactly this.
 _OWN_BUFFERS: dict[str, Any] = (
     {"forward_sync_buffers": False}
     if "forward_sync_buffers" in inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters

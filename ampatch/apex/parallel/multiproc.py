@@ -1,7 +1,7 @@
-"""Runs as ``python -m apex.parallel.multiproc train.py``, and says what to type instead: ``torchrun``.
+"""Answers ``python -m apex.parallel.multiproc train.py`` with the command to type instead: ``torchrun``.
 
-Must not start processes: Apex's launcher used a rendezvous that torch no longer supports. Importing this module must
-not fail, only running it.
+Must not start processes, because Apex's launcher used a rendezvous that torch no longer supports. Must fail only when
+run, not when imported.
 """
 
 import shlex

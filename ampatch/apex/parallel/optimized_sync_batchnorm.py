@@ -1,4 +1,4 @@
-"""Module that pickled models name: Apex had two batch norms, and models mostly used the one of this module."""
+"""Module that pickled models refer to: of Apex's two batch norms, models mostly used the one in this module."""
 
 from ampatch.apex.parallel.sync_batchnorm import SyncBatchNorm
 

@@ -1,7 +1,7 @@
-"""Batch norm over the batches of all ranks, as ``apex.parallel.SyncBatchNorm``, on top of torch's own.
+"""Batch norm over the batches of all ranks, like ``apex.parallel.SyncBatchNorm``, built on torch's own.
 
 Owns what Apex's module had beyond torch's: channels in the last dimension, an addend and a relu. Must not compute
-statistics itself: torch does this on a GPU, and `ampatch.sync_batch_norm` on the CPU, where torch raises.
+statistics itself. torch does this on a GPU, and `ampatch.sync_batch_norm` on the CPU, where torch raises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         affine: True to have weight and bias.
         track_running_stats: True to keep running statistics.
         process_group: group of ranks that share statistics; None for all ranks.
-        channel_last: True if channels are the last dimension of inputs: (N, ..., C). For 2-dimensional inputs they
+        channel_last: True if channels are the last dimension of inputs: (N, ..., C). In 2-dimensional inputs they
             always are.
         fuse_relu: True to apply a relu to the output.
     """

@@ -15,6 +15,6 @@ def changes() -> dict[str, dict[str, list[str]]]:
     """Returns the edits of the lists so far, in the form that ``cast_lists=`` takes; empty if there are none.
 
     Raises:
-        OptionError: a script added a name to two lists, or an entry that is no name.
+        OptionError: a script added a name to two lists, or an entry that is not a name.
     """
     return changes_of([functional_overrides, torch_overrides, tensor_overrides])

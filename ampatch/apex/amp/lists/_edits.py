@@ -60,7 +60,7 @@ def changes_of(modules: Iterable[ModuleType]) -> dict[str, dict[str, list[Any]]]
     """Returns the edits of these modules' lists as an overlay; empty if there are none.
 
     Raises:
-        OptionError: a script added a name to two lists, or an entry that is no name.
+        OptionError: a script added a name to two lists, or an entry that is not a name.
 
     Warns:
         AmpWarning: torch has no function of that name.
@@ -104,7 +104,7 @@ def _edits(module: Any) -> dict[str, _Entry]:
                     )
                 if hasattr(module.MODULE, function):
                     edits[function] = (_TREATMENTS[name].value, instead)
-                else:  # no error, as in Apex: another torch may have it
+                else:  # not an error, as in Apex: another torch may have it
                     hint = did_you_mean(function, dir(module.MODULE))
                     warn(f"{module.__name__}.{name} holds {function!r}, which this torch does not have.{hint}")
     return edits

@@ -1,4 +1,4 @@
-"""``clip_grad_norm_`` with a float32 norm: that of many half gradients is beyond float16, where torch's is inf."""
+"""``clip_grad_norm_`` with a float32 norm. The norm of many half gradients exceeds float16, and torch's is then inf."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def clip_grad_norm_(
         parameters: a parameter, or several, of any floating dtype.
         max_norm: the greatest norm that the gradients keep.
         norm_type: the norm's p, such as 2 or ``math.inf``.
-        error_if_nonfinite: whether a norm that is inf or NaN raises.
+        error_if_nonfinite: True to raise if the norm is inf or NaN.
 
     Returns:
         The total norm before clipping: 0-dimensional float32.

@@ -1,4 +1,4 @@
-"""Apex's optimizers of early 2019, in their form of then."""
+"""Apex's optimizers as they were in early 2019."""
 
 from __future__ import annotations
 

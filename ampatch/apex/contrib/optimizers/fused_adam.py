@@ -26,7 +26,7 @@ class FusedAdam(optimizers.FusedAdam):
         weight_decay: factor of the weight decay, which is decoupled.
         max_grad_norm: upper bound of the norm of each group's gradients; 0 for no clipping.
         amsgrad: not supported, as in Apex.
-        use_mt: ignored: several tensors are always updated at once.
+        use_mt: ignored, because several tensors are always updated at once.
         amp_scale_adjustment: must be 1.
 
     Raises:
@@ -74,10 +74,10 @@ class FusedAdam(optimizers.FusedAdam):
 
         Args:
             closure: function that evaluates the model again and returns the loss.
-            grads: gradients of any floating dtype: a list for each group, or one list for the only group. The
-                parameter's own counts in place of None.
-            output_params: tensors that get the new values, rounded to their dtypes, in the same form.
-            scale: divisor of the gradients; the quotients for half parameters are half.
+            grads: gradients of any floating dtype: a list for each group, or one list for the only group. For None,
+                the parameter's own gradient counts.
+            output_params: tensors that get the new values, rounded to their dtypes; in the same form as ``grads``.
+            scale: divisor of the gradients; for half parameters, the quotients are half.
             grad_norms: norm of each group's gradients before the division; None to compute it. Only groups with
                 ``max_grad_norm`` need it.
 
@@ -124,7 +124,7 @@ class FusedAdam(optimizers.FusedAdam):
 
 
 def _set_gradients(parameters: list[Tensor], given: list[Tensor | None], divisor: float) -> None:
-    """Sets parameters' gradients to the given ones, in place of None to their own, divided."""
+    """Sets parameters' gradients to the given ones, divided; for None, divides their own."""
     for parameter, grad in zip(parameters, given, strict=True):
         if grad is not None:
             parameter.grad = grad.to(parameter.dtype)

@@ -1,4 +1,4 @@
-"""Apex's cross entropy with label smoothing, on top of torch's."""
+"""Apex's cross entropy with label smoothing, computed by torch's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class SoftmaxCrossEntropyLoss:
-    """Cross entropy of each row, in float32; scripts call `apply`, as of a ``torch.autograd.Function``."""
+    """Cross entropy of each row, in float32; scripts call `apply`, like that of a ``torch.autograd.Function``."""
 
     @staticmethod
     def apply(
