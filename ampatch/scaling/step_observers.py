@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -18,8 +18,8 @@ from ampatch.scaling.scale_use import ScaleUse
 from ampatch.torch_private.optimizers import MAYBE_OPT_STEP, SCALE
 
 
-class StepObserver(Protocol):
-    """Watches blocks and steps."""
+class StepObserver:
+    """Watches blocks and steps; a class that watches overrides what it wants to see."""
 
     def unscaling(self, scale_use: ScaleUse, gradients: Sequence[OptimizerGradients]) -> None:
         """Sees gradients that are about to be unscaled.
