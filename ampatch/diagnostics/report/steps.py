@@ -94,7 +94,7 @@ def _timed(method: Callable[Concatenate[Steps, _P], None]) -> Callable[Concatena
     return run
 
 
-class Steps:
+class Steps(step_observers.StepObserver):
     """Observes blocks and steps until its block ends; see `amp.report`.
 
     Attributes:
