@@ -20,7 +20,7 @@ from ampatch import amp, opt_levels
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import guards, options, versions
 from ampatch.integrations.net_state import AmpState
-from ampatch.integrations.trainer_session import Wording, casts_off, casts_off_elsewhere, casts_on
+from ampatch.integrations.trainer_session import Wording, amp_log, casts_off, casts_off_elsewhere, casts_on
 from ampatch.ledger import PatchLedger
 
 _INSTALL = "Type pip install 'transformers>=4.57' 'accelerate>=1.15'."
@@ -223,6 +223,12 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         self._amp_launched = accelerate_optimizers.launched_precision(self.accelerator)
         if self._amp_is_on():
             accelerate_optimizers.check_accelerator(self.accelerator, "amp='O0'")
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs the loss scale and the number of skipped steps beside the loss."""
+        if self._amp_state.is_live and "loss" in logs:
+            logs.update(amp_log())  # a callback's on_log would be too late for the log history and for reporters
+        super().log(logs, *args, **kwargs)
 
     # Checkpoints
 

@@ -214,6 +214,21 @@ class TestTraining:
         make(tmp_path, options, max_steps=1, callbacks=[callback]).train()
         assert settings[0] == {**settings[0], **options, "opt_level": "O1"}
 
+    def test_the_scale_and_skipped_steps_are_logged_beside_the_loss(self, tmp_path: Path) -> None:
+        reported: list[dict[str, float]] = []
+        reporter = calling(on_log=lambda logs, **_: reported.append(dict(logs)))
+        options = {"half_dtype": "float16", "init_scale": 2.0**18}
+        trainer = make(tmp_path, options, max_steps=6, eval_strategy="steps", eval_steps=2, eval_dataset=CLASSES)
+        trainer.callback_handler.callbacks.insert(0, reporter)  # as TensorBoard's, before those of the user
+        trainer.train()
+        scales, skipped = logged(trainer, "loss_scale"), logged(trainer, "skipped_steps")
+        assert len(scales) == 6
+        assert scales[0] == 2.0**17 >= scales[-1]
+        assert 0 < skipped[-1] < 6
+        assert [each["loss_scale"] for each in reported if "loss" in each] == scales
+        assert all("loss" in entry for entry in trainer.state.log_history if "skipped_steps" in entry)
+        assert logged(trained(tmp_path, {"half_dtype": "bfloat16"}), "loss_scale") == []
+
     @pytest.mark.slow
     def test_a_second_train_keeps_the_scale(self, tmp_path: Path) -> None:
         scales: list[float] = []
