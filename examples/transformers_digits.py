@@ -39,8 +39,11 @@ def main() -> None:
     options = parser.parse_args()
 
     digits, held_out = split(load())
+    last = get_last_checkpoint(options.checkpoints) if options.checkpoints and options.checkpoints.exists() else None
     torch.manual_seed(0)
     model = ViTForImageClassification(ViTConfig(**SHAPE, **WIDTH))
+    if last is not None:  # in train(), transformers 5.24 would not load weights that it saves under other names
+        model = ViTForImageClassification.from_pretrained(last)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.checkpoints or Path(temporary)
         trainer = AmpatchTrainer(
@@ -65,7 +68,7 @@ def main() -> None:
             amp={"opt_level": options.opt_level, "half_dtype": options.half},
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) if folder.exists() else None)
+        trainer.train(resume_from_checkpoint=last)
         steps = [entry for entry in trainer.state.log_history if "loss" in entry]
         for entry in (steps[0], steps[-1]):
             print(f"step {entry['step']}: loss {entry['loss']:.3f}")

@@ -65,6 +65,8 @@ HEADS = {
 def model_and_inputs(name: str) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SIZES[name])
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # what it returns otherwise is no type that torch.export knows
     model = getattr(transformers, f"{name}{HEADS[name]}")(config).eval()
     words, images = torch.randint(2, 60, (2, 9)), torch.randn(2, 3, 16, 16)
     if name in ("ViT", "ConvNext"):
@@ -76,6 +78,4 @@ def model_and_inputs(name: str) -> tuple[nn.Module, dict[str, Any]]:
         inputs["pixel_values"] = images
     if name == "T5":
         inputs["decoder_input_ids"] = words
-    if getattr(config, "use_cache", False):
-        config.use_cache = False  # what it returns otherwise is no type that torch.export knows
     return model, inputs

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import amp
-from ampatch.errors import OptionError, UsageError, warn
+from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
 from ampatch.integrations import accelerate_optimizers, options
 from ampatch.integrations.accelerate_optimizers import STATE_NAME, adopted_optimizers
@@ -154,9 +154,8 @@ class _Prepared:
     ) -> None:
         self.accelerator = accelerator
         self._models = models
-        self._launched = accelerate_optimizers.launched_precision(accelerator)
-        if self._launched is not None and settings.get("half_dtype") is None:
-            settings = {**settings, "half_dtype": self._launched}
+        if settings.get("half_dtype") is None:
+            settings = {**settings, "half_dtype": accelerate_optimizers.launched_precision(accelerator)}
         self._session = TrainerSession(models, optimizers or None, settings, _WORDING)
         self._wrappers: list[DistributedDataParallel] = []
         self._closing = contextlib.ExitStack()
@@ -190,16 +189,7 @@ class _Prepared:
                 put_around(ledger, accelerator, name, functools.partial(_while_on, accelerator, around))
             self._closing.callback(accelerator.register_save_state_pre_hook(self._save_scale).remove)
             self._closing.callback(accelerator.register_load_state_pre_hook(self._load_scale).remove)
-            if self._launched is not None:
-                self._precision.set(accelerator, "native_amp", False)
-                self._precision.set(accelerator, "scaler", None)
-        if self._launched is not None and accelerator.is_main_process:
-            live = amp.settings()
-            warn(
-                f"accelerate launch, or its config file, has mixed_precision={accelerator.mixed_precision!r}. amp "
-                f"replaces it, and casts to {live['half_dtype']} at opt_level={live['opt_level']!r}. To launch without "
-                "this warning, type accelerate launch --mixed_precision no."
-            )
+        accelerate_optimizers.replace_precision(accelerator, self._precision)
 
     def note_wrappers(self, objects: Sequence[Any]) -> None:
         """Notes the wrappers that Accelerate has put around models."""
@@ -326,7 +316,7 @@ def _check_positions(objects: Sequence[Any]) -> None:
 
 
 def _check_settings(accelerator: Any) -> None:
-    accelerate_optimizers.check_accelerator(accelerator, _OFF, replaces=True)
+    accelerate_optimizers.check_accelerator(accelerator, _OFF)
     if accelerator.scaler_handler is not None:
         raise OptionError(
             "the Accelerator has GradScalerKwargs, for a GradScaler that amp replaces. Leave them out, and hand "

@@ -81,28 +81,40 @@ def launched_precision(accelerator: Accelerator) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(found) if found == os.environ.get(_VARIABLE) else None
 
 
-def check_accelerator(accelerator: Accelerator, off: str, *, replaces: bool = False) -> None:
-    """Raises if an Accelerator casts as well, or shards weights; ``accelerate launch`` can make it do so.
+def replace_precision(accelerator: Accelerator, ledger: PatchLedger) -> None:
+    """Turns off the precision that ``accelerate launch`` chose, in favour of the live session.
+
+    Warns:
+        AmpWarning: there is one, and it was on.
+    """
+    if not accelerator.native_amp or launched_precision(accelerator) is None:
+        return
+    if accelerator.is_main_process:
+        live = amp.settings()
+        warn(
+            f"accelerate launch, or its config file, has mixed_precision={accelerator.mixed_precision!r}. amp "
+            f"replaces it, and casts to {live['half_dtype']} at opt_level={live['opt_level']!r}. To launch without "
+            "this warning, type accelerate launch --mixed_precision no."
+        )
+    ledger.set(accelerator, "native_amp", False)
+    ledger.set(accelerator, "scaler", None)
+
+
+def check_accelerator(accelerator: Accelerator, off: str) -> None:
+    """Raises if an Accelerator casts as well, or shards weights; `replace_precision` takes what the launcher chose.
 
     Args:
         accelerator: the Accelerator.
         off: what the user types to turn amp off.
-        replaces: True if amp replaces a precision that ``accelerate launch`` chose.
 
     Raises:
         OptionError: it does.
     """
     found = accelerator.mixed_precision
-    if found != "no" and not (replaces and launched_precision(accelerator)):
-        how = "Leave it out of Accelerator(...)"
-        if os.environ.get(_VARIABLE) == found:
-            how = (
-                f"It comes from the variable {_VARIABLE}, which accelerate launch sets, and which "
-                "TrainingArguments(bf16=True) sets for the rest of the process. Type accelerate launch "
-                f"--mixed_precision no; or os.environ.pop({_VARIABLE!r}) before the first Accelerator"
-            )
+    if found != "no" and launched_precision(accelerator) is None:
         raise OptionError(
-            f"accelerate has mixed_precision={found!r}, which casts as well as amp. {how}; or turn amp off ({off})."
+            f"accelerate has mixed_precision={found!r}, which casts as well as amp. Leave it out of Accelerator(...), "
+            f"and type accelerate launch --mixed_precision no; or turn amp off ({off})."
         )
     sharding = accelerator.distributed_type.value
     if sharding in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):

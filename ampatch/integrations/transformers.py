@@ -20,7 +20,8 @@ from ampatch import amp, opt_levels
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import guards, options, versions
 from ampatch.integrations.net_state import AmpState
-from ampatch.integrations.trainer_session import Wording, casts_off, casts_off_elsewhere, casts_on
+from ampatch.integrations.trainer_session import Wording, amp_log, casts_off, casts_off_elsewhere, casts_on
+from ampatch.ledger import PatchLedger
 
 _INSTALL = "Type pip install 'transformers>=4.57' 'accelerate>=1.15'."
 versions.need("ampatch.integrations.transformers", "transformers", "transformers", (4, 57), _INSTALL)
@@ -157,12 +158,15 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _amp_held(self, training: bool) -> Iterator[None]:
+        _check_arguments(self.args)
         with (
             self._amp_state.held(self, training),
             accelerate_optimizers.adopted_optimizers.installed(),
             honest_configs.installed(),
             casts_off(),
         ):
+            # For good: the prepared optimizer would not unscale what a scaler of the Accelerator scales.
+            accelerate_optimizers.replace_precision(self.accelerator, PatchLedger())
             yield
 
     def _wrap_model(self, model: nn.Module, training: bool = True, *args: Any, **kwargs: Any) -> Any:
@@ -181,6 +185,7 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
     # Options
 
     _amp_wording = _WORDING
+    _amp_launched: torch.dtype | None = None
 
     def _amp_options(self) -> dict[str, Any]:
         """Returns the arguments for ``amp.initialize``.
@@ -196,7 +201,8 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
             )
         opt_levels.check_names(given, _OPTIONS, "amp has")
         options.check_level(given)
-        return {"cast_model_outputs": torch.float32, **given}  # as Accelerate has it with autocast
+        # Outputs are as Accelerate has them with autocast.
+        return {"cast_model_outputs": torch.float32, "half_dtype": self._amp_launched, **given}
 
     def _amp_is_on(self) -> bool:
         return options.turn_on(self._amp_options())
@@ -213,8 +219,16 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         if self._amp_is_on():
             _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
+        # Kept, because later TrainingArguments reset the state that the Accelerator reads its precision from.
+        self._amp_launched = accelerate_optimizers.launched_precision(self.accelerator)
         if self._amp_is_on():
             accelerate_optimizers.check_accelerator(self.accelerator, "amp='O0'")
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Logs the loss scale and the number of skipped steps beside the loss."""
+        if self._amp_state.is_live and "loss" in logs:
+            logs.update(amp_log())  # a callback's on_log would be too late for the log history and for reporters
+        super().log(logs, *args, **kwargs)
 
     # Checkpoints
 

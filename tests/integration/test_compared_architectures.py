@@ -47,4 +47,5 @@ def test_t5_clamps_in_float16_only() -> None:
     clamps = [row for row in result.rows if row.function == "torch.clamp" and row.phase == "forward"]
     assert {(row.unmatched, row.type_a, row.type_b) for row in clamps} == {(1, "", "float16")}
     assert len(clamps) == 2 * 2 + 2 * 3  # encoder and decoder, two blocks each
-    assert result.first is None
+    # The first call above the noise may be a ReLU: in half, an input near 0 has the other sign.
+    assert result.verdict.startswith("O2 float16 is within the noise of float16: ")

@@ -53,7 +53,8 @@ def test_a_converted_architecture_computes_and_is_saved_as_at_o1(name, half):
     saved = made.state_dict()
     for key, tensor in model.state_dict().items():
         assert_same_bits(saved[key], tensor)
-    parameters = list(made.parameters())
+    # From transformers 5 on, experts read their weights through views; these stay float32.
+    parameters = [each for key, each in made.named_parameters() if ".experts." not in key]
     half_ones = sum(each.numel() for each in parameters if each.dtype is half)
     assert half_ones > 0.75 * sum(each.numel() for each in parameters)
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
 from helpers import assert_same_state, completed
 from small_nets import EACH_HALF, EACH_LEVEL, ENVIRONMENT, TORCHRUN, norm, types_computed_by, types_of, weights
 from small_transformers import bert, gpt2, t5
@@ -33,7 +34,7 @@ from transformers import (
 from transformers import logging as transformers_logging
 
 from ampatch import amp
-from ampatch.errors import OptionError, UsageError
+from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.integrations import accelerate_optimizers
 from ampatch.integrations.shared_patches import SharedPatches
 from ampatch.integrations.transformers import AmpatchMixin, AmpatchTrainer
@@ -148,6 +149,18 @@ def amp_is_off_afterwards() -> Iterator[None]:
     assert before == (torch.autograd.backward, *methods)
 
 
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Returns a function that sets what ``accelerate launch --mixed_precision`` sets."""
+
+    def launch(precision: str) -> None:
+        AcceleratorState._reset_state()
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+
+    yield launch
+    AcceleratorState._reset_state()
+
+
 class TestTraining:
     @EACH_HALF
     @EACH_LEVEL
@@ -200,6 +213,21 @@ class TestTraining:
         options = {"on_overflow": "raise", "check_finite": True, "half_dtype": "float16"}
         make(tmp_path, options, max_steps=1, callbacks=[callback]).train()
         assert settings[0] == {**settings[0], **options, "opt_level": "O1"}
+
+    def test_the_scale_and_skipped_steps_are_logged_beside_the_loss(self, tmp_path: Path) -> None:
+        reported: list[dict[str, float]] = []
+        reporter = calling(on_log=lambda logs, **_: reported.append(dict(logs)))
+        options = {"half_dtype": "float16", "init_scale": 2.0**18}
+        trainer = make(tmp_path, options, max_steps=6, eval_strategy="steps", eval_steps=2, eval_dataset=CLASSES)
+        trainer.callback_handler.callbacks.insert(0, reporter)  # as TensorBoard's, before those of the user
+        trainer.train()
+        scales, skipped = logged(trainer, "loss_scale"), logged(trainer, "skipped_steps")
+        assert len(scales) == 6
+        assert scales[0] == 2.0**17 >= scales[-1]
+        assert 0 < skipped[-1] < 6
+        assert [each["loss_scale"] for each in reported if "loss" in each] == scales
+        assert all("loss" in entry for entry in trainer.state.log_history if "skipped_steps" in entry)
+        assert logged(trained(tmp_path, {"half_dtype": "bfloat16"}), "loss_scale") == []
 
     @pytest.mark.slow
     def test_a_second_train_keeps_the_scale(self, tmp_path: Path) -> None:
@@ -487,6 +515,53 @@ class TestEndings:
         assert trainer.state.global_step == 4
 
 
+class TestPrecisionOfTheLauncher:
+    @pytest.mark.filterwarnings("ignore:accelerate launch, or its config file")
+    @pytest.mark.parametrize(("launched", "half"), [("bf16", "float16"), ("bf16", None), ("fp16", None)])
+    @EACH_LEVEL
+    @pytest.mark.covering(1)
+    def test_amp_alone_casts(self, level: str, launched: str, half: str | None, launch: Any, tmp_path: Path) -> None:
+        expected = half or {"bf16": "bfloat16", "fp16": "float16"}[launched]
+        alone = trained(tmp_path, {"opt_level": level, "half_dtype": expected})
+        launch(launched)
+        trainer = trained(tmp_path, {"opt_level": level} | ({"half_dtype": half} if half else {}))
+        assert_same_state(bits(trainer), bits(alone))
+
+    def test_it_warns_once_and_sets_the_scaler_aside_for_good(self, launch: Any, tmp_path: Path) -> None:
+        launch("bf16")
+        trainer = make(tmp_path, {"half_dtype": "float16"}, max_steps=1, eval_dataset=CLASSES)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # as on a GPU in float16
+        with pytest.warns(AmpWarning, match=r"mixed_precision='bf16'. amp replaces it, and casts to float16 at"):
+            trainer.train()
+        trainer.evaluate()  # a second warning would be an error
+        assert (trainer.optimizer.scaler, trainer.accelerator.scaler, trainer.accelerator.native_amp) == (
+            None,
+            None,
+            False,
+        )
+
+    def test_a_warning_that_is_an_error_leaves_the_accelerator_as_it_was(self, launch: Any, tmp_path: Path) -> None:
+        launch("bf16")
+        trainer = make(tmp_path)
+        with pytest.raises(AmpWarning, match="amp replaces it"):
+            trainer.train()
+        assert trainer.accelerator.native_amp
+
+    def test_with_amp_off_the_precision_is_the_launchers(self, launch: Any, tmp_path: Path) -> None:
+        launch("bf16")
+        assert_same_state(bits(trained(tmp_path, "O0")), bits(trained(tmp_path, kind=Trainer)))
+
+    @pytest.mark.slow
+    @pytest.mark.once
+    def test_a_script_runs_under_accelerate_launch(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+        command += ["--num_machines", "1", "--dynamo_backend", "no", "--mixed_precision", "bf16"]
+        script = str(Path(__file__).parents[2] / "examples" / "transformers_digits.py")
+        done = completed([*command, script, "--epochs", "1"], cwd=tmp_path, env=ENVIRONMENT)
+        assert "accuracy: " in done.stdout, done.stderr
+        assert done.stderr.count("has mixed_precision='bf16'. amp replaces it") == 1
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -531,11 +606,20 @@ class TestBadInput:
         with pytest.raises(OptionError, match=message):
             AmpatchTrainer(bert(), asking_for(tmp_path, **given))
 
-    def test_a_precision_of_accelerate_launch_raises(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_precision_of_accelerate_that_amp_does_not_replace_raises(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         trainer = make(tmp_path)
-        monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp16")
-        with pytest.raises(OptionError, match="mixed_precision='fp16'"):
+        monkeypatch.setattr(type(trainer.accelerator), "mixed_precision", "fp8")
+        with pytest.raises(OptionError, match="mixed_precision='fp8'"):
             make(tmp_path)
+
+    def test_arguments_that_exclude_amp_raise_when_amp_is_turned_on_later(self, tmp_path: Path) -> None:
+        trainer = make(tmp_path, "O0")
+        trainer.args.bf16 = True
+        trainer.amp = "O1"
+        with pytest.raises(OptionError, match="bf16=True, which casts as well"):
+            trainer.train()
 
     def test_half_weights_raise_if_they_are_to_be_trained(self, tmp_path: Path) -> None:
         model = bert().to(torch.bfloat16)
