@@ -104,10 +104,9 @@ class Chunks {
     return first_[piece];
   }
 
-  // Calls `visit(chunk, piece, narrow, wide, start, count)` for each chunk, on several threads; `narrow` and `wide`
-  // point to the start of the chunk.
+  // Calls `visit(chunk, piece, start, count)` for each chunk, on several threads.
   template <class Visit>
-  void visit(const Visit& visit) const {
+  void each(const Visit& visit) const {
     if (count_ == 0) {
       return;
     }
@@ -115,17 +114,25 @@ class Chunks {
     torch::stable::parallel_for(0, count_, grain, [&](int64_t begin, int64_t end) {
       size_t index = std::upper_bound(first_.begin(), first_.end(), begin) - first_.begin() - 1;
       for (int64_t chunk = begin; chunk < end; ++chunk) {
-        if (index + 1 < pieces_.size() && first_[index + 1] == chunk) {
+        while (index + 1 < pieces_.size() && first_[index + 1] == chunk) {  // a piece of no elements has no chunk
           ++index;
         }
-        const Piece& piece = pieces_[index];
         const int64_t start = (chunk - first_[index]) * kChunk;
-        const int64_t count = std::min(kChunk, piece.count - start);
-        with_type(piece.type, [&](auto* type) {
-          auto* narrow = static_cast<decltype(type)>(piece.narrow) + start;
-          visit(chunk, index, narrow, piece.wide == nullptr ? nullptr : piece.wide + start, start, count);
-        });
+        visit(chunk, index, start, std::min(kChunk, pieces_[index].count - start));
       }
+    });
+  }
+
+  // Calls `visit(chunk, piece, narrow, wide, start, count)` likewise; `narrow` and `wide` point to the start of the
+  // chunk.
+  template <class Visit>
+  void visit(const Visit& visit) const {
+    each([&](int64_t chunk, size_t index, int64_t start, int64_t count) {
+      const Piece& piece = pieces_[index];
+      with_type(piece.type, [&](auto* type) {
+        auto* narrow = static_cast<decltype(type)>(piece.narrow) + start;
+        visit(chunk, index, narrow, piece.wide == nullptr ? nullptr : piece.wide + start, start, count);
+      });
     });
   }
 
@@ -227,10 +234,7 @@ void copy(const char* name,
           const std::vector<Tensor>& masters,
           const std::vector<Tensor>& halves,
           const std::optional<Tensor>& more) {
-  if (masters.empty() && halves.empty()) {
-    return;
-  }
-  const Tensor& beside = masters.empty() ? halves.front() : masters.front();
+  const Tensor& beside = any_of(masters, halves);
   Lists lists(name, beside, halves, true, masters, false, more);
   visit(lists.pieces(), Operation{});
   lists.finish();
@@ -294,6 +298,75 @@ void copy_edits(std::vector<Tensor> halves,
   lists.finish();
 }
 
+// Calls `work(index, half, full, third, element)` for each vector of the pieces, and for each element that is left
+// over. `index` is that of the elements in their tensor, a vector or one word; `half` and `full` point to their memory,
+// and `third` is that of the piece before. Words are of the type of `index`.
+template <class Work>
+void visit_bits(const std::vector<Piece>& pieces, const Work& work) {
+  Words lanes;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    lanes[lane] = lane;
+  }
+  Chunks(pieces).each([&](int64_t, size_t piece, int64_t start, int64_t count) {
+    auto* halves = static_cast<uint16_t*>(pieces[piece].narrow);
+    float* fulls = pieces[piece].wide;
+    void* third = pieces[piece - 1].narrow;
+    const auto visit = [&](const auto& first, int64_t element) {
+      work(first + static_cast<uint32_t>(element), halves + element, fulls + element, third, element);
+    };
+    int64_t element = start;
+    for (; element + kLanes <= start + count; element += kLanes) {
+      visit(lanes, element);
+    }
+    for (; element < start + count; ++element) {
+      visit(uint32_t{0}, element);
+    }
+  });
+}
+
+void join(std::vector<Tensor> halves,
+          std::vector<Tensor> remainders,
+          std::vector<Tensor> fulls,
+          std::optional<Tensor> more) {
+  Lists lists("ampatch::join", any_of(halves, fulls), halves, false, fulls, true, more, {&remainders});
+  visit_bits(lists.pieces(), [](const auto& index, uint16_t* halves, float* fulls, void* remainders, int64_t element) {
+    std::decay_t<decltype(index)> half, remainder;
+    load(halves, half);
+    load(static_cast<uint16_t*>(remainders) + element, remainder);
+    store(join_bits(half, remainder), fulls);
+  });
+  lists.finish();
+}
+
+void split(std::vector<Tensor> fulls,
+           std::vector<Tensor> halves,
+           std::vector<Tensor> remainders,
+           std::optional<Tensor> more) {
+  Lists lists("ampatch::split", any_of(halves, fulls), halves, true, fulls, false, more, {&remainders, true});
+  visit_bits(lists.pieces(), [](const auto& index, uint16_t* halves, float* fulls, void* remainders, int64_t element) {
+    std::decay_t<decltype(index)> full, half, remainder;
+    load(fulls, full);
+    split_bits(full, half, remainder);
+    store(half, halves);
+    store(remainder, static_cast<uint16_t*>(remainders) + element);
+  });
+  lists.finish();
+}
+
+void round_stochastically(std::vector<Tensor> fulls,
+                          std::vector<Tensor> halves,
+                          std::vector<int64_t> keys,
+                          std::optional<Tensor> more) {
+  const char* name = "ampatch::round_stochastically";
+  Lists lists(name, any_of(halves, fulls), halves, true, fulls, false, more, {nullptr, false, &keys});
+  visit_bits(lists.pieces(), [](const auto& index, uint16_t* halves, float* fulls, void* key, int64_t) {
+    std::decay_t<decltype(index)> full;
+    load(fulls, full);
+    store(round_bits(full, index, key_of(key)), halves);
+  });
+  lists.finish();
+}
+
 void update_scale(Tensor scale,
                   Tensor unskipped,
                   Tensor hysteresis_left,
@@ -326,5 +399,8 @@ STABLE_TORCH_LIBRARY_IMPL(ampatch, CPU, m) {
   m.impl("copy_to_half_grads", TORCH_BOX(&ampatch::copy_to_half_grads));
   m.impl("fingerprint", TORCH_BOX(&ampatch::fingerprint));
   m.impl("copy_edits", TORCH_BOX(&ampatch::copy_edits));
+  m.impl("join", TORCH_BOX(&ampatch::join));
+  m.impl("split", TORCH_BOX(&ampatch::split));
+  m.impl("round_stochastically", TORCH_BOX(&ampatch::round_stochastically));
   m.impl("update_scale", TORCH_BOX(&ampatch::update_scale));
 }

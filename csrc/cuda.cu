@@ -106,12 +106,12 @@ struct alignas(kAlignment<Element, kLength>) Vector {
 };
 
 // A few adjacent narrow elements, and the wide ones that belong to them. `Reads` says which of them are loaded.
-template <class Reads, class Narrow, int kLength>
+template <class Reads, class Narrow, int kLength, class Wide = float>
 struct Slice {
   Vector<Narrow, kLength> narrow;
-  Vector<float, kLength> wide;
+  Vector<Wide, kLength> wide;
 
-  __device__ void load(const Narrow* from, const float* from_wide) {
+  __device__ void load(const Narrow* from, const Wide* from_wide) {
     if constexpr (Reads::kReadsNarrow) {
       narrow.load(from);
     }
@@ -121,7 +121,7 @@ struct Slice {
   }
 
   // Sets what was loaded.
-  __device__ void unpack(Narrow (&narrows)[kLength], float (&wides)[kLength]) const {
+  __device__ void unpack(Narrow (&narrows)[kLength], Wide (&wides)[kLength]) const {
     if constexpr (Reads::kReadsNarrow) {
       narrow.unpack(narrows);
     }
@@ -165,12 +165,11 @@ __device__ bool apply(const Operation& operation,
 // Processes this thread's part of `slices` slices; slice `index` begins at element `place(index)`. Calls
 // `work(slice, element, step)` for each. Several loads are in flight before the first store. The compiler could not
 // reorder them so by itself, as it must assume that a store changes what a later load reads.
-template <class Reads, int kLength, class Narrow, class Place, class Work>
-__device__ void visit_slices(
-    const Narrow* narrow, const float* wide, int slices, const Place& place, const Work& work) {
+template <class Reads, int kLength, class Narrow, class Wide, class Place, class Work>
+__device__ void visit_slices(const Narrow* narrow, const Wide* wide, int slices, const Place& place, const Work& work) {
   constexpr int kSteps = kLength == 1 ? 2 * kUnroll : kUnroll;
   for (int first = threadIdx.x; first < slices; first += kThreads * kSteps) {
-    Slice<Reads, Narrow, kLength> parts[kSteps];
+    Slice<Reads, Narrow, kLength, Wide> parts[kSteps];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int index = first + step * kThreads;
@@ -190,14 +189,16 @@ __device__ void visit_slices(
 
 // Processes one chunk of a tensor: its aligned middle part in vectors, the rest element by element. A vector has 16
 // bytes of the tensor with the larger elements, so that neighbouring threads access neighbouring memory in both tensors
-// of a pair. If the two are not aligned at the same element, everything is processed element by element.
-template <class Reads, class Narrow, class Work>
-__device__ void visit_chunk(const Narrow* narrow, const float* wide, int count, const Work& work) {
-  using Larger = std::conditional_t<Reads::kHasWide, float, Narrow>;
-  constexpr int kLength = kVector / sizeof(Larger);
-  const int to_vectors = Reads::kHasWide ? to_border(wide, kVector) : to_border(narrow, kVector);
-  const int head = min(count, to_vectors / static_cast<int>(sizeof(Larger)));
-  const bool together = to_border(narrow + head, kLength * sizeof(Narrow)) == 0;
+// of a pair. If the two are not aligned at the same element, everything is processed element by element. So it is if
+// `third` is not aligned there, the elements of another tensor that `work` writes. One of the three is of float32.
+template <class Reads, class Narrow, class Wide, class Work, class Third = Narrow>
+__device__ void visit_chunk(
+    const Narrow* narrow, const Wide* wide, int count, const Work& work, const Third* third = nullptr) {
+  constexpr int kLength = kVector / (Reads::kHasWide ? sizeof(float) : sizeof(Narrow));
+  const auto to_vector = [](const auto* elements) { return to_border(elements, kLength * sizeof(*elements)); };
+  const int to_head = Reads::kHasWide ? to_vector(wide) : to_vector(narrow);
+  const int head = min(count, to_head / static_cast<int>(Reads::kHasWide ? sizeof(Wide) : sizeof(Narrow)));
+  const bool together = to_vector(narrow + head) == 0 && (third == nullptr || to_vector(third + head) == 0);
   const int slices = together ? (count - head) / kLength : 0;
   visit_slices<Reads, kLength>(narrow, wide, slices, [&](int index) { return head + index * kLength; }, work);
   const auto rest = [&](int index) { return index < head ? index : index + slices * kLength; };
@@ -388,8 +389,9 @@ __global__ void __launch_bounds__(kThreads)
   const auto* words = static_cast<const Bits*>(batch.narrow[place.tensor]) + (place.start >> is_half);
   const int count = place.count >> is_half;
   uint32_t sum = 0;
-  visit_chunk<ReadsNarrow>(
-      words, nullptr, count, [&](const auto& slice, int word, int) { sum += sum_of_hashes(slice, first + word); });
+  visit_chunk<ReadsNarrow>(words, batch.wide[0], count, [&](const auto& slice, int word, int) {
+    sum += sum_of_hashes(slice, first + word);
+  });
   if (threadIdx.x == 0 && count << is_half != place.count) {
     sum += hashed(words[count].low, first + count);
   }
@@ -434,6 +436,90 @@ __global__ void __launch_bounds__(kThreads) follow_kernel(const __grid_constant_
     visit_chunk<ReadsPairs>(narrow, wide, place.count, [&](const auto& slice, int element, int) {
       store_edits(slice, wide + element, of_gradients);
     });
+  });
+}
+
+// What split and round_stochastically load, whose narrow elements are written only.
+struct ReadsWide {
+  static constexpr bool kReadsNarrow = false, kHasWide = true, kReadsWide = true;
+};
+
+template <int kLength>
+__device__ void store_joined(const Slice<ReadsPairs, uint16_t, kLength, uint16_t>& slice, uint32_t* fulls) {
+  uint16_t halves[kLength], remainders[kLength];
+  uint32_t joined[kLength];
+  slice.unpack(halves, remainders);
+#pragma unroll
+  for (int index = 0; index < kLength; ++index) {
+    joined[index] = join_bits<uint32_t>(halves[index], remainders[index]);
+  }
+  Vector<uint32_t, kLength>::store(joined, fulls);
+}
+
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads) join_kernel(const __grid_constant__ Batch<kCapacity> batch) {
+  const Place place = place_of_block(batch);
+  const auto* halves = static_cast<const uint16_t*>(batch.narrow[place.tensor]) + place.start;
+  const auto* remainders = static_cast<const uint16_t*>(batch.narrow[place.tensor - 1]) + place.start;
+  auto* fulls = reinterpret_cast<uint32_t*>(batch.wide[place.tensor]) + place.start;
+  const auto work = [&](const auto& slice, int element, int) { store_joined(slice, fulls + element); };
+  visit_chunk<ReadsPairs>(halves, remainders, place.count, work, fulls);
+}
+
+template <int kLength>
+__device__ void store_split(const Slice<ReadsWide, uint16_t, kLength, uint32_t>& slice,
+                            uint16_t* halves,
+                            uint16_t* remainders) {
+  uint32_t fulls[kLength], half, remainder;
+  uint16_t split_halves[kLength], rest[kLength];
+  slice.wide.unpack(fulls);
+#pragma unroll
+  for (int index = 0; index < kLength; ++index) {
+    split_bits(fulls[index], half, remainder);
+    split_halves[index] = static_cast<uint16_t>(half);
+    rest[index] = static_cast<uint16_t>(remainder);
+  }
+  Vector<uint16_t, kLength>::store(split_halves, halves);
+  Vector<uint16_t, kLength>::store(rest, remainders);
+}
+
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads) split_kernel(const __grid_constant__ Batch<kCapacity> batch) {
+  const Place place = place_of_block(batch);
+  auto* halves = static_cast<uint16_t*>(batch.narrow[place.tensor]) + place.start;
+  auto* remainders = static_cast<uint16_t*>(batch.narrow[place.tensor - 1]) + place.start;
+  const auto* fulls = reinterpret_cast<const uint32_t*>(batch.wide[place.tensor]) + place.start;
+  const auto work = [&](const auto& slice, int element, int) {
+    store_split(slice, halves + element, remainders + element);
+  };
+  visit_chunk<ReadsWide>(halves, fulls, place.count, work, remainders);
+}
+
+// Stores the halves of a slice whose first element has an index in its tensor.
+template <int kLength>
+__device__ void store_rounded(const Slice<ReadsWide, uint16_t, kLength, uint32_t>& slice,
+                              uint32_t first,
+                              uint32_t key,
+                              uint16_t* halves) {
+  uint32_t fulls[kLength];
+  uint16_t rounded[kLength];
+  slice.wide.unpack(fulls);
+#pragma unroll
+  for (int index = 0; index < kLength; ++index) {
+    rounded[index] = static_cast<uint16_t>(round_bits(fulls[index], first + index, key));
+  }
+  Vector<uint16_t, kLength>::store(rounded, halves);
+}
+
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    round_stochastically_kernel(const __grid_constant__ Batch<kCapacity> batch) {
+  const Place place = place_of_block(batch);
+  auto* halves = static_cast<uint16_t*>(batch.narrow[place.tensor]) + place.start;
+  const auto* fulls = reinterpret_cast<const uint32_t*>(batch.wide[place.tensor]) + place.start;
+  const uint32_t key = key_of(batch.narrow[place.tensor - 1]);
+  visit_chunk<ReadsWide>(halves, fulls, place.count, [&](const auto& slice, int element, int) {
+    store_rounded(slice, static_cast<uint32_t>(place.start) + element, key, halves + element);
   });
 }
 
@@ -582,10 +668,7 @@ void copy(const char* name,
           const std::vector<Tensor>& masters,
           const std::vector<Tensor>& halves,
           const std::optional<Tensor>& more) {
-  if (masters.empty() && halves.empty()) {
-    return;
-  }
-  const Tensor& beside = masters.empty() ? halves.front() : masters.front();
+  const Tensor& beside = any_of(masters, halves);
   const OnDevice device(name, beside);
   Lists lists(name, beside, halves, true, masters, false, more);
   in_batches(lists.pieces(), [&](const auto& batch, int64_t) { launch(batch, device.stream()); });
@@ -604,6 +687,51 @@ void copy_to_half_grads(std::vector<Tensor> master_grads, std::vector<Tensor> gr
     copy_to_half_kernel<true><<<batch.chunks, kThreads, 0, stream>>>(batch);
   };
   copy("ampatch::copy_to_half_grads", launch, master_grads, grads, more);
+}
+
+template <class Launch>
+void on_triples(const char* name,
+                const Launch& launch,
+                const std::vector<Tensor>& halves,
+                const std::vector<Tensor>& fulls,
+                bool writes_halves,
+                const Thirds& thirds,
+                const std::optional<Tensor>& more) {
+  const Tensor& beside = any_of(halves, fulls);
+  const OnDevice device(name, beside);
+  Lists lists(name, beside, halves, writes_halves, fulls, !writes_halves, more, thirds);
+  in_batches(lists.pieces(), [&](const auto& batch, int64_t) { launch(batch, device.stream()); });
+  lists.finish();
+}
+
+void join(std::vector<Tensor> halves,
+          std::vector<Tensor> remainders,
+          std::vector<Tensor> fulls,
+          std::optional<Tensor> more) {
+  const auto launch = [](const auto& batch, cudaStream_t stream) {
+    join_kernel<<<batch.chunks, kThreads, 0, stream>>>(batch);
+  };
+  on_triples("ampatch::join", launch, halves, fulls, false, {&remainders}, more);
+}
+
+void split(std::vector<Tensor> fulls,
+           std::vector<Tensor> halves,
+           std::vector<Tensor> remainders,
+           std::optional<Tensor> more) {
+  const auto launch = [](const auto& batch, cudaStream_t stream) {
+    split_kernel<<<batch.chunks, kThreads, 0, stream>>>(batch);
+  };
+  on_triples("ampatch::split", launch, halves, fulls, true, {&remainders, true}, more);
+}
+
+void round_stochastically(std::vector<Tensor> fulls,
+                          std::vector<Tensor> halves,
+                          std::vector<int64_t> keys,
+                          std::optional<Tensor> more) {
+  const auto launch = [](const auto& batch, cudaStream_t stream) {
+    round_stochastically_kernel<<<batch.chunks, kThreads, 0, stream>>>(batch);
+  };
+  on_triples("ampatch::round_stochastically", launch, halves, fulls, true, {nullptr, false, &keys}, more);
 }
 
 void fingerprint(std::vector<Tensor> grads, Tensor fingerprints, std::optional<Tensor> more) {
@@ -683,5 +811,8 @@ STABLE_TORCH_LIBRARY_IMPL(ampatch, CUDA, m) {
   m.impl("fingerprint", TORCH_BOX(&ampatch::fingerprint));
   m.impl("copy_edits", TORCH_BOX(&ampatch::copy_edits));
   m.impl("clip_factor", TORCH_BOX(&ampatch::clip_factor));
+  m.impl("join", TORCH_BOX(&ampatch::join));
+  m.impl("split", TORCH_BOX(&ampatch::split));
+  m.impl("round_stochastically", TORCH_BOX(&ampatch::round_stochastically));
   m.impl("update_scale", TORCH_BOX(&ampatch::update_scale));
 }

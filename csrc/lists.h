@@ -87,8 +87,27 @@ inline bool are_alike(const Tensor& a, const Tensor& b) {
   return is_dense(a);
 }
 
-// Tensors, or pairs of tensors, as pieces. `more` has further ones as addresses and numbers, which
-// csrc/calls/pieces.cpp has checked: rows of narrow, wide, count and type.
+// What some operators have beside each pair, of a bfloat16 and a float32 tensor: an int16 tensor, or a key of 32 bits.
+struct Thirds {
+  const std::vector<Tensor>* remainders = nullptr;
+  bool are_written = false;
+  const std::vector<int64_t>* keys = nullptr;
+};
+
+// Returns the key that a piece has in place of an address.
+C10_HOST_DEVICE inline uint32_t key_of(const void* third) {
+  return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(third));
+}
+
+// Returns a tensor of two lists; it tells the device.
+inline const Tensor& any_of(const std::vector<Tensor>& some, const std::vector<Tensor>& others) {
+  STD_TORCH_CHECK(!some.empty() || !others.empty(), "ampatch: expected tensors, found two empty lists");
+  return some.empty() ? others.front() : some.front();
+}
+
+// Tensors, or pairs of tensors, as pieces. What is beside a pair is a piece of its own, of no elements, right before
+// that of the pair: its `narrow` is the address of the remainders, or the key. `more` has further ones as addresses and
+// numbers, which csrc/calls/pieces.cpp has checked: rows of narrow, wide, count and type.
 class Lists {
  public:
   // Gradients without masters, on the device of `beside`.
@@ -117,26 +136,42 @@ class Lists {
         bool writes_narrow,
         const std::vector<Tensor>& wide,
         bool writes_wide,
-        const std::optional<Tensor>& more)
+        const std::optional<Tensor>& more,
+        const Thirds& thirds = {})
       : name_(name) {
-    STD_TORCH_CHECK(
-        narrow.size() == wide.size(), name_, ": found lists of ", narrow.size(), " and ", wide.size(), " tensors");
-    pieces_.reserve(narrow.size() + rows_of(more));
+    const auto* remainders = thirds.remainders;
+    const auto* keys = thirds.keys;
+    const bool has_third = remainders != nullptr || keys != nullptr;
+    check_length(narrow, wide.size());
+    check_length(narrow, remainders != nullptr ? remainders->size() : keys != nullptr ? keys->size() : narrow.size());
+    pieces_.reserve(narrow.size() * (1 + has_third) + rows_of(more));
     for (size_t index = 0; index < narrow.size(); ++index) {
       const Tensor &first = narrow[index], &second = wide[index];
       const ScalarType type = checked(first, beside, true);
       checked(second, beside, false);
-      const auto sizes = first.sizes(), others = second.sizes();
-      STD_TORCH_CHECK(sizes.size() == others.size() && std::equal(sizes.begin(), sizes.end(), others.begin()),
-                      name_,
-                      ": found tensors of different shapes at index ",
-                      index);
+      check_shape(first, second, index);
+      STD_TORCH_CHECK(!has_third || type == ScalarType::BFloat16, name_, ": expected half tensors of bfloat16");
+      bool alike = are_alike(first, second);
+      if (remainders != nullptr) {
+        const Tensor& third = (*remainders)[index];
+        STD_TORCH_CHECK(third.scalar_type() == ScalarType::Short && third.device() == beside.device(),
+                        name_,
+                        ": expected remainders of int16, on the device of the others");
+        check_shape(first, third, index);
+        alike = alike && are_alike(first, third);
+      }
       const int64_t count = first.numel();
       if (count != 0) {
-        const bool alike = are_alike(first, second);
-        void* data = alike ? first.data_ptr() : copied(first, writes_narrow);
-        void* wide_data = alike ? second.data_ptr() : copied(second, writes_wide);
-        pieces_.push_back({with_memory(data), static_cast<float*>(with_memory(wide_data)), count, type});
+        const auto address = [&](const Tensor& tensor, bool is_written) {
+          return with_memory(alike ? tensor.data_ptr() : copied(tensor, is_written));
+        };
+        if (has_third) {
+          void* third = remainders != nullptr ? address((*remainders)[index], thirds.are_written)
+                                              : reinterpret_cast<void*>((*keys)[index]);
+          pieces_.push_back({third, nullptr, 0, ScalarType::Short});
+        }
+        void* data = address(first, writes_narrow);
+        pieces_.push_back({data, static_cast<float*>(address(second, writes_wide)), count, type});
       }
     }
     add(more);
@@ -156,6 +191,18 @@ class Lists {
  private:
   static int64_t rows_of(const std::optional<Tensor>& more) {
     return more.has_value() ? more->size(0) : 0;
+  }
+
+  void check_length(const std::vector<Tensor>& tensors, size_t others) const {
+    STD_TORCH_CHECK(tensors.size() == others, name_, ": found lists of ", tensors.size(), " and ", others, " tensors");
+  }
+
+  void check_shape(const Tensor& tensor, const Tensor& other, size_t index) const {
+    const auto sizes = tensor.sizes(), others = other.sizes();
+    STD_TORCH_CHECK(sizes.size() == others.size() && std::equal(sizes.begin(), sizes.end(), others.begin()),
+                    name_,
+                    ": found tensors of different shapes at index ",
+                    index);
   }
 
   void add(const std::optional<Tensor>& more) {

@@ -5,6 +5,9 @@
 // when it stores it. The constants of an operation say which of the two it reads and writes. It returns whether the
 // gradient is finite; `sum` accumulates over a few elements. Must not know where elements are stored or which threads
 // run. Compiled without contraction of a * b + c, so that every result equals that of torch's own kernels bit for bit.
+//
+// `split_bits`, `join_bits` and `round_bits` get the bits of float32 numbers as words of 32 bits, single ones or
+// vectors. A half element or a remainder is the lower 16 bits of a word.
 
 #pragma once
 
@@ -152,6 +155,44 @@ struct CopyToHalf {
     return is_finite(Value{});  // true: overflow is not checked in weights
   }
 };
+
+// Splits a float32 number into bfloat16, ties rounded away from zero, and a remainder, an int16 whose upper bits the
+// caller drops. The two are exact: see `join_bits`. NaN becomes the quiet NaN, without a remainder.
+template <class Word>
+C10_HOST_DEVICE inline void split_bits(const Word& full, Word& half, Word& remainder) {
+  const auto is_nan = (full & 0x7fffffffu) > 0x7f800000u;
+  half = is_nan ? Word{} + 0x7fc0u : (full + 0x8000u) >> 16;
+  remainder = is_nan ? Word{} : full;
+}
+
+// Returns the float32 number that `split_bits` made the two of.
+template <class Word>
+C10_HOST_DEVICE inline Word join_bits(const Word& half, const Word& remainder) {
+  return (half << 16) + ((remainder ^ 0x8000u) - 0x8000u);  // the sign of the remainder extended to 32 bits
+}
+
+// Returns random numbers of 16 bits, the same for the same word: a hash with the constants of least bias in
+// https://github.com/skeeto/hash-prospector.
+template <class Word>
+C10_HOST_DEVICE inline Word random_bits(Word word) {
+  word ^= word >> 16;
+  word *= 0x21f0aaadu;
+  word ^= word >> 15;
+  word *= 0x735a2d97u;
+  word ^= word >> 15;
+  return word >> 16;
+}
+
+// Rounds a float32 number to bfloat16: away from zero with the probability of the distance from the neighbour that is
+// nearer to zero. A finite number stays finite. `index` is that of the element in memory, `key` belongs to its tensor.
+template <class Word>
+C10_HOST_DEVICE inline Word round_bits(const Word& full, const Word& index, uint32_t key) {
+  const Word size = full & 0x7fffffffu, infinite = Word{} + 0x7f800000u, largest = Word{} + 0x7f7fffffu;
+  const Word sum = size + random_bits<Word>(index * 0x9e3779b1u + key);
+  const Word finite = sum < largest ? sum : largest;
+  const Word other = size > infinite ? Word{} + 0x7fc00000u : infinite;
+  return ((full & 0x80000000u) | (size < infinite ? finite : other)) >> 16;
+}
 
 // Updates the loss scale and its counters by the rules of ampatch.scaling.loss_scaler.next_state.
 struct UpdateScale {

@@ -27,6 +27,9 @@ STABLE_TORCH_LIBRARY(ampatch, m) {
   m.def(
       "copy_edits(Tensor[] halves, Tensor(a!)[] masters, Tensor before, Tensor now, bool of_gradients, "
       "Tensor? more=None) -> ()");
+  m.def("join(Tensor[] halves, Tensor[] remainders, Tensor(a!)[] fulls, Tensor? more=None) -> ()");
+  m.def("split(Tensor[] fulls, Tensor(a!)[] halves, Tensor(b!)[] remainders, Tensor? more=None) -> ()");
+  m.def("round_stochastically(Tensor[] fulls, Tensor(a!)[] halves, int[] keys, Tensor? more=None) -> ()");
   m.def(
       "update_scale(Tensor(a!) scale, Tensor(b!) unskipped, Tensor(c!) hysteresis_left, Tensor found_inf, "
       "float growth, float backoff, int window, int hysteresis, float floor, float ceiling) -> ()");

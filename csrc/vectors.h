@@ -1,4 +1,5 @@
-// Vectors of float32 on the CPU, loaded from and stored to memory in each type, rounded to nearest even.
+// Vectors of float32 on the CPU, loaded from and stored to memory in each type, rounded to nearest even; and vectors of
+// words, for the bits of elements.
 //
 // Must not know what is computed with them.
 
@@ -27,22 +28,44 @@ using Floats = float __attribute__((vector_size(kLanes * sizeof(float))));
 using Words = uint32_t __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 using Shorts = uint16_t __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
-inline void load(const float* from, Floats& to) {
+// Of floats or of their bits, a vector or a single word.
+template <class Value>
+inline void load(const float* from, Value& to) {
   std::memcpy(&to, from, sizeof(to));
 }
 
-inline void store(const Floats& from, float* to) {
+template <class Value>
+inline void store(const Value& from, float* to) {
   std::memcpy(to, &from, sizeof(from));
 }
 
-inline void load(const c10::BFloat16* from, Floats& to) {
+// Words of 16 bits, as the lower bits of words of 32.
+inline void load(const uint16_t* from, Words& to) {
 #if defined(__AVX2__)  // GCC 12 does not emit this instruction for the code below
-  const Words bits = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  to = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
   Shorts shorts;
   std::memcpy(&shorts, from, sizeof(shorts));
-  const Words bits = __builtin_convertvector(shorts, Words);
+  to = __builtin_convertvector(shorts, Words);
 #endif
+}
+
+inline void store(const Words& from, uint16_t* to) {
+  const Shorts shorts = __builtin_convertvector(from, Shorts);
+  std::memcpy(to, &shorts, sizeof(shorts));
+}
+
+inline void load(const uint16_t* from, uint32_t& to) {
+  to = *from;
+}
+
+inline void store(uint32_t from, uint16_t* to) {
+  *to = static_cast<uint16_t>(from);
+}
+
+inline void load(const c10::BFloat16* from, Floats& to) {
+  Words bits;
+  load(reinterpret_cast<const uint16_t*>(from), bits);
   to = (Floats)(bits << 16);
 }
 
@@ -50,8 +73,7 @@ inline void store(const Floats& from, c10::BFloat16* to) {
   const Words bits = (Words)from;
   const Words nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // ties to even
   const Words is_nan = (Words)(from != from);
-  const Shorts rounded = __builtin_convertvector((is_nan & 0x7fc0) | (~is_nan & nearest), Shorts);
-  std::memcpy(to, &rounded, sizeof(rounded));
+  store((is_nan & 0x7fc0) | (~is_nan & nearest), reinterpret_cast<uint16_t*>(to));
 }
 
 // `shown` of operations.h for a vector.

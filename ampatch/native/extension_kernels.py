@@ -21,11 +21,24 @@ from ampatch.native import calls
 
 _Tensors = list[Tensor]
 
-# Operators that take the float32 tensors before the half ones.
-_WIDE_FIRST = frozenset({"copy_to_half", "copy_to_half_grads"})
+# The order in which operators take their lists, if it is not: narrow, wide, third.
+_ORDERS = {
+    "copy_to_half": (1, 0),
+    "copy_to_half_grads": (1, 0),
+    "join": (0, 2, 1),
+    "split": (1, 0, 2),
+    "round_stochastically": (1, 0, 2),
+}
 
 
-def _run(name: str, narrow: _Tensors, wide: _Tensors | None, written: Sequence[_Tensors], *others: Any) -> None:
+def _run(
+    name: str,
+    narrow: _Tensors,
+    wide: _Tensors | None,
+    written: Sequence[_Tensors],
+    *others: Any,
+    third: list[Any] | None = None,
+) -> None:
     """Calls an operator, with addresses in place of tensors if the compiled calls accept all tensors.
 
     Args:
@@ -34,10 +47,12 @@ def _run(name: str, narrow: _Tensors, wide: _Tensors | None, written: Sequence[_
         wide: float32 tensors; None if the operator takes one list only.
         written: the lists that it writes and whose version counters are incremented.
         others: its other arguments.
+        third: int16 tensors, or numbers; None if the operator takes no third list.
     """
     operator, compiled = _operator(name), calls.compiled()
-    lists = (narrow,) if wide is None else (wide, narrow) if name in _WIDE_FIRST else (narrow, wide)
-    more = None if compiled is None else compiled.pieces(narrow, wide)
+    lists = [each for each in (narrow, wide, third) if each is not None]
+    lists = [lists[place] for place in _ORDERS.get(name, range(len(lists)))]
+    more = None if compiled is None else compiled.pieces(narrow, wide, third)
     if more is None:
         operator(*lists, *others)
     else:  # the first tensors show the device; the lists keep all tensors alive
@@ -104,6 +119,24 @@ def fingerprint(halves: _Tensors, fingerprints: Tensor) -> None:
 def copy_edits(halves: _Tensors, masters: _Tensors, before: Tensor, now: Tensor, of_gradients: bool) -> None:
     """Calls the operator, which writes ``masters``."""
     _run("copy_edits", halves, masters, [], before, now, of_gradients)
+
+
+def join(halves: _Tensors, remainders: _Tensors, fulls: _Tensors) -> None:
+    """Calls the operator, which writes ``fulls``."""
+    if fulls:
+        _run("join", halves, fulls, [fulls], third=remainders)
+
+
+def split(fulls: _Tensors, halves: _Tensors, remainders: _Tensors) -> None:
+    """Calls the operator, which writes ``halves`` and ``remainders``."""
+    if fulls:
+        _run("split", halves, fulls, [halves, remainders], third=remainders)
+
+
+def round_stochastically(fulls: _Tensors, halves: _Tensors, keys: list[int]) -> None:
+    """Calls the operator, which writes ``halves``."""
+    if fulls:
+        _run("round_stochastically", halves, fulls, [halves], third=keys)
 
 
 def update_scale(*arguments: Any) -> None:

@@ -12,6 +12,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -380,6 +381,55 @@ def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
         operators.copy_to_half(wide, narrow)
 
 
+def join(halves: list[Tensor], remainders: list[Tensor], fulls: list[Tensor]) -> None:
+    """Writes to ``fulls`` the numbers that `split` made ``halves`` and ``remainders`` of, bit for bit.
+
+    Args:
+        halves: dense bfloat16 tensors of any shape and device.
+        remainders: int16 tensors of the same number, shapes, strides and devices.
+        fulls: float32 tensors of the same number, shapes, strides and devices; their values are overwritten unread.
+    """
+    for operators, _, lists in _by_implementation(halves, remainders, fulls):
+        operators.join(*lists)
+
+
+def split(fulls: list[Tensor], halves: list[Tensor], remainders: list[Tensor]) -> None:
+    """Rounds ``fulls`` to ``halves``, ties away from zero, and writes to ``remainders`` what `join` needs to undo it.
+
+    NaN becomes the quiet NaN, with a remainder of 0. If these are parameters, call it under ``torch.no_grad()``.
+
+    Args:
+        fulls: dense float32 tensors of any shape and device.
+        halves: bfloat16 tensors of the same number, shapes, strides and devices.
+        remainders: int16 tensors of the same number, shapes, strides and devices.
+    """
+    for operators, _, lists in _by_implementation(fulls, halves, remainders):
+        operators.split(*lists)
+
+
+def round_stochastically(fulls: list[Tensor], halves: list[Tensor], keys: list[int]) -> None:
+    """Rounds ``fulls`` to one of the two nearest ``halves``, at random, so that the mean of the results is the number.
+
+    The result depends only on the number, on its place in memory within its tensor, and on the key. Finite numbers stay
+    finite. If these are parameters, call it under ``torch.no_grad()``.
+
+    Args:
+        fulls: dense float32 tensors of any shape and device.
+        halves: bfloat16 tensors of the same number, shapes and devices.
+        keys: a random number of 32 bits for each tensor, a new one for each call.
+    """
+    apart = [place for place, full in enumerate(fulls) if full.stride() != halves[place].stride()]
+    if apart:  # those have gaps in memory, or another order
+        fulls, given, halves = list(fulls), halves, list(halves)
+        for place in apart:
+            fulls[place] = fulls[place].contiguous()
+            halves[place] = torch.empty_like(fulls[place], dtype=torch.bfloat16)
+    for operators, _, lists in _by_implementation(fulls, halves, keys):
+        operators.round_stochastically(*lists)
+    for place in apart:
+        given[place].copy_(halves[place])
+
+
 # The scale
 
 
@@ -449,7 +499,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return grouped(((values.device, values.dtype), values) for values in map(values_of, tensors)).values()
 
 
-def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch.device, Sequence[list[Tensor]]]]:
+def _by_implementation(*lists: list[Any]) -> Iterator[tuple[ModuleType, torch.device, Sequence[list[Any]]]]:
     """Groups the rows of equally long lists by the device and implementation of the tensor in the first list.
 
     Yields:
@@ -461,7 +511,7 @@ def _by_implementation(*lists: list[Tensor]) -> Iterator[tuple[ModuleType, torch
         return
     kinds = [(type(tensor), tensor.dtype, tensor.device, tensor.is_neg()) for tensor in lists[0]]
     where = {kind: (_implementation(*kind), kind[2]) for kind in set(kinds)}
-    groups: dict[tuple[ModuleType, torch.device], tuple[list[Tensor], ...]] = {}
+    groups: dict[tuple[ModuleType, torch.device], tuple[list[Any], ...]] = {}
     for kind, row in zip(kinds, zip(*lists, strict=True), strict=True):
         group = groups.setdefault(where[kind], tuple([] for _ in row))
         for column, tensor in zip(group, row, strict=True):

@@ -30,6 +30,9 @@ _PIECE = 2**12
 
 # As int32. `_INDEX_STEP` and `_HASH_STEPS` are those of `hashed` in csrc/operations.h.
 _INDEX_STEP, _PIECE_STEP = 0x9E3779B1 - 2**32, 0x7FEB352D
+_RANDOM_STEPS = 0x21F0AAAD, 0x735A2D97
+_QUIET_NAN = 0x7FC0  # of bfloat16
+_ROUNDED = 2**16  # elements that are rounded at a time: their temporary tensors stay in the caches
 _HASH_STEPS = 0x85EBCA6B - 2**32, 0xC2B2AE35 - 2**32
 
 
@@ -177,6 +180,51 @@ def copy_to_half(masters: list[Tensor], halves: list[Tensor]) -> None:
         foreach.copy_(halves, masters)
 
 
+def join(halves: list[Tensor], remainders: list[Tensor], fulls: list[Tensor]) -> None:
+    """Writes to ``fulls`` what `split` made ``halves`` and ``remainders`` of, bit for bit."""
+    for half, remainder, full in zip(halves, remainders, fulls, strict=True):
+        full.view(torch.int32).copy_(half.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
+
+
+def split(fulls: list[Tensor], halves: list[Tensor], remainders: list[Tensor]) -> None:
+    """Writes ``fulls`` to bfloat16 ``halves``, ties rounded away from zero, and what this loses to ``remainders``.
+
+    The bits of a finite number are those of its half times 2**16, plus the remainder: an int16, as a half that was
+    rounded up has a negative one. NaN becomes the quiet NaN, without a remainder.
+    """
+    for batch in _batches(fulls, halves, remainders):
+        for full, half, remainder in zip(*batch.columns, strict=True):
+            bits, is_nan = full.view(torch.int32), full.isnan()
+            half.view(torch.int16).copy_(((bits + 2**15) >> 16).masked_fill_(is_nan, _QUIET_NAN))
+            remainder.copy_(bits).masked_fill_(is_nan, 0)
+
+
+def round_stochastically(fulls: list[Tensor], halves: list[Tensor], keys: list[int]) -> None:
+    """Rounds ``fulls`` to bfloat16 ``halves``: up with the probability of the distance from the lower neighbour.
+
+    The random numbers are a hash of the element's index and of the key of its tensor, so that they are the same
+    wherever they are computed. A finite number stays finite. See `random_bits` of csrc/operations.h.
+
+    Args:
+        fulls: float32 tensors.
+        halves: bfloat16 tensors of the same number, shapes and strides.
+        keys: one number of 32 bits for each tensor.
+    """
+    for full, half, key in zip(fulls, halves, keys, strict=True):
+        # By the place in memory, for all layouts alike.
+        flat, rounded = _in_memory_order(full), _in_memory_order(half)
+        for start in range(0, flat.numel(), _ROUNDED):
+            part = flat[start : start + _ROUNDED]
+            index = torch.arange(start, start + part.numel(), device=part.device).to(torch.int32)
+            words = index.mul_(_INDEX_STEP).add_((key + 2**31) % 2**32 - 2**31)
+            bits = part.view(torch.int32)
+            up = (bits + _random_bits_(words)) >> 16
+            largest = (bits >> 16) | 0x7F
+            up = torch.where((up & 0x7F80) == 0x7F80, largest & ~0x80, up)
+            exact = part.to(torch.bfloat16).view(torch.int16)
+            rounded.view(torch.int16)[start : start + _ROUNDED] = torch.where(part.isfinite(), up, exact)
+
+
 def update_scale(scale: Tensor, unskipped: Tensor, hysteresis_left: Tensor, found_inf: Tensor, *policy: float) -> None:
     """Updates the loss scale and its counters in place by the rules of `ampatch.scaling.loss_scaler.next_state`."""
     growth, backoff, window, hysteresis, floor, ceiling = policy
@@ -274,6 +322,21 @@ def _hashed_(words: Tensor) -> Tensor:
     words.mul_(_HASH_STEPS[1])
     words ^= (words >> 13) & (2**19 - 1)
     return words
+
+
+def _random_bits_(words: Tensor) -> Tensor:
+    """Replaces int32 words by random numbers of 16 bits, as `random_bits` of csrc/operations.h does."""
+    words ^= (words >> 16) & (2**16 - 1)
+    words.mul_(_RANDOM_STEPS[0])
+    words ^= (words >> 15) & (2**17 - 1)
+    words.mul_(_RANDOM_STEPS[1])
+    words ^= (words >> 15) & (2**17 - 1)
+    return words.bitwise_right_shift_(16).bitwise_and_(2**16 - 1)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Returns the elements of a dense tensor as a flat view, in the order in which they are in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 @functools.cache

@@ -30,12 +30,15 @@ bool is_unobserved() {
 }
 
 // True if the operators process a tensor in place, and it is on the device of the first one.
-bool is_piece(PyObject* object, const Tensor& first) {
+bool is_piece(PyObject* object, const Tensor& first, bool is_remainder = false) {
   if (!is_tensor(object)) {
     return false;
   }
   const Tensor& tensor = tensor_of(object);
-  return is_ordinary(tensor) && (tensor.is_cpu() || tensor.is_cuda()) && tensor.device() == first.device() &&
+  const bool is_usual =
+      is_remainder ? tensor.scalar_type() == ScalarType::Short && tensor.layout() == at::kStrided && !tensor.is_neg()
+                   : is_ordinary(tensor);
+  return is_usual && (tensor.is_cpu() || tensor.is_cuda()) && tensor.device() == first.device() &&
          tensor.has_storage() && tensor.unsafeGetTensorImpl()->storage_initialized() &&
          tensor.is_non_overlapping_and_dense();
 }
@@ -63,20 +66,24 @@ int64_t address_of(const Tensor& tensor) {
 // An operator takes a shorter list faster as tensors.
 constexpr Py_ssize_t kFewest = 4;
 
-// pieces(narrow, wide): returns an int64 tensor on the CPU with a `Row` for each tensor, or pair of tensors, after the
-// first; leaves out empty ones. `wide` is a list of float32 tensors, or None. Returns None if the operator has to
-// inspect the tensors itself.
+// pieces(narrow, wide, third): returns an int64 tensor on the CPU with a `Row` for each tensor, or pair of tensors,
+// after the first; leaves out empty ones. `wide` is a list of float32 tensors, or None. `third` is a list of int16
+// tensors or of keys, or None; each gets a row before its pair's, as csrc/lists.h says. Returns None if the operator
+// has to inspect the tensors itself.
 PyObject* pieces(PyObject*, PyObject* const* args, Py_ssize_t argument_count) {
   return guarded([&]() -> PyObject* {
-    TORCH_CHECK_TYPE(argument_count == 2, "expected pieces(narrow, wide)");
-    PyObject *narrow = args[0], *wide = args[1];
-    const bool is_pair = wide != Py_None;
-    if (!PyList_CheckExact(narrow) || PyList_GET_SIZE(narrow) < kFewest ||
-        (is_pair && (!PyList_CheckExact(wide) || PyList_GET_SIZE(wide) != PyList_GET_SIZE(narrow))) ||
-        !is_tensor(PyList_GET_ITEM(narrow, 0)) || !is_unobserved()) {
+    TORCH_CHECK_TYPE(argument_count == 3, "expected pieces(narrow, wide, third)");
+    PyObject *narrow = args[0], *wide = args[1], *third = args[2];
+    const bool is_pair = wide != Py_None, is_triple = third != Py_None;
+    const auto is_beside = [&](PyObject* list) {
+      return PyList_CheckExact(list) && PyList_GET_SIZE(list) == PyList_GET_SIZE(narrow);
+    };
+    if (!PyList_CheckExact(narrow) || PyList_GET_SIZE(narrow) < kFewest || (is_pair && !is_beside(wide)) ||
+        (is_triple && !is_beside(third)) || !is_tensor(PyList_GET_ITEM(narrow, 0)) || !is_unobserved()) {
       Py_RETURN_NONE;
     }
     const Tensor& first = tensor_of(PyList_GET_ITEM(narrow, 0));
+    const bool has_keys = is_triple && PyLong_CheckExact(PyList_GET_ITEM(third, 0));
     std::vector<Row> rows;
     rows.reserve(PyList_GET_SIZE(narrow));
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(narrow); ++i) {
@@ -95,7 +102,24 @@ PyObject* pieces(PyObject*, PyObject* const* args, Py_ssize_t argument_count) {
         }
         beside = address_of(other);
       }
+      int64_t last = 0;
+      if (is_triple) {
+        PyObject* object = PyList_GET_ITEM(third, i);
+        if (tensor.scalar_type() != ScalarType::BFloat16) {
+          Py_RETURN_NONE;
+        }
+        if (has_keys && PyLong_CheckExact(object)) {
+          last = static_cast<int64_t>(PyLong_AsUnsignedLongMask(object));
+        } else if (!has_keys && is_piece(object, first, true) && are_alike(tensor, tensor_of(object))) {
+          last = address_of(tensor_of(object));
+        } else {
+          Py_RETURN_NONE;
+        }
+      }
       if (i != 0 && tensor.numel() != 0) {
+        if (is_triple) {
+          rows.push_back({last, 0, 0, static_cast<int64_t>(ScalarType::Short)});
+        }
         rows.push_back({address_of(tensor), beside, tensor.numel(), static_cast<int64_t>(tensor.scalar_type())});
       }
     }

@@ -701,16 +701,20 @@ needs_cuobjdump = pytest.mark.skipif(
 FEW, MOST = 64, 1024  # tensors of a launch, in csrc/cuda.cu
 
 # The kernel of each operator that moves elements, and what its main loops load (how many vectors of how many bits) and
-# store (of how many bits): for each half type, and for float32.
-MAIN_LOOPS: dict[str, tuple[str, tuple[dict[int, int], set[int]], tuple[dict[int, int], set[int]]]] = {
+# store (of how many bits): for each half type, and for float32; or in the only loop, after None.
+Moved = tuple[dict[int, int], set[int]]
+MAIN_LOOPS: dict[str, tuple[str, Moved | None, Moved]] = {
     "unscale_": ("unscale_kernel", ({128: 4}, {128}), ({128: 4}, {128})),
     "unscale_copy": ("unscale_copy_kernel", ({64: 4}, {64, 128}), ({128: 4}, {128})),
     "unscale_add": ("unscale_add_kernel", ({64: 4, 128: 4}, {64, 128}), ({128: 8}, {128})),
     "found_inf_norm": ("found_inf_norm_kernel", ({128: 4}, set()), ({128: 4}, set())),
     "copy_to_half": ("copy_to_half_kernel<false>", ({128: 4}, {64}), ({128: 4}, {128})),
     "copy_to_half_grads": ("copy_to_half_kernel<true>", ({128: 4}, {64}), ({128: 4}, {128})),
-    "fingerprint": ("fingerprint_kernel", ({128: 4}, set()), ({128: 4}, set())),
+    "fingerprint": ("fingerprint_kernel", None, ({128: 4}, set())),
     "copy_edits": ("follow_kernel", ({64: 4, 128: 4}, {128}), ({128: 8}, {128})),
+    "join": ("join_kernel", None, ({64: 8}, {128})),
+    "split": ("split_kernel", None, ({128: 4}, {64})),
+    "round_stochastically": ("round_stochastically_kernel", None, ({128: 4}, {64})),
 }
 
 
@@ -766,7 +770,7 @@ class TestMachineCode:
             if (kernel.name, kernel.architecture) == (name, architecture):
                 loops = kernel.main_loops
                 moved = [(dict(loop.loads), loop.stores) for loop in loops]
-                expected = [full] if operator == "fingerprint" else [half, half, full]
+                expected = [full] if half is None else [half, half, full]
                 assert sorted(moved, key=str) == sorted(expected, key=str)
                 assert [loop.in_flight for loop in loops] == [loop.loads.total() for loop in loops]
                 # Moves a number to a uniform register, and so waits for it, as for a factor that was just loaded.
@@ -828,9 +832,8 @@ class TestMachineCode:
 
         dtypes = {name: sorted(cell[4] for cell in cells if cell[0] == name) for name in {cell[0] for cell in cells}}
 
-        for operator, (kernel, *_) in MAIN_LOOPS.items():
-            # One loop of `fingerprint` is for words of all dtypes.
-            expected = ["float32"] if operator == "fingerprint" else ["bfloat16", "float16", "float32"]
+        for kernel, half, _ in MAIN_LOOPS.values():
+            expected = ["float32"] if half is None else ["bfloat16", "float16", "float32"]
             assert dtypes.pop(kernel.replace("_kernel", "")) == expected
         assert dtypes == {"clip_factor": [""], "update_scale": [""]}
 

@@ -449,11 +449,58 @@ def test_masters_are_rounded_to_halves_of_other_strides(half_dtype):
 
 
 @with_each_implementation
+class TestHalvesOfFloat32Numbers:
+    """Of tensors that no single implementation handles: dense ones in any order, of a subclass, and parameters."""
+
+    @staticmethod
+    def fulls() -> list[Tensor]:
+        image = normal(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+        parameter = nn.Parameter(normal(3, 3), requires_grad=False)
+        return [marked(normal(7)), image, normal(4, 3).t(), parameter, scalar(1.3), torch.empty(0, 3), normal(70001)]
+
+    def test_joining_undoes_splitting(self):
+        fulls = self.fulls()
+        halves = [torch.empty_like(full, dtype=torch.bfloat16) for full in fulls]
+        remainders = [torch.empty_like(full, dtype=torch.int16) for full in fulls]
+        joined = [torch.empty_like(full) for full in fulls]
+
+        kernels.split(fulls, halves, remainders)
+        kernels.join(halves, remainders, joined)
+
+        for full, half, back in zip(fulls, halves, joined, strict=True):
+            assert_same_bits(back.as_subclass(Tensor), full.detach().as_subclass(Tensor))
+            torch.testing.assert_close(half.float(), full.data, rtol=2.0**-8, atol=0)
+
+    def test_each_element_becomes_one_of_its_neighbours(self):
+        fulls = self.fulls()
+        halves = [torch.empty_like(full, dtype=torch.bfloat16) for full in fulls]
+
+        kernels.round_stochastically(fulls, halves, list(range(len(fulls))))
+
+        for full, half in zip(fulls, halves, strict=True):
+            torch.testing.assert_close(half.float(), full.data, rtol=2.0**-7, atol=0)
+        assert (halves[-1] != fulls[-1].bfloat16()).any()
+
+    @pytest.mark.gpu
+    def test_devices_have_the_same_bits(self):
+        fulls = [normal(100003).to(device) for device in ("cpu", "cuda", "cpu", "cuda")]
+        halves = [torch.empty_like(full, dtype=torch.bfloat16) for full in fulls]
+        kernels.round_stochastically(fulls, halves, [1, 1, 2, 2])
+        assert_same_bits(halves[0], halves[1])
+        assert_same_bits(halves[2], halves[3])
+        assert not torch.equal(halves[0], halves[2])
+
+
+@with_each_implementation
 def test_tensors_that_are_written_to_and_no_others_count_the_write(subtests):
     """Autograd and the cache of casts see by the count that a tensor changed."""
     wide, halves = [torch.ones(3), torch.ones(6)[::2]], [torch.ones(3).half(), torch.ones(6).half()[::2]]
     both, factor, flag = [*wide, *halves], scalar(0.5), scalar(0.0)
     total = torch.zeros((), dtype=torch.float64)
+    fulls = [torch.ones(3), torch.ones(2, 3).t()]
+    brains, shorts = (
+        [torch.empty_like(each, dtype=dtype) for each in fulls] for dtype in (torch.bfloat16, torch.int16)
+    )
     device, policy = Device(ScaleState(4.0, 0, 1)), ScalePolicy(True, 4.0, 2.0, 0.5, 1, 1, 1.0, 16.0)
     state = [device.scale, device.unskipped, device.hysteresis_left]
 
@@ -472,6 +519,9 @@ def test_tensors_that_are_written_to_and_no_others_count_the_write(subtests):
         ("add and back", lambda: kernels.unscale_add(halves, wide, factor, flag, True), both, [factor]),
         ("norm", lambda: kernels.found_inf_norm(both, factor, flag, total), [], [*both, factor]),
         ("copy_to_half", lambda: kernels.copy_to_half(wide, halves), halves, wide),
+        ("split", lambda: kernels.split(fulls, brains, shorts), [*brains, *shorts], fulls),
+        ("join", lambda: kernels.join(brains, shorts, fulls), fulls, [*brains, *shorts]),
+        ("round", lambda: kernels.round_stochastically(fulls, brains, [1, 2]), brains, fulls),
         ("update_scale", lambda: device.update(0.0, policy), state, []),
     ]
     check_rows(subtests, rows, check)

@@ -622,6 +622,172 @@ def test_numbers_midway_between_halves_are_rounded_to_even(device, dtype):
     assert_same(torch.cat(halves[1:]), wanted)
 
 
+# bfloat16 halves of float32 numbers
+
+DENSE = ("contiguous", "transposed", "channels last")
+KEYS = (0, 1, 2**31, 2**32 - 1, 123456789)
+
+# The bits of every bfloat16 number, with lower halves that are rounded down, up, and either way.
+EDGES = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
+EVERY_UPPER_HALF = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+
+SMALLEST = 2.0**-133  # of bfloat16, subnormal
+LARGEST = torch.finfo(torch.bfloat16).max
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def rounded(operators: ModuleType, fulls: list[Tensor], keys: list[int]) -> list[Tensor]:
+    halves = [torch.empty_like(full, dtype=torch.bfloat16) for full in fulls]
+    operators.round_stochastically(fulls, halves, keys)
+    return halves
+
+
+# What each writes: of fulls, halves and remainders.
+WRITTEN = {"join": [0], "split": [1, 2], "round_stochastically": [1]}
+
+
+def run_on_triples(operators: ModuleType, name: str, columns: list[list[Tensor]], keys: list[int]) -> None:
+    fulls, halves, remainders = columns
+    given = {"join": (halves, remainders, fulls), "split": (fulls, halves, remainders)}
+    getattr(operators, name)(*given.get(name, (fulls, halves, keys)))
+
+
+@on_each_device
+@pytest.mark.parametrize("name", WRITTEN)
+@draws
+@given(list_=drawn(), seed=SEEDS)
+@example(list_=ENDS, seed=1)
+@example(list_=ALIGNMENTS, seed=1)
+@example(list_=[Drawn((index % 4,), torch.float32) for index in range(3 * CHUNK // 16)], seed=1)
+@example(list_=[Drawn((5 * CHUNK + 1,), torch.float32)], seed=1)
+@example(list_=[Drawn((2, 3, 50, 7), HALF_DTYPES[0], narrow=Lay("channels last", 1))], seed=1)
+def test_halves_and_remainders_have_the_bits_of_torchs_kernels(device, name, list_, seed):
+    def triples() -> list[list[Laid]]:
+        columns: list[list[Laid]] = [[], [], []]
+        for index, each in enumerate(list_):
+            lays = [each.wide, each.narrow, Lay(each.narrow.layout if index % 3 else "transposed", index % 5)]
+            if name == "round_stochastically":  # random numbers belong to places in memory
+                layout = each.narrow.layout if each.narrow.layout in DENSE else "contiguous"
+                lays = [replace(lay, layout=layout) for lay in lays]
+            half = values_of(each, seed + index, torch.bfloat16)
+            values = [
+                values_of(each, seed - index, torch.float32),
+                half,
+                bits(half).flip(-1) if half.dim() else bits(half),
+            ]
+            for column, value, lay in zip(columns, values, lays, strict=True):
+                column.append(Laid(value, lay, device))
+        return columns
+
+    ours, theirs = triples(), triples()
+    keys = [(seed + index * 0x12345679) % 2**32 for index in range(len(list_))]
+
+    run_on_triples(extension_kernels, name, [tensors(column) for column in ours], keys)
+    run_on_triples(torch_kernels, name, [tensors(column) for column in theirs], keys)
+
+    for index, (column, others) in enumerate(zip(ours, theirs, strict=True)):
+        assert_all_same(tensors(column), tensors(others))
+        for each in column:
+            each.assert_only_it_was_written() if index in WRITTEN[name] else each.assert_unwritten()
+
+
+class TestSplit:
+    @on_each_device
+    @with_each_implementation
+    @pytest.mark.parametrize("lower", EDGES, ids=hex)
+    def test_every_half_with_any_rest_comes_back_bit_for_bit(self, device, operators, lower):
+        full = (EVERY_UPPER_HALF | lower).view(torch.float32).to(device)
+        half, remainder = torch.empty_like(full, dtype=torch.bfloat16), torch.empty_like(full, dtype=torch.int16)
+        joined = torch.empty_like(full)
+
+        operators.split([full], [half], [remainder])
+        operators.join([half], [remainder], [joined])
+
+        is_nan = full.isnan()
+        assert torch.equal(half.isnan(), is_nan)
+        assert_same(joined, full)
+        assert remainder[is_nan].eq(0).all()
+        nearest = full.to(torch.bfloat16)
+        if lower == 0x8000:  # midway between two halves
+            away = full.nextafter(full * math.inf).to(torch.bfloat16)
+            assert_same(half[~is_nan], torch.where(full == 0, nearest, away)[~is_nan])
+        else:
+            assert_same(half, nearest)
+
+
+class TestRoundStochastically:
+    @on_each_device
+    @with_each_implementation
+    @pytest.mark.parametrize("sign", [1, -1])
+    @pytest.mark.parametrize(
+        "value",
+        [
+            1.2345,
+            1 + 2.0**-8,
+            1 / 3,
+            1e-30,
+            1e30,
+            0.1 * SMALLEST,
+            2.7 * SMALLEST,
+            100.5 * SMALLEST,
+            LARGEST * (1 - 2.0**-10),
+        ],
+    )
+    def test_the_mean_is_the_number(self, device, operators, value, sign):
+        full = torch.full((10**6,), sign * value, device=device)
+
+        (half,) = rounded(operators, [full], [20250101])
+
+        number, found = full[0].item(), half.double()
+        lower, upper = sorted({*found.unique().tolist()})
+        assert lower < number < upper
+        chance = (number - lower) / (upper - lower)
+        error = (upper - lower) * math.sqrt(chance * (1 - chance) / full.numel())
+        assert abs(found.mean().item() - number) <= 4 * error
+
+    @on_each_device
+    @with_each_implementation
+    def test_the_mean_over_keys_is_the_number(self, device, operators):
+        fulls = list(torch.full((4000, 7), 1 + 2.0**-9, device=device).unbind())
+        generator = torch.Generator().manual_seed(1)
+        for keys in (range(len(fulls)), torch.randint(2**32, (len(fulls),), generator=generator).tolist()):
+            up = torch.stack(rounded(operators, fulls, list(keys))).float().gt(1).double()
+            assert (up.mean(0) - 0.25).abs().max() <= 4 * math.sqrt(0.25 * 0.75 / len(fulls))
+
+    @on_each_device
+    @with_each_implementation
+    def test_halves_infinities_and_nan_stay_what_they_are(self, device, operators):
+        half = EVERY_UPPER_HALF.view(torch.float32).to(device)
+        for found in rounded(operators, [half] * len(KEYS), list(KEYS)):
+            assert_same(found, half.to(torch.bfloat16))
+        nan = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF], dtype=torch.int32).view(torch.float32).to(device)
+        for found in rounded(operators, [nan.repeat(50)] * len(KEYS), list(KEYS)):
+            assert found.isnan().all()
+
+    @on_each_device
+    @with_each_implementation
+    def test_finite_numbers_stay_finite(self, device, operators):
+        limit = torch.finfo(torch.float32).max
+        full = torch.tensor([limit, -limit, LARGEST * (1 + 2.0**-12), -LARGEST], device=device).repeat(5000)
+        for found in rounded(operators, [full] * len(KEYS), list(KEYS)):
+            assert_same(found, full.sign().mul(LARGEST).to(torch.bfloat16))
+
+    @on_each_device
+    @with_each_implementation
+    def test_random_numbers_belong_to_places_in_memory_and_keys(self, device, operators):
+        image = torch.randn(2, 3, 100, 200, device=device).contiguous(memory_format=torch.channels_last)
+        flat = image.permute(0, 2, 3, 1).reshape(-1)
+
+        shaped, first, again, other = rounded(operators, [image, flat, flat, flat], [5, 5, 5, 6])
+
+        assert_same(shaped.permute(0, 2, 3, 1).reshape(-1), first)
+        assert_same(again, first)
+        assert 0.2 < (other != first).float().mean() < 0.5
+
+
 class TestUpdateScale:
     @on_each_device
     @given(
@@ -684,6 +850,9 @@ def test_empty_lists_change_no_flag_and_no_sum(device: str, operators: ModuleTyp
     operators.unscale_add([], [], factor, flag, True)
     operators.found_inf_norm([], factor, flag, total)
     operators.copy_to_half([], [])
+    operators.join([], [], [])
+    operators.split([], [], [])
+    operators.round_stochastically([], [], [])
 
     assert (factor.item(), flag.item(), total.item()) == (0.5, 0, 3)
 
@@ -699,6 +868,7 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 FACTOR, FLAG, SUM = ones(), ones(), ones(dtype=DOUBLE)
 COUNT = ones(dtype=torch.int32)
+BRAINS, SHORTS = ones(2, dtype=torch.bfloat16), ones(2, dtype=torch.int16)
 REST = (2.0, 0.5, 10, 1, 1.0, 4.0)
 
 REFUSED: dict[str, tuple[str, list[object]]] = {
@@ -738,6 +908,24 @@ REFUSED: dict[str, tuple[str, list[object]]] = {
     "more masters than halves": ("copy_to_half", [[ones(2), ones(2)], [ones(2, dtype=HALF)]]),
     "half to full": ("copy_to_half", [[ones(2, dtype=HALF)], [ones(2)]]),
     "halves of another shape": ("copy_to_half", [[ones(2), ones(6)], [ones(2, dtype=HALF), ones(2, 3, dtype=HALF)]]),
+    **{
+        f"{what}, {operator}": (operator, arguments)
+        for what, fulls, halves, remainders in [
+            ("full halves", [ones(2)], [ones(2)], [SHORTS]),
+            ("float16", [ones(2)], [ones(2, dtype=HALF)], [SHORTS]),
+            ("half fulls", [BRAINS], [BRAINS], [SHORTS]),
+            ("fewer fulls", [ones(2)], [BRAINS] * 2, [SHORTS] * 2),
+            ("other fulls", [ones(2, 1)], [BRAINS], [SHORTS]),
+            ("fewer remainders", [ones(2)] * 2, [BRAINS] * 2, [SHORTS]),
+            ("other remainders", [ones(2)], [BRAINS], [SHORTS[None]]),
+            ("half remainders", [ones(2)], [BRAINS], [BRAINS]),
+            ("remainders of no device", [ones(2)], [BRAINS], [SHORTS.to("meta")]),
+        ]
+        for operator, arguments in [("join", [halves, remainders, fulls]), ("split", [fulls, halves, remainders])]
+    },
+    "half and half": ("round_stochastically", [[ones(2)], [ones(2, dtype=HALF)], [1]]),
+    "fewer keys": ("round_stochastically", [[ones(2)] * 2, [BRAINS] * 2, [1]]),
+    "more keys": ("round_stochastically", [[ones(2)], [BRAINS], [1, 2]]),
     "a scale of doubles": ("update_scale", [SUM, COUNT, COUNT, FLAG, *REST]),
     "two scales": ("update_scale", [ones(2), COUNT, COUNT, FLAG, *REST]),
     "counts of int64": ("update_scale", [FACTOR, ones(dtype=torch.int64), COUNT, FLAG, *REST]),
@@ -750,7 +938,7 @@ def flat(arguments: list[object]) -> Iterator[Tensor]:
         if isinstance(argument, Tensor):
             yield argument
         elif isinstance(argument, list):
-            yield from argument
+            yield from (each for each in argument if isinstance(each, Tensor))
 
 
 @on_each_device
@@ -871,7 +1059,7 @@ class TestAddresses:
         for choice in (True, False):
             as_tensors(choice)
             narrow, wide = lay_out(list_, seed, device)
-            assert (compiled_calls.pieces(tensors(narrow), tensors(wide)) is None) == (len(list_) < 4)
+            assert (compiled_calls.pieces(tensors(narrow), tensors(wide), None) is None) == (len(list_) < 4)
             flag, inv_scale = scalar(0.0, device), scalar(factor, device)
             results = RUN_ON_LISTS[operator](extension_kernels, tensors(narrow), tensors(wide), inv_scale, flag)
             left.append([*tensors(narrow), *tensors(wide), flag, *(results or ())])
@@ -881,12 +1069,12 @@ class TestAddresses:
     @pytest.mark.parametrize("pair", ACCEPTED.values(), ids=ACCEPTED)
     def test_addresses_are_those_of_ordinary_tensors(self, compiled_calls, pair):
         narrow, wide = [ones(5)] * 4 + [pair[0]], [ones(5)] * 4 + [pair[1]]
-        assert compiled_calls.pieces(narrow, wide)[3:].tolist() == [
+        assert compiled_calls.pieces(narrow, wide, None)[3:].tolist() == [
             [half.data_ptr(), full.data_ptr(), half.numel(), [torch.uint8, torch.float16].index(half.dtype) * 5]
             for half, full in [pair]
             if half.numel()
         ]
-        assert len(compiled_calls.pieces(narrow, None)) == 3 + bool(pair[0].numel())
+        assert len(compiled_calls.pieces(narrow, None, None)) == 3 + bool(pair[0].numel())
 
     @pytest.mark.parametrize("make", LEFT.values(), ids=LEFT)
     def test_other_tensors_have_no_addresses_and_the_same_results(self, compiled_calls, as_tensors, make):
@@ -896,7 +1084,7 @@ class TestAddresses:
             made = make()
             lists = [[*(ones(3) for _ in range(4)), each] for each in made]
             wide = lists[1] if len(lists) == 2 else None
-            assert compiled_calls.pieces(lists[0], wide) is None
+            assert compiled_calls.pieces(lists[0], wide, None) is None
             try:
                 if wide is None:
                     extension_kernels.unscale_(lists[0], scalar(0.5, "cpu"), scalar(0.0, "cpu"))
@@ -911,20 +1099,55 @@ class TestAddresses:
 
     def test_unequal_or_short_lists_tuples_and_modes_get_no_addresses(self, compiled_calls):
         four = [ones(3) for _ in range(4)]
-        assert compiled_calls.pieces(four, four) is not None
+        assert compiled_calls.pieces(four, four, None) is not None
         for narrow, wide in ([four, [*four, ones(3)]], [tuple(four), four], [four, tuple(four)], [four[:3], four[:3]]):
-            assert compiled_calls.pieces(narrow, wide) is None
+            assert compiled_calls.pieces(narrow, wide, None) is None
         with NoMode():
-            assert compiled_calls.pieces(four, None) is None  # the mode has to see the tensors
+            assert compiled_calls.pieces(four, None, None) is None  # the mode has to see the tensors
         with torch.autocast("cpu"), torch.inference_mode():
-            assert compiled_calls.pieces(four, None) is not None
+            assert compiled_calls.pieces(four, None, None) is not None
+
+    @on_each_device
+    @pytest.mark.parametrize("name", WRITTEN)
+    def test_addresses_of_triples_lead_to_the_same_bits_and_versions(self, compiled_calls, as_tensors, device, name):
+        shapes = [(0,), (3, 4), (), (CHUNK + 1,), (0,), (2, 3, 4, 5)]
+        fulls = [torch.randn(shape, device=device) for shape in shapes]
+        fulls[-1] = fulls[-1].contiguous(memory_format=torch.channels_last)
+        halves = [torch.empty_like(full, dtype=torch.bfloat16) for full in fulls]
+        remainders = [torch.empty_like(full, dtype=torch.int16) for full in fulls]
+        keys = [2**32 - 1 - index for index in range(len(shapes))]
+        extension_kernels.split(fulls, halves, remainders)
+        for third in (remainders, keys):
+            assert len(compiled_calls.pieces(halves, fulls, third)) == 8  # two rows for each that is not empty
+        left = []
+        for choice in (True, False):
+            as_tensors(choice)
+            columns = [[each.clone() for each in column] for column in (fulls, halves, remainders)]
+            run_on_triples(extension_kernels, name, columns, keys)
+            left.append(columns)
+        for index, (one, other) in enumerate(zip(*left, strict=True)):
+            assert_all_same(one, other)
+            for each in (*one, *other):
+                assert each._version == (index in WRITTEN[name])
+
+    def test_triples_that_the_operators_refuse_or_copy_have_no_addresses(self, compiled_calls):
+        fulls, halves, remainders = ([tensor] * 4 for tensor in (ones(2), BRAINS, SHORTS))
+        assert compiled_calls.pieces(halves, fulls, remainders) is not None
+        assert compiled_calls.pieces(halves, fulls, [1] * 4) is not None
+        gaps, shape, ints = SHORTS.repeat(2)[::2], SHORTS[None], SHORTS.int()
+        for third in (gaps, shape, ints, BRAINS, SHORTS.to("meta"), 1, None, True, 1.0):
+            assert compiled_calls.pieces(halves, fulls, [*remainders[:3], third]) is None
+            assert compiled_calls.pieces(halves, fulls, [third, *remainders[:3]]) is None
+        for third in (remainders[:3], tuple(remainders), [1, 1, 1], [1, 1, 1, SHORTS]):
+            assert compiled_calls.pieces(halves, fulls, third) is None
+        assert compiled_calls.pieces([*halves[:3], ones(2, dtype=HALF)], fulls, remainders) is None
 
     @pytest.mark.gpu
     def test_tensors_of_two_devices_have_no_addresses(self, compiled_calls):
         four = [ones(3).cuda() for _ in range(4)]
-        assert compiled_calls.pieces(four, four) is not None
-        assert compiled_calls.pieces([*four, ones(3)], None) is None
-        assert compiled_calls.pieces(four, [*four[:3], ones(3)]) is None
+        assert compiled_calls.pieces(four, four, None) is not None
+        assert compiled_calls.pieces([*four, ones(3)], None, None) is None
+        assert compiled_calls.pieces(four, [*four[:3], ones(3)], None) is None
 
     def test_addresses_of_a_lazy_copy_are_its_own(self, compiled_calls, as_tensors):
         as_tensors(False)
@@ -1031,6 +1254,11 @@ class TestMoreElementsThanAnInt32Counts:
 
         assert grad[-3:].tolist() == [0, 6, 7]
 
+        master_grad[-1] = 9
+        extension_kernels.round_stochastically([master_grad], [grad], [3])
+
+        assert grad[-3:].tolist() == [0, 6, 9]
+
 
 # All operators, one after another
 
@@ -1054,6 +1282,9 @@ class Work:
         self.master_grads = [torch.ones_like(grad, dtype=torch.float32) for grad in self.grads]
         self.halves = [torch.zeros_like(grad, dtype=torch.bfloat16) for grad in self.grads]
         self.half_grads = [torch.zeros_like(grad, dtype=torch.float16) for grad in self.grads]
+        self.remainders = [torch.zeros_like(half, dtype=torch.int16) for half in self.halves]
+        self.keys = [index * 0x9E3779B9 % 2**32 for index in range(self.count)]
+        self.random_halves = [torch.zeros_like(half) for half in self.halves]
         self.before, self.now = torch.zeros(2, self.count, device=self.device, dtype=torch.float64).unbind()
         self.inv_scale = torch.full((), 0.5, device=self.device)
         self.found_inf = torch.zeros((), device=self.device)
@@ -1073,18 +1304,22 @@ class Work:
             half.add_(1)
         operators.fingerprint(self.halves, self.now)
         operators.copy_edits(self.halves, self.master_grads, self.before, self.now, False)
+        operators.split(self.master_grads, self.halves, self.remainders)
+        operators.round_stochastically(self.master_grads, self.random_halves, self.keys)
+        operators.join(self.random_halves, self.remainders, self.master_grads)
         operators.update_scale(self.scale, *self.counts, self.found_inf, 2.0, 0.5, 2, 1, 1.0, 64.0)
 
     def all(self) -> list[Tensor]:
         results = [self.found_inf, self.total, self.scale, *self.counts]
-        return [*self.grads, *self.master_grads, *self.halves, *self.half_grads, *results]
+        lists = self.grads, self.master_grads, self.halves, self.half_grads, self.remainders, self.random_halves
+        return [*itertools.chain(*lists), *results]
 
     def assert_is(self, other: Work) -> None:
         assert_all_same([each.cpu() for each in self.all()], [each.cpu() for each in other.all()])
 
 
 @on_each_device
-@pytest.mark.parametrize("count", [FEW, FEW + 1, MOST + 1, MOST + FEW + 1])
+@pytest.mark.parametrize("count", [FEW // 2 + 1, FEW, FEW + 1, MOST + 1, MOST + FEW + 1])
 def test_lists_around_the_size_of_a_launch_agree_with_torch(device: str, count: int) -> None:
     ours, theirs = Work(torch.device(device), count), Work(torch.device(device), count)
     ours.run(extension_kernels)
