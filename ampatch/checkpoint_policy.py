@@ -137,7 +137,7 @@ def _settings(session: Session) -> dict[str, Any]:
         "cast_model_type": None if weights is None else dtype_name(weights),
         "keep_batchnorm_fp32": bool(properties.keep_batchnorm_fp32),
         "keep_fp32": _names(settings.keep_fp32),
-        "master_weights": bool(properties.master_weights),
+        "master_weights": properties.master_weights or False,
         "cast_model_outputs": None if outputs is None else dtype_name(outputs),
         "allow_banned": settings.allow_banned,
         "loss_scale": properties.loss_scale,

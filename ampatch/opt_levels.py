@@ -44,7 +44,8 @@ class Properties:
         cast_model_type: dtype that the model's weights are converted to; None leaves them unchanged.
         patch_torch_functions: True if torch's functions cast by the lists.
         keep_batchnorm_fp32: True if batch norm stays in float32; None if the level does not convert weights to half.
-        master_weights: True if the optimizer updates float32 masters; None if the level leaves weights unchanged.
+        master_weights: True if the optimizer updates float32 masters; "split" or "stochastic" if these exist only while
+            it steps; None if the level leaves weights unchanged.
         loss_scale: a fixed loss scale, or "dynamic".
     """
 
@@ -53,13 +54,18 @@ class Properties:
     cast_model_type: torch.dtype | None
     patch_torch_functions: bool
     keep_batchnorm_fp32: bool | None
-    master_weights: bool | None
+    master_weights: bool | str | None
     loss_scale: LossScale
 
     @property
     def casts_float32_weights(self) -> bool:
         """True if the lists cast weights that are float32: there a linear layer may become one node."""
         return self.patch_torch_functions and self.cast_model_type not in HALVES
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of what each half weight has beside itself between steps: a float32 master, or a remainder."""
+        return {True: 4, "split": 2}.get(self.master_weights or False, 0)
 
 
 #: The arguments of ``amp.initialize`` that are fields of `Properties`.
@@ -82,6 +88,9 @@ class Level:
         """True if weights become half."""
         return self.weights not in (None, "float32")
 
+
+#: What ``master_weights`` may be beside a flag: masters exist only while the optimizer steps.
+TEMPORARY = ("split", "stochastic")
 
 # Names and values are Apex's. O4 and O5 are O1 and O2 in bfloat16, named as in ROCm's Apex.
 LEVELS = {
@@ -123,13 +132,23 @@ def resolve(opt_level: str, half_dtype: torch.dtype, **overrides: object) -> Pro
     if level.weights is None:
         for name, allowed in _UNCHANGED_WEIGHTS_ALLOW.items():
             if asked.get(name) not in allowed:
-                converting = "O2" if level.half_dtype is None else "O5"
+                is_half = level.half_dtype is None and overrides[name] not in TEMPORARY
+                converting = "O2" if is_half else "O5"
                 raise OptionError(
                     f"{name}={overrides[name]!r} contradicts opt_level={opt_level!r}, which leaves the "
                     f"model's weights as they are. Leave {name} out, or use opt_level={converting!r}, which "
                     f"converts them."
                 )
-    return replace(properties, **asked)
+    found = replace(properties, **asked)
+    kept = (torch.bfloat16, None) if found.master_weights == "stochastic" else (torch.bfloat16,)
+    if found.master_weights in TEMPORARY and found.cast_model_type not in kept:
+        made = found.cast_model_type
+        what = "weights as they are" if made is None else f"{dtype_name(made)} weights"
+        raise OptionError(
+            f"master_weights={found.master_weights!r} contradicts opt_level={opt_level!r} with {what}; expected "
+            "bfloat16 weights, made by amp. Type opt_level='O5', without cast_model_type."
+        )
+    return found
 
 
 def check_opt_level(opt_level: object) -> str:
@@ -223,6 +242,40 @@ def check_flag(name: str, value: object) -> bool | None:
     raise OptionError(f"{name} is {value!r}; expected True, False or None (or the strings 'True' and 'False').")
 
 
+def check_master_weights(value: object) -> bool | str | None:
+    """Returns a checked ``master_weights``: a flag as `check_flag` returns it, or one of `TEMPORARY`.
+
+    Raises:
+        OptionError: the value is none of these.
+    """
+    if isinstance(value, str) and value in TEMPORARY:
+        return value
+    with contextlib.suppress(OptionError):
+        return check_flag("master_weights", value)
+    raise OptionError(
+        f"master_weights is {value!r}; expected True, False, None, 'split' or 'stochastic'."
+        f"{did_you_mean(value, TEMPORARY)}"
+    )
+
+
+def state_type(given: object, master_weights: object) -> str:
+    """Returns the name of the type of an optimizer's state between steps.
+
+    Raises:
+        OptionError: it is another type, or masters do not exist only while the optimizer steps.
+    """
+    dtype = dtype_of(given)
+    if dtype is not torch.float32 and dtype is not torch.bfloat16:
+        raise OptionError(f"optimizer_state is {given!r}; expected torch.float32 or torch.bfloat16, or its name.")
+    if dtype is torch.bfloat16 and master_weights not in TEMPORARY:
+        raise OptionError(
+            f"optimizer_state={given!r} needs masters that exist only while the optimizer steps, as state is widened "
+            f"together with the weights; found {master_weights!r}. Type master_weights='stochastic' (or 'split') in "
+            "amp.initialize with opt_level='O5'; in MixedPrecision, masters='stochastic'."
+        )
+    return dtype_name(dtype)
+
+
 def as_flag(name: str, value: object) -> bool:
     """Returns a flag as bool; of strings accepts only "True" and "False", since bool("no") is True."""
     return bool(check_flag(name, value) if isinstance(value, str) else value)
@@ -292,7 +345,7 @@ OVERRIDES: dict[str, Callable[[object], Any]] = {
     "cast_model_type": check_model_type,
     "patch_torch_functions": functools.partial(check_flag, "patch_torch_functions"),
     "keep_batchnorm_fp32": functools.partial(check_flag, "keep_batchnorm_fp32"),
-    "master_weights": functools.partial(check_flag, "master_weights"),
+    "master_weights": check_master_weights,
     "loss_scale": check_loss_scale,
 }
 

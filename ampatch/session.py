@@ -148,7 +148,7 @@ class Session:
         for part in self.parts:
             part.adopt_model(model, is_new)
         settings = self.settings
-        changes_forward = settings.patches_functions or settings.has_masters
+        changes_forward = settings.patches_functions or settings.steps_in_float32
         if is_new and (changes_forward or settings.properties.cast_model_type is not None):
             adopted_model.hook_forward(model, self.ledger, self._hooks.before_forward, self._hooks.after_forward)
 

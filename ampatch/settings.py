@@ -49,6 +49,7 @@ class Settings:
         on_overflow: what happens after a skipped step.
         check_finite: True if steps look for inf and NaN in their gradients, whatever the scale.
         fused_linear: True if linear layers that are cast to half are one node of the graph, with float32 gradients.
+        optimizer_state: the type of an optimizer's float32 state between steps, if masters exist only while it steps.
     """
 
     properties: Properties
@@ -67,6 +68,7 @@ class Settings:
     on_overflow: OnOverflow = "explain"
     check_finite: bool = False
     fused_linear: bool = False
+    optimizer_state: str = "float32"
 
     @property
     def patches_functions(self) -> bool:
@@ -81,7 +83,18 @@ class Settings:
     @property
     def has_masters(self) -> bool:
         """True if half weights get float32 masters, also those that were half before, if no weight is converted."""
-        return bool(self.properties.master_weights) and self.properties.cast_model_type is not torch.float32
+        return self.properties.master_weights is True and self.properties.cast_model_type is not torch.float32
+
+    @property
+    def temporary_masters(self) -> str | None:
+        """How half weights are kept if they have float32 masters only while the optimizer steps; None: otherwise."""
+        kind = self.properties.master_weights
+        return kind if isinstance(kind, str) else None
+
+    @property
+    def steps_in_float32(self) -> bool:
+        """True if half weights have masters, or get them for a step."""
+        return self.has_masters or self.temporary_masters is not None
 
     @property
     def patches_any(self) -> bool:
@@ -161,11 +174,14 @@ class Settings:
             float32_outputs=tuple(plain["float32_outputs"]),
             cast_buffers=buffers if isinstance(buffers, bool) else tuple(buffers),
             cast_model_outputs=dtype("cast_model_outputs"),
-            **{name: plain[name] for name in _FLAGS},
+            **{name: plain[name] for name in _FLAGS if name in plain},  # older files lack some
         )
 
 
-_FLAGS = ("exact_hooks", "check_finite", "fused_linear", "allow_banned", "enable_caching", "profile_casts")
+_FLAGS = (
+    *("exact_hooks", "check_finite", "fused_linear", "allow_banned", "enable_caching", "profile_casts"),
+    "optimizer_state",
+)
 _PLAIN_FIELDS = ("num_losses", "cast_buffers", "cast_model_outputs", *_FLAGS)
 
 

@@ -127,6 +127,7 @@ class TestSettings:
             "exact_hooks": False,
             "check_finite": False,
             "fused_linear": True,
+            "optimizer_state": "float32",
             "allow_banned": False,
             "enable_caching": True,
             "profile_casts": False,

@@ -259,7 +259,7 @@ class TrainerSession:
     def _check_may_join(self, others: Sequence[TrainerSession]) -> None:
         live = amp.settings()
         session = runtime.live
-        converts = session is not None and (session.settings.has_half_weights or session.settings.has_masters)
+        converts = session is not None and (session.settings.has_half_weights or session.settings.steps_in_float32)
         shares_scale = self.is_training and self._scaler is None and live.get("loss_scale") == "dynamic"
         if converts or (shares_scale and any(other.is_training for other in others)):
             why = "which has half weights" if converts else "with a dynamic loss scale"

@@ -23,14 +23,16 @@ from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
 from ampatch.native import kernels
 from ampatch.native.host_copy import for_fused_step
-from ampatch.opt_levels import dtype_of
+from ampatch.opt_levels import TEMPORARY, dtype_of, state_type
 from ampatch.runtime import runtime
-from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
+from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer, hooks_of
 from ampatch.switch import WithoutCasts
 from ampatch.torch_private import foreach, optimizers
 from ampatch.weights import optimizer_state
 from ampatch.weights.conversion import unrounded
 from ampatch.weights.exchange import exchanged, unzipped
+from ampatch.weights.split_weights import SplitWeight
+from ampatch.weights.temporary_masters import TemporaryMasters
 
 # Types of callables that can make an optimizer. Other callable objects are not accepted: they might be anything.
 _MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
@@ -62,6 +64,11 @@ class MixedPrecision(torch.optim.Optimizer):
     Args:
         optimizer: optimizer, or a function that makes one (a class, a ``functools.partial``).
         dtype: type of the masters: ``torch.float32`` or ``torch.float64``, or its name.
+        masters: True keeps the masters in the state. "split" and "stochastic" have masters only while the optimizer
+            steps, and need bfloat16 parameters. "split": a parameter and an int16 remainder are the master.
+            "stochastic": nothing is left of it, and updates are rounded at random.
+        optimizer_state: with these two, the type of the other state between steps: ``torch.float32`` or
+            ``torch.bfloat16``, or its name.
         masters_from: initial values of the masters: tensors in the order of the optimizer's parameters, a module, or a
             mapping by the names that the optimizer was given. The half parameters are set to these values, rounded.
             None: the masters start with the values of the half parameters.
@@ -81,30 +88,49 @@ class MixedPrecision(torch.optim.Optimizer):
     grad_scale: Tensor | None
     found_inf: Tensor | None
 
-    def __new__(cls, optimizer: Any = None, dtype: torch.dtype | str = torch.float32, masters_from: Any = None) -> Any:
+    def __new__(
+        cls,
+        optimizer: Any = None,
+        dtype: torch.dtype | str = torch.float32,
+        masters_from: Any = None,
+        masters: bool | str = True,
+        optimizer_state: torch.dtype | str = "float32",
+    ) -> Any:
         """Returns a new instance; or, if ``optimizer`` makes optimizers, a function that makes wrapped ones."""
         if isinstance(optimizer, _MAKERS):
 
             @functools.wraps(optimizer, updated=())
             def make(*args: Any, **kwargs: Any) -> MixedPrecision:
-                return cls(optimizer(*args, **kwargs), dtype, masters_from)
+                return cls(optimizer(*args, **kwargs), dtype, masters_from, masters, optimizer_state)
 
             return make
         return super().__new__(cls)
 
     def __init__(
-        self, optimizer: OptimizerLike, dtype: torch.dtype | str = torch.float32, masters_from: Any = None
+        self,
+        optimizer: OptimizerLike,
+        dtype: torch.dtype | str = torch.float32,
+        masters_from: Any = None,
+        masters: bool | str = True,
+        optimizer_state: torch.dtype | str = "float32",
     ) -> None:
         check_optimizer(optimizer)
         _check_composition(optimizer)
         self._dtype = _master_type(dtype)
+        kind = _kind_of(masters, self._dtype)
+        narrow = state_type(optimizer_state, kind or True) == "bfloat16"
         self.optimizer = optimizer
         self._in_place: list[tuple[Tensor, Tensor]] = []  # parameters and masters, during a step
         self._synced: dict[int, _Synced] = {}  # by id of the parameter
         self._widened: list[tuple[Tensor, torch.dtype | None]] = []
         values = None if masters_from is None else _values(masters_from, optimizer)
         super().__setstate__({})  # creates the hook attributes; `__init__` would also copy the groups
-        for number, parameter in enumerate(optimizer_state.parameters_of(optimizer)):
+        self._temporary: TemporaryMasters | None = None
+        if kind is not None:
+            given = dict(zip(map(id, self._parameters()), values or (), strict=False))
+            self._temporary = _temporary(optimizer, kind, narrow, given)
+            return
+        for number, parameter in enumerate(self._parameters()):
             master = self._master(parameter)
             if master is not None and values is not None:
                 with torch.no_grad():
@@ -134,7 +160,16 @@ class MixedPrecision(torch.optim.Optimizer):
         # Like torch's optimizers, without hooks. The `step` that a scheduler sets on the instance is left out too: it
         # would step the original.
         kept = {name: self.__dict__[name] for name in ("optimizer", "_dtype", "_in_place", "_widened")}
-        return {**kept, "_synced": {}}  # ids in `_synced` mean nothing in a copy
+        temporary = None if self._temporary is None else self._temporary.as_plain_data()
+        return {**kept, "_synced": {}, "_temporary": temporary}  # ids in `_synced` mean nothing in a copy
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        plain = state.get("_temporary")
+        super().__setstate__({**state, "_temporary": None})
+        if plain is not None:
+            parameters = list(self._parameters())
+            given = {id(parameters[place]): value for place, value in plain["values"].items()}
+            self._temporary = _temporary(self.optimizer, plain["kind"], plain["narrow"], given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, and makes masters for its half parameters."""
@@ -142,6 +177,8 @@ class MixedPrecision(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
         for parameter in self._parameters():
             self._master(parameter)
+        if self._temporary is not None:
+            self._temporary.make_missing()
 
     # Masters
 
@@ -154,6 +191,8 @@ class MixedPrecision(torch.optim.Optimizer):
     def master_of(self, parameter: Tensor) -> Tensor:
         """Returns the master of one of the optimizer's parameters; the parameter itself if it has no master.
 
+        A split parameter's is a new tensor.
+
         Raises:
             OptionError: the optimizer does not update the parameter.
         """
@@ -162,6 +201,8 @@ class MixedPrecision(torch.optim.Optimizer):
                 f"found a tensor of shape {tuple(parameter.shape)} that this {type(self.optimizer).__name__} does not "
                 "update; expected a parameter of the model that it was made for."
             )
+        if self._temporary is not None:
+            return self._temporary.full_of(parameter)
         return next((master for each, master in self._sync_masters() if each is parameter), parameter)
 
     def master_state_dict(self, model: nn.Module) -> dict[str, Any]:
@@ -172,6 +213,8 @@ class MixedPrecision(torch.optim.Optimizer):
                 are.
         """
         masters = {id(parameter): master for parameter, master in self._sync_masters()}
+        if self._temporary is not None:
+            masters = {id(each): self._temporary.full_of(each) for each in self._parameters()}
         named = {name: masters.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
         return {
             name: value if named.get(name) is None else named[name].clone()  # type: ignore[union-attr]
@@ -183,6 +226,8 @@ class MixedPrecision(torch.optim.Optimizer):
 
     def _master(self, parameter: Tensor) -> Tensor | None:
         """Returns the master of a parameter, and makes it if there is none; None if the parameter needs none."""
+        if self._temporary is not None:
+            return None
         if self._in_place:  # not in the state now
             return next((master for each, master in self._in_place if each is parameter), None)
         # torch does not promote 8-bit types, and no optimizer updates them.
@@ -247,7 +292,10 @@ class MixedPrecision(torch.optim.Optimizer):
         """Casts half gradients to the masters' type until the next step or `zero_grad`, to unscale without loss."""
         for parameter in self._parameters():
             grad = parameter.grad
-            if grad is not None and grad.dtype is not self._dtype and self._master(parameter) is not None:
+            has_master = (
+                parameter.dtype in HALVES if self._temporary is not None else self._master(parameter) is not None
+            )
+            if grad is not None and grad.dtype is not self._dtype and has_master:
                 self._widened.append((parameter, parameter.grad_dtype))
                 parameter.grad = None
                 parameter.grad_dtype = self._dtype
@@ -294,13 +342,33 @@ class MixedPrecision(torch.optim.Optimizer):
             if found_inf is not None:
                 inside.grad_scale = None
                 inside.found_inf = for_fused_step(found_inf, self._parameters())
+            given = args if closure is None else (closure, *args)
             try:
+                if self._temporary is not None:
+                    return self._step_temporarily(self._temporary, given, kwargs)
                 with exchanged(pairs):
-                    return inside.step(*args, **kwargs) if closure is None else inside.step(closure, *args, **kwargs)
+                    return inside.step(*given, **kwargs)
             finally:
                 if found_inf is not None:
                     del inside.grad_scale, inside.found_inf
                 self._narrow()
+
+    def _step_temporarily(self, masters: TemporaryMasters, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def step(swap_in: Callable[[], None]) -> Any:
+            try:
+                with WithoutCasts():
+                    swap_in()
+                return self.optimizer.step(*args, **kwargs)
+            finally:
+                masters.swap_out()
+
+        if any(each.dtype is not torch.bfloat16 for each in self._parameters() if masters.has(each)):
+            raise UsageError(
+                "the model was converted to another type, and masters that exist only while the optimizer steps are "
+                "put together from bfloat16 parameters. Load optimizer.state_dict() into a new MixedPrecision."
+            )
+        masters.make_missing()
+        return masters.run(step, whole=bool(args or kwargs or hooks_of(self.optimizer)))
 
     def _skips_by_itself(self, closure: object) -> bool:
         """Returns True if the wrapped optimizer can skip by itself, without a sync with the device."""
@@ -309,6 +377,9 @@ class MixedPrecision(torch.optim.Optimizer):
         return supports and closure is None and optimizer_state.has_state(inside)
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:
+        if self._temporary is not None:
+            with self._temporary.swapped_out():
+                return closure()
         with exchanged(self._in_place):  # back: the closure has the half parameters
             self._round()
             result = closure()
@@ -367,6 +438,11 @@ class MixedPrecision(torch.optim.Optimizer):
             hook(self)
         self._sync_masters()
         saved: dict[str, Any] = self.optimizer.state_dict()
+        if self._temporary is not None and self._temporary.is_exact:
+            keys = [key for group in saved["param_groups"] for key in group["params"]]
+            for key, parameter in zip(keys, self._parameters(), strict=True):
+                if self._temporary.has(parameter):
+                    saved["state"][key] = {**saved["state"].get(key, {}), MASTER: self._temporary.full_of(parameter)}
         for post_hook in getattr(self, optimizers.STATE_DICT_POST_HOOKS).values():
             changed = post_hook(self, saved)
             saved = saved if changed is None else changed
@@ -393,10 +469,13 @@ class MixedPrecision(torch.optim.Optimizer):
         states: Mapping[Any, Any] = state_dict["state"]
         bare = {key: {name: v for name, v in each.items() if name != MASTER} for key, each in states.items()}
         # The optimizer casts loaded state to the type of its parameters.
-        with self._stepping() as pairs, exchanged(pairs):
+        temporary = contextlib.nullcontext() if self._temporary is None else self._temporary.for_methods()
+        with self._stepping() as pairs, exchanged(pairs), temporary:
             self.optimizer.load_state_dict({**state_dict, "state": bare})
         for parameter, saved in zip(list(self._parameters()), saved_masters, strict=True):
-            if saved is not None:
+            if saved is not None and self._temporary is not None and self._temporary.has(parameter):
+                self._temporary.load(parameter, saved)
+            elif saved is not None:
                 master = self._master(parameter)
                 if master is not None:
                     master.copy_(saved)
@@ -407,7 +486,7 @@ class MixedPrecision(torch.optim.Optimizer):
             post_hook(self)
 
     def _check_not_stepping(self, what: str) -> None:
-        if self._in_place:
+        if self._in_place or (self._temporary is not None and self._temporary.are_in_place):
             raise UsageError(f"the step of this MixedPrecision is under way; {what} before or after it.")
 
     def _saved_masters(self, state_dict: Any) -> list[Tensor | None]:
@@ -430,6 +509,57 @@ class MixedPrecision(torch.optim.Optimizer):
                     f"{tuple(parameter.shape)}; expected the state of an optimizer of the same model."
                 )
         return found
+
+
+class _OwnParameters:
+    """Stands for the record of converted parameters: an optimizer's own were half before.
+
+    Args:
+        values: initial values of masters, by id of the parameter.
+    """
+
+    def __init__(self, values: dict[int, Tensor]) -> None:
+        self._values = values
+
+    @torch.no_grad()
+    def claim_rounded(self, parameter: nn.Parameter, _: object, splits: bool) -> SplitWeight | None:
+        """Returns a parameter with its remainder; None without one."""
+        value = self._values.pop(id(parameter), None)
+        if value is not None:
+            parameter.copy_(value)
+        if not splits:
+            return None
+        split = SplitWeight(parameter, parameter.float() if value is None else value.to(parameter.device).float())
+        split.may_be_written = True  # nothing tells of writes here
+        return split
+
+    def release(self, parameter: nn.Parameter) -> torch.dtype:
+        """Returns the type of a parameter before: its own."""
+        return parameter.dtype
+
+
+def _temporary(optimizer: Any, kind: str, narrow: bool, values: dict[int, Tensor]) -> TemporaryMasters:
+    name_of = optimizer_state.names_in(optimizer)
+    for parameter in optimizer_state.parameters_of(optimizer):
+        if parameter.dtype is torch.float16:
+            raise OptionError(
+                f"masters={kind!r} needs bfloat16 parameters, and {name_of(parameter)} is float16. Type "
+                "model.bfloat16(), or leave masters out."
+            )
+    masters = TemporaryMasters(optimizer, _OwnParameters(values), kind, narrow, name_of)
+    masters.make_missing()
+    return masters
+
+
+def _kind_of(masters: object, dtype: torch.dtype) -> str | None:
+    """Returns the kind of temporary masters; None for masters in the state."""
+    if masters is True:
+        return None
+    if not isinstance(masters, str) or masters not in TEMPORARY:
+        raise OptionError(f"masters is {masters!r}; expected True, 'split' or 'stochastic'.")
+    if dtype is not torch.float32:
+        raise OptionError(f"masters={masters!r} contradicts dtype={dtype}; expected float32 masters. Leave dtype out.")
+    return masters
 
 
 class _Synced(NamedTuple):
@@ -469,7 +599,7 @@ def _check_composition(optimizer: object) -> None:
         )
     live = runtime.live
     for each in _wrapped_optimizers(optimizer):
-        if live is not None and live.adopted.has(each) and live.adopted.record_of(each).masters.wanted:
+        if live is not None and live.adopted.has(each) and live.settings.steps_in_float32:
             raise UsageError(
                 f"amp.initialize gives this {kind} float32 masters, at opt_level="
                 f"{live.settings.properties.opt_level!r}. Leave MixedPrecision out, or type master_weights=False there."

@@ -98,7 +98,7 @@ class Wrappers(Part):
             full = conversion.kept_float32_values(tensor)
             if full is not None:
                 distributed.broadcast_from_rank_0(full, wrapper)
-                conversion.note(tensor)
+                conversion.note(tensor, full)
         if self.settings.scale_policy.dynamic:  # rank 0 alone may have loaded a checkpoint
             device = next(wrapper.parameters()).device
             for tensor in [tensor for scaler in self._losses.scalers for tensor in scaler.tensors_on(device)]:

@@ -78,7 +78,7 @@ class Losses(Part):
             weights.conversion.without_master.forget,
             self.leaves.have,
             is_scaled=self._is_scaled,
-            has_masters=settings.has_masters,
+            has_masters=settings.steps_in_float32,
         )
         self.overflows = OverflowHandler(settings.on_overflow)
         self.blocks = Blocks(
@@ -104,7 +104,7 @@ class Losses(Part):
         if self._is_scaled or settings.patches_any:
             explain = self._casts.while_active(self._casts.explain_backward)
             unscaled_losses.watch(self.ledger, self.while_active(self._blocks_now), explain)
-        if self._is_scaled or settings.has_masters or settings.patches_functions:
+        if self._is_scaled or settings.steps_in_float32 or settings.patches_functions:
             self.ledger.on_undo(register_optimizer_step_pre_hook(self.unadopted.before_step).remove)
         if settings.patches_functions:
             self.ledger.on_undo(register_optimizer_step_post_hook(self.unadopted.after_step).remove)
@@ -164,6 +164,7 @@ class Losses(Part):
                 kept_buffers=self.kept_buffers,
                 checks_by=self.scalers[0] if settings.check_finite else None,
                 prepare_masters=self._masters.while_active(self._masters.before_step),
+                temporary=self._masters.temporary_for(optimizer),
             )
             record.install(self.ledger)
         except (AttributeError, TypeError) as error:
@@ -171,7 +172,7 @@ class Losses(Part):
                 f"the step of this {type(optimizer).__name__} cannot be replaced on the object ({error}); expected an "
                 "optimizer that keeps its own attributes. Hand in the optimizer inside it, if there is one."
             ) from error
-        if settings.properties.cast_model_type is None and not settings.has_masters:
+        if settings.properties.cast_model_type is None and not settings.steps_in_float32:
             warn_of_half_updates(optimizer, adopted, settings.properties.opt_level)
         adopted.by_id[id(optimizer)] = record
         self._skips.append(record.skips)
@@ -216,7 +217,7 @@ class Losses(Part):
                 self._adopt([], list(new.values()))
         records = list(map(adopted.record_of, optimizers))
         for record in records:
-            if record.masters.are_in_place:
+            if record.exchange.are_in_place:
                 raise UsageError(
                     f"this amp.scale_loss stands in the step of its {type(record.optimizer).__name__}, where the "
                     "optimizer's parameters are its float32 masters, and not the model's half weights. Hand the "

@@ -22,6 +22,7 @@ from ampatch.scaling.optimizer_step import OptimizerLike
 from ampatch.weights import copies, optimizer_state, untracked_writes
 from ampatch.weights.master_weights import MasterWeights, dropping_sums
 from ampatch.weights.replaced_parameters import ReplacedParameters
+from ampatch.weights.temporary_masters import TemporaryMasters
 
 logger = logging.getLogger("ampatch")
 
@@ -37,7 +38,7 @@ class Masters(Part):
     def __init__(self, shared: Shared, weights: Weights) -> None:
         super().__init__(shared)
         adopted = shared.adopted
-        if self.settings.has_half_weights or self.settings.has_masters:
+        if self.settings.has_half_weights or self.settings.steps_in_float32:
             self.before_forward = self._synchronise_before
         self._conversion = weights.conversion
         self._replaced = ReplacedParameters(
@@ -52,11 +53,12 @@ class Masters(Part):
         if settings.has_masters:
             in_use = self.while_active(self._all)
             ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, lambda: in_use() or ()))
-            copies.copy_as_float32(ledger, self.while_active(self._conversion.full_of))
             note = self.while_active(self._replaced.note)
             ledger.on_undo(register_module_parameter_registration_hook(note).remove)
             self._replaced.watch_optimizers(ledger)
-        if settings.has_masters or settings.patches_functions:
+        if settings.steps_in_float32:
+            copies.copy_as_float32(ledger, self.while_active(self._conversion.full_of))
+        if settings.steps_in_float32 or settings.patches_functions:
             untracked_writes.announce(ledger, self.while_active(self._note_write))
         before_capture = self.while_active(self._before_capture)
         cuda_graphs.announce(ledger, before_capture)
@@ -79,6 +81,13 @@ class Masters(Part):
                 )
         return MasterWeights(optimizer, self._conversion, self.settings.has_masters, self.shared.adopted.name_of)
 
+    def temporary_for(self, optimizer: OptimizerLike) -> TemporaryMasters | None:
+        """Returns the masters that an optimizer about to be adopted gets for each step; None if it gets none."""
+        kind, narrow = self.settings.temporary_masters, self.settings.optimizer_state == "bfloat16"
+        if kind is None:
+            return None
+        return TemporaryMasters(optimizer, self._conversion, kind, narrow, self.shared.adopted.name_of)
+
     def prepare(self, optimizers: Collection[OptimizerLike]) -> None:
         """Decides on the parameters that were replaced; new optimizers may have those that replaced them."""
         self.decide_replaced(optimizers)
@@ -92,7 +101,7 @@ class Masters(Part):
         for masters in self._all():
             masters.search_replaced(self._replaced)
         for optimizer in optimizers:
-            mastered = self.shared.adopted.record_of(optimizer).masters.ids()
+            mastered = self.shared.adopted.record_of(optimizer).exchange.ids()
             optimizer_state.cast_state(optimizer, self._conversion.dtype_before, but=mastered)
 
     def _synchronise_before(self, model: nn.Module) -> None:
@@ -133,8 +142,8 @@ class Masters(Part):
     @with_casts_off
     def complete(self) -> None:
         """Makes missing masters of half parameters, such as unfrozen ones."""
-        for masters in self._all():
-            masters.make_missing()
+        for record in self.shared.adopted.records:
+            record.exchange.make_missing()
 
     def before_step(self, masters: MasterWeights) -> None:
         """Gives an optimizer that is about to step the masters of what the models have now."""
@@ -190,8 +199,9 @@ class Masters(Part):
         """Notes that user code may write to a tensor in a way that torch does not count; see `untracked_writes`."""
         if isinstance(tensor, nn.Parameter):
             self.shared.cache.forget(tensor)
-        if not self.settings.has_masters or not untracked_writes.has_memory(tensor):
+        if not self.settings.steps_in_float32 or not untracked_writes.has_memory(tensor):
             return None
-        accesses = (self._conversion.without_master.on_access, *(masters.on_access for masters in self._all()))
+        exchanges = (record.exchange.on_access for record in self.shared.adopted.records)
+        accesses = (self._conversion.without_master.on_access, *exchanges)
         given = [on_access(tensor, data, is_read=is_read) for on_access in accesses]
         return next((each for each in given if each is not None), None)

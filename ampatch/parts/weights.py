@@ -31,7 +31,7 @@ class Weights(Part):
 
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
-        self.conversion = Conversion(self._is_of_model, watches_writes=self.settings.has_masters)
+        self.conversion = Conversion(self._is_of_model, watches_writes=self.settings.steps_in_float32)
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules among them that compute in float32
 
@@ -96,7 +96,12 @@ class Weights(Part):
     def _hook_casts(self, module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype) -> None:
         settings = self.settings
         adopted_model.hook_casts(
-            module, self.ledger, inputs, outputs, widens_copies=settings.has_masters, labelled=settings.profile_casts
+            module,
+            self.ledger,
+            inputs,
+            outputs,
+            widens_copies=settings.steps_in_float32,
+            labelled=settings.profile_casts,
         )
 
     def _hook_state_dict(self, model: nn.Module) -> None:

@@ -60,7 +60,7 @@ def initialize(
     cast_model_type: torch.dtype | str | Literal[False] | None = None,
     patch_torch_functions: bool | None = None,
     keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | None = None,
+    master_weights: bool | str | None = None,
     loss_scale: float | str | None = None,
     cast_model_outputs: torch.dtype | str | None = None,
     num_losses: int = 1,
@@ -86,6 +86,7 @@ def initialize(
     check_finite: bool = False,
     scaler: str | None = None,
     fused_linear: bool | None = None,
+    optimizer_state: torch.dtype | str = "float32",
 ) -> Any:
     """Sets up mixed precision for models and their optimizers.
 
@@ -106,7 +107,11 @@ def initialize(
             weights then get masters at O2 and O5.
         patch_torch_functions: whether torch's functions cast by the lists; None: the level's default.
         keep_batchnorm_fp32: whether batch norm stays float32, at levels that convert weights.
-        master_weights: whether the optimizer updates float32 masters, at levels that convert weights.
+        master_weights: whether the optimizer updates float32 masters, at levels that convert weights. Two more values,
+            for bfloat16 weights, save memory, as masters exist only while the optimizer steps. "split": a weight and an
+            int16 remainder are the master. "stochastic": nothing is left of it, and updates are rounded at random.
+        optimizer_state: type of the optimizer's float32 state between steps, with these two values of
+            ``master_weights``: ``torch.float32``, or ``torch.bfloat16``, which is rounded at random as well.
         cast_model_outputs: dtype of the model's outputs; None: float32 at levels that convert weights, else unchanged.
         half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: the half type that parameters have; if none has one,
             float16 if the parameters are on a GPU, else bfloat16.
@@ -238,10 +243,11 @@ def initialize(
         on_overflow=with_requested_trace(check_on_overflow(on_overflow)),
         check_finite=as_flag("check_finite", check_finite),
         fused_linear=arguments.fuses_linear(fused_linear, properties),
+        optimizer_state=opt_levels.state_type(optimizer_state, properties.master_weights),
     )
     live, outgoing = joined_and_replaced(settings)
     arguments.check_optimizers(optimizer_list, model_list, live, outgoing)
-    if settings.has_half_weights or settings.has_masters:
+    if settings.has_half_weights or settings.steps_in_float32:
         arguments.check_whole(optimizer_list, model_list, properties)
     every_model = [*model_list, *(live.adopted.models if live is not None else ())]
     conversion_plan.check_matches(every_model, kept)

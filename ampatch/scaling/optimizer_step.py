@@ -34,10 +34,17 @@ from ampatch.scaling.overflows import Overflow, OverflowHandler, SkippedSteps
 from ampatch.scaling.scale_use import ScaleUse, StepCheck, is_scaled, react
 from ampatch.scaling.step_gate import ClosureGate, end_skipped, skipping_by_itself
 from ampatch.switch import Switch
-from ampatch.torch_private.optimizers import STEP_POST_HOOKS, STEP_PRE_HOOKS, global_post_hooks, global_pre_hooks
+from ampatch.torch_private.optimizers import (
+    STEP_POST_HOOKS,
+    STEP_PRE_HOOKS,
+    WRAPPED_BY_SCHEDULER,
+    global_post_hooks,
+    global_pre_hooks,
+)
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 from ampatch.weights.master_weights import MasterWeights
+from ampatch.weights.temporary_masters import TemporaryMasters
 
 #: The warning about gradients that no scaler has checked; the placeholders name the step, and what to type.
 NO_SCALE = (
@@ -55,6 +62,7 @@ SCALED_BACKWARD = (
 OWN_HOOK = "_is_of_ampatch"
 
 _NOTHING = contextlib.nullcontext()
+_NO_OPTIONS: dict[str, Any] = {}
 _IS_AT_HAND = operator.attrgetter("is_at_hand")
 _OVERFLOWED = operator.attrgetter("overflowed")
 
@@ -109,6 +117,13 @@ def check_not_stepping(optimizer: OptimizerLike) -> None:
         frame = frame.f_back
 
 
+def hooks_of(optimizer: Any) -> list[tuple[Any, int, Any]]:
+    """Returns the hooks around an optimizer's step, but amp's own: their tables, keys and functions."""
+    own = vars(optimizer)
+    tables = (global_pre_hooks, global_post_hooks, own.get(STEP_PRE_HOOKS, {}), own.get(STEP_POST_HOOKS, {}))
+    return [(table, key, hook) for table in tables for key, hook in table.items() if not hasattr(hook, OWN_HOOK)]
+
+
 class AdoptedOptimizer:
     """An optimizer that amp has adopted: runs, skips or refuses its steps.
 
@@ -125,10 +140,12 @@ class AdoptedOptimizer:
             look for inf and NaN.
         kept_buffers: the buffers of models, which a skipped step restores; None: steps are never skipped.
         prepare_masters: called before each step with the masters, at levels that have them.
+        temporary: masters that exist only while it steps; None if there are none.
 
     Attributes:
         gradients: as given.
         masters: its float32 masters; empty at levels without masters.
+        exchange: what its parameters stand for while it steps: the masters, or temporary ones.
         scalers: as given.
         is_at_work: True while its step runs.
         has_other_scale: True if another scaler judges the gradients of the next step, so that it needs no warning.
@@ -151,9 +168,12 @@ class AdoptedOptimizer:
         checks_by: LossScaler | None = None,
         kept_buffers: KeptBuffers | None = None,
         prepare_masters: Callable[[MasterWeights], object] = lambda _: None,
+        temporary: TemporaryMasters | None = None,
     ) -> None:
         self.gradients = gradients
         self.masters = gradients.masters
+        self._temporary = temporary
+        self.exchange: MasterWeights | TemporaryMasters = temporary or gradients.masters
         self.scalers = scalers
         self._optimizer = weakref.ref(gradients.optimizer)
         self.is_at_work = False
@@ -183,6 +203,7 @@ class AdoptedOptimizer:
         # Steps whose verdict the host has not read yet, and the buffers before them.
         self._unread: deque[tuple[list[ScaleUse], BuffersBefore | None]] = deque()
         self._near_floor = False
+        self._is_users_step = False  # a function that the user has put on the object
 
     def install(self, ledger: PatchLedger) -> None:
         """Replaces ``step`` on the optimizer, and half parameters by masters at levels that have them.
@@ -194,6 +215,7 @@ class AdoptedOptimizer:
         optimizer = self.optimizer
         assert optimizer is not None
         original, switch, handler, reports = optimizer.step, self._switch, self._on_overflow, self._on_overflow.reports
+        self._is_users_step = "step" in vars(optimizer) and not hasattr(original, WRAPPED_BY_SCHEDULER)
         if "step" not in vars(optimizer) and getattr(original, "__self__", optimizer) is not optimizer:
             raise TypeError("its step is that of another object")
 
@@ -206,7 +228,7 @@ class AdoptedOptimizer:
                 return original(*args, **kwargs)
             was_at_work, self.is_at_work = self.is_at_work, True
             try:
-                with switch.suspended(), self.masters.swapped_out():
+                with switch.suspended(), self.exchange.swapped_out():
                     result = self.step(original, args, kwargs)
             finally:
                 self.is_at_work = was_at_work
@@ -220,7 +242,7 @@ class AdoptedOptimizer:
         # A bound method: an LR scheduler reads its __func__, and it pickles as the optimizer and this name.
         step.__name__ = "step"
         ledger.set(optimizer, "step", types.MethodType(step, optimizer))
-        self.masters.install(ledger)
+        self.exchange.install(ledger)
         self._note_gradient(
             next((each.grad for each in self.gradients.model_parameters() if each.grad is not None), None)
         )
@@ -327,8 +349,9 @@ class AdoptedOptimizer:
             step_observers.tell_stepped(self.gradients, judged, skipped)
 
     def _prepare_step(self) -> None:
-        if self.masters.wanted:
+        if self._steps_in_float32:
             self._prepare_masters(self.masters)
+            self.exchange.make_missing()
             self.gradients.synchronise(weights_too=True)
         if self.gradients.pending:
             self.gradients.forget_if_cleared()
@@ -417,13 +440,10 @@ class AdoptedOptimizer:
     def _step(
         self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
     ) -> Any:
-        def updated() -> Any:
-            with self._masters_in_place() if self.masters.wanted else _NOTHING:
-                return original(*args, **kwargs)
-
+        updated = functools.partial(self._updated, original, args, kwargs)
         if not has_closure:
             return updated()
-        self._gate = gate = ClosureGate(self.optimizer, self._may_go_back, self.masters.for_methods)
+        self._gate = gate = ClosureGate(self.optimizer, self._may_go_back, self.exchange.for_methods)
         # An optimizer may leave its closure alone, and use the gradients that are there.
         checks_by = self._checks_by if gate.can_restore else None
         unless_evaluated = None if checks_by is None else self._check((), checks_by)
@@ -443,30 +463,38 @@ class AdoptedOptimizer:
             self._gate = None  # it has a copy of all parameters
             self._buffers_before()  # the forward passes of the closure were this step's
 
+    @property
+    def _steps_in_float32(self) -> bool:
+        return self.masters.wanted or self._temporary is not None
+
+    def _updated(self, original: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = _NO_OPTIONS) -> Any:
+        """Calls the optimizer's own step: on the masters, if there are any; on temporary ones a part at a time."""
+        if self._temporary is None:
+            with self._masters_in_place(self.masters.swap_in) if self.masters.wanted else _NOTHING:
+                return original(*args, **kwargs)
+
+        def step(swap_in: Callable[[], None]) -> Any:
+            with self._masters_in_place(swap_in):
+                return original(*args, **kwargs)
+
+        has_arguments = any(each is not None for each in (*args, *kwargs.values()))
+        return self._temporary.run(step, has_arguments or self._is_users_step or bool(hooks_of(self.optimizer)))
+
     @contextlib.contextmanager
-    def _masters_in_place(self) -> Iterator[None]:
+    def _masters_in_place(self, swap_in: Callable[[], object]) -> Iterator[None]:
         """Context in which the optimizer's parameters stand for their masters, except in the hooks around its step."""
-        own = vars(self.optimizer)
-        tables = (
-            global_pre_hooks,
-            global_post_hooks,
-            own.get(STEP_PRE_HOOKS, {}),
-            own.get(STEP_POST_HOOKS, {}),
-        )
         hooks: list[tuple[Any, int, Any, Any]] = [
             (table, key, hook, functools.partial(self._run_aside, hook))
-            for table in tables
-            for key, hook in table.items()
-            if not hasattr(hook, OWN_HOOK)
+            for table, key, hook in hooks_of(self.optimizer)
         ]
         try:
             for table, key, _, aside in hooks:
                 table[key] = aside
-            self.masters.swap_in()
+            swap_in()
             yield
         finally:
             try:
-                self.masters.swap_out()
+                self.exchange.swap_out()
             finally:
                 for table, key, hook, aside in hooks:
                     if table.get(key) is aside:  # the hook has not removed itself
@@ -475,7 +503,7 @@ class AdoptedOptimizer:
     def _run_aside(self, hook: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
         if optimizer is not self.optimizer:  # one that steps at the same time
             return hook(optimizer, *args)
-        with self.masters.swapped_out():
+        with self.exchange.swapped_out():
             return hook(optimizer, *args)
 
     def _check_result(self, result: object) -> None:
@@ -496,7 +524,7 @@ class AdoptedOptimizer:
         gate = self._gate
         if gate is None:  # the optimizer has kept it, and the step is over
             return closure(*args, **kwargs)
-        with self.masters.swapped_out():
+        with self.exchange.swapped_out():
             with self._switch.resumed():
                 result = closure(*args, **kwargs)
             self._check_result(result)
@@ -521,11 +549,8 @@ class AdoptedOptimizer:
         verdicts = [scale_use.found_inf for scale_use in pending if scale_use.found_inf is not None]
         found_inf = stacked(verdicts).amax()
         try:
-            with (
-                skipping_by_itself(optimizer, self.gradients.parameters(), None, found_inf),
-                self._masters_in_place() if self.masters.wanted else _NOTHING,
-            ):
-                return original()
+            with skipping_by_itself(optimizer, self.gradients.parameters(), None, found_inf):
+                return self._updated(original)
         finally:
             if not is_capturing():  # replays do not run this code
                 for scale_use in pending:

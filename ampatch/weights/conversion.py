@@ -23,6 +23,7 @@ from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
 from ampatch.weights.conversion_plan import Plan, own_tensors
 from ampatch.weights.exchange import exchange
+from ampatch.weights.split_weights import SplitWeight, check_as_converted
 from ampatch.weights.untracked_writes import data_of, moments_of
 from ampatch.weights.written_halves import WrittenHalves
 
@@ -145,12 +146,7 @@ class Kept:
         Raises:
             UsageError: the half tensor was given another type or shape.
         """
-        if half.dtype is not self.dtype or half.shape != self.full.shape:
-            raise UsageError(
-                f"a half tensor of shape {tuple(self.full.shape)} became {half.dtype} of shape {tuple(half.shape)} "
-                "after amp.initialize, which keeps float32 values of it. Type amp.deinitialize() before converting a "
-                "model, and amp.initialize afterwards."
-            )
+        check_as_converted(half, self.dtype, self.full.shape)
         if self.full.device != half.device:
             self.full.data = data_of(self.full).to(half.device)
         if self.was_updated and self.half_mark.is_now(half):
@@ -218,16 +214,18 @@ class ConvertedTensor:
         number: position in the order of conversions.
         before: type of the tensor before the conversion.
         dtype: type of the tensor since the conversion.
-        kept: its float32 values; None if they are not kept.
-        owner: weak reference to the `MasterWeights` that claimed the parameter, and so updates its float32 values; None
-            if none did.
+        kept: its float32 values, or what it lacks of them; None if they are not kept.
+        owner: weak reference to the masters of the optimizer that claimed the parameter, and so updates its float32
+            values; None if none did.
+        is_rounded: True if its float32 values are dropped, although it has an owner.
     """
 
     number: int
     before: torch.dtype
     dtype: torch.dtype
-    kept: Kept | None = None
+    kept: Kept | SplitWeight | None = None
     owner: weakref.ref[object] | None = None
+    is_rounded: bool = False
 
 
 class Conversion:
@@ -277,7 +275,7 @@ class Conversion:
                     converted = self._record(tensor, dtype)
                     if tensor.dtype is not dtype:
                         _set_dtype(tensor, dtype, converted)
-                        if converted.kept is not None and not isinstance(tensor, nn.Parameter):
+                        if isinstance(converted.kept, Kept) and not isinstance(tensor, nn.Parameter):
                             self._narrowed_buffers.append((weakref.ref(tensor), converted.kept))
 
     def _widen(self, tensor: Tensor, values: Tensor) -> Tensor:
@@ -313,6 +311,53 @@ class Conversion:
         Raises:
             UsageError: another optimizer has claimed the parameter.
         """
+        converted = self._unowned(parameter, owner)
+        with torch.inference_mode(False):
+            if converted.kept is None:
+                converted.kept = Kept(parameter, nn.Parameter(parameter.detach().float()), converted.dtype)
+            else:
+                converted.kept.synchronise(parameter)
+        assert isinstance(converted.kept, Kept)
+        master = converted.kept.full
+        assert isinstance(master, nn.Parameter)
+        master.requires_grad_()
+        if type(parameter) is nn.Parameter:  # attributes that users set on one are those of the other, at all times
+            master.__dict__ = parameter.__dict__
+        self.without_master.forget(parameter)
+        converted.owner = weakref.ref(owner)
+        return converted.kept, master
+
+    def claim_rounded(self, parameter: nn.Parameter, owner: object, splits: bool) -> SplitWeight | None:
+        """Has an owner update a half parameter whose float32 value is not kept as a tensor.
+
+        Args:
+            parameter: a bfloat16 parameter.
+            owner: its owner from now on.
+            splits: whether the parameter gets a remainder, with which it has its float32 value.
+
+        Returns:
+            The parameter with its remainder; None without one.
+
+        Raises:
+            UsageError: another optimizer has claimed the parameter.
+        """
+        converted = self._unowned(parameter, owner)
+        kept = converted.kept
+        if kept is not None:
+            kept.synchronise(parameter)
+            if kept.full.grad is not None:
+                parameter.grad = kept.full.grad.to(parameter.dtype)
+        if splits and not isinstance(kept, SplitWeight):
+            with torch.inference_mode(False):
+                full = parameter.detach().float() if kept is None else kept.full
+                converted.kept = SplitWeight(parameter, full)
+        converted.is_rounded = not splits  # dropped by `forget_unclaimed`, once nothing can be refused any more
+        self.without_master.forget(parameter)
+        converted.owner = weakref.ref(owner)
+        return converted.kept if isinstance(converted.kept, SplitWeight) else None
+
+    def _unowned(self, parameter: nn.Parameter, owner: object) -> ConvertedTensor:
+        """Returns the record of a half parameter that no other optimizer updates."""
         converted = self._converted.get(parameter) or self._record_late(parameter)
         if converted.owner is not None and converted.owner() is not owner:
             gc.collect()  # an adopted optimizer is in a reference cycle, and outlives its last reference for a while
@@ -325,19 +370,7 @@ class Conversion:
                 )
             if converted.kept is not None:
                 converted.kept.full.grad = None  # a gradient of an optimizer that was deleted
-        with torch.inference_mode(False):
-            if converted.kept is None:
-                converted.kept = Kept(parameter, nn.Parameter(parameter.detach().float()), converted.dtype)
-            else:
-                converted.kept.synchronise(parameter)
-        master = converted.kept.full
-        assert isinstance(master, nn.Parameter)
-        master.requires_grad_()
-        if type(parameter) is nn.Parameter:  # attributes that users set on one are those of the other, at all times
-            master.__dict__ = parameter.__dict__
-        self.without_master.forget(parameter)
-        converted.owner = weakref.ref(owner)
-        return converted.kept, master
+        return converted
 
     def release(self, parameter: nn.Parameter) -> torch.dtype:
         """Undoes a `claim`; the float32 values are kept until `forget_unclaimed` or `restore`.
@@ -346,7 +379,7 @@ class Conversion:
             The type that the parameter had before it was converted.
         """
         converted: ConvertedTensor = self._converted[parameter]
-        converted.owner = None
+        converted.owner, converted.is_rounded = None, False
         return converted.before
 
     def has_master(self, tensor: Tensor) -> bool:
@@ -361,7 +394,8 @@ class Conversion:
         """
         for tensor, converted in list(self._converted.items()):
             kept = converted.kept
-            if kept is not None and isinstance(tensor, nn.Parameter) and converted.owner is None:
+            is_dropped = converted.owner is None or converted.is_rounded
+            if kept is not None and isinstance(tensor, nn.Parameter) and is_dropped:
                 converted.kept = None
                 if kept.full.grad is not None:
                     tensor.grad = kept.full.grad.to(tensor.dtype)
@@ -369,7 +403,10 @@ class Conversion:
             self.without_master.watch(
                 tensor
                 for tensor, converted in self._converted.items()
-                if converted.kept is None and converted.before is torch.float32 and isinstance(tensor, nn.Parameter)
+                if converted.kept is None
+                and converted.owner is None
+                and converted.before is torch.float32
+                and isinstance(tensor, nn.Parameter)
             )
 
     def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:
@@ -388,7 +425,9 @@ class Conversion:
         if converted is None:  # the module may have replaced its buffer
             is_replaced = name in self._buffers.get(module, {})
             return self.without_master.float32_copy_of(tensor) if is_replaced or self._is_late(tensor) else None
-        kept: Kept | None = converted.kept
+        kept: Kept | SplitWeight | None = converted.kept
+        if kept is None and converted.owner is not None and tensor.dtype in HALVES:
+            return tensor.detach().float()
         if kept is None or kept.full.shape != tensor.shape:
             # A state dict of weights that came half, such as a frozen base, must not take twice their memory.
             is_as_it_came = tensor.dtype is converted.before
@@ -435,7 +474,7 @@ class Conversion:
             return tensor.detach().float() if tensor.dtype in HALVES else None
         return self._in_step(tensor, converted, converted.kept)
 
-    def _in_step(self, tensor: Tensor, converted: ConvertedTensor, kept: Kept) -> Tensor:
+    def _in_step(self, tensor: Tensor, converted: ConvertedTensor, kept: Kept | SplitWeight) -> Tensor:
         """Returns the kept float32 values of a half tensor, after it copied user writes between the two."""
         owner: Any = None if converted.owner is None else converted.owner()
         if owner is not None:
@@ -458,13 +497,15 @@ class Conversion:
         converted = self._converted.get(tensor)
         return None if converted is None or converted.kept is None else converted.kept.full
 
-    def note(self, tensor: Tensor) -> None:
-        """Records that a tensor now equals its `kept_float32_values`, rounded."""
+    def note(self, tensor: Tensor, full: Tensor) -> None:
+        """Records that a tensor now equals its `kept_float32_values`, rounded, to which user code has written."""
         converted = self._converted[tensor]
+        if isinstance(converted.kept, SplitWeight):
+            converted.kept.set(tensor, full)
         converted.kept.note(tensor)
         self._note_with_owner(tensor, converted, converted.kept)
 
-    def _note_with_owner(self, tensor: Tensor, converted: ConvertedTensor, kept: Kept) -> None:
+    def _note_with_owner(self, tensor: Tensor, converted: ConvertedTensor, kept: Kept | SplitWeight) -> None:
         owner: Any = None if converted.owner is None else converted.owner()
         if owner is not None and kept.is_in_sync(tensor):
             owner.note_one(tensor)

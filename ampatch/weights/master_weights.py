@@ -8,7 +8,6 @@ The optimizer's groups hold the model's half parameters. While its own code runs
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import operator
 import types
@@ -126,14 +125,14 @@ class MasterWeights:
         assert optimizer is not None
         ledger.on_undo(self.forget_masters, optimizer)
         self.make_missing()
-        self._replace(ledger, optimizer, "zero_grad", self._zero_grad)
+        replace_method(ledger, optimizer, "zero_grad", self._zero_grad)
         if hasattr(optimizer, "add_param_group"):
-            self._replace(ledger, optimizer, "add_param_group", self._add_param_group)
-        for name in _own_methods(optimizer):
-            self._replace(ledger, optimizer, name, self._with_masters)
+            replace_method(ledger, optimizer, "add_param_group", self._add_param_group)
+        for name in own_methods(optimizer):
+            replace_method(ledger, optimizer, name, self._with_masters)
         if isinstance(optimizer, torch.optim.Optimizer):
-            self._replace(ledger, optimizer, "load_state_dict", self._with_masters)
-            self._replace(ledger, optimizer, "__getstate__", self._getstate)
+            replace_method(ledger, optimizer, "load_state_dict", self._with_masters)
+            replace_method(ledger, optimizer, "__getstate__", self._getstate)
 
     def make_missing(self) -> None:
         """Makes masters for half parameters of the optimizer that have none: in new groups, or unfrozen since."""
@@ -470,18 +469,6 @@ class MasterWeights:
 
     # Patched methods of the optimizer
 
-    def _replace(self, ledger: PatchLedger, optimizer: Any, name: str, replacement: Callable[..., Any]) -> None:
-        original = getattr(optimizer, name)
-
-        @functools.wraps(original)
-        def method(me: Any, *args: Any, **kwargs: Any) -> Any:
-            if me is not self._optimizer():  # `me` is a deep copy, of an optimizer whose class copies every attribute
-                return getattr(type(me), name)(me, *args, **kwargs)
-            return replacement(original, *args, **kwargs)
-
-        method.__name__ = name
-        ledger.set(optimizer, name, types.MethodType(method, optimizer))
-
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.swapped_out():
             result = original(*args, **kwargs)
@@ -508,15 +495,25 @@ class MasterWeights:
         """Returns the state for a copy, or for a pickle: that of an ordinary optimizer of half parameters."""
         state = dict(original())
         if not copies.is_copying():
-            state["state"] = copy.copy(state["state"])  # keeps the class: torch's optimizers use a defaultdict
-            for pair in self._pairs.values():
-                key = pair.parameter
-                if key in state["state"]:
-                    state["state"][key] = optimizer_state.retyped(state["state"][key], torch.float32, key.dtype, key)
+            state["state"] = optimizer_state.states_retyped(state["state"], self._parameters.values(), torch.float32)
         return state
 
 
-def _own_methods(optimizer: object) -> list[str]:
+def replace_method(ledger: PatchLedger, optimizer: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replaces a method of an optimizer on the object; ``replacement`` gets the original, then its arguments."""
+    original, reference = getattr(optimizer, name), weakref.ref(optimizer)
+
+    @functools.wraps(original)
+    def method(me: Any, *args: Any, **kwargs: Any) -> Any:
+        if me is not reference():  # `me` is a deep copy, of an optimizer whose class copies every attribute
+            return getattr(type(me), name)(me, *args, **kwargs)
+        return replacement(original, *args, **kwargs)
+
+    method.__name__ = name
+    ledger.set(optimizer, name, types.MethodType(method, optimizer))
+
+
+def own_methods(optimizer: object) -> list[str]:
     """Returns the names of public methods that classes other than torch's give an optimizer, but known ones."""
     methods = {
         name: value

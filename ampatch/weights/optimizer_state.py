@@ -120,7 +120,7 @@ def names_in(optimizer: Any) -> Callable[[Tensor], str]:
 
 def retype(optimizer: Any, parameter: Tensor, before: torch.dtype, now: torch.dtype) -> None:
     """Casts the state of one parameter from one type to another; leaves tensors of other types."""
-    state = _state(optimizer)
+    state = state_of(optimizer)
     if state and before is not now and parameter in state:
         state[parameter] = retyped(state[parameter], before, now, parameter)
 
@@ -149,6 +149,24 @@ def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor
     if isinstance(value, dict) and "step" in value:
         return {**cast_tensors(value, cast), "step": value["step"]}  # type: ignore[dict-item]
     return cast_tensors(value, cast)
+
+
+def states_retyped(
+    states: Mapping[Tensor, Any], parameters: Iterable[Tensor], before: torch.dtype, now: torch.dtype | None = None
+) -> Any:
+    """Returns a copy of an optimizer's state, with that of some parameters cast to another type.
+
+    Args:
+        states: the state by parameter; its class stays, as torch's optimizers use a defaultdict.
+        parameters: the parameters.
+        before: type of the tensors to cast.
+        now: the type that they get; None: their parameter's.
+    """
+    copied: Any = copy.copy(states)
+    for parameter in parameters:
+        if parameter in copied:
+            copied[parameter] = retyped(copied[parameter], before, now or parameter.dtype, parameter)
+    return copied
 
 
 def evaluates_first(optimizer: object) -> bool:
@@ -187,7 +205,7 @@ class Snapshot:
         for parameter in parameters_of(optimizer):
             self._keep(parameter)
         self._groups = [self._copied(_options(group)) for group in optimizer.param_groups]
-        self._state = self._copied(dict(_state(optimizer) or {}))
+        self._state = self._copied(dict(state_of(optimizer) or {}))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -201,7 +219,7 @@ class Snapshot:
             for name in _options(group).keys() - options.keys():
                 del group[name]
             group.update(options)
-        state = _state(self._optimizer)
+        state = state_of(self._optimizer)
         if state is not None:
             state.clear()
             state.update(self._state)
@@ -225,7 +243,8 @@ class Snapshot:
             return value
 
 
-def _state(optimizer: Any) -> MutableMapping[Tensor, Any] | None:
+def state_of(optimizer: Any) -> MutableMapping[Tensor, Any] | None:
+    """Returns an optimizer's state by parameter; None if it has none, or another kind."""
     state = getattr(optimizer, "state", None)
     return state if isinstance(state, MutableMapping) else None
 

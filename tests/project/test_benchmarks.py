@@ -615,6 +615,26 @@ class TestProbe:
         assert list(probe.packages())[-1] == "missing: no-such-package"
 
 
+class TestFinalLosses:
+    """`benchmarks/final_losses.py`."""
+
+    @pytest.mark.slow
+    @pytest.mark.beyond_ci
+    def test_final_losses_are_compared_with_those_of_o5(self, tmp_path):
+        file = tmp_path / "losses.json"
+        printed = printed_by("final_losses.py", "--steps", 2, "--json", file)
+        losses = json.loads(file.read_text(encoding="utf-8"))
+        assert re.findall(r"^\| (\w+, \w+) \|", printed, re.MULTILINE) == list(losses)
+        assert len(losses) == 8
+        assert all(own == pytest.approx(each["O5"], rel=0.01) for each in losses.values() for own in each.values())
+
+    @pytest.mark.parametrize("optimizer", ["Lion", "Adafactor"])
+    def test_optimizers_of_the_benchmark_lower_the_loss(self, optimizer, imported):
+        module = imported("final_losses")
+        task = module.images()
+        assert module.final_loss(task, optimizer, "O5", 100) < 0.98 * module.final_loss(task, optimizer, "O5", 0)
+
+
 class TestFusedLinear:
     """`benchmarks/fused_linear.py`."""
 

@@ -177,7 +177,7 @@ def test_page_of_the_lists_compares_other_libraries(page, row):
 
 def test_pictures_are_drawn_from_their_text(docs):
     made = docs("drawings").pictures()
-    assert len(made) == 5
+    assert len(made) == 6
     assert [
         path.name for path, text in made.items() if path.read_text(encoding="utf-8") != text
     ] == []  # `make drawings`

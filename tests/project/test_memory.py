@@ -262,6 +262,52 @@ class TestHalfWeightsWithMasters:
         assert memory.peak(device, prepare) == pytest.approx(memory.MASTERS.weight * parameters_of(mlp), rel=SLACK)
 
 
+TEMPORARY = [way for way, parts in memory.WAYS.items() if parts.temporary]
+
+
+@every_device
+@pytest.mark.parametrize("way", TEMPORARY)
+class TestTemporaryMasters:
+    """O5 with masters that exist only while the optimizer steps."""
+
+    @staticmethod
+    def layers() -> tuple[nn.Module, Tensor]:
+        return memory.network("cpu", 512, 16), torch.randn(4, 512)
+
+    #: Of the layers: as many as have 2**20 elements, the least that a part has.
+    SHARE = 3 / 16
+
+    @every_fused
+    @pytest.mark.parametrize("phase", ["rest", "forward", "backward"])
+    @pytest.mark.covering(1)
+    def test_phases_without_masters_take_the_least_memory(self, phase, optimizer, way, device):
+        begin = functools.partial(start, way, "bfloat16", self.layers, memory.OPTIMIZERS[optimizer], device)
+        least = memory.WAYS[way].least(phase, memory.STATE[optimizer]) * parameters_of(self.layers)
+        needs = own_needs(self.layers, "bfloat16", device) if phase == "forward" else 0
+        room = max(least * SLACK, needs * (1 + SLACK))
+        assert least <= memory.peak_of(device, phase, begin) <= least + room
+
+    @every_fused
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("compiled")
+    def test_step_has_masters_of_a_part_at_a_time(self, optimizer, way, device, select):
+        select("extension")
+        begin = functools.partial(start, way, "bfloat16", self.layers, memory.OPTIMIZERS[optimizer], device)
+        parts, numbers = memory.WAYS[way], memory.STATE[optimizer]
+        most = parts.least("step", numbers) + self.SHARE * parts.in_turn(numbers)
+        assert memory.peak_of(device, "step", begin) <= most * (1 + SLACK) * parameters_of(self.layers)
+
+    @every_fused
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("compiled")
+    def test_other_optimizers_get_all_masters_at_once(self, optimizer, way, device, select):
+        select("extension")
+        begin = functools.partial(start, way, "bfloat16", mlp, memory.ALL_AT_ONCE[optimizer], device)
+        parts, numbers = memory.WAYS[way], memory.STATE[optimizer]
+        expected = (parts.least("step", numbers) + parts.in_turn(numbers)) * parameters_of(mlp)
+        assert memory.peak_of(device, "step", begin) == pytest.approx(expected, rel=SLACK)
+
+
 @every_device
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_deinitialize_leaves_what_float32_takes(opt_level, device):

@@ -33,7 +33,7 @@ def test_help_of_initialize_has_each_argument_with_default_and_meaning() -> None
     signature, _, described = text.partition("Args:")
     parameters = inspect.signature(amp.initialize).parameters.values()
 
-    assert len(parameters) == 32
+    assert len(parameters) == 33
     assert [each.name for each in parameters if str(each) not in signature.replace("\n", " ")] == []
     by_groups = re.findall(r"^ {8}(\w+): ", described.partition("Returns:")[0], re.MULTILINE)
     assert sorted(by_groups) == sorted(each.name for each in parameters)

@@ -228,8 +228,8 @@ def _send_parameters(module: nn.Module) -> None:
     values = {parameter: session.weights.conversion.kept_float32_values(parameter) for parameter in parameters}
     behind = {parameter: full for parameter, full in values.items() if full is not None}
     flat_dist_call([*parameters, *behind.values()], dist.broadcast, (0,))
-    for parameter in behind:
-        session.weights.conversion.note(parameter)
+    for parameter, full in behind.items():
+        session.weights.conversion.note(parameter, full)
 
 
 @torch.no_grad()

@@ -86,7 +86,7 @@ class CallRecorder(Recorder):
         self._decorated: set[Any] = set()
         self._session: weakref.ref[Any] | None = None
         self._rulings: Rulings | None = None
-        self._has_masters = False
+        self._master_bytes = 0
 
     def __enter__(self) -> Self:
         """Begins to record.
@@ -123,7 +123,7 @@ class CallRecorder(Recorder):
             "functions": report_rows.functions(rows, rules),
             "lines": report_rows.lines(rows),
             "misaligned": report_rows.misaligned(self._rows.products, self._modules.names()),
-            "modules": self._modules.as_dicts(self._has_masters),
+            "modules": self._modules.as_dicts(self._master_bytes),
             "notes": list(self.missed),
         }
 
@@ -290,7 +290,7 @@ class CallRecorder(Recorder):
         live = runtime.live
         if live is not None and (self._session is None or self._session() is not live):
             self._session, self._rulings = weakref.ref(live), Rulings(live)
-            self._has_masters = bool(live.settings.properties.master_weights)
+            self._master_bytes = live.settings.properties.master_bytes
 
     # Operators
 

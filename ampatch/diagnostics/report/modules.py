@@ -52,10 +52,10 @@ class _Module:
     half_bytes: int = 0
     cast_bytes: int = 0
 
-    def saved_bytes(self, has_masters: bool) -> int:
+    def saved_bytes(self, master_bytes: int) -> int:
         """Returns the bytes that half types saved against float32, less those of the casts."""
-        # Of weights, two bytes for each element; a master takes four more.
-        by_weights = _in_half(self.weight_bytes) * (-1 if has_masters else 1)
+        # Of weights, two bytes for each element.
+        by_weights = _in_half(self.weight_bytes) * (2 - master_bytes) // 2
         return self.half_bytes - self.cast_bytes + by_weights
 
 
@@ -145,11 +145,11 @@ class Modules:
             for known in self._modules.values()
         }
 
-    def as_dicts(self, has_masters: bool) -> list[dict[str, Any]]:
+    def as_dicts(self, master_bytes: int) -> list[dict[str, Any]]:
         """Returns the modules as plain data, first those with the most bytes.
 
         Args:
-            has_masters: whether half weights have float32 masters.
+            master_bytes: bytes of what each half weight has beside itself.
         """
         seen = {name: known for known, name in self.names().items()}
         outermost = self._prefixes().values()
@@ -163,7 +163,7 @@ class Modules:
                 "operators": _plain(known.operators),
                 "activation_bytes": _plain(known.activation_bytes),
                 "weight_bytes": _plain(known.weight_bytes),
-                "saved_bytes": known.saved_bytes(has_masters),
+                "saved_bytes": known.saved_bytes(master_bytes),
             }
             for name, known in seen.items()
         ]

@@ -1,0 +1,206 @@
+"""Bfloat16 parameters with int16 remainders: the two together are a float32 value, bit for bit.
+
+Remainders are known from Split SGD of Intel's extension for PyTorch, and from ``store_param_remainders`` of Apex's
+distributed Adam.
+
+Owns the remainders, and notices writes to the parameters, whose values then count alone. Must know neither optimizers
+nor when they step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from ampatch.errors import UsageError, warn
+from ampatch.grouping import grouped
+from ampatch.native import kernels
+from ampatch.weights.untracked_writes import moments_of
+
+_MOST_TIMES = 3  # that user code may write between steps before it is warned
+
+
+class SplitWeight:
+    """The float32 value of one bfloat16 parameter.
+
+    Takes the place of `ampatch.weights.conversion.Kept`, which keeps float32 values as a tensor.
+
+    Args:
+        half: the parameter; held weakly.
+        full: its float32 value, of the same shape and strides.
+
+    Attributes:
+        remainder: what the parameter lacks, int16.
+        fingerprint: of the parameter when the remainder last was its own: 1-dimensional, 1 element.
+        may_be_written: True if user code can write to the parameter in ways that torch does not count.
+    """
+
+    __slots__ = ("_counted", "_half", "fingerprint", "may_be_written", "remainder")
+
+    dtype = torch.bfloat16
+
+    def __init__(self, half: Tensor, full: Tensor) -> None:
+        self._half = weakref.ref(half)
+        self.remainder = torch.empty_like(half, dtype=torch.int16, requires_grad=False)
+        self.may_be_written = False
+        self.set(half, full)
+
+    @torch.no_grad()
+    def set(self, half: Tensor, full: Tensor) -> None:
+        """Writes a float32 value to the parameter and the remainder."""
+        kernels.split([full.detach()], [half.detach()], [self.remainder])
+        self.note(half)
+
+    def note(self, half: Tensor, fingerprint: Tensor | None = None) -> None:
+        """Records that the remainder is the parameter's own; ``fingerprint`` is the parameter's, if it is known."""
+        self._counted = half._version, half.data_ptr()
+        self.fingerprint = fingerprint_of(half) if fingerprint is None else fingerprint
+
+    @torch.no_grad()
+    def synchronise(self, half: Tensor) -> bool:
+        """Drops the remainder if user code has written to the parameter; returns True if it has.
+
+        Raises:
+            UsageError: the parameter was given another type or shape.
+        """
+        check_as_converted(half, self.dtype, self.remainder.shape)
+        if self.is_in_sync(half):
+            return False
+        self.remainder = torch.zeros_like(half, dtype=torch.int16, requires_grad=False)
+        self.note(half)
+        return True
+
+    def is_in_sync(self, half: Tensor) -> bool:
+        """Returns True if the parameter has the values that it had at `note`; may sync with the device."""
+        if half.device != self.remainder.device:  # it was moved
+            self.remainder = self.remainder.to(half.device)
+        if not self.may_be_written and self._counted == (half._version, half.data_ptr()):
+            return True
+        return half.dtype is self.dtype and self.has_fingerprint_of(half)
+
+    def has_fingerprint_of(self, half: Tensor) -> bool:
+        """Returns True if a bfloat16 tensor has the values that the parameter had at `note`; syncs with the device."""
+        return torch.equal(fingerprint_of(half), self.fingerprint.to(half.device))
+
+    @property
+    def full(self) -> Tensor:
+        """The float32 value: a new tensor."""
+        half = self._half()
+        assert half is not None
+        return self.values(half)
+
+    @torch.no_grad()
+    def values(self, tensor: Tensor) -> Tensor:
+        """Returns the float32 value of the parameter, also after the user converted it to a wider type.
+
+        Elements that were written since count as they are, and a parameter that stands for its master, too.
+        """
+        half = tensor.detach().to(self.dtype)
+        is_other = tensor.dtype is not self.dtype
+        dtype = torch.promote_types(torch.float32, tensor.dtype)
+        if is_other and not self.has_fingerprint_of(half):
+            return tensor.detach().to(dtype)
+        full = torch.empty_like(half, dtype=torch.float32)
+        kernels.join([half], [self.remainder.to(half.device)], [full])
+        return torch.where(half.to(tensor.dtype) == tensor, full.to(dtype), tensor.to(dtype)) if is_other else full
+
+    @torch.no_grad()
+    def load(self, half: Tensor, values: Tensor) -> None:
+        """Takes loaded values, except where the parameter holds something else than them, rounded.
+
+        Args:
+            half: the parameter, after the load.
+            values: the values that were loaded into it, before rounding.
+        """
+        if values.shape == (1,) and half.dim() == 0:  # old versions of torch saved scalars in this shape
+            values = values[0]
+        if values.shape == half.shape and half.dtype is self.dtype:
+            full, values = half.detach().float(), values.to(half.device)
+            self.set(half, torch.where(values.to(self.dtype) == half, values.float(), full))
+
+
+class SplitWeights:
+    """The split parameters of one optimizer: looks for what user code has written to them.
+
+    Args:
+        name_of: function that returns a parameter's name, for messages.
+    """
+
+    def __init__(self, name_of: Callable[[Tensor], str]) -> None:
+        self._name_of = name_of
+        self._all: list[tuple[Tensor, SplitWeight]] = []
+        self._moments: tuple[list[int], list[int]] = [], []  # of the parameters when remainders last were their own
+        self._times_written = 0  # looks that found writes
+
+    def add(self, half: Tensor, split: SplitWeight) -> None:
+        """Adds a parameter, which has its remainder."""
+        self._all.append((half, split))
+
+    def note(self) -> None:
+        """Records that remainders are the parameters' own."""
+        self._moments = moments_of([half for half, _ in self._all])
+
+    def take_writes(self) -> None:
+        """Drops the remainders of parameters that user code has written to; syncs if it has read their ``data``.
+
+        Raises:
+            UsageError: a parameter was given another type.
+
+        Warns:
+            AmpWarning: user code writes to parameters again and again.
+        """
+        watched = [each for each in self._all if each[1].may_be_written]
+        if moments_of([half for half, _ in self._all]) == self._moments and not (watched and _differ(watched)):
+            return
+        written = [half for half, split in self._all if split.synchronise(half)]
+        self.note()
+        self._times_written += bool(written)
+        if written and self._times_written == _MOST_TIMES:
+            warn(
+                f"user code writes to weights between steps, such as {self._name_of(written[0])}, again and again. A "
+                "split weight then loses what bfloat16 cannot hold of its updates. Type True in the place of 'split', "
+                "which keeps the masters; or load values by load_state_dict."
+            )
+
+    def note_step(self, stepped: Iterable[tuple[Tensor, SplitWeight]]) -> None:
+        """Records that the remainders of some parameters, which were just split, are their own."""
+        for pairs in _by_device(stepped):
+            prints = kernels.fingerprints([half.detach() for half, _ in pairs])
+            for (half, split), own in zip(pairs, prints.split(1), strict=True):
+                split.note(half, own)
+
+
+def _differ(pairs: list[tuple[Tensor, SplitWeight]]) -> bool:
+    """Returns True if the values of a parameter have changed since `note`; reads each device once."""
+    for some in _by_device(pairs):
+        now = kernels.fingerprints([half.detach() for half, _ in some])
+        if not torch.equal(now, torch.cat([split.fingerprint.to(now.device) for _, split in some])):
+            return True
+    return False
+
+
+def _by_device(pairs: Iterable[tuple[Tensor, SplitWeight]]) -> Iterable[list[tuple[Tensor, SplitWeight]]]:
+    """Returns the parameters that have elements, with their remainders, by device."""
+    return grouped((half.device, (half, split)) for half, split in pairs if half.numel()).values()
+
+
+def check_as_converted(
+    half: Tensor, dtype: torch.dtype, shape: torch.Size, name_of: Callable[[Tensor], str] | None = None
+) -> None:
+    """Raises `UsageError` if a half tensor has another type or shape than when amp began to keep what it lacks."""
+    if half.dtype is not dtype or half.shape != shape:
+        name = "" if name_of is None else f"{name_of(half)}: "
+        raise UsageError(
+            f"{name}a half tensor of shape {tuple(shape)} became {half.dtype} of shape {tuple(half.shape)} "
+            "after amp.initialize, which keeps float32 values of it. Type amp.deinitialize() before converting a "
+            "model, and amp.initialize afterwards."
+        )
+
+
+def fingerprint_of(half: Tensor) -> Tensor:
+    """Returns a hash of a parameter's elements: 1-dimensional, 1 element."""
+    values = half.detach()
+    return kernels.fingerprints([values]) if values.numel() else torch.zeros(1, dtype=torch.float64)

@@ -1,0 +1,105 @@
+"""The random numbers of one optimizer's stochastic rounding, and its state in bfloat16 between steps.
+
+Owns the number of the step. Every random number follows from it and from the places of the parameter and the element:
+so ranks round alike, a resumed run rounds as the first would have, and torch's generators play no part. Must not know
+which parameters have masters.
+
+Stochastic rounding of bfloat16 weights: P. Zamirai et al., "Revisiting BFloat16 Training", 2020.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampatch.casting.nested import cast_tensors
+from ampatch.errors import UsageError
+from ampatch.native import kernels
+from ampatch.tracing import is_capturing
+from ampatch.weights import optimizer_state
+
+#: The option of an optimizer's first group that counts its steps: it travels with the state dict.
+STEPS = "stochastic_rounding_steps"
+
+_SLOTS = 64  # numbers of each parameter: its own, and those of its state
+
+
+class Rounding:
+    """The random numbers of one optimizer."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._places: dict[int, int] = {}  # by id of the parameter: its place in the optimizer
+
+    def count_step(self, optimizer: Any) -> None:
+        """Counts a step, from what the optimizer has loaded on.
+
+        Raises:
+            UsageError: a CUDA graph is captured, whose replays would all have the same numbers.
+        """
+        if is_capturing():
+            raise UsageError(
+                "a CUDA graph captures this step, whose stochastic rounding would have the same random numbers in each "
+                "replay. Capture the forward and backward pass alone; or type master_weights='split', without "
+                "optimizer_state."
+            )
+        self._note_places(optimizer)
+        group: Any = next(iter(optimizer.param_groups), {})
+        self._steps = group.get(STEPS, self._steps) + 1
+        with contextlib.suppress(TypeError):  # groups may be computed, and not written to
+            group[STEPS] = self._steps
+
+    def _note_places(self, optimizer: Any) -> None:
+        self._places = {id(each): place for place, each in enumerate(optimizer_state.parameters_of(optimizer))}
+
+    def forget(self, optimizer: Any) -> None:
+        """Removes the count from the optimizer."""
+        for group in optimizer.param_groups:
+            if STEPS in group:
+                del group[STEPS]
+
+    def round_weights(self, fulls: list[Tensor], halves: list[Tensor], parameters: Iterable[Tensor]) -> None:
+        """Rounds float32 tensors to bfloat16 ones, which have the memory of these parameters."""
+        self._round(fulls, halves, [self._slot(each) for each in parameters])
+
+    def _slot(self, parameter: Tensor) -> int:
+        return self._places.get(id(parameter), 0) * _SLOTS
+
+    def narrow_state(self, optimizer: Any, parameters: Iterable[Tensor]) -> None:
+        """Rounds the float32 state of parameters to bfloat16; step counts and other scalars stay."""
+        if not self._places:
+            self._note_places(optimizer)
+        state = optimizer_state.state_of(optimizer)
+        fulls: list[Tensor] = []
+        halves: list[Tensor] = []
+        slots: list[int] = []
+        for parameter in parameters:
+            counted = itertools.count(self._slot(parameter) + 1)
+
+            def narrow(tensor: Tensor, counted: Iterator[int] = counted) -> Tensor:
+                if tensor.dtype is not torch.float32 or not tensor.dim():
+                    return tensor
+                fulls.append(tensor)
+                halves.append(torch.empty_like(tensor, dtype=torch.bfloat16))
+                slots.append(next(counted))
+                return halves[-1]
+
+            if state and parameter in state:
+                state[parameter] = cast_tensors(state[parameter], narrow)
+        self._round(fulls, halves, slots)
+
+    def _round(self, fulls: list[Tensor], halves: list[Tensor], slots: list[int]) -> None:
+        kernels.round_stochastically(fulls, halves, [_key(self._steps, slot) for slot in slots])
+
+
+def _key(count: int, number: int) -> int:
+    """Returns a hash of 32 bits, by the steps of `random_bits` in csrc/operations.h."""
+    word = (count * 0x9E3779B1 + number * 0x85EBCA6B) % 2**32
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        word = (word ^ word >> shift) * factor % 2**32
+    return word ^ word >> 15

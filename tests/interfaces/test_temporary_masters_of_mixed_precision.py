@@ -1,0 +1,171 @@
+"""`MixedPrecision` with masters that exist only while the optimizer steps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from torch import Tensor, nn
+
+from ampatch import GradScaler, MixedPrecision
+from ampatch.errors import OptionError, UsageError
+from ampatch.weights import temporary_masters
+
+EACH_KIND = pytest.mark.parametrize("kind", ["split", "stochastic"])
+
+
+def precise() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def trainable(kind: str | bool, **options: Any) -> tuple[nn.Module, MixedPrecision]:
+    model = precise().bfloat16()
+    return model, MixedPrecision(adamw(model), masters=kind, **options)
+
+
+def step(model: nn.Module, optimizer: Any, count: int = 1, first: int = 0) -> None:
+    for index in range(first, first + count):
+        generator = torch.Generator().manual_seed(index)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step()
+
+
+def masters(optimizer: MixedPrecision) -> list[Tensor]:
+    return [optimizer.master_of(each).detach().clone() for each in optimizer.param_groups[0]["params"]]
+
+
+def assert_all_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+class TestSteps:
+    def test_split_masters_are_those_that_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(temporary_masters, "_LEAST", 1)
+        found = []
+        for kind in ("split", True):
+            model, optimizer = trainable(kind)
+            step(model, optimizer, 5)
+            found.append(masters(optimizer))
+        assert_all_same(*found)
+
+    @EACH_KIND
+    def test_the_state_holds_no_masters_between_steps(self, kind: str) -> None:
+        model, optimizer = trainable(kind, optimizer_state="bfloat16")
+        step(model, optimizer)
+        for parameter in model.parameters():
+            assert optimizer.state[parameter].keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert parameter.dtype is optimizer.state[parameter]["exp_avg"].dtype is torch.bfloat16
+
+    @EACH_KIND
+    def test_a_closure_and_a_scaler_step_as_without_amp(self, kind: str) -> None:
+        model, optimizer = trainable(kind)
+        inputs = torch.ones(4, 8, dtype=torch.bfloat16)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(inputs).float().square().mean()
+            loss.backward()
+            return loss
+
+        before = closure().item()
+        for _ in range(4):
+            optimizer.step(closure)
+        scaler = GradScaler("cpu", init_scale=8.0)
+        for _ in range(4):
+            optimizer.zero_grad()
+            scaler.scale(model(inputs).float().square().mean()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        assert closure().item() < before
+
+    @EACH_KIND
+    def test_a_write_between_steps_counts(self, kind: str) -> None:
+        model, optimizer = trainable(kind)
+        step(model, optimizer)
+        model[0].weight.data.zero_()
+        assert not masters(optimizer)[0].any()
+
+    @EACH_KIND
+    def test_a_model_that_is_converted_is_refused(self, kind: str) -> None:
+        model, optimizer = trainable(kind)
+        step(model, optimizer)
+        with pytest.raises(UsageError, match="put together from bfloat16 parameters"):
+            step(model.float(), optimizer)
+
+
+class TestSaving:
+    @EACH_KIND
+    @pytest.mark.parametrize("state", ["float32", "bfloat16"])
+    def test_a_run_resumes_bit_for_bit(self, kind: str, state: str) -> None:
+        model, optimizer = trainable(kind, optimizer_state=state)
+        step(model, optimizer, 3)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        step(model, optimizer, 3, first=3)
+        again, other = trainable(kind, optimizer_state=state)
+        again.load_state_dict(saved[0])
+        other.load_state_dict(saved[1])
+        step(again, other, 3, first=3)
+        assert_all_same(masters(other), masters(optimizer))
+
+    def test_split_masters_load_into_kept_ones_and_back(self) -> None:
+        kinds: list[str | bool] = ["split", True, "split"]
+        model, optimizer = trainable(kinds[0])
+        step(model, optimizer, 3)
+        expected = masters(optimizer)
+        for kind in kinds[1:]:
+            model, other = trainable(kind)
+            other.load_state_dict(optimizer.state_dict())
+            assert_all_same(masters(other), expected)
+            optimizer = other
+
+    @EACH_KIND
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda whole: pickle.loads(pickle.dumps(whole))])
+    def test_a_copy_steps_as_the_original(self, kind: str, copied: Callable[[Any], Any]) -> None:
+        model, optimizer = trainable(kind)
+        step(model, optimizer, 3)
+        other_model, other = copied((model, optimizer))
+        for each in ((model, optimizer), (other_model, other)):
+            step(*each, first=3)
+        assert_all_same(masters(other), masters(optimizer))
+
+    def test_masters_from_a_model_are_taken_with_every_bit(self) -> None:
+        _, optimizer = trainable("split", masters_from=precise())
+        assert_all_same(masters(optimizer), [each.detach() for each in precise().parameters()])
+
+    def test_the_state_dict_of_a_model_has_the_masters(self) -> None:
+        model, optimizer = trainable("split")
+        step(model, optimizer)
+        assert_all_same(list(optimizer.master_state_dict(model).values()), masters(optimizer))
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"masters": "splt"}, "masters is 'splt'; expected True, 'split' or 'stochastic'"),
+            ({"masters": False}, "masters is False; expected True"),
+            ({"masters": "split", "dtype": "float64"}, "contradicts dtype=torch.float64; expected float32 masters"),
+            ({"optimizer_state": "bfloat16"}, "needs masters that exist only while the optimizer steps"),
+        ],
+        ids=str,
+    )
+    def test_a_contradiction_is_refused(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(OptionError, match=message):
+            MixedPrecision(adamw(precise().bfloat16()), **options)
+
+    def test_float16_parameters_are_refused(self) -> None:
+        with pytest.raises(OptionError, match=r"needs bfloat16 parameters, and .* is float16. Type model.bfloat16"):
+            MixedPrecision(adamw(precise().half()), masters="split")
