@@ -37,6 +37,20 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD with momentum": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
     "Adam": functools.partial(torch.optim.Adam, lr=1e-3, fused=True),
 }
+
+
+class _OwnSGD(torch.optim.SGD):
+    """torch's SGD, but of a class whose steps amp knows nothing about: it has the masters of all parameters at once."""
+
+
+class _OwnAdam(torch.optim.Adam):
+    """torch's Adam, in the same way."""
+
+
+ALL_AT_ONCE: dict[str, MakeOptimizer] = {
+    "SGD with momentum": functools.partial(_OwnSGD, lr=1e-3, momentum=0.9, fused=True),
+    "Adam": functools.partial(_OwnAdam, lr=1e-3, fused=True),
+}
 STATE = {"SGD with momentum": 1, "Adam": 2}  # numbers kept per parameter
 
 # The minimum
@@ -52,7 +66,10 @@ class Parts:
         gradient: bytes of the gradient, alive from the backward pass until it is cleared.
         master: bytes of the float32 master of a half weight.
         master_gradient: bytes of the master's gradient, alive from the end of the `amp.scale_loss` block to the step.
+        remainder: bytes of what a half weight lacks of its float32 value.
         number: bytes of one number that the optimizer keeps.
+        temporary: bytes of the master and its gradient that a parameter has only while the optimizer updates it.
+        temporary_number: bytes by which such a number is wider during that time.
     """
 
     weight: int
@@ -61,19 +78,30 @@ class Parts:
     cast: int = 0
     master: int = 0
     master_gradient: int = 0
+    remainder: int = 0
+    temporary: int = 0
+    temporary_number: int = 0
 
     def least(self, phase: str, numbers: int) -> int:
         """Returns the minimum at the peak of a phase, if the optimizer keeps ``numbers`` numbers per parameter."""
-        rest = self.weight + self.master + self.number * numbers
+        rest = self.weight + self.master + self.remainder + self.number * numbers
         gradients = self.gradient + self.master_gradient
         # During the backward pass gradients replace casts, and are at least as large.
         return rest + {"rest": 0, "forward": self.cast, "backward": gradients, "step": gradients}[phase]
+
+    def in_turn(self, numbers: int) -> int:
+        """Returns what a parameter takes on top during the step, while the optimizer updates it."""
+        return self.temporary + self.temporary_number * numbers
 
 
 FLOAT32 = Parts(weight=4, gradient=4, number=4)
 FUNCTIONS_CAST = Parts(weight=4, gradient=4, number=4, cast=2)
 MASTERS = Parts(weight=2, gradient=2, number=4, master=4, master_gradient=4)
 HALF = Parts(weight=2, gradient=2, number=2)
+# Masters that exist only while the optimizer steps, for a part of the parameters at a time. The least has none of them.
+SPLIT = Parts(weight=2, gradient=2, number=4, remainder=2, temporary=8)
+STOCHASTIC = Parts(weight=2, gradient=2, number=4, temporary=8)
+STOCHASTIC_STATE = Parts(weight=2, gradient=2, number=2, temporary=8, temporary_number=2)
 
 TITLES = {
     "weight": "weight",
@@ -81,7 +109,10 @@ TITLES = {
     "gradient": "gradient",
     "master": "master",
     "master_gradient": "its gradient, until the step",
+    "remainder": "remainder of the weight",
     "number": "each number the optimizer keeps",
+    "temporary": "a part's masters and gradients",
+    "temporary_number": "a part's numbers, wider by",
 }
 
 WAYS = {
@@ -93,6 +124,16 @@ WAYS = {
     "O3": HALF,
     "O4": FUNCTIONS_CAST,
     "O5": MASTERS,
+    "O5 split": SPLIT,
+    "O5 stochastic": STOCHASTIC,
+    "O5 stochastic, bfloat16 state": STOCHASTIC_STATE,
+}
+
+#: Arguments of `amp.initialize` beside the level, with which an entry of `WAYS` begins.
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "O5 split": {"master_weights": "split"},
+    "O5 stochastic": {"master_weights": "stochastic"},
+    "O5 stochastic, bfloat16 state": {"master_weights": "stochastic", "optimizer_state": "bfloat16"},
 }
 
 
@@ -100,7 +141,7 @@ def halves(way: str) -> list[str | None]:
     """Returns the half types to measure an entry of `WAYS` in."""
     if way in ("float32", "O0"):
         return [None]
-    return ["bfloat16"] if way in ("O4", "O5") else list(HALVES)
+    return ["bfloat16"] if way.startswith(("O4", "O5")) else list(HALVES)
 
 
 # Measurement
@@ -129,7 +170,8 @@ class Training:
         self._scaler = torch.amp.GradScaler(device, enabled=self._autocasts and self._half is torch.float16)
         self._has_amp = way not in ("float32", "autocast")
         if self._has_amp:
-            amp.initialize(model, self.optimizer, opt_level=way, half_dtype=self._half, verbosity=0)
+            level, more = way.partition(" ")[0], ARGUMENTS.get(way, {})
+            amp.initialize(model, self.optimizer, opt_level=level, half_dtype=self._half, verbosity=0, **more)
 
     def forward(self) -> None:
         with self._autocast():
@@ -228,13 +270,14 @@ def network(device: str, width: int, layers: int) -> nn.Sequential:
 def show_parts() -> None:
     print("\nthe least, by part: bytes a parameter\n")
     ways = {parts: ", ".join(way for way in WAYS if WAYS[way] == parts) for parts in WAYS.values()}
-    print(f"{'':34}" + "".join(f"{names:>20}" for names in ways.values()))
+    widths = {parts: max(20, len(names) + 2) for parts, names in ways.items()}
+    print(f"{'':34}" + "".join(f"{names:>{widths[parts]}}" for parts, names in ways.items()))
     for part, title in TITLES.items():
-        print(f"{title:34}" + "".join(f"{getattr(parts, part) or '':>20}" for parts in ways))
+        print(f"{title:34}" + "".join(f"{getattr(parts, part) or '':>{width}}" for parts, width in widths.items()))
 
 
 def line(cells: list[str]) -> str:
-    return f"{cells[0]:10}{cells[1]:10}" + "".join(f"{cell:>18}" for cell in cells[2:])
+    return f"{cells[0]:{max(map(len, WAYS)) + 2}}{cells[1]:10}" + "".join(f"{cell:>18}" for cell in cells[2:])
 
 
 def main() -> None:
@@ -242,6 +285,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--width", type=int, default=1280, help="of the layers (default: 1280)")
     parser.add_argument("--layers", type=int, default=6, help="of that width (default: 6)")
+    parser.add_argument("--all-at-once", action="store_true", help="step with subclasses of torch's optimizers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all figures")
     options = parser.parse_args()
     device: str = options.device
@@ -253,15 +297,15 @@ def main() -> None:
     title = f"{where}, torch {torch.__version__}: a network of {count:,} parameters, 8 rows a batch"
     print(title)
     show_parts()
-    print("\nbytes a parameter at the peak, and in brackets the least, of which activations, and what one operation")
-    print("needs for itself, are no part")
+    print("\nbytes a parameter at the peak, and in brackets the least, of which activations, what one operation")
+    print("needs for itself, and masters that exist only while the optimizer steps, are no part")
 
     def start(way: str, half: str | None, make_optimizer: MakeOptimizer) -> Training:
         batch = torch.ones(8, options.width, device=device)
         return Training(way, half, network(device, options.width, options.layers), batch, make_optimizer)
 
     rows: list[dict[str, Any]] = []
-    for name, make_optimizer in OPTIMIZERS.items():
+    for name, make_optimizer in (ALL_AT_ONCE if options.all_at_once else OPTIMIZERS).items():
         print(f"\n{name}\n{line(['', '', *PHASES_AND_REST])}")
         for way, parts in WAYS.items():
             for half in halves(way):

@@ -120,6 +120,9 @@ class Model:
 
     def __init__(self, shapes: Shapes, dtype: torch.dtype, device: str) -> None:
         self.grads, self.wide = Buffer(shapes, dtype, device), Buffer(shapes, torch.float32, device)
+        self.remainders = Buffer(shapes if dtype is torch.bfloat16 else [], torch.int16, device)
+        self.remainders.flat.zero_()
+        self.keys = list(range(len(shapes)))
         self.owners = [SimpleNamespace(grad=grad) for grad in self.grads.tensors]  # for clip_grad_norm_
         self.inv_scale = torch.tensor(1 / SCALE, device=device)
         self.found_inf = torch.zeros((), device=device)
@@ -136,7 +139,7 @@ class Model:
 
     def state(self) -> list[Tensor]:
         bits = self.grads.flat.view(torch.int32 if self.grads.flat.dtype is torch.float32 else torch.int16)
-        return [bits, self.wide.flat.view(torch.int32), self.found_inf, *self.scale]
+        return [bits, self.wide.flat.view(torch.int32), self.remainders.flat, self.found_inf, *self.scale]
 
 
 # Operations
@@ -187,6 +190,18 @@ def copy_to_half(operators: ModuleType) -> Call:
 
 def copy_to_half_grads(operators: ModuleType) -> Call:
     return lambda model: operators.copy_to_half_grads(model.wide.tensors, model.grads.tensors)
+
+
+def split(operators: ModuleType) -> Call:
+    return lambda model: operators.split(model.wide.tensors, model.grads.tensors, model.remainders.tensors)
+
+
+def join(operators: ModuleType) -> Call:
+    return lambda model: operators.join(model.grads.tensors, model.remainders.tensors, model.wide.tensors)
+
+
+def round_stochastically(operators: ModuleType) -> Call:
+    return lambda model: operators.round_stochastically(model.wide.tensors, model.grads.tensors, model.keys)
 
 
 def fingerprint(operators: ModuleType) -> Call:
@@ -265,6 +280,9 @@ def operations(dtype: torch.dtype) -> Iterator[Operation]:
         yield Operation(
             "copy_to_half_grads", copy_to_half_grads(extension_kernels), copy_to_half_grads(torch_kernels), w + n, w + n
         )
+        if dtype is torch.bfloat16:
+            for make, size in ((split, w + 2 * n), (join, w + 2 * n), (round_stochastically, w + n)):
+                yield Operation(make.__name__, make(extension_kernels), make(torch_kernels), size, size)
         yield Operation(
             "fingerprint", fingerprint(extension_kernels), fingerprint(torch_kernels), n, n, same_bits=False
         )
