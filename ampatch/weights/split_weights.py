@@ -203,4 +203,4 @@ def check_as_converted(
 def fingerprint_of(half: Tensor) -> Tensor:
     """Returns a hash of a parameter's elements: 1-dimensional, 1 element."""
     values = half.detach()
-    return kernels.fingerprints([values]) if values.numel() else torch.zeros(1, dtype=torch.float64)
+    return kernels.fingerprints([values]) if values.numel() else torch.zeros(1, dtype=torch.float64, device=half.device)
