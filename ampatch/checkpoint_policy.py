@@ -147,6 +147,7 @@ def _settings(session: Session) -> dict[str, Any]:
     optional: dict[str, Any] = {
         "fused_linear": settings.fused_linear,
         "float32_outputs": _names(settings.float32_outputs),
+        "optimizer_state": settings.optimizer_state if settings.optimizer_state != "float32" else None,
         "cast_buffers": buffers if isinstance(buffers, bool) else sorted(buffers),
     }
     told |= {name: value for name, value in optional.items() if value}

@@ -154,8 +154,8 @@ class _Prepared:
     ) -> None:
         self.accelerator = accelerator
         self._models = models
-        if settings.get("half_dtype") is None:
-            settings = {**settings, "half_dtype": accelerate_optimizers.launched_precision(accelerator)}
+        launched = accelerate_optimizers.launched_precision(accelerator)
+        settings = accelerate_optimizers.with_launched_half(settings, launched)
         self._session = TrainerSession(models, optimizers or None, settings, _WORDING)
         self._wrappers: list[DistributedDataParallel] = []
         self._closing = contextlib.ExitStack()

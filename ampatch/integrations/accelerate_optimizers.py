@@ -20,6 +20,7 @@ from ampatch.half_types import HALVES
 from ampatch.integrations import versions
 from ampatch.integrations.shared_patches import SharedPatches, put_around
 from ampatch.ledger import PatchLedger
+from ampatch.opt_levels import LEVELS
 from ampatch.runtime import runtime
 
 versions.need("this adapter of ampatch", "accelerate", "accelerate", (1, 15))
@@ -81,13 +82,22 @@ def launched_precision(accelerator: Accelerator) -> torch.dtype | None:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(found) if found == os.environ.get(_VARIABLE) else None
 
 
+def with_launched_half(options: dict[str, Any], launched: torch.dtype | None) -> dict[str, Any]:
+    """Returns options for amp with the launcher's half type, if neither they nor their opt level have one."""
+    level = LEVELS.get(options.get("opt_level", "O1"))
+    is_free = options.get("half_dtype") is None and (level is None or level.half_dtype is None)
+    return {**options, "half_dtype": launched} if is_free else options
+
+
 def replace_precision(accelerator: Accelerator, ledger: PatchLedger) -> None:
     """Turns off the precision that ``accelerate launch`` chose, in favour of the live session.
 
     Warns:
         AmpWarning: there is one, and it was on.
     """
-    if not accelerator.native_amp or launched_precision(accelerator) is None:
+    launched = launched_precision(accelerator)
+    is_on = accelerator.native_amp or (launched is torch.float16 and accelerator.device.type == "cpu")
+    if launched is None or not is_on:
         return
     if accelerator.is_main_process:
         live = amp.settings()

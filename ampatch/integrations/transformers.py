@@ -202,7 +202,9 @@ class AmpatchMixin(Trainer if TYPE_CHECKING else object):  # type: ignore[misc]
         opt_levels.check_names(given, _OPTIONS, "amp has")
         options.check_level(given)
         # Outputs are as Accelerate has them with autocast.
-        return {"cast_model_outputs": torch.float32, "half_dtype": self._amp_launched, **given}
+        return accelerate_optimizers.with_launched_half(
+            {"cast_model_outputs": torch.float32, **given}, self._amp_launched
+        )
 
     def _amp_is_on(self) -> bool:
         return options.turn_on(self._amp_options())

@@ -25,7 +25,7 @@ from ampatch.native import kernels
 from ampatch.native.host_copy import for_fused_step
 from ampatch.opt_levels import TEMPORARY, dtype_of, state_type
 from ampatch.runtime import runtime
-from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer, hooks_of
+from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer, has_own_step
 from ampatch.switch import WithoutCasts
 from ampatch.torch_private import foreach, optimizers
 from ampatch.weights import optimizer_state
@@ -174,6 +174,8 @@ class MixedPrecision(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, and makes masters for its half parameters."""
         self._check_not_stepping("add groups")
+        if self._temporary is not None:
+            _check_not_float16(param_group.get("params", ()), self._temporary.kind)
         self.optimizer.add_param_group(param_group)
         for parameter in self._parameters():
             self._master(parameter)
@@ -217,7 +219,7 @@ class MixedPrecision(torch.optim.Optimizer):
             masters = {id(each): self._temporary.full_of(each) for each in self._parameters()}
         named = {name: masters.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
         return {
-            name: value if named.get(name) is None else named[name].clone()  # type: ignore[union-attr]
+            name: value if named.get(name) is None else named[name].detach().clone()  # type: ignore[union-attr]
             for name, value in model.state_dict().items()
         }
 
@@ -365,10 +367,11 @@ class MixedPrecision(torch.optim.Optimizer):
         if any(each.dtype is not torch.bfloat16 for each in self._parameters() if masters.has(each)):
             raise UsageError(
                 "the model was converted to another type, and masters that exist only while the optimizer steps are "
-                "put together from bfloat16 parameters. Load optimizer.state_dict() into a new MixedPrecision."
+                "put together from bfloat16 parameters. Load optimizer.state_dict() into a new MixedPrecision, made "
+                "with masters=True."
             )
         masters.make_missing()
-        return masters.run(step, whole=bool(args or kwargs or hooks_of(self.optimizer)))
+        return masters.run(step, whole=bool(args or kwargs) or has_own_step(self.optimizer))
 
     def _skips_by_itself(self, closure: object) -> bool:
         """Returns True if the wrapped optimizer can skip by itself, without a sync with the device."""
@@ -518,6 +521,8 @@ class _OwnParameters:
         values: initial values of masters, by id of the parameter.
     """
 
+    hears_writes = False
+
     def __init__(self, values: dict[int, Tensor]) -> None:
         self._values = values
 
@@ -529,9 +534,7 @@ class _OwnParameters:
             parameter.copy_(value)
         if not splits:
             return None
-        split = SplitWeight(parameter, parameter.float() if value is None else value.to(parameter.device).float())
-        split.may_be_written = True  # nothing tells of writes here
-        return split
+        return SplitWeight(parameter, parameter.float() if value is None else value.to(parameter.device).float())
 
     def release(self, parameter: nn.Parameter) -> torch.dtype:
         """Returns the type of a parameter before: its own."""
@@ -539,16 +542,25 @@ class _OwnParameters:
 
 
 def _temporary(optimizer: Any, kind: str, narrow: bool, values: dict[int, Tensor]) -> TemporaryMasters:
-    name_of = optimizer_state.names_in(optimizer)
-    for parameter in optimizer_state.parameters_of(optimizer):
-        if parameter.dtype is torch.float16:
-            raise OptionError(
-                f"masters={kind!r} needs bfloat16 parameters, and {name_of(parameter)} is float16. Type "
-                "model.bfloat16(), or leave masters out."
-            )
-    masters = TemporaryMasters(optimizer, _OwnParameters(values), kind, narrow, name_of)
+    _check_not_float16(optimizer_state.parameters_of(optimizer), kind)
+    masters = TemporaryMasters(optimizer, _OwnParameters(values), kind, narrow, _shape_of)
     masters.make_missing()
     return masters
+
+
+def _shape_of(parameter: Tensor) -> str:
+    return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+def _check_not_float16(parameters: Any, kind: str) -> None:
+    """Raises `OptionError` if one of some parameters, or the only one, is float16."""
+    for parameter in [parameters] if isinstance(parameters, Tensor) else list(parameters):
+        tensor = parameter[1] if isinstance(parameter, tuple) else parameter  # named ones are pairs
+        if getattr(tensor, "dtype", None) is torch.float16:
+            raise OptionError(
+                f"masters={kind!r} needs bfloat16 parameters, and {_shape_of(tensor)} is float16. Type "
+                "model.bfloat16(), or leave masters out."
+            )
 
 
 def _kind_of(masters: object, dtype: torch.dtype) -> str | None:

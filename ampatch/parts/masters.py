@@ -137,6 +137,7 @@ class Masters(Part):
         """
         self.shared.cache.end_iteration()
         self.synchronise()
+        self.complete()
         return True
 
     @with_casts_off

@@ -124,6 +124,12 @@ def hooks_of(optimizer: Any) -> list[tuple[Any, int, Any]]:
     return [(table, key, hook) for table in tables for key, hook in table.items() if not hasattr(hook, OWN_HOOK)]
 
 
+def has_own_step(optimizer: Any) -> bool:
+    """Returns True if user code surrounds an optimizer's step: by hooks, or by a function on the object."""
+    is_own = "step" in vars(optimizer) and not hasattr(optimizer.step, WRAPPED_BY_SCHEDULER)
+    return is_own or bool(hooks_of(optimizer))
+
+
 class AdoptedOptimizer:
     """An optimizer that amp has adopted: runs, skips or refuses its steps.
 
@@ -203,7 +209,7 @@ class AdoptedOptimizer:
         # Steps whose verdict the host has not read yet, and the buffers before them.
         self._unread: deque[tuple[list[ScaleUse], BuffersBefore | None]] = deque()
         self._near_floor = False
-        self._is_users_step = False  # a function that the user has put on the object
+        self._has_own_step = False
 
     def install(self, ledger: PatchLedger) -> None:
         """Replaces ``step`` on the optimizer, and half parameters by masters at levels that have them.
@@ -215,7 +221,7 @@ class AdoptedOptimizer:
         optimizer = self.optimizer
         assert optimizer is not None
         original, switch, handler, reports = optimizer.step, self._switch, self._on_overflow, self._on_overflow.reports
-        self._is_users_step = "step" in vars(optimizer) and not hasattr(original, WRAPPED_BY_SCHEDULER)
+        self._has_own_step = has_own_step(optimizer)
         if "step" not in vars(optimizer) and getattr(original, "__self__", optimizer) is not optimizer:
             raise TypeError("its step is that of another object")
 
@@ -478,7 +484,7 @@ class AdoptedOptimizer:
                 return original(*args, **kwargs)
 
         has_arguments = any(each is not None for each in (*args, *kwargs.values()))
-        return self._temporary.run(step, has_arguments or self._is_users_step or bool(hooks_of(self.optimizer)))
+        return self._temporary.run(step, has_arguments or self._has_own_step or bool(hooks_of(self.optimizer)))
 
     @contextlib.contextmanager
     def _masters_in_place(self, swap_in: Callable[[], object]) -> Iterator[None]:

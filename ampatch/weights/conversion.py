@@ -118,6 +118,11 @@ class Kept:
         self.full, self.dtype = full, dtype
         self.half_mark, self.full_mark = Mark(half), Mark(full)
 
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the values."""
+        return self.full.shape
+
     def note(self, half: Tensor) -> None:
         """Records that the half tensor now equals the rounded float32 values."""
         self.half_mark.renew(half)
@@ -239,7 +244,10 @@ class Conversion:
 
     Attributes:
         without_master: the half weights that have no master.
+        hears_writes: True: owners are told of writes that torch does not count.
     """
+
+    hears_writes = True
 
     def __init__(
         self, is_of_model: Callable[[Tensor], bool] = lambda _: False, *, watches_writes: bool = False
@@ -428,7 +436,7 @@ class Conversion:
         kept: Kept | SplitWeight | None = converted.kept
         if kept is None and converted.owner is not None and tensor.dtype in HALVES:
             return tensor.detach().float()
-        if kept is None or kept.full.shape != tensor.shape:
+        if kept is None or kept.shape != tensor.shape:
             # A state dict of weights that came half, such as a frozen base, must not take twice their memory.
             is_as_it_came = tensor.dtype is converted.before
             return self.without_master.float32_copy_of(tensor) if tensor.dtype in HALVES and not is_as_it_came else None
@@ -555,7 +563,7 @@ def _set_dtype(tensor: Tensor, dtype: torch.dtype, converted: ConvertedTensor) -
 
 def _restore(tensor: Tensor, converted: ConvertedTensor) -> None:
     values, grad, kept = data_of(tensor), tensor.grad, converted.kept
-    if kept is not None and tensor.shape == kept.full.shape:
+    if kept is not None and tensor.shape == kept.shape:
         if tensor.dtype is converted.dtype:
             if not (isinstance(tensor, nn.Parameter) and kept.is_in_sync(tensor)):
                 kept.synchronise(tensor)

@@ -141,10 +141,15 @@ def cast_state(optimizer: Any, dtype_before: Callable[[Tensor], torch.dtype | No
 
 def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor) -> Any:
     """Returns a parameter's state with tensors of type ``before`` cast to ``now``; step counts and scalars stay."""
+    known: dict[int, Tensor] = {}  # a state may hold a tensor under two names
 
     def cast(tensor: Tensor) -> Tensor:
         is_number = tensor.dim() == 0 and parameter.dim() > 0
-        return tensor.to(now) if tensor.dtype is before and before in CASTABLE and not is_number else tensor
+        if tensor.dtype is not before or before not in CASTABLE or is_number:
+            return tensor
+        if id(tensor) not in known:
+            known[id(tensor)] = tensor.to(now)
+        return known[id(tensor)]
 
     if isinstance(value, dict) and "step" in value:
         return {**cast_tensors(value, cast), "step": value["step"]}  # type: ignore[dict-item]

@@ -18,7 +18,8 @@ from torch import Tensor
 from ampatch.errors import UsageError, warn
 from ampatch.grouping import grouped
 from ampatch.native import kernels
-from ampatch.weights.untracked_writes import moments_of
+from ampatch.tracing import is_capturing
+from ampatch.weights.untracked_writes import is_shared, moments_of
 
 _MOST_TIMES = 3  # that user code may write between steps before it is warned
 
@@ -36,17 +37,23 @@ class SplitWeight:
         remainder: what the parameter lacks, int16.
         fingerprint: of the parameter when the remainder last was its own: 1-dimensional, 1 element.
         may_be_written: True if user code can write to the parameter in ways that torch does not count.
+        is_unannounced: True if nothing tells whether it can.
     """
 
-    __slots__ = ("_counted", "_half", "fingerprint", "may_be_written", "remainder")
+    __slots__ = ("_counted", "_half", "fingerprint", "is_unannounced", "may_be_written", "remainder")
 
     dtype = torch.bfloat16
 
     def __init__(self, half: Tensor, full: Tensor) -> None:
         self._half = weakref.ref(half)
         self.remainder = torch.empty_like(half, dtype=torch.int16, requires_grad=False)
-        self.may_be_written = False
+        self.may_be_written = self.is_unannounced = False
         self.set(half, full)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the parameter."""
+        return self.remainder.shape
 
     @torch.no_grad()
     def set(self, half: Tensor, full: Tensor) -> None:
@@ -59,6 +66,7 @@ class SplitWeight:
         self._counted = half._version, half.data_ptr()
         self.fingerprint = fingerprint_of(half) if fingerprint is None else fingerprint
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def synchronise(self, half: Tensor) -> bool:
         """Drops the remainder if user code has written to the parameter; returns True if it has.
@@ -69,17 +77,35 @@ class SplitWeight:
         check_as_converted(half, self.dtype, self.remainder.shape)
         if self.is_in_sync(half):
             return False
-        self.remainder = torch.zeros_like(half, dtype=torch.int16, requires_grad=False)
+        if (self.remainder.device, self.remainder.stride()) == (half.device, half.stride()):
+            self.remainder.zero_()  # in place, as a CUDA graph may have its address
+        else:
+            self.remainder = torch.zeros_like(half, dtype=torch.int16, requires_grad=False)
         self.note(half)
         return True
 
     def is_in_sync(self, half: Tensor) -> bool:
         """Returns True if the parameter has the values that it had at `note`; may sync with the device."""
-        if half.device != self.remainder.device:  # it was moved
-            self.remainder = self.remainder.to(half.device)
         if not self.may_be_written and self._counted == (half._version, half.data_ptr()):
             return True
-        return half.dtype is self.dtype and self.has_fingerprint_of(half)
+        if half.dtype is not self.dtype:
+            return False
+        self._follow(half)
+        is_same = self.has_fingerprint_of(half)
+        if is_same:
+            self.note(half)
+        return is_same
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _follow(self, half: Tensor) -> None:
+        """Lays the remainder out as a parameter that was moved, or given another layout, but not written to."""
+        if (self.remainder.device, self.remainder.stride()) == (half.device, half.stride()):
+            return
+        as_before = torch.empty_like(self.remainder, dtype=self.dtype, device=half.device).copy_(half)
+        if self.has_fingerprint_of(as_before):
+            self.remainder = torch.empty_like(half, dtype=torch.int16, requires_grad=False).copy_(self.remainder)
+            self.fingerprint = fingerprint_of(half)
 
     def has_fingerprint_of(self, half: Tensor) -> bool:
         """Returns True if a bfloat16 tensor has the values that the parameter had at `note`; syncs with the device."""
@@ -152,10 +178,15 @@ class SplitWeights:
         Warns:
             AmpWarning: user code writes to parameters again and again.
         """
-        watched = [each for each in self._all if each[1].may_be_written]
-        if moments_of([half for half, _ in self._all]) == self._moments and not (watched and _differ(watched)):
+        if is_capturing():  # nothing can be read from the device; it was looked at before the capture
             return
-        written = [half for half, split in self._all if split.synchronise(half)]
+        watched = [each for each in self._all if each[1].may_be_written]
+        is_same = moments_of([half for half, _ in self._all]) == self._moments and not (watched and _differ(watched))
+        written = [] if is_same else [half for half, split in self._all if split.synchronise(half)]
+        for half, split in watched:  # to those whose ``data`` user code has dropped, torch counts every write again
+            split.may_be_written = split.is_unannounced or is_shared(half)
+        if is_same:
+            return
         self.note()
         self._times_written += bool(written)
         if written and self._times_written == _MOST_TIMES:
@@ -165,10 +196,10 @@ class SplitWeights:
                 "which keeps the masters; or load values by load_state_dict."
             )
 
-    def note_step(self, stepped: Iterable[tuple[Tensor, SplitWeight]]) -> None:
+    def note_step(self, stepped: list[tuple[Tensor, SplitWeight]]) -> None:
         """Records that the remainders of some parameters, which were just split, are their own."""
         for pairs in _by_device(stepped):
-            prints = kernels.fingerprints([half.detach() for half, _ in pairs])
+            prints = kernels.fingerprints([half for half, _ in pairs])
             for (half, split), own in zip(pairs, prints.split(1), strict=True):
                 split.note(half, own)
 

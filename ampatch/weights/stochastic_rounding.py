@@ -23,7 +23,8 @@ from ampatch.native import kernels
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 
-#: The option of an optimizer's first group that counts its steps: it travels with the state dict.
+#: The option of an optimizer's first group that counts its steps: it travels with the state dict. It stays in the group
+#: when amp ends, so that a checkpoint saved later has it.
 STEPS = "stochastic_rounding_steps"
 
 _SLOTS = 64  # numbers of each parameter: its own, and those of its state
@@ -57,12 +58,6 @@ class Rounding:
     def _note_places(self, optimizer: Any) -> None:
         self._places = {id(each): place for place, each in enumerate(optimizer_state.parameters_of(optimizer))}
 
-    def forget(self, optimizer: Any) -> None:
-        """Removes the count from the optimizer."""
-        for group in optimizer.param_groups:
-            if STEPS in group:
-                del group[STEPS]
-
     def round_weights(self, fulls: list[Tensor], halves: list[Tensor], parameters: Iterable[Tensor]) -> None:
         """Rounds float32 tensors to bfloat16 ones, which have the memory of these parameters."""
         self._round(fulls, halves, [self._slot(each) for each in parameters])
@@ -78,16 +73,19 @@ class Rounding:
         fulls: list[Tensor] = []
         halves: list[Tensor] = []
         slots: list[int] = []
+        known: dict[int, Tensor] = {}  # a state may hold a tensor under two names
         for parameter in parameters:
             counted = itertools.count(self._slot(parameter) + 1)
 
             def narrow(tensor: Tensor, counted: Iterator[int] = counted) -> Tensor:
                 if tensor.dtype is not torch.float32 or not tensor.dim():
                     return tensor
+                if id(tensor) in known:
+                    return known[id(tensor)]
                 fulls.append(tensor)
                 halves.append(torch.empty_like(tensor, dtype=torch.bfloat16))
                 slots.append(next(counted))
-                return halves[-1]
+                return known.setdefault(id(tensor), halves[-1])
 
             if state and parameter in state:
                 state[parameter] = cast_tensors(state[parameter], narrow)

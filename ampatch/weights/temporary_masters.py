@@ -30,7 +30,7 @@ from ampatch.weights.exchange import exchange
 from ampatch.weights.master_weights import own_methods, replace_method
 from ampatch.weights.split_weights import SplitWeight, SplitWeights, check_as_converted
 from ampatch.weights.stochastic_rounding import Rounding
-from ampatch.weights.untracked_writes import data_of
+from ampatch.weights.untracked_writes import data_of, moments_of
 
 #: torch's optimizers that update each parameter by itself, and leave out those without a gradient.
 _ONE_BY_ONE = frozenset(
@@ -47,7 +47,13 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Claims(Protocol):
-    """What is known of half parameters; see `ampatch.weights.conversion.Conversion`."""
+    """Records which optimizer owns a half parameter; see `ampatch.weights.conversion.Conversion`.
+
+    Attributes:
+        hears_writes: True if `TemporaryMasters.on_access` is told of writes that torch does not count.
+    """
+
+    hears_writes: bool
 
     def claim_rounded(self, parameter: nn.Parameter, owner: object, splits: bool) -> SplitWeight | None:
         """Has an owner update a parameter; returns the parameter with its remainder, None without one."""
@@ -92,6 +98,7 @@ class TemporaryMasters:
         name_of: function that returns the name of a model's parameter, for messages.
 
     Attributes:
+        kind: as given.
         are_in_place: True while parameters stand for their masters.
     """
 
@@ -100,17 +107,20 @@ class TemporaryMasters:
         optimizer: Any,
         conversion: Claims,
         kind: str,
-        narrow_state: bool = False,
-        name_of: Callable[[Tensor], str] = str,
+        narrow_state: bool,
+        name_of: Callable[[Tensor], str],
     ) -> None:
         self.are_in_place = False
         self._optimizer = weakref.ref(optimizer)
-        self._conversion, self._kind, self._narrows, self._name_of = conversion, kind, narrow_state, name_of
+        self.kind, self._narrows = kind, narrow_state
+        self._conversion, self._name_of = conversion, name_of
         self._known: dict[int, Claimed] = {}  # by id of the parameter
         self._splits, self._rounding = SplitWeights(name_of), Rounding()
         self._in_place: list[_Stand] = []
         self._hidden: dict[int, Tensor] = {}  # gradients of parameters whose turn it is not, by id
         self._runs = 0  # of steps
+        # By user code, which may write there without being counted.
+        self._data_was_read = not conversion.hears_writes
         self._state: object = None  # the optimizer's, when all of it was as it should be between steps
 
     def install(self, ledger: PatchLedger) -> None:
@@ -169,11 +179,12 @@ class TemporaryMasters:
             if parameter.dtype is not torch.bfloat16:
                 raise UsageError(
                     f"{self._name_of(parameter)} is {parameter.dtype}; expected bfloat16 weights for "
-                    f"master_weights={self._kind!r}. Type half_dtype='bfloat16', or master_weights=True."
+                    f"master_weights={self.kind!r}. Type half_dtype='bfloat16', or master_weights=True."
                 )
             split = self._conversion.claim_rounded(parameter, self, self.is_exact)
             self._known[id(parameter)] = Claimed(parameter, split)
             if split is not None:
+                split.may_be_written = split.is_unannounced = not self._conversion.hears_writes
                 self._splits.add(parameter, split)
         if new:
             self._state = None
@@ -195,8 +206,6 @@ class TemporaryMasters:
             if optimizer is not None:
                 optimizer_state.retype(optimizer, each.parameter, torch.bfloat16, torch.float32)
                 optimizer_state.retype(optimizer, each.parameter, torch.float32, before)
-        if optimizer is not None:
-            self._rounding.forget(optimizer)
         self._known.clear()
 
     def ids(self) -> Collection[int]:
@@ -206,7 +215,7 @@ class TemporaryMasters:
     @property
     def is_exact(self) -> bool:
         """True if the parameters have all bits of their masters between steps."""
-        return self._kind == "split"
+        return self.kind == "split"
 
     def has(self, parameter: Tensor) -> bool:
         """Returns True if a parameter has a master in each step."""
@@ -217,8 +226,11 @@ class TemporaryMasters:
         known = self._known.get(id(parameter))
         if known is None:
             return parameter
-        self._take_writes()
-        return parameter.detach().float() if known.split is None else known.split.full
+        if known.split is None:
+            return parameter.detach().float()
+        if parameter.dtype is torch.bfloat16:
+            known.split.synchronise(parameter)
+        return known.split.values(parameter)
 
     @torch.no_grad()
     def load(self, parameter: Tensor, values: Tensor) -> None:
@@ -232,7 +244,7 @@ class TemporaryMasters:
         """Returns the arguments, and the values of split parameters by their place in the optimizer."""
         parameters = enumerate(optimizer_state.parameters_of(self._optimizer()))
         values = {place: self.full_of(each) for place, each in parameters if self.is_exact and self.has(each)}
-        return {"kind": self._kind, "narrow": self._narrows, "values": values}
+        return {"kind": self.kind, "narrow": self._narrows, "values": values}
 
     # As owner of converted parameters
 
@@ -319,29 +331,33 @@ class TemporaryMasters:
     @torch.no_grad()
     def swap_in(self, part: Iterable[Claimed] | None = None) -> None:
         """Has parameters stand for their masters, put together now; None: all parameters."""
-        part = self._known.values() if part is None else part
+        part = list(self._known.values() if part is None else part)
         with torch.inference_mode(False):
-            stands = [_Stand(each, torch.empty_like(each.parameter, dtype=torch.float32)) for each in part]
+            masters = kernels.float32_like([each.parameter for each in part])
+        stands = [_Stand(each, master) for each, master in zip(part, masters, strict=True)]
         self._join(stands)
-        self._widen_state(each.claimed for each in stands)
-        self._exchange_in(stands)
+        try:
+            self._widen_state(part)
+            self._exchange_in(stands)
+        except BaseException:  # such as one of missing memory
+            self._narrow_state(part)
+            raise
 
     def _join(self, stands: list[_Stand]) -> None:
         """Puts masters together from what there is."""
-        masters = [each.master.detach() for each in stands]
-        halves = [each.claimed.parameter.detach() for each in stands]
+        masters = [each.master for each in stands]
+        halves: list[Tensor] = [each.claimed.parameter for each in stands]
         if self.is_exact:
             kernels.join(halves, _remainders(stands), masters)
         elif stands:
             foreach.copy_(masters, halves)
 
     def _exchange_in(self, stands: list[_Stand]) -> None:
-        for each in stands:
-            parameter = each.claimed.parameter
-            given = self._hidden.get(id(parameter), parameter.grad)
-            each.master.requires_grad_(parameter.requires_grad)
-            each.grad = each.master.grad = None if given is None else given.to(torch.float32)
-            each.versions = each.master._version, 0 if each.grad is None else each.grad._version
+        given = [self._hidden.get(id(each.claimed.parameter), each.claimed.parameter.grad) for each in stands]
+        for each, grad in zip(stands, _in_float32(given), strict=True):
+            each.master.requires_grad_(each.claimed.parameter.requires_grad)
+            each.grad = each.master.grad = grad
+            each.versions = each.master._version, 0 if grad is None else grad._version
         self._in_place, self.are_in_place = stands, True  # first: Ctrl-C may come before the next line
         try:
             _exchange(stands)
@@ -352,8 +368,13 @@ class TemporaryMasters:
     def _exchange_back(self) -> list[_Stand]:
         """Has parameters be half again, also if an exchange was interrupted: their types tell."""
         stands = self._in_place
-        _exchange([each for each in stands if each.claimed.parameter.dtype is torch.float32])
-        self._in_place, self.are_in_place = [], False
+        try:
+            _exchange([each for each in stands if each.claimed.parameter.dtype is torch.float32])
+        except BaseException:
+            _exchange([each for each in stands if each.claimed.parameter.dtype is torch.float32])
+            raise
+        finally:
+            self._in_place, self.are_in_place = [], False
         for each in stands:
             grad = each.master.grad
             if grad is not each.grad or (grad is not None and grad._version != each.versions[1]):
@@ -369,11 +390,15 @@ class TemporaryMasters:
             parameter.grad = None if grad is None else grad.to(getattr(parameter.grad, "dtype", parameter.dtype))
 
     @torch.no_grad()
-    def swap_out(self) -> None:
-        """Has the parameters that stand for masters be half again, and rounds or splits the masters."""
+    def swap_out(self, *, stepped: bool = True) -> None:
+        """Has the parameters that stand for masters be half again, and rounds or splits the masters.
+
+        Args:
+            stepped: whether the optimizer has stepped, so that masters with gradients count as updated.
+        """
         if self.are_in_place:
             stands = self._exchange_back()
-            self._write(stands)
+            self._write(stands, stepped=stepped)
             claimed = [each.claimed for each in stands]
             del stands  # the masters' memory is free before the narrow state needs some
             self._narrow_state(claimed)
@@ -387,14 +412,16 @@ class TemporaryMasters:
         stands = self._exchange_back()
         with torch.no_grad():
             self._write(stands, to_nearest=True)
-        runs = self._runs
+        halves: list[Tensor] = [each.claimed.parameter for each in stands]
+        runs, moments = self._runs, moments_of(halves)
         try:
             yield
         finally:
             with torch.no_grad():
                 if self._runs != runs:  # a step within the step, as SAM's second half
                     self._join(stands)
-                else:
+                    self._widen_state([each.claimed for each in stands])
+                elif self._data_was_read or moments_of(halves) != moments:
                     for each in stands:
                         _take_edits(each)
             self._exchange_in(stands)
@@ -410,7 +437,7 @@ class TemporaryMasters:
         try:
             yield
         finally:
-            self.swap_out()
+            self.swap_out(stepped=False)
             self._splits.note()
 
     # Weights
@@ -418,25 +445,28 @@ class TemporaryMasters:
     def on_access(self, tensor: Tensor, _: Tensor | None, *, is_read: bool) -> None:  # noqa: ARG002
         """Is an `ampatch.weights.untracked_writes.OnAccess`: user code may write, uncounted, to a parameter."""
         known = self._known.get(id(tensor))
+        self._data_was_read = self._data_was_read or known is not None
         if known is not None and known.split is not None:
             known.split.may_be_written = True
 
-    def _write(self, stands: list[_Stand], *, to_nearest: bool = False) -> None:
+    def _write(self, stands: list[_Stand], *, to_nearest: bool = False, stepped: bool = True) -> None:
         """Writes masters to their parameters, and to the remainders of split ones."""
         if not stands:
             return
         # A counted write breaks graphs that use the half weights: those that no step has updated keep theirs.
         halves = [
-            each.claimed.parameter.detach()
-            if each.grad is not None or each.master._version != each.versions[0]
+            each.claimed.parameter
+            if (stepped and each.grad is not None) or each.master._version != each.versions[0]
             else data_of(each.claimed.parameter)
             for each in stands
         ]
-        fulls = [each.master.detach() for each in stands]
+        fulls = [each.master for each in stands]
         if self.is_exact:
-            kernels.split(fulls, halves, _remainders(stands))
-            claimed = [each.claimed for each in stands]
-            self._splits.note_step((each.parameter, each.split) for each in claimed if each.split is not None)
+            try:
+                kernels.split(fulls, halves, _remainders(stands))
+            finally:  # also after Ctrl-C: otherwise the remainders would seem to be of other values
+                claimed = [each.claimed for each in stands]
+                self._splits.note_step([(each.parameter, each.split) for each in claimed if each.split is not None])
         elif to_nearest:
             foreach.copy_(halves, fulls)
         else:
@@ -458,6 +488,16 @@ class TemporaryMasters:
         if self._narrows:
             self._rounding.narrow_state(optimizer, [each.parameter for each in part])
         self._state = getattr(optimizer, "state", None)
+
+
+def _in_float32(grads: list[Tensor | None]) -> list[Tensor | None]:
+    """Returns gradients in float32, each a copy unless it is float32 already."""
+    half = {id(each): each for each in grads if each is not None and each.dtype in HALVES and not each.is_sparse}
+    wide = kernels.float32_like(list(half.values()))
+    if half:
+        foreach.copy_(wide, list(half.values()))
+    copies_of = dict(zip(half, wide, strict=True))
+    return [None if each is None else copies_of.get(id(each), each).to(torch.float32) for each in grads]
 
 
 def _take_edits(stand: _Stand) -> None:

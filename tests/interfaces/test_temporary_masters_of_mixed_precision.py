@@ -102,8 +102,12 @@ class TestSteps:
     def test_a_model_that_is_converted_is_refused(self, kind: str) -> None:
         model, optimizer = trainable(kind)
         step(model, optimizer)
-        with pytest.raises(UsageError, match="put together from bfloat16 parameters"):
+        expected = masters(optimizer) if kind == "split" else [each.detach().float() for each in model.parameters()]
+        with pytest.raises(UsageError, match=r"put together from bfloat16 parameters.*made with masters=True"):
             step(model.float(), optimizer)
+        kept = MixedPrecision(adamw(model))
+        kept.load_state_dict(optimizer.state_dict())
+        assert_all_same([each.detach() for each in model.parameters()], expected)
 
 
 class TestSaving:
@@ -165,6 +169,20 @@ class TestOptions:
     def test_a_contradiction_is_refused(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(OptionError, match=message):
             MixedPrecision(adamw(precise().bfloat16()), **options)
+
+    def test_a_later_float16_group_is_refused_and_not_added(self) -> None:
+        _, optimizer = trainable("split")
+        with pytest.raises(OptionError, match="is float16"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).half())]})
+        assert len(optimizer.param_groups) == 1
+
+    def test_a_step_that_the_user_has_replaced_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(temporary_masters, "_LEAST", 1)
+        model, optimizer = trainable("split")
+        calls, inside = [], optimizer.optimizer.step
+        monkeypatch.setattr(optimizer.optimizer, "step", lambda *args: calls.append(inside(*args)))
+        step(model, optimizer)
+        assert len(calls) == 1
 
     def test_float16_parameters_are_refused(self) -> None:
         with pytest.raises(OptionError, match=r"needs bfloat16 parameters, and .* is float16. Type model.bfloat16"):

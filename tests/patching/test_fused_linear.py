@@ -214,6 +214,7 @@ def test_results_and_gradients_have_the_same_bits(shape: str, half: torch.dtype,
     check_each({str(kind): functools.partial(case, *kind) for kind in kinds}, subtests, half)
 
 
+@pytest.mark.slow
 def test_sizes_of_one_and_large_sizes_have_the_same_bits(subtests: pytest.Subtests) -> None:
     """Ones make layouts ambiguous, and large sizes take other kernels."""
 
@@ -926,6 +927,7 @@ def test_a_backward_pass_under_autocast(half: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore")  # what torch warns of, it would raise as another error
 @pytest.mark.parametrize("needs_grad", [True, False])
 @matrix_and_batch
+@pytest.mark.slow
 def test_compiled_autograd(shape: tuple[int, ...], needs_grad: bool) -> None:
     def run() -> Any:
         model, given = small(), drawn(*shape, needs_grad=needs_grad)

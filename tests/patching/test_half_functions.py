@@ -444,6 +444,7 @@ class TestResidualStreams:
     def test_a_half_stream_stays_half_where_a_table_is_added(self, add: Any, half: torch.dtype) -> None:
         assert self.types(self.SINES, add, half) == [half, half]
 
+    @pytest.mark.slow
     def test_a_half_stream_stays_half_in_compiled_code(self, half: torch.dtype) -> None:
         model = Positions(self.SINES.clone(), ADDITIONS["table + stream"])
         adopted(model, half)

@@ -189,6 +189,7 @@ class TestGuards:
         with casts_on(), torch.autocast("cpu", enabled=False):
             assert x.softmax(-1).dtype is torch.bfloat16
 
+    @pytest.mark.slow
     def test_a_transformer_is_right_beyond_2048_positions(self) -> None:
         transformers = pytest.importorskip("transformers")
         config = transformers.LlamaConfig(

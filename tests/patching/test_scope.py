@@ -355,6 +355,7 @@ class TestCompiled:
         torch._dynamo.reset()
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.slow
     def test_compiled_code_decides_as_eager_code_for_each_grad_mode(self, backend: str) -> None:
         model = adopt()
         weight = torch.randn(4, 8, requires_grad=True)
@@ -397,6 +398,7 @@ class TestCompiled:
 
     @torch.no_grad()
     @pytest.mark.parametrize("strict", [False, True])
+    @pytest.mark.slow
     def test_exported_models_and_parts_cast(self, strict: bool) -> None:
         model = adopt()
         for module in (model, model.visual):
