@@ -135,7 +135,7 @@ def _check(session: Session, loss: Tensor, create_graph: bool) -> None:
             "the script: type amp_autocast = contextlib.nullcontext where timm's train.py chooses one."
         )
     properties = session.settings.properties
-    has_masters = session.settings.has_masters
+    has_masters = session.settings.steps_in_float32
     is_scaled = needs_scale(properties.half_dtype) and session.settings.patches_any
     if create_graph and (has_masters or is_scaled):
         why = (

@@ -274,7 +274,7 @@ class TrainerSession:
         live = amp.settings()
         self._may_skip = live["loss_scale"] == "dynamic" or live["check_finite"]
         self._is_one = self._scaler is None and live["loss_scale"] == 1
-        if self._scaler is not None and self._session.settings.has_masters:
+        if self._scaler is not None and self._session.settings.steps_in_float32:
             raise OptionError(
                 f"a scaler cannot replace amp's own scale at opt_level={live['opt_level']!r}, whose float32 masters "
                 "get their gradients from amp's scale. Leave the scaler out, or use opt_level='O1'."

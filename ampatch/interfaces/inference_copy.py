@@ -391,8 +391,10 @@ def convert(
     rules = CastRules(half_dtype, lists.for_half(half_dtype).values(), _registered())
     _warn_uncast(source, excluded_paths, rules)
     live = runtime.live
-    kept = None if live is None else live.weights.conversion.kept_float32_values
-    if kept is not None and any(kept(each) is not None for each in source.parameters()):
+    conversion = None if live is None else live.weights.conversion
+    if conversion is not None and any(
+        conversion.has_master(each) or conversion.kept_float32_values(each) is not None for each in source.parameters()
+    ):
         source = copy.deepcopy(source)  # a deep copy of a converted model is float32
     with torch.inference_mode(False), torch.no_grad():  # otherwise its weights would work only in inference mode
         copied = _Copy(rules, keep_float32)

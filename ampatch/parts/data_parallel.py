@@ -127,7 +127,7 @@ class Wrappers(Part):
         Raises:
             UsageError: it runs inside ``join()``, where ranks without data skip the backward passes of the others.
         """
-        if is_joining(wrapper) and (self.settings.has_masters or self.settings.scale_policy.dynamic):
+        if is_joining(wrapper) and (self.settings.steps_in_float32 or self.settings.scale_policy.dynamic):
             raise UsageError(
                 "under DistributedDataParallel.join() processes that have run out of data do without the passes that "
                 "the others still make, so that their loss scales and float32 masters would go apart. Give all of them "

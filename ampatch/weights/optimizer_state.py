@@ -143,7 +143,7 @@ def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor
     """Returns a parameter's state with tensors of type ``before`` cast to ``now``; step counts and scalars stay."""
     known: dict[int, Tensor] = {}  # a state may hold a tensor under two names
 
-    def cast(tensor: Tensor) -> Tensor:
+    def to_now(tensor: Tensor) -> Tensor:
         is_number = tensor.dim() == 0 and parameter.dim() > 0
         if tensor.dtype is not before or before not in CASTABLE or is_number:
             return tensor
@@ -151,9 +151,14 @@ def retyped(value: Any, before: torch.dtype, now: torch.dtype, parameter: Tensor
             known[id(tensor)] = tensor.to(now)
         return known[id(tensor)]
 
+    return cast(value, to_now)
+
+
+def cast(value: Any, with_type: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a parameter's state with its tensors replaced, but the number of steps."""
     if isinstance(value, dict) and "step" in value:
-        return {**cast_tensors(value, cast), "step": value["step"]}  # type: ignore[dict-item]
-    return cast_tensors(value, cast)
+        return {**cast_tensors(value, with_type), "step": value["step"]}  # type: ignore[dict-item]
+    return cast_tensors(value, with_type)
 
 
 def states_retyped(

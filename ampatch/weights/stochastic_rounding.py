@@ -1,8 +1,9 @@
 """The random numbers of one optimizer's stochastic rounding, and its state in bfloat16 between steps.
 
 Owns the number of the step. Every random number follows from it and from the places of the parameter and the element:
-so ranks round alike, a resumed run rounds as the first would have, and torch's generators play no part. Must not know
-which parameters have masters.
+so ranks round alike, a resumed run rounds as the first would have, and torch's generators play no part. The first
+number is a hash of the weights, so that the next optimizer of the same weights does not repeat the numbers of the last
+one: a weight that met the same number in each round would never move. Must not know which parameters have masters.
 
 Stochastic rounding of bfloat16 weights: P. Zamirai et al., "Revisiting BFloat16 Training", 2020.
 """
@@ -17,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.casting.nested import cast_tensors
 from ampatch.errors import UsageError
+from ampatch.grouping import grouped
 from ampatch.native import kernels
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 
-#: The option of an optimizer's first group that counts its steps: it travels with the state dict. It stays in the group
-#: when amp ends, so that a checkpoint saved later has it.
-STEPS = "stochastic_rounding_steps"
+#: The option of an optimizer's first group with the number of the step: it travels with the state dict. It stays in the
+#: group when amp ends, so that a checkpoint saved later has it.
+STEP = "stochastic_rounding_step"
 
 _SLOTS = 64  # numbers of each parameter: its own, and those of its state
 
@@ -34,11 +35,11 @@ class Rounding:
     """The random numbers of one optimizer."""
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._step: int | None = None
         self._places: dict[int, int] = {}  # by id of the parameter: its place in the optimizer
 
     def count_step(self, optimizer: Any) -> None:
-        """Counts a step, from what the optimizer has loaded on.
+        """Counts a step, from what the optimizer has loaded on; syncs with the device if it has loaded nothing.
 
         Raises:
             UsageError: a CUDA graph is captured, whose replays would all have the same numbers.
@@ -51,9 +52,10 @@ class Rounding:
             )
         self._note_places(optimizer)
         group: Any = next(iter(optimizer.param_groups), {})
-        self._steps = group.get(STEPS, self._steps) + 1
+        before = group.get(STEP, self._step)
+        self._step = (_hash_of(optimizer) if before is None else before) + 1
         with contextlib.suppress(TypeError):  # groups may be computed, and not written to
-            group[STEPS] = self._steps
+            group[STEP] = self._step
 
     def _note_places(self, optimizer: Any) -> None:
         self._places = {id(each): place for place, each in enumerate(optimizer_state.parameters_of(optimizer))}
@@ -66,7 +68,7 @@ class Rounding:
         return self._places.get(id(parameter), 0) * _SLOTS
 
     def narrow_state(self, optimizer: Any, parameters: Iterable[Tensor]) -> None:
-        """Rounds the float32 state of parameters to bfloat16; step counts and other scalars stay."""
+        """Rounds the float32 state of parameters to bfloat16; step counts and other numbers stay."""
         if not self._places:
             self._note_places(optimizer)
         state = optimizer_state.state_of(optimizer)
@@ -78,7 +80,7 @@ class Rounding:
             counted = itertools.count(self._slot(parameter) + 1)
 
             def narrow(tensor: Tensor, counted: Iterator[int] = counted) -> Tensor:
-                if tensor.dtype is not torch.float32 or not tensor.dim():
+                if tensor.dtype is not torch.float32 or tensor.numel() < 2:  # a number, such as of steps
                     return tensor
                 if id(tensor) in known:
                     return known[id(tensor)]
@@ -88,11 +90,20 @@ class Rounding:
                 return known.setdefault(id(tensor), halves[-1])
 
             if state and parameter in state:
-                state[parameter] = cast_tensors(state[parameter], narrow)
+                state[parameter] = optimizer_state.cast(state[parameter], narrow)
         self._round(fulls, halves, slots)
 
     def _round(self, fulls: list[Tensor], halves: list[Tensor], slots: list[int]) -> None:
-        kernels.round_stochastically(fulls, halves, [_key(self._steps, slot) for slot in slots])
+        step = 0 if self._step is None else self._step
+        kernels.round_stochastically(fulls, halves, [_key(step, slot) for slot in slots])
+
+
+def _hash_of(optimizer: Any) -> int:
+    """Returns a number of 31 bits that depends on every bit of the bfloat16 parameters, the same on every rank."""
+    weights = [each for each in optimizer_state.parameters_of(optimizer) if each.dtype is torch.bfloat16]
+    by_device = grouped((each.device, each.detach()) for each in weights if each.numel())
+    sums = [int(kernels.fingerprints(some).sum().item()) for some in by_device.values()]
+    return _key(sum(sums), 0) >> 1
 
 
 def _key(count: int, number: int) -> int:

@@ -417,6 +417,7 @@ class TemporaryMasters:
         try:
             yield
         finally:
+            stands = stands if self._known else []  # none if amp was turned off meanwhile
             with torch.no_grad():
                 if self._runs != runs:  # a step within the step, as SAM's second half
                     self._join(stands)

@@ -32,7 +32,7 @@ from workers import Workers
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.runtime import runtime
-from ampatch.weights import exchange, temporary_masters
+from ampatch.weights import exchange, stochastic_rounding, temporary_masters
 
 KINDS = ["split", "stochastic"]
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -1474,7 +1474,7 @@ class TestDeinitialize:
         assert dtypes(each for parameter in model.parameters() for each in state_of(optimizer, parameter)) == {
             torch.float32
         }
-        kept = {"stochastic_rounding_steps"}  # for a checkpoint that is saved now
+        kept = {stochastic_rounding.STEP}  # for a checkpoint that is saved now
         assert (set(vars(optimizer)), set(optimizer.param_groups[0]) - kept) == (attributes, options)
         optimizer.step()
 
@@ -1557,7 +1557,9 @@ class TestOptions:
         model[0].grad = -torch.ones_like(model[0])
         optimizer.step()
         assert model[0].tolist() == [1.25] * 4
-        assert optimizer.param_groups[0]["stochastic_rounding_steps"] == 1
+        first = optimizer.param_groups[0][stochastic_rounding.STEP]
+        optimizer.step()
+        assert optimizer.param_groups[0][stochastic_rounding.STEP] == first + 1
 
     def test_remainders_that_no_state_dict_would_save_are_refused(self):
         with pytest.raises(OptionError, match="with weights as they are; expected bfloat16 weights, made by amp"):
@@ -1695,3 +1697,48 @@ class TestLayouts:
         loss = loss_of(model)
         optimizer.load_state_dict(optimizer.state_dict())
         loss.backward()
+
+
+class TestNumbers:
+    def test_a_new_optimizer_of_the_same_weights_has_numbers_of_its_own(self):
+        weight = nn.Parameter(torch.ones(4096))
+        for _ in range(60):
+            optimizer = torch.optim.SGD([weight], lr=1e-4)
+            model = nn.ParameterList([weight])
+            initialize(model, optimizer, "stochastic")
+            model[0].grad = torch.ones_like(model[0])
+            optimizer.step()
+            amp.deinitialize()
+        moved = (weight != 1).float().mean()
+        assert moved > 0.4  # 1 - (1 - 1e-4 * 2 ** 8) ** 60 = 0.79, and 0.026 with the same numbers each time
+        torch.testing.assert_close(weight.mean(), torch.tensor(1 - 60e-4), rtol=0, atol=3e-4)
+
+    def test_a_number_of_steps_counts_beyond_256(self):
+        class Counted(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> None:
+                for parameter in self.param_groups[0]["params"]:
+                    state = self.state[parameter]
+                    for name in ("step", "t"):
+                        state.setdefault(name, torch.full((1,), 256.0)).add_(1)
+                    parameter.sub_(parameter.grad, alpha=1e-3)
+
+        model, optimizer = trainable("split", functools.partial(Counted, lr=0.1), optimizer_state="bfloat16")
+        step(model, optimizer)
+        step(model, optimizer)
+        state = optimizer.state[model[0].weight]
+        assert (state["step"].item(), state["t"].item()) == (258, 258)
+
+    @EACH_KIND
+    def test_amp_may_be_turned_off_in_a_hook_of_the_step(self, kind):
+        model, optimizer = trainable(kind)
+        optimizer.register_step_post_hook(lambda *_: amp.deinitialize())
+        step(model, optimizer)
+        assert dtypes(model.parameters()) == {torch.float32}
+
+    @EACH_KIND
+    def test_a_copy_for_inference_is_half(self, kind):
+        model, optimizer = trainable(kind)
+        step(model, optimizer)
+        copied = amp.convert_model(model, "bfloat16")
+        assert copied[0].weight.dtype is HALF
