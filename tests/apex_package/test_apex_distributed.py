@@ -86,6 +86,7 @@ class TestDistributedDataParallel:
         ],
         ids=str,
     )
+    @pytest.mark.slow
     def test_gradients_are_reduced_by_the_options(self, two, options, factor):
         for grads, total in two.run(together, options):
             assert_same_state(grads, scaled(total, factor))

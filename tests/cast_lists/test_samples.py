@@ -147,6 +147,7 @@ class TestListsAndTorch:
 
 
 class TestSamples:
+    @pytest.mark.slow
     def test_samples_run_in_float32_and_their_forms_agree(self, subtests):
         def check(path, sample):
             results = []

@@ -181,6 +181,7 @@ class TestReadings:
 
 
 class TestListedFunctions:
+    @pytest.mark.slow
     def test_arguments_of_listed_functions_are_read_in_every_form(self, subtests: pytest.Subtests) -> None:
         def check(path: str) -> None:
             function = resolve(path)

@@ -71,6 +71,7 @@ def rows() -> Iterator[tuple[Any, ...]]:
 
 class TestListedFunctions:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.slow
     def test_results_share_memory_with_arguments_as_without_casts(
         self, half: torch.dtype, subtests: pytest.Subtests
     ) -> None:
@@ -184,6 +185,7 @@ class TestFunctions:
         assert scale.equal(boxes() + 1)
 
     @pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+    @pytest.mark.slow
     def test_functions_write_to_arguments_in_compiled_code(self, made: Callable[..., Any], inference: bool) -> None:
         clip, clip_all = made(clip_), made(clip_all_)
 
@@ -246,6 +248,7 @@ class TestDecorated:
 
     @eager_and_compiled
     @pytest.mark.parametrize("graph", [True, False], ids=["graph", "no graph"])
+    @pytest.mark.slow
     def test_gradients_follow_the_writes(self, of: Callable[..., Any], graph: bool) -> None:
         @amp.half_function
         def doubles(x: Tensor) -> None:

@@ -196,6 +196,7 @@ else:
 
 
 class TestApex:
+    @pytest.mark.slow
     def test_a_script_imports_apex_before_torch(self, tmp_path: Path) -> None:
         program = (
             "import ampatch, sys\n"
@@ -208,6 +209,7 @@ class TestApex:
         )
         assert run_script(program, tmp_path).stdout == "ok\n"
 
+    @pytest.mark.slow
     def test_every_form_of_import_works_after_torch(self, tmp_path: Path, subtests: pytest.Subtests) -> None:
         programs = dict(itertools.islice(IMPORTS.items(), 3))
         found = run_script(IN_FORKS.format(programs=programs), tmp_path)

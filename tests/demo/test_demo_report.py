@@ -35,6 +35,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 class TestReport:
+    @pytest.mark.slow
     def test_the_report_is_of_the_training_in_float16_and_changes_no_result(self, shown: list[dict[str, Any]]) -> None:
         assert ampatch("demo", *CHOSEN, "--json", "results.json").status == 0
         without = results()

@@ -740,6 +740,7 @@ class TestModules:
         assert [each.path for each in found.spellings] == [each.path for each in before]
         assert [each.path for each in found.calls] == ["torch.lstm"]
 
+    @pytest.mark.slow
     def test_a_compiled_model_is_explained_as_the_model(self) -> None:
         assert amp.explain(torch.compile(nn.Linear(2, 2))).calls == amp.explain(nn.Linear(2, 2)).calls
 

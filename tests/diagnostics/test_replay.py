@@ -196,6 +196,7 @@ class TestReplay:
 
 
 class TestCommand:
+    @pytest.mark.slow
     def test_the_command_names_the_same_operator_in_a_fresh_process(self, net: Any, fresh: Fresh) -> None:
         overflow = saved_step(net())
         done = fresh.run(COMMAND, "replay", "step.pt", "nets:make_model", "--json", "--level", "O2")

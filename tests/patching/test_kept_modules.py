@@ -294,6 +294,7 @@ class TestEnd:
 
 class TestCompiled:
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.slow
     def test_a_compiled_model_is_one_graph_with_the_same_results(self, backend: str) -> None:
         torch._dynamo.reset()
         model = kept()

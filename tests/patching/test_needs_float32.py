@@ -127,6 +127,7 @@ class TestProductsWithSparseTensors:
 
 class TestListedFunctions:
     @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
+    @pytest.mark.slow
     def test_listed_functions_compute_in_float32_and_return_half(
         self, subtests: pytest.Subtests, half: torch.dtype
     ) -> None:

@@ -137,6 +137,7 @@ class TestGuards:
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     @pytest.mark.parametrize("guard", [by_context, by_decorator, if_asked, by_disable_casts, by_float_function])
+    @pytest.mark.slow
     def test_guards_work_in_compiled_code(self, guard: Callable[[], Tensor], backend: str) -> None:
         model = adopted(Guarded(guard), half_dtype=torch.bfloat16)
         check_guarded(torch.compile(model, backend=backend, fullgraph=True), torch.bfloat16)

@@ -377,6 +377,7 @@ class TestCompiled:
         assert _graphs() == before
 
     @torch.no_grad()
+    @pytest.mark.slow
     def test_a_compiled_part_casts(self) -> None:
         model = adopt()
         model.visual.register_forward_hook(lambda *_: None)

@@ -628,6 +628,8 @@ class TestFinalLosses:
         assert len(losses) == 8
         assert all(own == pytest.approx(each["O5"], rel=0.01) for each in losses.values() for own in each.values())
 
+    @pytest.mark.slow
+    @pytest.mark.beyond_ci
     @pytest.mark.parametrize("optimizer", ["Lion", "Adafactor"])
     def test_optimizers_of_the_benchmark_lower_the_loss(self, optimizer, imported):
         module = imported("final_losses")

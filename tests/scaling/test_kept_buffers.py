@@ -103,6 +103,7 @@ def test_buffers_are_restored_by_skipped_steps(level, part, factors):
 
 
 @EACH_ORDER
+@pytest.mark.slow
 def test_buffers_of_a_compiled_model_are_restored(factors):
     model, optimizer = started(nn.BatchNorm1d(4))
     called = torch.compile(model, backend="aot_eager")
