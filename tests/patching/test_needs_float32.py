@@ -385,4 +385,4 @@ class TestReports:
     @pytest.mark.slow
     def test_preflight_finds_that_o2_stands(self) -> None:
         result = amp.preflight(MODELS["fno"](), torch.randn(4, 8), lambda output: output.square().mean())
-        assert all(result.stands("O2", dtype_name(half)) for half in HALF_DTYPES)
+        assert all(result.passes("O2", dtype_name(half)) for half in HALF_DTYPES)

@@ -1627,7 +1627,7 @@ class TestTraining:
         assert self.loss_after_training(make, opt_level="O3", half_dtype="bfloat16") > 1.015 * wanted
         for kind, state in itertools.product(KINDS, ("float32", "bfloat16")):
             found = self.loss_after_training(make, kind=kind, optimizer_state=state)
-            assert found == pytest.approx(wanted, rel=0.01), (kind, state)
+            assert found < 1.01 * wanted, (kind, state)
 
 
 class TestInterrupts:
