@@ -95,9 +95,7 @@ def replace_precision(accelerator: Accelerator, ledger: PatchLedger) -> None:
     Warns:
         AmpWarning: there is one, and it was on.
     """
-    launched = launched_precision(accelerator)
-    is_on = accelerator.native_amp or (launched is torch.float16 and accelerator.device.type == "cpu")
-    if launched is None or not is_on:
+    if not accelerator.native_amp or launched_precision(accelerator) is None:
         return
     if accelerator.is_main_process:
         live = amp.settings()
