@@ -356,7 +356,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 self._narrow()
 
     def _step_temporarily(self, masters: TemporaryMasters, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def step(swap_in: Callable[[], None]) -> Any:
+        def step(swap_in: Callable[[], object]) -> Any:
             try:
                 with WithoutCasts():
                     swap_in()
@@ -371,7 +371,7 @@ class MixedPrecision(torch.optim.Optimizer):
                 "with masters=True."
             )
         masters.make_missing()
-        return masters.run(step, whole=bool(args or kwargs) or has_own_step(self.optimizer))
+        return masters.run(step, lambda: bool(args or kwargs) or has_own_step(self.optimizer))
 
     def _skips_by_itself(self, closure: object) -> bool:
         """Returns True if the wrapped optimizer can skip by itself, without a sync with the device."""

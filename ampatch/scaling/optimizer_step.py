@@ -43,8 +43,8 @@ from ampatch.torch_private.optimizers import (
 )
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
+from ampatch.weights.exchange import ExchangedMasters
 from ampatch.weights.master_weights import MasterWeights
-from ampatch.weights.temporary_masters import TemporaryMasters
 
 #: The warning about gradients that no scaler has checked; the placeholders name the step, and what to type.
 NO_SCALE = (
@@ -61,7 +61,6 @@ SCALED_BACKWARD = (
 #: The attribute that marks amp's own hooks for all optimizers.
 OWN_HOOK = "_is_of_ampatch"
 
-_NOTHING = contextlib.nullcontext()
 _NO_OPTIONS: dict[str, Any] = {}
 _IS_AT_HAND = operator.attrgetter("is_at_hand")
 _OVERFLOWED = operator.attrgetter("overflowed")
@@ -174,12 +173,11 @@ class AdoptedOptimizer:
         checks_by: LossScaler | None = None,
         kept_buffers: KeptBuffers | None = None,
         prepare_masters: Callable[[MasterWeights], object] = lambda _: None,
-        temporary: TemporaryMasters | None = None,
+        temporary: ExchangedMasters | None = None,
     ) -> None:
         self.gradients = gradients
         self.masters = gradients.masters
-        self._temporary = temporary
-        self.exchange: MasterWeights | TemporaryMasters = temporary or gradients.masters
+        self.exchange: ExchangedMasters = temporary or gradients.masters
         self.scalers = scalers
         self._optimizer = weakref.ref(gradients.optimizer)
         self.is_at_work = False
@@ -355,9 +353,10 @@ class AdoptedOptimizer:
             step_observers.tell_stepped(self.gradients, judged, skipped)
 
     def _prepare_step(self) -> None:
-        if self._steps_in_float32:
+        if self.exchange.wanted:
             self._prepare_masters(self.masters)
-            self.exchange.make_missing()
+            if self.exchange is not self.masters:  # whose missing ones the next line makes
+                self.exchange.make_missing()
             self.gradients.synchronise(weights_too=True)
         if self.gradients.pending:
             self.gradients.forget_if_cleared()
@@ -469,22 +468,20 @@ class AdoptedOptimizer:
             self._gate = None  # it has a copy of all parameters
             self._buffers_before()  # the forward passes of the closure were this step's
 
-    @property
-    def _steps_in_float32(self) -> bool:
-        return self.masters.wanted or self._temporary is not None
-
     def _updated(self, original: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = _NO_OPTIONS) -> Any:
-        """Calls the optimizer's own step: on the masters, if there are any; on temporary ones a part at a time."""
-        if self._temporary is None:
-            with self._masters_in_place(self.masters.swap_in) if self.masters.wanted else _NOTHING:
-                return original(*args, **kwargs)
+        """Calls the optimizer's own step: on the masters, if there are any."""
+        if not self.exchange.wanted:
+            return original(*args, **kwargs)
 
-        def step(swap_in: Callable[[], None]) -> Any:
+        def step(swap_in: Callable[[], object]) -> Any:
             with self._masters_in_place(swap_in):
                 return original(*args, **kwargs)
 
-        has_arguments = any(each is not None for each in (*args, *kwargs.values()))
-        return self._temporary.run(step, has_arguments or self._has_own_step or bool(hooks_of(self.optimizer)))
+        def is_whole() -> bool:
+            has_arguments = any(each is not None for each in (*args, *kwargs.values()))
+            return has_arguments or self._has_own_step or bool(hooks_of(self.optimizer))
+
+        return self.exchange.run(step, is_whole)
 
     @contextlib.contextmanager
     def _masters_in_place(self, swap_in: Callable[[], object]) -> Iterator[None]:

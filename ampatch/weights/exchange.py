@@ -10,15 +10,81 @@ Must not know which parameters have masters, nor when optimizers step.
 
 from __future__ import annotations
 
+import abc
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from ampatch.casting.nested import attributes_of
+from ampatch.ledger import PatchLedger
 from ampatch.torch_private.tensors import swap_tensor_impl
 
 _ORDINARY = frozenset({Tensor, nn.Parameter})
+_NOTHING = contextlib.nullcontext()
+
+
+class ExchangedMasters(abc.ABC):
+    """Masters for which the parameters of one optimizer stand while code of the optimizer's class runs.
+
+    Attributes:
+        wanted: False if there are none, ever.
+        are_in_place: True while the parameters stand for them.
+    """
+
+    wanted = True
+    are_in_place = False
+
+    @abc.abstractmethod
+    def install(self, ledger: PatchLedger) -> None:
+        """Takes the optimizer's parameters, and patches its methods that read or write them."""
+
+    @abc.abstractmethod
+    def ids(self) -> Collection[int]:
+        """Returns the ids of the parameters that have masters."""
+
+    @abc.abstractmethod
+    def on_access(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
+        """Notes an access to a tensor's memory; see `ampatch.weights.untracked_writes.OnAccess`."""
+
+    @abc.abstractmethod
+    def make_missing(self) -> None:
+        """Has masters for parameters that the optimizer has got, or that were unfrozen, since the last call."""
+
+    @abc.abstractmethod
+    def run(self, step: Callable[[Callable[[], object]], Any], is_whole: Callable[[], bool]) -> Any:
+        """Calls an optimizer's step on the masters, and returns the result.
+
+        Args:
+            step: calls the step; its argument has parameters stand for their masters, and `swap_out` ends that.
+            is_whole: tells whether the step must be called once, for all parameters, as with a closure.
+        """
+
+    @abc.abstractmethod
+    def swap_out(self, *, stepped: bool = True) -> None:
+        """Has the parameters that stand for masters be half again, with the masters' values.
+
+        Args:
+            stepped: whether the optimizer has stepped, so that masters with gradients count as updated.
+        """
+
+    @abc.abstractmethod
+    def for_methods(self) -> contextlib.AbstractContextManager[None]:
+        """Context for methods of the optimizer's class, which may read and write its parameters: on the masters."""
+
+    def swapped_out(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for the user's code during a step: it sees half weights, rounded, and may write to them."""
+        return self._aside() if self.are_in_place else _NOTHING
+
+    @abc.abstractmethod
+    def _aside(self) -> contextlib.AbstractContextManager[None]:
+        """Context of `swapped_out`."""
+
+    def _with_masters(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the optimizer's class on the masters."""
+        with self.for_methods():
+            return original(*args, **kwargs)
 
 
 def exchange(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:

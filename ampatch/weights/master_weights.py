@@ -26,14 +26,13 @@ from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.weights import copies, optimizer_state
 from ampatch.weights.conversion import Conversion, Marks
-from ampatch.weights.exchange import exchange
+from ampatch.weights.exchange import ExchangedMasters, exchange
 from ampatch.weights.master_gradients import MasterGradients, Pair, by_device
 from ampatch.weights.replaced_parameters import Places, ReplacedParameters
 from ampatch.weights.untracked_writes import GivenData, data_of
 
 _ALL = slice(None)
 _IS_TRAINED = operator.attrgetter("requires_grad")
-_NOTHING = contextlib.nullcontext()
 # Methods of optimizers that `MasterWeights` or `AdoptedOptimizer` replaces by others, or that touch no parameter.
 _KNOWN_METHODS = frozenset({"step", "zero_grad", "add_param_group", "state_dict"})
 
@@ -75,7 +74,7 @@ class _Group:
         return bool((kernels.fingerprints(self._halves[_only(place)]) != self._of_halves[_only(place)]).any())
 
 
-class MasterWeights:
+class MasterWeights(ExchangedMasters):
     """The masters of one optimizer.
 
     Args:
@@ -96,7 +95,6 @@ class MasterWeights:
     ) -> None:
         self.wanted = wanted
         self.name_of = name_of
-        self.are_in_place = False
         self._memory: dict[int, list[nn.Parameter]] | None = None  # masters by address of storage; None until needed
         self._given: dict[int, GivenData] = {}  # by the same addresses
         self._groups: list[_Group] = []
@@ -233,7 +231,7 @@ class MasterWeights:
     # Weights
 
     def on_access(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
-        """Is an `ampatch.weights.untracked_writes.OnAccess`: user code may write, uncounted, to a master."""
+        """Notes that user code may write to a master without being counted."""
         masters = [] if self.are_in_place else self._masters_at(tensor)
         if not masters:
             return None
@@ -358,6 +356,10 @@ class MasterWeights:
 
     # The exchange
 
+    def run(self, step: Callable[[Callable[[], object]], Any], is_whole: Callable[[], bool]) -> Any:  # noqa: ARG002
+        """Calls an optimizer's step once, on all masters."""
+        return step(self.swap_in)
+
     def swap_in(self) -> None:
         """Has the optimizer's parameters stand for their masters."""
         self._widen_state()
@@ -415,10 +417,6 @@ class MasterWeights:
         finally:
             self.swap_out(stepped=False)
 
-    def swapped_out(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for the user's code during a step: it sees half weights, rounded, and may write to them."""
-        return self._aside() if self.are_in_place else _NOTHING
-
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         self.swap_out()
@@ -474,10 +472,6 @@ class MasterWeights:
             result = original(*args, **kwargs)
             self.gradients.note_zero_grad()
         return result
-
-    def _with_masters(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.for_methods():
-            return original(*args, **kwargs)
 
     def _add_param_group(self, original: Callable[..., Any], param_group: Any) -> Any:
         optimizer = self._optimizer()

@@ -26,7 +26,7 @@ from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.torch_private import foreach
 from ampatch.weights import copies, optimizer_state
-from ampatch.weights.exchange import exchange
+from ampatch.weights.exchange import ExchangedMasters, exchange
 from ampatch.weights.master_weights import own_methods, replace_method
 from ampatch.weights.split_weights import SplitWeight, SplitWeights, check_as_converted
 from ampatch.weights.stochastic_rounding import Rounding
@@ -42,8 +42,6 @@ _ONE_BY_ONE = frozenset(
 )
 #: A part has this share of all elements, and at least so many.
 _SHARE, _LEAST = 16, 2**20
-
-_NOTHING = contextlib.nullcontext()
 
 
 class Claims(Protocol):
@@ -87,7 +85,7 @@ class _Stand:
     versions: tuple[int, int] = (0, 0)
 
 
-class TemporaryMasters:
+class TemporaryMasters(ExchangedMasters):
     """The temporary masters of one optimizer.
 
     Args:
@@ -110,7 +108,6 @@ class TemporaryMasters:
         narrow_state: bool,
         name_of: Callable[[Tensor], str],
     ) -> None:
-        self.are_in_place = False
         self._optimizer = weakref.ref(optimizer)
         self.kind, self._narrows = kind, narrow_state
         self._conversion, self._name_of = conversion, name_of
@@ -149,10 +146,6 @@ class TemporaryMasters:
         if not self.are_in_place:
             self._count_step()
         return self._with_masters(original, *args, **kwargs)
-
-    def _with_masters(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.for_methods():
-            return original(*args, **kwargs)
 
     def _getstate(self, original: Callable[..., Any]) -> Any:
         """Returns the state for a copy, whose parameters are float32; or for a pickle, whose are bfloat16."""
@@ -310,15 +303,10 @@ class TemporaryMasters:
             for key, grad in grads.items():  # less those that the optimizer has cleared
                 given[key].grad = grad
 
-    def run(self, step: Callable[[Callable[[], None]], Any], whole: bool) -> Any:
-        """Calls an optimizer's step on the masters, once for each part.
-
-        Args:
-            step: calls the step; its argument has the parameters of the part stand for their masters.
-            whole: whether there can be one part only, as with a closure.
-        """
+    def run(self, step: Callable[[Callable[[], object]], Any], is_whole: Callable[[], bool]) -> Any:
+        """Calls an optimizer's step on the masters, once for each part; returns the last result."""
         self._count_step()
-        result, parts = None, self._parts(whole)
+        result, parts = None, self._parts(is_whole())
         try:
             with self._in_turn(parts) as turns:
                 for part in turns:
@@ -403,10 +391,6 @@ class TemporaryMasters:
             del stands  # the masters' memory is free before the narrow state needs some
             self._narrow_state(claimed)
 
-    def swapped_out(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for the user's code during a step: it sees half weights, rounded, and may write to them."""
-        return self._aside() if self.are_in_place else _NOTHING
-
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         stands = self._exchange_back()
@@ -444,7 +428,7 @@ class TemporaryMasters:
     # Weights
 
     def on_access(self, tensor: Tensor, _: Tensor | None, *, is_read: bool) -> None:  # noqa: ARG002
-        """Is an `ampatch.weights.untracked_writes.OnAccess`: user code may write, uncounted, to a parameter."""
+        """Notes that user code may write to a parameter without being counted."""
         known = self._known.get(id(tensor))
         self._data_was_read = self._data_was_read or known is not None
         if known is not None and known.split is not None:

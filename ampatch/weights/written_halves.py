@@ -95,7 +95,7 @@ class WrittenHalves:
         self._watched.pop(id(tensor), None)
 
     def on_access(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
-        """Is an `ampatch.weights.untracked_writes.OnAccess`: user code may write to a weight by its ``data``."""
+        """Notes that user code may write to a weight by its ``data``."""
         found = self._of(tensor)
         if found is None or _is_moved():
             return None
