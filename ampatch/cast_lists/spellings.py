@@ -49,6 +49,11 @@ _OPERATORS = {
     "true_divide": "truediv",
 }
 
+#: The special methods that write to their first argument.
+IN_PLACE_OPERATORS = frozenset(
+    f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
+) | {"__setitem__"}
+
 #: Python's operators as users type them, with the names of their special methods, without underscores.
 SYMBOLS = {
     "@": "matmul",
@@ -78,6 +83,11 @@ def method_of_operator(symbol: str) -> Path | None:
         return None
     name = SYMBOLS.get(symbol[:-1] if in_place else symbol)
     return None if name is None else Path("torch.Tensor", f"__{'i' if in_place else ''}{name}__")
+
+
+def is_in_place(name: str) -> bool:
+    """Returns True if a function of this name writes to its first argument."""
+    return name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
 
 
 def plain_name(name: str) -> str:
@@ -113,10 +123,9 @@ def spelled(path: str) -> tuple[str, ...]:
     """
     own = Path(*path.rpartition(".")[::2])
     others = spellings(plain_name(own.name)) if own.namespace in NAMESPACES else []
-    writes = {f"__i{operator}__" for operator in _OPERATORS.values()}
     by_function = {id(find_or(own)): path}
     for each in others:
-        if each.name not in writes and (each.name.startswith("__") or not each.name.endswith("_")):
+        if not is_in_place(each.name):
             by_function.setdefault(id(find_or(each)), str(each))
     return tuple(by_function.values())
 

@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Rule, Treatment
 from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, first_argument_reader, may_have
+from ampatch.cast_lists.spellings import IN_PLACE_OPERATORS, is_in_place
 from ampatch.casting.nested import (
     CASTABLE,
     PLAIN,
@@ -56,9 +57,6 @@ _VIEWS: dict[Function, Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
 # The nodes between an embedding and the sum with a table of positions: dropout, scaling, other embeddings, views.
 _OF_STREAMS = ("Add", "Div", "Mul", "NativeDropout", "Permute", "Slice", "Transpose", "Unsafe", "View")
 _MOST_NODES = 6
-_IN_PLACE_OPERATORS = frozenset(
-    f"__i{name}__" for name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]
-) | {"__setitem__"}
 
 
 class InHalf(enum.Enum):
@@ -90,11 +88,6 @@ class Adapter:
     may_write: bool = False
 
 
-def is_in_place(name: str) -> bool:
-    """Returns True if a function of this name writes to its first argument."""
-    return name in _IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__"))
-
-
 def _has_size(tensor: Tensor, *size: Any) -> bool:
     return [*tensor.shape] == [*(size[0] if isinstance(size[0], (list, tuple)) else size)]
 
@@ -109,7 +102,7 @@ def _instead_of_in_place(name: str) -> str:
     """Returns advice for the user: what to write instead of an in-place call."""
     if name == "__setitem__":
         return "Call it on tensor.float()."
-    form = name.removeprefix("__i").removesuffix("__") if name in _IN_PLACE_OPERATORS else name[:-1]
+    form = name.removeprefix("__i").removesuffix("__") if name in IN_PLACE_OPERATORS else name[:-1]
     other = f"Use the out-of-place form ({form})" if is_in_place(name) else "Pass inplace=False"
     return f"{other}, or call it on tensor.float()."
 

@@ -30,7 +30,7 @@ from ampatch.casting import cast_observers
 from ampatch.casting.nested import Adapt, Arguments, TensorCast, cast_tensors
 from ampatch.compilers import constant_while_traced, traced_within_others
 from ampatch.function_wrapper import unwrapped
-from ampatch.patching.adapters import Adapters, Casts, Function, is_in_place
+from ampatch.patching.adapters import Adapters, Casts, Function
 from ampatch.patching.wrappers import explain
 from ampatch.switch import KINDS
 from ampatch.torch_private.modes import len_dispatch_stack
@@ -130,7 +130,7 @@ class CastRules:
                 adapter = adapters.for_rule(rule, function)
                 reason = f"ampatch: {rule.path} is {place(rule)} ({rule.source})."
             always = rule.treatment if dtype in (None, half_dtype) and not rule.when else None
-            in_half = always is Treatment.WHITELIST and not is_in_place(rule.path.name)
+            in_half = always is Treatment.WHITELIST and not spellings.is_in_place(rule.path.name)
             self.entries[function] = _Entry(adapter.adapt, always, in_half, None, reason)
         listed = {function: rule.treatment for rule, function in found}
         reported = reported_functions()

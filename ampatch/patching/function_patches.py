@@ -26,13 +26,13 @@ from ampatch.cast_lists.list_edits import Edit
 from ampatch.cast_lists.lists import PEERS, CastLists, peer
 from ampatch.cast_lists.paths import Path, PathError, find_owner
 from ampatch.cast_lists.rules import Rule, Treatment, place, unlistable_reason
-from ampatch.cast_lists.spellings import called_by
+from ampatch.cast_lists.spellings import called_by, is_in_place
 from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.function_wrapper import FunctionWrapper, unwrapped
 from ampatch.ledger import PatchLedger, RefusedError, bindings, loaded_modules
 from ampatch.native.calls import Accelerator
 from ampatch.patching import half_functions, thread_rules
-from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_in_place, is_looked_up
+from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_looked_up
 from ampatch.patching.container_functions import replace_in_containers
 from ampatch.patching.function_places import swept_modules
 from ampatch.patching.thread_rules import Token

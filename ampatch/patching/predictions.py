@@ -16,11 +16,12 @@ from torch.overrides import has_torch_function
 
 from ampatch.cast_lists.rules import Rule, Treatment, typed_conditions
 from ampatch.cast_lists.signatures import argument_reader, first_argument_reader, parameter_names
+from ampatch.cast_lists.spellings import is_in_place
 from ampatch.casting.nested import CASTABLE, Adapt, tensors_in, tensors_of_call
 from ampatch.errors import BannedFunctionError
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.opt_levels import dtype_name
-from ampatch.patching.adapters import Adapters, Casts, Function, is_in_place, lacks_half_products
+from ampatch.patching.adapters import Adapters, Casts, Function, lacks_half_products
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.wrappers import adapted_for_override, is_overridden_by_others
 

@@ -29,8 +29,8 @@ from samples import (
     tensors,
 )
 
+from ampatch.cast_lists.spellings import is_in_place
 from ampatch.errors import BannedFunctionError
-from ampatch.patching.adapters import is_in_place
 
 pytestmark = [pytest.mark.filterwarnings(warning) for warning in TORCH_WARNINGS]
 

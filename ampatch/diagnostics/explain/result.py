@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ampatch.cast_lists.rules import UNLISTED, When, typed_options
+from ampatch.cast_lists.spellings import is_in_place
 from ampatch.opt_levels import dtype_name
-from ampatch.patching.adapters import is_in_place
 from ampatch.patching.predictions import Prediction
 
 _WRAP = functools.partial(textwrap.wrap, width=96, break_long_words=False, break_on_hyphens=False)

@@ -24,7 +24,6 @@ from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.errors import in_every_layer
 from ampatch.half_types import needs_scale
 from ampatch.opt_levels import Properties, dtype_name
-from ampatch.patching.adapters import is_in_place
 from ampatch.scaling.loss_scaler import ScalePolicy
 from ampatch.torch_private.operators import CAST
 
@@ -145,7 +144,7 @@ class Examiner:
         path = _listed_name(op)
         if self._properties.patch_torch_functions and op.is_called_by_itself and op.op_name != CAST:
             told = f"{path} on float32 tensors: it was called by itself, so that no list can name it"
-        elif self._properties.patch_torch_functions and is_in_place(path.rpartition(".")[2]):
+        elif self._properties.patch_torch_functions and spellings.is_in_place(path.rpartition(".")[2]):
             told = (
                 "this line out of place, on .float() tensors: a list could not keep it in float32, as it writes to half"
             )
@@ -166,7 +165,7 @@ class Examiner:
         waiting, seen = [op.named_op], set()
         for each in waiting:  # it grows meanwhile
             path = _listed_name(each)
-            if path not in seen and not each.is_called_by_itself and not is_in_place(path.rpartition(".")[2]):
+            if path not in seen and not each.is_called_by_itself and not spellings.is_in_place(path.rpartition(".")[2]):
                 seen.add(path)
                 yield overlay_for(path)["blacklist"]
             waiting += [writer for values in each.inputs for writer in values.writers if writer not in waiting]

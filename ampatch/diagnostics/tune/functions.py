@@ -18,7 +18,7 @@ from ampatch.cast_lists.coverage import reason_of
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, find_or
 from ampatch.cast_lists.rules import Treatment
-from ampatch.cast_lists.spellings import spelled
+from ampatch.cast_lists.spellings import is_in_place, spelled
 from ampatch.casting.nested import tensors_in
 from ampatch.diagnostics.recorder.functions import name_of
 from ampatch.diagnostics.report.calls import CallRecorder
@@ -27,7 +27,6 @@ from ampatch.diagnostics.tune.result import blacklist
 from ampatch.errors import CastListError
 from ampatch.grouping import grouped
 from ampatch.half_types import HALVES
-from ampatch.patching.adapters import is_in_place
 from ampatch.torch_private.autograd import current_node
 from ampatch.torch_private.operators import FLASH_ATTENTION, PACKET
 
