@@ -65,8 +65,8 @@ class MixedPrecision(torch.optim.Optimizer):
         optimizer: optimizer, or a function that makes one (a class, a ``functools.partial``).
         dtype: type of the masters: ``torch.float32`` or ``torch.float64``, or its name.
         masters: True keeps the masters in the state. "split" and "stochastic" have masters only while the optimizer
-            steps, and need bfloat16 parameters. "split": a parameter and an int16 remainder are the master.
-            "stochastic": nothing is left of it, and updates are rounded at random.
+            steps, and need bfloat16 parameters. With "split" a parameter and an int16 remainder are the master. With
+            "stochastic" nothing is left of it, and updates are rounded at random.
         optimizer_state: with these two, the type of the other state between steps: ``torch.float32`` or
             ``torch.bfloat16``, or its name.
         masters_from: initial values of the masters: tensors in the order of the optimizer's parameters, a module, or a

@@ -108,8 +108,9 @@ def initialize(
         patch_torch_functions: whether torch's functions cast by the lists; None: the level's default.
         keep_batchnorm_fp32: whether batch norm stays float32, at levels that convert weights.
         master_weights: whether the optimizer updates float32 masters, at levels that convert weights. Two more values,
-            for bfloat16 weights, save memory, as masters exist only while the optimizer steps. "split": a weight and an
-            int16 remainder are the master. "stochastic": nothing is left of it, and updates are rounded at random.
+            for bfloat16 weights, save memory, as masters exist only while the optimizer steps. With "split" a weight
+            and an int16 remainder are the master. With "stochastic" nothing is left of it, and updates are rounded at
+            random.
         optimizer_state: type of the optimizer's float32 state between steps, with these two values of
             ``master_weights``: ``torch.float32``, or ``torch.bfloat16``, which is rounded at random as well.
         cast_model_outputs: dtype of the model's outputs; None: float32 at levels that convert weights, else unchanged.

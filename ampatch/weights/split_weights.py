@@ -165,6 +165,10 @@ class SplitWeights:
         """Adds a parameter, which has its remainder."""
         self._all.append((half, split))
 
+    def clear(self) -> None:
+        """Forgets all parameters."""
+        self._all.clear()
+
     def note(self) -> None:
         """Records that remainders are the parameters' own."""
         self._moments = moments_of([half for half, _ in self._all])

@@ -200,6 +200,7 @@ class TemporaryMasters(ExchangedMasters):
                 optimizer_state.retype(optimizer, each.parameter, torch.bfloat16, torch.float32)
                 optimizer_state.retype(optimizer, each.parameter, torch.float32, before)
         self._known.clear()
+        self._splits.clear()
 
     def ids(self) -> Collection[int]:
         """Returns the ids of the parameters that have masters here."""
