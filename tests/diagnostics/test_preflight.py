@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -674,17 +675,20 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         sys.path.remove(str(tmp_path))  # the command itself searches the current folder
 
-    def test_the_report_is_printed(self) -> None:
-        status, out, _ = ampatch("preflight", "preflight_package.module:make", "--level", "O4", "--no-measure")
+    def test_the_report_has_the_level_that_the_user_typed(self) -> None:
+        status, out, _ = ampatch("preflight", "preflight_package.module:make", "--level", "O5", "--no-measure")
         assert status == 0
         assert out.startswith("Preflight of Linear: in float32 the loss is ")
-        assert 'amp.initialize(model, optimizer, opt_level="O1", half_dtype="bfloat16")' in out
+        assert re.search(r"^ *O5 +bfloat16 +passes", out, re.MULTILINE)
+        assert '  amp.initialize(model, optimizer, opt_level="O5")\n' in out
+        assert "O2" not in out
 
-    def test_json_has_each_level(self) -> None:
-        options = ["--json", "--level", "O4", "--level", "O5", "--no-measure"]
+    def test_json_has_each_level_once(self) -> None:
+        options = ["--json", "--level", "O4", "--level", "O5", "--level", "O2", "--no-measure"]
         status, out, _ = ampatch("preflight", "preflight_package.module:make", *options)
-        levels = [(each["opt_level"], each["verdict"]) for each in json.loads(out)["levels"]]
-        assert (status, levels) == (0, [("O1", "passes"), ("O2", "passes")])
+        levels = [(each["opt_level"], each["half_dtype"], each["verdict"]) for each in json.loads(out)["levels"]]
+        passing = [("O4", "bfloat16"), ("O5", "bfloat16"), ("O2", "float16")]
+        assert (status, levels) == (0, [(*each, "passes") for each in passing])
 
     def test_the_status_is_1_if_no_level_passes(self) -> None:
         status, out, _ = ampatch("preflight", "preflight_package.module:beyond", "--level", "O4", "--no-measure")

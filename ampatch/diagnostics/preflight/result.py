@@ -16,8 +16,9 @@ from ampatch.diagnostics.json_files import plain
 from ampatch.diagnostics.overflow.trace import NamedOp, OverflowTrace
 from ampatch.diagnostics.shown_names import counted, module_and_line, shown_call, shown_module, shown_place
 from ampatch.diagnostics.tables import ROWS, Column, Whole, item, printed, table
-from ampatch.diagnostics.trial_steps.levels import call_of, levels_of, name_of
+from ampatch.diagnostics.trial_steps.levels import as_o1_to_o3, call_of, levels_of, name_of
 from ampatch.errors import OptionError
+from ampatch.half_types import HALF_DTYPES
 
 PASSES, OVERFLOWS, INACCURATE, FAILS = "passes", "overflows", "inaccurate", "fails"
 
@@ -127,7 +128,7 @@ class LevelVerdict:
     """How one step went at an opt level.
 
     Attributes:
-        opt_level: "O1", "O2" or "O3".
+        opt_level: "O1" to "O5", as the user typed it.
         half_dtype: "float16" or "bfloat16".
         verdict: "passes"; "overflows" (inf or NaN that no loss scale avoids); "inaccurate" (the gradient error is above
             `Preflight.gradient_bound`, or the state error above 0.5); or "fails" (it raised).
@@ -226,8 +227,9 @@ class Preflight:
         Raises:
             OptionError: the level was not tried, or was tried with both half types and none is given.
         """
-        names = [name_of(*each) for each in levels_of(opt_level, half_dtype)]
-        found = [each for each in self.levels if each.name in names]
+        asked = levels_of(opt_level, half_dtype)
+        same = [as_o1_to_o3(each) for each in asked]
+        found = [each for each in self.levels if as_o1_to_o3((each.opt_level, HALF_DTYPES[each.half_dtype])) in same]
         if len(found) == 1:
             return found[0]
         if found:
@@ -235,7 +237,8 @@ class Preflight:
                 f"{opt_level} was tried in float16 and in bfloat16; type half_dtype='float16', or the other."
             )
         tried = ", ".join(each.name for each in self.levels) or "none, since float32 itself is not finite"
-        raise OptionError(f"{' or '.join(names)} was not tried; the levels tried are: {tried}.")
+        names = " or ".join(name_of(*each) for each in asked)
+        raise OptionError(f"{names} was not tried; the levels tried are: {tried}.")
 
     def passes(self, opt_level: str, half_dtype: torch.dtype | str | None = None) -> bool:
         """Returns True if the model passes a level as it is, without a change.

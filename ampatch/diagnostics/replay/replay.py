@@ -21,11 +21,10 @@ from ampatch.diagnostics.overflow.forwards import stand_in
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.overflow.tracer import OverflowTracer
 from ampatch.diagnostics.replay.result import Replay, ReplayedLevel
-from ampatch.diagnostics.trial_steps.levels import Level
+from ampatch.diagnostics.trial_steps.levels import Level, name_of
 from ampatch.diagnostics.trial_steps.steps import Setup, opened
 from ampatch.diagnostics.trial_steps.subject import copied, text_of, undisturbed
 from ampatch.half_types import HALF_TYPES
-from ampatch.opt_levels import dtype_name
 from ampatch.settings import Settings
 
 _LOST = (
@@ -54,13 +53,12 @@ def replay(
     own = Settings.of_plain_data(saved["settings"], shipped().overlaid(overlay))
     run = _Run(saved, models, fspath(path))
     with undisturbed("amp.replay"):
-        trace, first = run.at(own, f"{_name(own)}, as saved", is_recorded=True)
-        rows = [first]
-        for each, half in (("O0", torch.float16), *levels):
-            settings = Setup(each, half, overlay=overlay).settings()
-            rows.append(run.at(settings, _name(settings))[1])
+        name = f"{name_of(own.properties.opt_level, own.properties.half_dtype)}, as saved"
+        trace, first = run.at(own, name, is_recorded=True)
+        others = (("O0", torch.float16), *levels)
+        rows = [first, *(run.at(Setup(*each, overlay=overlay).settings(), name_of(*each))[1] for each in others)]
         if compiled:
-            rows.append(run.compiled(own, f"{_name(own)}, as saved, compiled"))
+            rows.append(run.compiled(own, f"{name}, compiled"))
     is_same, compared = _compared(trace.to_dict(), saved["trace"])
     return Replay(fspath(path), trace, is_same, compared, tuple(rows), tuple(run.notes))
 
@@ -120,12 +118,6 @@ class _Run:
                 told = checkpoint_policy.differences(self._saved["policy"], checkpoint_policy.effective(session))
                 self.notes |= dict.fromkeys(f"the policy differs from that of the run: {each}" for each in told)
             yield OverflowTracer(session), noted
-
-
-def _name(settings: Settings) -> str:
-    properties = settings.properties
-    is_float32 = properties.opt_level == "O0"
-    return properties.opt_level if is_float32 else f"{properties.opt_level} {dtype_name(properties.half_dtype)}"
 
 
 def _compared(trace: dict[str, Any], saved: dict[str, Any]) -> tuple[bool, str]:

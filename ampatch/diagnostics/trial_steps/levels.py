@@ -19,7 +19,7 @@ _IN_BFLOAT16 = {"O4": "O1", "O5": "O2"}
 
 
 def levels_of(opt_level: object, half_dtype: object = None) -> list[Level]:
-    """Returns a level among O1, O2 and O3 with its half types: both, unless one is given or the level has its own.
+    """Returns a level with its half types: both, unless one is given or the level has its own.
 
     Raises:
         OptionError: the level or the half type is none; the level is O0; or the two contradict each other.
@@ -28,15 +28,19 @@ def levels_of(opt_level: object, half_dtype: object = None) -> list[Level]:
     if level == "O0":
         raise OptionError("O0 is float32, with which every level is compared; expected O1, O2, O3, O4 or O5.")
     half = None if half_dtype is None else check_half_dtype(half_dtype)
-    if level in _IN_BFLOAT16:
-        if half not in (None, torch.bfloat16):
-            raise OptionError(f"{level} is bfloat16, and half_dtype is {half}. Type {_IN_BFLOAT16[level]!r} instead.")
-        level, half = _IN_BFLOAT16[level], torch.bfloat16
-    return [(level, each) for each in (HALF_TYPES if half is None else (half,))]
+    halves = (torch.bfloat16,) if level in _IN_BFLOAT16 else HALF_TYPES
+    if half not in (None, *halves):
+        raise OptionError(f"{level} is bfloat16, and half_dtype is {half}. Type {_IN_BFLOAT16[level]!r} instead.")
+    return [(level, each) for each in halves if half in (None, each)]
+
+
+def as_o1_to_o3(level: Level) -> Level:
+    """Returns the level that does the same: O1 and O2 in bfloat16 for O4 and O5, itself for all others."""
+    return _IN_BFLOAT16.get(level[0], level[0]), level[1]
 
 
 def checked_levels(levels: object) -> list[Level]:
-    """Returns opt levels with their half types, each once.
+    """Returns opt levels with their half types, those that do the same once.
 
     Args:
         levels: a level, such as "O1"; a pair of a level and a half type; or a list or tuple of these.
@@ -44,15 +48,16 @@ def checked_levels(levels: object) -> list[Level]:
     Raises:
         OptionError: one of them is neither, or there is none.
     """
-    found: list[Level] = []
+    found: dict[Level, Level] = {}
     for each in levels if isinstance(levels, (list, tuple)) else [levels]:
         pair = each if isinstance(each, (list, tuple)) else (each,)
         if len(pair) not in (1, 2):
             raise OptionError(f"levels has {each!r}; expected a level ('O1'), or a pair ('O1', torch.float16).")
-        found += levels_of(*pair)
+        for level in levels_of(*pair):
+            found.setdefault(as_o1_to_o3(level), level)
     if not found:
         raise OptionError("levels is empty; expected opt levels, such as ('O1', 'O2').")
-    return list(dict.fromkeys(found))
+    return list(found.values())
 
 
 def name_of(level: str, half_dtype: torch.dtype) -> str:
@@ -62,5 +67,6 @@ def name_of(level: str, half_dtype: torch.dtype) -> str:
 
 def call_of(opt_level: str, half_dtype: str, *arguments: str) -> str:
     """Returns a call of ``amp.initialize`` as text to paste."""
-    given = ["model", "optimizer", f'opt_level="{opt_level}"', f'half_dtype="{half_dtype}"', *arguments]
+    half = [] if opt_level in _IN_BFLOAT16 else [f'half_dtype="{half_dtype}"']
+    given = ["model", "optimizer", f'opt_level="{opt_level}"', *half, *arguments]
     return f"amp.initialize({', '.join(given)})"

@@ -95,7 +95,7 @@ class Setup:
     """The arguments of one call of ``amp.initialize``.
 
     Attributes:
-        opt_level: "O0" to "O3".
+        opt_level: "O0" to "O5".
         half_dtype: the half type.
         parts: changes to the level's defaults.
         init_scale: first value of a dynamic scale.
