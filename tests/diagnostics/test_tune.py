@@ -389,7 +389,9 @@ def test_noise_of_training_in_float32_is_told_as_such() -> None:
 
 @pytest.mark.parametrize(("seeds", "told"), [(1, "the noise of the metric is unknown"), (2, "the same for all seeds")])
 def test_seeds_that_show_no_noise_are_told(seeds: int, told: str) -> None:
-    assert any(told in note for note in Probe(only_spread).tuned(seeds=seeds).notes)
+    tuning = Probe(only_spread).tuned(seeds=seeds)
+    assert any(told in note for note in tuning.notes)
+    assert ("\n+/-: two standard errors of " in str(tuning)) == (seeds > 1)
 
 
 def test_higher_is_better() -> None:

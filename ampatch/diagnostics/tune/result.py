@@ -204,6 +204,8 @@ class Tuning:
         )
         yield ""
         yield from table("Trials", _COLUMNS, list(self._rows()), len(self.trials) + 1)
+        if len(self.seeds) > 1:
+            yield "+/-: two standard errors of how much worse it is. A trial passes if the sum is within the tolerance."
         yield self.conclusion()
         if self.verdict == PASSES:
             yield ""
