@@ -130,6 +130,13 @@ def spelled(path: str) -> tuple[str, ...]:
     return tuple(by_function.values())
 
 
+def entry_for(path: str) -> tuple[str, str]:
+    """Returns a function as a cast list names it: `EVERY_NAMESPACE` and its plain name, or else its own namespace."""
+    namespace, _, name = path.rpartition(".")
+    plain = plain_name(name)
+    return (EVERY_NAMESPACE, plain) if namespace in NAMESPACES and spellings(plain) else (namespace, name)
+
+
 def name_of_operator(method: str) -> str | None:
     """Returns the function's name for a special method, such as "matmul" for "__rmatmul__"; None if it is of none."""
     if not (method.startswith("__") and method.endswith("__")):

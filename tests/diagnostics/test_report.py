@@ -428,6 +428,21 @@ class TestAdvice:
         assert told in advised(found, "skips")
         assert len(found["advice"]) == bool(told)
 
+    @pytest.mark.parametrize(
+        ("skipped", "kind", "told"),
+        [
+            ({9, 10, 11}, "skips", "Run the script by `ampatch run --trace-overflow`, which names the function that"),
+            ({1, 2, 3}, "first skips", "Type GradScaler(init_scale=8192.0): steps 1 to 3 were skipped until"),
+        ],
+        ids=["later", "at first"],
+    )
+    def test_skips_of_a_script_without_amp_get_what_it_can_type(self, skipped: set[int], kind: str, told: str) -> None:
+        scales = {number: 2.0**16 / 2 ** sum(each < number for each in skipped) for number in range(1, 20)}
+        steps = [step(number, loss_id=None, scale=scales[number], skipped=number in skipped) for number in scales]
+        found = {"advice": advice(small(settings=None, steps=steps))}
+        assert advised(found, kind).startswith(told)
+        assert "amp.initialize" not in advised(found, kind)
+
     def test_gradients_that_are_not_finite_get_a_check(self) -> None:
         inputs = torch.full((4, 8), torch.nan)
         before = trained(nn.Linear(8, 8), inputs, mean_square, half_dtype="bfloat16")

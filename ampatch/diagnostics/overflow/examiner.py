@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampatch.cast_lists import spellings
 from ampatch.cast_lists.lists import shipped
+from ampatch.cast_lists.spellings import entry_for, is_in_place, known_names, spellings
 from ampatch.diagnostics.overflow import causes
 from ampatch.diagnostics.overflow.trace import SUM_OF_GRADIENTS, NamedOp, OverflowTrace, TracedTensor
 from ampatch.diagnostics.recorder.records import Values, WatchedOp
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.errors import in_every_layer
+from ampatch.grouping import grouped
 from ampatch.half_types import needs_scale
 from ampatch.opt_levels import Properties, dtype_name
 from ampatch.scaling.loss_scaler import ScalePolicy
@@ -142,33 +143,32 @@ class Examiner:
     def _of_forward(self, op: WatchedOp, module: str | None) -> dict[str, Any]:
         overlay: dict[str, Any] | None = None
         path = _listed_name(op)
-        if self._properties.patch_torch_functions and op.is_called_by_itself and op.op_name != CAST:
+        name = path.rpartition(".")[2]
+        if not self._properties.patch_torch_functions:
+            told = f"{name} in float32, by .float() on its arguments: no submodule has it, for keep_fp32 to name"
+            if module:
+                told = f"this module in float32: amp.initialize(..., keep_fp32=[{module!r}])"
+        elif op.is_called_by_itself and op.op_name != CAST:
             told = f"{path} on float32 tensors: it was called by itself, so that no list can name it"
-        elif self._properties.patch_torch_functions and spellings.is_in_place(path.rpartition(".")[2]):
+        elif is_in_place(name):
             told = (
                 "this line out of place, on .float() tensors: a list could not keep it in float32, as it writes to half"
             )
-        elif self._properties.patch_torch_functions:
-            overlay = in_modules(overlay_for(path), in_every_layer(module or ""))
-            told = told_of(overlay)
-        elif module:
-            told = f"this module in float32: amp.initialize(..., keep_fp32=[{module!r}])"
         else:
-            name = path.rpartition(".")[2]
-            told = f"{name} in float32, by .float() on its arguments: no submodule has it, for keep_fp32 to name"
-        wider = (f"float32's range: {BFLOAT16}",)
-        has_less_range = needs_scale(self._properties.half_dtype)
-        return {"remedies": (told, *wider) if has_less_range else (told,), "cast_lists": overlay}
+            told, overlay = blacklisting([entry_for(path)], in_every_layer(module or ""))
+        wider = [f"float32's range: {BFLOAT16}"] if needs_scale(self._properties.half_dtype) else []
+        return {"remedies": (told, *wider), "cast_lists": overlay}
 
-    def blacklists_around(self, op: WatchedOp) -> Iterator[dict[str, list[str]]]:
-        """Yields blacklists of one function each: that of an operator, then those of its inputs, nearest first."""
-        waiting, seen = [op.named_op], set()
-        for each in waiting:  # it grows meanwhile
-            path = _listed_name(each)
-            if path not in seen and not each.is_called_by_itself and not spellings.is_in_place(path.rpartition(".")[2]):
-                seen.add(path)
-                yield overlay_for(path)["blacklist"]
-            waiting += [writer for values in each.inputs for writer in values.writers if writer not in waiting]
+
+def entries_around(op: WatchedOp) -> Iterator[tuple[str, str]]:
+    """Yields what to blacklist: the function of an operator, then those of its inputs, nearest first."""
+    waiting, seen = [op.named_op], set()
+    for each in waiting:  # it grows meanwhile
+        entry = entry_for(path := _listed_name(each))
+        if entry not in seen and not each.is_called_by_itself and not is_in_place(path.rpartition(".")[2]):
+            seen.add(entry)
+            yield entry
+        waiting += [writer for values in each.inputs for writer in values.writers if writer not in waiting]
 
 
 def marked(remedies: Iterable[str], mark: str = NOT_TRIED) -> tuple[str, ...]:
@@ -183,23 +183,18 @@ def patterns_around(module: str) -> list[str]:
     return [in_every_layer(module), *layers] if module else []
 
 
-def in_modules(overlay: dict[str, Any], pattern: str) -> dict[str, Any]:
-    """Returns an overlay for the modules that a pattern matches; for the whole model if the pattern is empty."""
-    return {"modules": {pattern: overlay}} if pattern else overlay
+def blacklisting(entries: Sequence[tuple[str, str]], pattern: str) -> tuple[str, dict[str, Any]]:
+    """Returns the remedy of functions in float32, as text and as an overlay.
 
-
-def blacklist_of(overlay: Mapping[str, Any]) -> Mapping[str, Sequence[str]]:
-    """Returns the blacklist of an overlay, for one module or for the whole model."""
-    (lists,) = overlay.get("modules", {}).values() or [overlay]
-    return lists["blacklist"]  # type: ignore[no-any-return]
-
-
-def told_of(overlay: Mapping[str, Any]) -> str:
-    """Returns the remedy that an overlay is, as text."""
-    where = "".join(f" in {pattern!r}" for pattern in overlay.get("modules", ()))
-    names = [name for names in blacklist_of(overlay).values() for name in names]
-    which = "these functions" if names[1:] else "this function"
-    return f"{which} in float32{where}: {to_type(overlay)}"
+    Args:
+        entries: the functions, as `entry_for` has them.
+        pattern: of the modules in which they are; empty for the whole model.
+    """
+    overlay: dict[str, Any] = {"blacklist": grouped(entries)}
+    which, where = "these functions" if entries[1:] else "this function", ""
+    if pattern:
+        overlay, where = {"modules": {pattern: overlay}}, f" in {pattern!r}"
+    return f"{which} in float32{where}: {to_type(overlay)}", overlay
 
 
 def to_type(overlay: Mapping[str, Any]) -> str:
@@ -228,15 +223,6 @@ def origins_of_gradients(watch: Watch) -> dict[int, WatchedOp | None]:
             if sums:
                 found.setdefault(id(added.parameter), _first(sums))
     return found
-
-
-def overlay_for(path: str) -> dict[str, Any]:
-    """Returns the overlay that blacklists a function under every spelling that torch has for its name."""
-    namespace, _, name = path.rpartition(".")
-    bare = spellings.name_of_operator(name) or name.rstrip("_")
-    if namespace in spellings.NAMESPACES and spellings.spellings(bare):
-        return {"blacklist": {"*": [bare]}}
-    return {"blacklist": {namespace: [name]}}
 
 
 def _first(ops: Iterable[WatchedOp | None]) -> WatchedOp | None:
@@ -283,7 +269,7 @@ def _listed_name(op: WatchedOp) -> str:
         return name
     bare = name.rpartition(".")[2]
     listed = bare if bare in _shipped_names() else op.op_name
-    return next(map(str, spellings.spellings(listed)), name) if listed in spellings.known_names() else name
+    return next(map(str, spellings(listed)), name) if listed in known_names() else name
 
 
 @functools.cache

@@ -6,11 +6,10 @@ torch.amp. While a session is live it does nothing, as the session traces its ow
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,45 +18,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ampatch.diagnostics.overflow.examiner import BFLOAT16, marked, to_type
 from ampatch.diagnostics.overflow.trace import OverflowTrace
-from ampatch.diagnostics.overflow.tracer import OverflowTracer
+from ampatch.diagnostics.overflow.tracer import OverflowTracer, Thread
 from ampatch.diagnostics.recorder.callers import is_compiled_module
 from ampatch.ledger import PatchLedger
-from ampatch.opt_levels import Properties, resolve
+from ampatch.opt_levels import resolve
 from ampatch.parts.adopted import Adopted
 from ampatch.patching.adopted_model import WRAPPERS
 from ampatch.runtime import runtime
 from ampatch.scaling import overflows, step_observers
-from ampatch.scaling.loss_scaler import NO_FLOOR, ScalePolicy, make_policy
+from ampatch.scaling.loss_scaler import NO_FLOOR, make_policy
 from ampatch.scaling.optimizer_step import OWN_HOOK
 from ampatch.scaling.overflows import Overflow
 from ampatch.switch import WithoutCasts
 from ampatch.weights import optimizer_state
 
 logger = logging.getLogger("ampatch")
-
-
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """What torch.amp does, as the settings of a session."""
-
-    properties: Properties
-    scale_policy: ScalePolicy
-    patches_functions: bool = False  # no functions are tried in float32: a forward may turn autocast on itself
-
-
-class _Script:
-    """The models of a script, in place of a session."""
-
-    def __init__(self) -> None:
-        self.settings = _Settings(resolve("O1", torch.float16), make_policy("dynamic", min_loss_scale=NO_FLOOR))
-        self.adopted = Adopted()
-
-    def note_forwards(self, _: object) -> None:
-        """Has all forward passes noted, as before."""
-
-
-class _Thread(threading.local):
-    is_inside = False  # a forward pass
 
 
 class ScriptTracer(step_observers.StepObserver):
@@ -70,9 +45,15 @@ class ScriptTracer(step_observers.StepObserver):
 
     def __init__(self) -> None:
         self.has_run_forward = self.may_skip = False
-        self._models = (script := _Script()).adopted
-        self._tracer = OverflowTracer(script)
-        self._thread = _Thread()
+        self._models = Adopted()
+        # What torch.amp does, as the settings of a session.
+        settings = SimpleNamespace(
+            properties=resolve("O1", torch.float16),
+            scale_policy=make_policy("dynamic", min_loss_scale=NO_FLOOR),
+            patches_functions=False,  # no functions are tried in float32: a forward may turn autocast on itself
+        )
+        self._tracer = OverflowTracer(SimpleNamespace(settings=settings, adopted=self._models))
+        self._thread = Thread()
         self._stepping: Any = None  # the optimizer that a scaler steps now
         self._finding: object = None  # of the trace that was logged last
 
@@ -83,7 +64,7 @@ class ScriptTracer(step_observers.StepObserver):
         def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._leaves_out(module):
                 return call(module, *args, **kwargs)
-            with self._inside():
+            with self._thread.inside():
                 return self._tracer.run(module, module, args, kwargs)
 
         ledger.set(nn.Module, "__call__", noted)
@@ -102,14 +83,6 @@ class ScriptTracer(step_observers.StepObserver):
             self.has_run_forward = True
             self._models.weak_models.add(module)
         return False
-
-    @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        self._thread.is_inside = True
-        try:
-            yield
-        finally:
-            self._thread.is_inside = False
 
     # Steps of scalers
 

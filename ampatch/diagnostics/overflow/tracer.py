@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +21,12 @@ from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ampatch import distributed
-from ampatch.diagnostics.overflow.examiner import (
-    NO_SCALE,
-    NOT_ENOUGH,
-    NOT_IN_FLOAT32,
-    NOT_TRIED,
-    TRIED,
-    TRIED_FORWARD,
-    Examiner,
-    enters,
-    in_modules,
-    marked,
-    origins_of_gradients,
-    patterns_around,
-    told_of,
-)
+from ampatch.diagnostics.overflow import examiner
+from ampatch.diagnostics.overflow.examiner import Examiner, enters, marked, origins_of_gradients
 from ampatch.diagnostics.overflow.forwards import NotedForward, stand_in
 from ampatch.diagnostics.overflow.step_file import SkippedStep
 from ampatch.diagnostics.overflow.trace import OverflowTrace
-from ampatch.diagnostics.overflow.trials import Blacklist, in_float32, smallest
+from ampatch.diagnostics.overflow.trials import Entry, in_float32, smallest
 from ampatch.diagnostics.recorder.recorder import hidden
 from ampatch.diagnostics.recorder.records import WatchedOp, has_half
 from ampatch.diagnostics.recorder.watch import Watch
@@ -94,26 +81,11 @@ _STEPS_WATCHED = 20
 _OfStep = tuple[NotedForward, Collection[int] | None]
 
 
-class Traced(Protocol):
-    """Whose steps are traced: a session, or a script without one."""
-
-    @property
-    def settings(self) -> Any:
-        """The settings of a session."""
-
-    @property
-    def adopted(self) -> Any:
-        """The models."""
-
-    def note_forwards(self, recorder: Any) -> None:
-        """Has the outermost forward passes noted; None ends that."""
-
-
 class OverflowTracer:
     """Notes the forward passes of a session, and says why a step was skipped.
 
     Args:
-        session: the session, or a script without one.
+        session: the session, or what has the settings and the models of a script without one.
         is_asked: True notes all steps; False a number of them, until `note_next` is called, and never watches steps as
             they run.
 
@@ -122,7 +94,7 @@ class OverflowTracer:
         notes_steps: True as long as it notes them.
     """
 
-    def __init__(self, session: Traced, *, is_asked: bool = True) -> None:
+    def __init__(self, session: Any, *, is_asked: bool = True) -> None:
         self.notes_steps, self._is_asked = True, is_asked
         self._noted_left = math.inf if is_asked else _STEPS_NOTED  # number of steps
         self._most_noted = _MOST_NOTED if is_asked else _MOST_NOTED_UNASKED
@@ -135,7 +107,7 @@ class OverflowTracer:
         self._has_stepped = False  # since the last forward pass
         self._losses: deque[Node] = deque(maxlen=_LOSSES_KEPT)  # the last nodes of scaled losses
         self._noted: list[NotedForward] = []
-        self._thread = _Thread()
+        self._thread = Thread()
         self._watched: _WatchedSteps | None = None
 
     def install(self, ledger: PatchLedger) -> None:
@@ -353,7 +325,7 @@ class OverflowTracer:
         for scale in (fits / 2**halvings for halvings in (*range(9), 16)):
             if not any(self._origins(noted, ids, None, scale / loss_scale) for noted, ids in step):
                 mended = self._examiner.of_loss_scale(scale)
-                return replace(trace, **{**mended, "remedies": marked(mended["remedies"], TRIED)})
+                return replace(trace, **{**mended, "remedies": marked(mended["remedies"], examiner.TRIED)})
         none = replace(trace, **self._examiner.of_loss_scale(0.0))
         return self._with_functions(several, none, op, loss_scale)
 
@@ -369,40 +341,36 @@ class OverflowTracer:
         results: list[bool | None] = []
         names = self._named_modules()
 
-        def is_finite(blacklist: Blacklist | None, pattern: str = "") -> bool | None:
-            """Returns None if the forward pass raises; without a blacklist, everything runs in float32."""
-            state, result = OFF if blacklist is None else None, None
-            block = contextlib.nullcontext if blacklist is None else functools.partial(in_float32, blacklist)
+        def is_finite(entries: list[Entry] | None, pattern: str = "") -> bool | None:
+            """Returns None if the forward pass raises; without entries, everything runs in float32."""
+            state, result = OFF if entries is None else None, None
+            block = contextlib.nullcontext if entries is None else functools.partial(in_float32, entries)
             # An error: types that do not fit together. Then it is no remedy.
             with contextlib.suppress(Exception), contextlib.nullcontext() if pattern else block():
-                stands_in = stand_in(loss_scale)
-                runs = (
-                    each.run_again(
-                        None, factor, replaces=stands_in, state=state, parts=each.matching(pattern, names), block=block
-                    )
-                    for each in several
-                )
+                given: dict[str, Any] = {"replaces": stand_in(loss_scale), "state": state, "block": block}
+                runs = (each.run_again(None, factor, parts=each.matching(pattern, names), **given) for each in several)
                 result = all(run.is_finite for run in runs)
             results.append(result)
             return result
 
         if is_finite(None) is False:
-            return replace(trace, remedies=(NOT_IN_FLOAT32,), cast_lists=None)
+            return replace(trace, remedies=(examiner.NOT_IN_FLOAT32,), cast_lists=None)
         results.clear()
-        candidates = [*self._examiner.blacklists_around(op)]
-        for pattern in (*patterns_around(trace.module or ""), ""):
-            blacklist = smallest(candidates, functools.partial(is_finite, pattern=pattern))
-            if blacklist is not None:
+        candidates = [*examiner.entries_around(op)]
+        for pattern in (*examiner.patterns_around(trace.module or ""), ""):
+            entries = smallest(candidates, functools.partial(is_finite, pattern=pattern))
+            if entries is not None:
                 break
         first, *others = trace.remedies
-        if blacklist is None:
-            mark = NOT_ENOUGH if trace.cast_lists and False in results else NOT_TRIED
+        if entries is None:
+            mark = examiner.NOT_ENOUGH if trace.cast_lists and False in results else examiner.NOT_TRIED
             return replace(trace, remedies=(*marked([first], mark), *marked(others)))
-        overlay = in_modules({"blacklist": blacklist}, pattern)
-        kept = [first] if first.startswith(NO_SCALE) else []
+        kept = [first] if first.startswith(examiner.NO_SCALE) else []
         # A static scale does not come down to what the stand-ins for gradients need.
-        mark = TRIED if factor != 1 or not any(each.has_lost_gradients for each in several) else TRIED_FORWARD
-        return replace(trace, remedies=(*kept, *marked([told_of(overlay)], mark), *marked(others)), cast_lists=overlay)
+        is_whole = factor != 1 or not any(each.has_lost_gradients for each in several)
+        told, overlay = examiner.blacklisting(entries, pattern)
+        tried = marked([told], examiner.TRIED if is_whole else examiner.TRIED_FORWARD)
+        return replace(trace, remedies=(*kept, *tried, *marked(others)), cast_lists=overlay)
 
     def _origins(
         self, noted: NotedForward, ids: Collection[int] | None, kept: int | None, factor: float = 1.0
@@ -415,11 +383,14 @@ class OverflowTracer:
         return [origin for key, origin in found.items() if ids is None or key in ids]
 
 
-class _Thread(threading.local):
-    is_inside = False  # a forward pass that is noted, or a second run
+class Thread(threading.local):
+    """Whether a thread is inside of a forward pass that is noted, or of a second run."""
+
+    is_inside = False
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
+        """Context of such a pass."""
         self.is_inside = True
         try:
             yield

@@ -7,35 +7,33 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ampatch.cast_lists import spellings
 from ampatch.cast_lists.paths import Path, identity
+from ampatch.cast_lists.spellings import EVERY_NAMESPACE, spellings
 from ampatch.casting import cast_observers
 from ampatch.casting.nested import cast_floating
 from ampatch.function_wrapper import unwrapped
 from ampatch.switch import Switch, WithoutCasts, is_in_region
 from ampatch.tracing import ObservingMode
 
-#: The blacklist of an overlay: names of functions by namespace.
-Blacklist = Mapping[str, Iterable[str]]
+#: A function as a cast list has it: its namespace, or "*" for all, and its name.
+Entry = tuple[str, str]
 
 #: Functions of one change.
 _MOST = 5
 
 
 @contextmanager
-def in_float32(blacklist: Blacklist) -> Iterator[None]:
-    """Context in which the functions of a blacklist run in float32, however they are called, where amp casts."""
+def in_float32(entries: Iterable[Entry]) -> Iterator[None]:
+    """Context in which some functions run in float32, however they are called, where amp casts."""
     paths = (
-        spellings.spellings(name) if namespace == "*" else [Path(namespace, name)]
-        for namespace, names in blacklist.items()
-        for name in names
+        spellings(name) if namespace == EVERY_NAMESPACE else [Path(namespace, name)] for namespace, name in entries
     )
     run = _InFloat32({id(unwrapped(identity(path))) for path in itertools.chain.from_iterable(paths)})
     before = cast_observers.observer
@@ -45,6 +43,10 @@ def in_float32(blacklist: Blacklist) -> Iterator[None]:
         stack.callback(setattr, cast_observers, "observer", before)
         cast_observers.observer = run
         yield
+
+
+def _paths_of(namespace: str, name: str) -> list[Path]:
+    return spellings(name) if namespace == EVERY_NAMESPACE else [Path(namespace, name)]
 
 
 class _InFloat32(TorchFunctionMode):
@@ -86,17 +88,16 @@ class _Observing(ObservingMode):
         return func(*args, **(kwargs or {}))
 
 
-def smallest(candidates: Iterable[Blacklist], is_finite: Callable[[Blacklist], bool | None]) -> Blacklist | None:
-    """Returns the blacklist of a few functions with which a forward pass is finite; None if none was found.
+def smallest(candidates: Iterable[Entry], is_finite: Callable[[list[Entry]], bool | None]) -> list[Entry] | None:
+    """Returns a few functions with which in float32 a forward pass is finite; None if none were found.
 
     Args:
-        candidates: blacklists of one function each, the likeliest first. They are added up, and then those dropped that
-            are not needed.
-        is_finite: runs the forward pass with a blacklist; returns None if that raises.
+        candidates: functions, the likeliest first. They are added up, and then those dropped that are not needed.
+        is_finite: runs the forward pass with functions in float32; returns None if that raises.
     """
-    chosen: list[Blacklist] = []
+    chosen: list[Entry] = []
     for each in itertools.islice(candidates, _MOST):
-        result = is_finite(merged([*chosen, each]))
+        result = is_finite([*chosen, each])
         if result is not None:  # None: it raises
             chosen.append(each)
         if result:
@@ -104,16 +105,7 @@ def smallest(candidates: Iterable[Blacklist], is_finite: Callable[[Blacklist], b
     else:
         return None
     for each in chosen[:-1]:
-        fewer = [other for other in chosen if other is not each]
-        if is_finite(merged(fewer)):
+        fewer = [other for other in chosen if other != each]
+        if is_finite(fewer):
             chosen = fewer
-    return merged(chosen)
-
-
-def merged(blacklists: Iterable[Blacklist]) -> dict[str, list[str]]:
-    """Returns the blacklist of all functions of several."""
-    found: dict[str, list[str]] = {}
-    for each in blacklists:
-        for namespace, names in each.items():
-            found[namespace] = list(dict.fromkeys([*found.get(namespace, ()), *names]))
-    return found
+    return chosen

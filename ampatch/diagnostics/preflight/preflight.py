@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ampatch.diagnostics.overflow.examiner import blacklist_of, overlay_for
+from ampatch.cast_lists.spellings import entry_for
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.preflight.float32 import Operators, underflows
 from ampatch.diagnostics.preflight.result import FAILS, INACCURATE, PASSES, LevelVerdict, Preflight
@@ -155,15 +155,16 @@ def _candidates(trial: Trial, operators: Operators) -> Iterator[Part]:
 
 def _functions(level: LevelVerdict, operators: Operators) -> Iterator[Part]:
     if level.verdict == FAILS:
-        applied = ((each.function, each.kind == "autograd.Function") for each in operators.unlisted)
-        unlisted = (f"{path}.apply" if is_class else path for path, is_class in applied)
-        overlays = [overlay_for(path) for path in (*operators.banned, *unlisted)]
+        endings = {"autograd.Function": ".apply"}
+        unlisted = [each.function + endings.get(each.kind, "") for each in operators.unlisted]
+        paths = operators.banned + unlisted
     else:
-        traced = [] if level.trace is None else [level.trace.cast_lists or overlay_for(level.trace.function)]
-        overlays = [*traced, *(overlay_for(function) for function, _ in operators.suspects)]
-    for namespace, names in (item for overlay in overlays for item in blacklist_of(overlay).items()):
+        traced = [] if level.trace is None else [level.trace.function]
+        paths = traced + [function for function, _ in operators.suspects]
+    for entry in map(entry_for, paths):
+        namespace, _ = entry
         if namespace and not namespace.startswith("torch.ops.aten"):  # an operator without a function
-            yield from (("blacklist", (namespace, name)) for name in names)
+            yield "blacklist", entry
 
 
 def _modules(trial: Trial, operators: Operators) -> Iterator[Part]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from ampatch.cast_lists.spellings import SYMBOLS, entry_for, is_in_place
 from ampatch.diagnostics.report.numbers import in_terminal, size
 from ampatch.diagnostics.report.steps import WARNS_ABOVE, lost_at_best, options_for, spelled, underflow_told
 from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
@@ -84,19 +85,24 @@ def _not_finite(data: _Row) -> _Advice:
 
 
 def _skips(data: _Row) -> _Advice:
-    steps, settings = data["steps"], data["settings"] or {}
-    trace = 'Type amp.initialize(..., on_overflow="trace"), which names the function that overflows'
+    steps, settings = data["steps"], data["settings"]
+    if settings is None:  # a GradScaler has skipped them
+        begins_at, starts, trace = _USUAL_SCALE, "GradScaler({})", "Run the script by `ampatch run --trace-overflow`"
+    else:
+        begins_at, starts = settings.get("init_scale"), "amp.initialize(..., {})"
+        trace = 'Type amp.initialize(..., on_overflow="trace")'
+    trace += ", which names the function that overflows"
     runs = _runs_of_skips(steps)
     for rows in runs:
         after = [row for row in steps if row["step"] > rows[-1]["step"] and row["loss_id"] == rows[0]["loss_id"]]
         if not after:
             scales = f"while the loss scale fell from {spelled(rows[0]['scale'])} to {spelled(rows[-1]['scale'])}"
             yield _advised("skips", f"{trace}: {_steps(rows)} were skipped, up to the last one, {scales}.")
-        elif rows[0]["step"] == steps[0]["step"] and rows[0]["scale"] == settings.get("init_scale"):
+        elif rows[0]["step"] == steps[0]["step"] and rows[0]["scale"] == begins_at:
             scale = after[0]["scale"]
             text = (
-                f"Type amp.initialize(..., {options_for(scale, True)}): {_steps(rows)} were skipped until the loss "
-                f"scale had fallen from {spelled(rows[0]['scale'])} to {spelled(scale)}."
+                f"Type {starts.format(options_for(scale, True))}: {_steps(rows)} were skipped until the loss scale had "
+                f"fallen from {spelled(rows[0]['scale'])} to {spelled(scale)}."
             )
             yield _advised("first skips", text)
         else:
@@ -212,15 +218,13 @@ def _rounded(data: _Row) -> _Advice:
             yield _advised("rounded in place", text, line, row["name"])
 
 
-_OPERATORS = {"__iadd__": "+", "__isub__": "-", "__imul__": "*", "__itruediv__": "/"}
-
-
 def _forms(name: str) -> tuple[str, str]:
     """Returns a call of a function in place, and that of its form out of place: "" if there is none."""
-    if name in _OPERATORS:
-        return f"x {_OPERATORS[name]}= y", f"x {_OPERATORS[name]} y"
-    is_in_place = name.endswith("_") and not name.endswith("__") and name not in ("copy_", "set_")
-    return f"x.{name}(y)", f"x.{name.removesuffix('_')}(y)" if is_in_place else ""
+    symbols = {f"__i{operator}__": symbol for symbol, operator in SYMBOLS.items()}
+    if name in symbols:
+        return f"x {symbols[name]}= y", f"x {symbols[name]} y"
+    has_other_form = is_in_place(name) and name not in ("copy_", "set_", "__setitem__")
+    return f"x.{name}(y)", f"x.{name.removesuffix('_')}(y)" if has_other_form else ""
 
 
 def _not_half(data: _Row) -> _Advice:
@@ -247,19 +251,13 @@ def _costly(data: _Row) -> _Advice:
     for row in sorted(rows, key=lambda row: -row["cast_bytes"])[:1]:
         line, settings = _line_of(data, row["name"]), data["settings"]
         side = {"opt_level": settings["opt_level"], "half_dtype": settings["half_dtype"]}
-        other = {**side, "cast_lists": {"unlisted": _entry(row["name"])}}
+        other = {**side, "cast_lists": {"unlisted": grouped([entry_for(row["name"])])}}
         text = (
             f"Try amp.compare(model, inputs, loss_fn, {side}, {other}), which says whether {row['name']} needs float32 "
             f"in your model: its casts{_at(line)} write {in_terminal(size(row['cast_bytes']))}, "
             f"{row['cast_bytes'] / total:.0%} of all."
         )
         yield _advised("costly casts", text, line, row["name"])
-
-
-def _entry(path: str) -> dict[str, list[str]]:
-    """Returns the entry of a cast list for a function, with all its spellings if it has any."""
-    owner, _, name = path.rpartition(".")
-    return {owner if name.startswith("__") else "*": [name]}
 
 
 # Shapes
