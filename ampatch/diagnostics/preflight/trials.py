@@ -17,15 +17,8 @@ import torch
 from torch import nn
 
 from ampatch.diagnostics.peak_memory import peak_allocated
-from ampatch.diagnostics.preflight.result import (
-    FAILS,
-    GRADIENT_BOUND,
-    INACCURATE,
-    OVERFLOWS,
-    PASSES,
-    STATE_BOUND,
-    LevelVerdict,
-)
+from ampatch.diagnostics.preflight import result
+from ampatch.diagnostics.preflight.result import LevelVerdict
 from ampatch.diagnostics.trial_steps.steps import OpenedCopy, Setup, Step, opened_copy, relative, state_of, until_finite
 from ampatch.diagnostics.trial_steps.subject import Arguments, Subject, noting_warnings, text_of
 from ampatch.half_types import needs_scale
@@ -53,7 +46,7 @@ class Trial:
     @property
     def passes(self) -> bool:
         """True if the verdict is "passes"."""
-        return self.level.verdict == PASSES
+        return self.level.verdict == result.PASSES
 
 
 def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
@@ -64,7 +57,7 @@ def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
         reference: the float32 step.
         setup: the arguments of ``amp.initialize``.
     """
-    level = LevelVerdict(setup.opt_level, dtype_name(setup.half_dtype), FAILS)
+    level = LevelVerdict(setup.opt_level, dtype_name(setup.half_dtype), result.FAILS)
     notes: list[str] = []
     opened: OpenedCopy | None = None
     try:
@@ -76,27 +69,24 @@ def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
         level = replace(level, error=text_of(error), notes=tuple(notes))
         return Trial(setup, level, "" if opened is None else _innermost(error, opened.model), opened is None)
     flushed = reference.flushed(scale) if needs_scale(setup.half_dtype) else None
-    level = replace(
-        level, verdict=OVERFLOWS, loss_scale=scale, loss=step.loss, underflow=flushed, trace=trace, notes=tuple(notes)
-    )
+    seen = replace(level, loss_scale=scale, loss=step.loss, underflow=flushed, trace=trace, notes=tuple(notes))
     module = "" if trace is None else trace.module or ""
     if not step.is_finite:
-        return Trial(setup, level, module)
+        return Trial(setup, replace(seen, verdict=result.OVERFLOWS), module)
     lost = reference.gradient_error(step)
     # With masters, a frozen half weight becomes float32 once it is written to: only its first change is in half.
-    has_masters = setup.properties.master_weights
-    written, name = reference.state_error(
-        step, dict(subject.model.named_buffers()) if has_masters else state_of(subject.model)
-    )
+    state = dict(subject.model.named_buffers()) if setup.properties.master_weights else state_of(subject.model)
+    written, name = reference.state_error(step, state)
+    is_accurate = lost <= result.GRADIENT_BOUND and written <= result.STATE_BOUND
     level = replace(
-        level,
-        verdict=PASSES if lost <= GRADIENT_BOUND and written <= STATE_BOUND else INACCURATE,
+        seen,
+        verdict=result.PASSES if is_accurate else result.INACCURATE,
         loss_error=relative(abs(step.loss - reference.loss), abs(reference.loss)),
         gradient_error=lost,
         state_error=written,
         state=name,
     )
-    return Trial(setup, level, name.rpartition(".")[0] if written > STATE_BOUND else module)
+    return Trial(setup, level, name.rpartition(".")[0] if written > result.STATE_BOUND else module)
 
 
 def _innermost(error: BaseException, model: nn.Module) -> str:
@@ -116,7 +106,9 @@ def measured(subject: Subject, measures: bool, verdict: LevelVerdict, setup: Set
     try:
         with noting_warnings([]):  # those of amp are in the verdict's notes
             times = [_milliseconds(subject, setup) for _ in range(_ROUNDS)]
-            peak = int(_peak_bytes(subject, setup))
+            with contextlib.ExitStack() as stack:
+                # With the weights of the copy, and without the user's own model.
+                peak = peak_allocated(lambda: _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject))
     except Exception as error:  # noqa: BLE001 - a report without a number is better than none
         return replace(verdict, notes=(*verdict.notes, f"not measured: {text_of(error)}"))
     return replace(verdict, milliseconds=statistics.median(times), peak_bytes=peak)
@@ -136,23 +128,6 @@ def _milliseconds(subject: Subject, setup: Setup) -> float:
         begun = now()
         step()
         return 1e3 * (now() - begun)
-
-
-def _peak_bytes(subject: Subject, setup: Setup) -> float:
-    """Returns the peak memory of a step, with the weights of the copy, and without the user's own model."""
-    gpu = next((each.device for each in subject.model.parameters() if each.is_cuda), None)
-    before = 0 if gpu is None else torch.cuda.memory_allocated(gpu)
-    with contextlib.ExitStack() as stack:
-
-        def prepare() -> Callable[[], None]:
-            return _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject)
-
-        if gpu is None:
-            return peak_allocated(prepare)
-        step = prepare()
-        torch.cuda.reset_peak_memory_stats(gpu)
-        step()
-        return torch.cuda.max_memory_allocated(gpu) - before
 
 
 def _warmed_up(opened: OpenedCopy, subject: Subject) -> Callable[[], None]:
