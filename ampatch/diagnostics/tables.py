@@ -38,6 +38,16 @@ class Column:
     rank: int = 0
 
 
+def number(head: str, value: Callable[[Any], Any], form: str = ",", rank: int = 0) -> Column:
+    """Returns a column of numbers in a format; texts in their place, such as "inf", stay, and None is "-"."""
+
+    def cell(row: Any) -> str:
+        found = value(row)
+        return "-" if found is None else found if isinstance(found, str) else format(found, form)
+
+    return Column(head, cell, is_number=True, rank=rank)
+
+
 class Whole(str):
     """Text whose lines `printed` does not fold, so that one can copy them."""
 
@@ -68,18 +78,19 @@ def printed(parts: Iterable[Any]) -> str:
     return lines.encode("utf-8", "backslashreplace").decode("utf-8")  # a path may have bytes that are no text
 
 
-def table(title: str, columns: Sequence[Column], rows: Sequence[Any], count: int) -> Iterator[Any]:
+def table(title: str, columns: Sequence[Column], rows: Sequence[Any], count: int | None = None) -> Iterator[Any]:
     """Yields a table for `printed`; nothing if it has no rows.
 
     Args:
-        title: what the table shows.
+        title: what the table shows; it says so if these are not all rows.
         columns: its columns.
-        rows: the rows that are shown.
-        count: number of all rows; if more than are shown, the title says so.
+        rows: its rows, of which the first `ROWS` are shown.
+        count: number of all rows, if ``rows`` are those to show.
     """
-    cells = [[column.cell(row) for column in columns] for row in rows]
+    shown = rows[:ROWS] if count is None else rows
+    cells = [[column.cell(row) for column in columns] for row in shown]
     if cells:
-        yield lambda width: _made(title, columns, cells, count, width)
+        yield lambda width: _made(title, columns, cells, len(rows) if count is None else count, width)
 
 
 def item(text: str, mark: str = "- ") -> Callable[[int], str]:

@@ -10,7 +10,7 @@ from ampatch.diagnostics.tables import Column, printed, table
 
 @pytest.mark.parametrize("where", ["colours are forced", "a notebook"])
 def test_text_is_the_same_everywhere(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = ["before", *table("Losses", [Column("step", str)], [1, 2], 2)]
+    parts = ["before", *table("Losses", [Column("step", str)], [1, 2])]
     usual = printed(parts)
     if where == "a notebook":
         monkeypatch.setattr(console, "_is_jupyter", lambda: True)

@@ -13,7 +13,7 @@ from typing import Any
 from ampatch.diagnostics.json_files import plain
 from ampatch.diagnostics.overflow.trace import NamedOp
 from ampatch.diagnostics.shown_names import module_and_line, shown_call, shown_function, shown_module, shown_place
-from ampatch.diagnostics.tables import ROWS, Column, printed, table
+from ampatch.diagnostics.tables import ROWS, Column, number, printed, table
 from ampatch.grouping import grouped
 
 #: The share of a call's elements that may be flushed to zero before its result counts as another one.
@@ -222,18 +222,18 @@ def _table_of_numbers(result: Comparison) -> Iterator[Any]:
     columns = [
         Column("number", lambda row: row.quantity),
         Column("of", owner_of),
-        Column("a", lambda row: _number(row.value_a), is_number=True),
-        Column("b", lambda row: _number(row.value_b), is_number=True),
+        number("a", lambda row: _spelled(row.value_a)),
+        number("b", lambda row: _spelled(row.value_b)),
     ]
     rows = sorted((row for row in result.rows if row.error), key=lambda row: -(row.error or 0.0))
-    yield from table("What differs most", columns, rows[:ROWS], len(rows))
+    yield from table("What differs most", columns, rows)
 
 
 def _tables_of_calls(result: Comparison) -> Iterator[Any]:
-    error = Column("error", lambda row: _error(row.error), is_number=True)
-    own = Column("own", lambda row: _error(row.own_error), is_number=True)
+    error = number("error", lambda row: row.error, ".2g")
+    own = number("own", lambda row: row.own_error, ".2g")
     columns = [
-        Column("#", lambda row: str(row.number), is_number=True),
+        number("#", lambda row: row.number, "d"),
         Column("pass", lambda row: row.phase),
         Column("function", lambda row: shown_call(row.function, row.operator)),
         Column("module and line", lambda row: module_and_line(row.module, row.file, row.line)),
@@ -244,14 +244,14 @@ def _tables_of_calls(result: Comparison) -> Iterator[Any]:
     yield from table("Calls above the noise", [*columns, error, own], shown, len(told))
     columns = [
         Column("function", lambda group: shown_function(group.name)),
-        Column("calls", lambda group: str(group.calls), is_number=True),
-        Column("above noise", lambda group: str(group.above), is_number=True),
+        number("calls", lambda group: group.calls),
+        number("above noise", lambda group: group.above),
     ]
     groups = [group for group in result.functions if group.error > 0]
-    yield from table("By function", [*columns, error, own], groups[:ROWS], len(groups))
+    yield from table("By function", [*columns, error, own], groups)
     gradients = [each for each in result.gradients if each.error > 0 and not each.cancelled]
     columns = [Column("parameter", lambda row: row.parameter), error]
-    yield from table("By gradient", columns, gradients[:ROWS], len(gradients))
+    yield from table("By gradient", columns, gradients)
     casts = [row for row in result.rows if row.unmatched and row.operator == "cast"]
     others = sum(row.unmatched for row in result.rows) - len(casts)
     yield (
@@ -269,10 +269,6 @@ def telling_rows(
     return list(dict.fromkeys([row for row in (first, worst) if row in above] + ranked))
 
 
-def _error(number: float | None) -> str:
-    return "-" if number is None else f"{number:.2g}"
-
-
 def owner_of(row: ComparedRow) -> str:
     """Returns what a number of a report belongs to: a function, a module, a parameter, a line or a step."""
     step = "" if row.step is None else f"step {row.step}"
@@ -280,8 +276,8 @@ def owner_of(row: ComparedRow) -> str:
     return shown_function(row.function) or module or row.parameter or row.place or step
 
 
-def _number(number: float | None) -> str:
-    return "-" if number is None else f"{number:g}" if not math.isfinite(number) or number % 1 else f"{number:,.0f}"
+def _spelled(value: float | None) -> str | None:
+    return None if value is None else f"{value:g}" if not math.isfinite(value) or value % 1 else f"{value:,.0f}"
 
 
 def where(row: ComparedRow) -> str:

@@ -6,7 +6,7 @@ Owns the wording and the tables of the report. Must never run a model, nor judge
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from ampatch.diagnostics.json_files import plain
 from ampatch.diagnostics.overflow.trace import NamedOp, OverflowTrace
 from ampatch.diagnostics.shown_names import counted, module_and_line, shown_call, shown_module, shown_place
-from ampatch.diagnostics.tables import ROWS, Column, Whole, item, printed, table
+from ampatch.diagnostics.tables import Column, Whole, item, number, printed, table
 from ampatch.diagnostics.trial_steps.levels import as_o1_to_o3, call_of, levels_of, name_of
 from ampatch.errors import OptionError
 from ampatch.half_types import HALF_DTYPES
@@ -281,22 +281,18 @@ def _parts(result: Preflight) -> Iterator[Any]:
     yield "What to type"
     yield from _advice(result)
     yield ""
-    largest = Column("largest", lambda row: f"{row.largest:.4g}", is_number=True)
+    largest = number("largest", lambda row: row.largest, ".4g")
     beyond = f"Beyond float16's range of {torch.finfo(torch.float16).max:g}, in float32"
-    yield from _first(beyond, [*_CALL, largest], result.out_of_range)
+    yield from table(beyond, [*_CALL, largest], result.out_of_range)
     underflows = [row for row in result.underflows if row.share >= _LEAST_SHARE]
-    yield from _first("Gradients with values that float16 flushes to zero", _underflow(underflows), underflows)
+    yield from table("Gradients with values that float16 flushes to zero", list(_underflow(underflows)), underflows)
     yield from [_about_noise(result.noise_unknown), ""] if underflows else []
-    error = Column("error", lambda row: f"{row.error:.0%}" if row.error < 1 else "all", is_number=True)
+    error = number("error", lambda row: f"{row.error:.0%}" if row.error < 1 else "all")
     skipped = f" (not compared: {result.uncompared})" if result.uncompared else ""
     lost = f"More than {result.tolerance:.0%} lost to bfloat16's precision{skipped}"
-    yield from _first(lost, [*_CALL, error], result.imprecise)
+    yield from table(lost, [*_CALL, error], result.imprecise)
     unlisted = "Functions in no cast list, which compute in the types that they are given"
-    yield from _first(unlisted, _UNLISTED, result.unlisted)
-
-
-def _first(title: str, columns: Iterable[Column], rows: Sequence[Any]) -> Iterator[Any]:
-    return table(title, list(columns), rows[:ROWS], len(rows))
+    yield from table(unlisted, _UNLISTED, result.unlisted)
 
 
 def _levels(result: Preflight) -> Iterator[Any]:
@@ -308,16 +304,16 @@ def _levels(result: Preflight) -> Iterator[Any]:
         Column("level", lambda row: row.opt_level),
         Column("half type", lambda row: row.half_dtype),
         Column("verdict", lambda row: f"{row.verdict}, mended" if row.change else row.verdict),
-        Column("loss scale", lambda row: _number(row.loss_scale, "g"), is_number=True),
-        Column("gradient error", lambda row: _number(row.gradient_error, ".2g"), is_number=True),
-        Column("loss error", lambda row: _number(row.loss_error, ".2g"), is_number=True, rank=1),
+        number("loss scale", lambda row: row.loss_scale, "g"),
+        number("gradient error", lambda row: row.gradient_error, ".2g"),
+        number("loss error", lambda row: row.loss_error, ".2g", rank=1),
     ]
     if is_measured:
         columns += [
-            Column("ms", lambda row: _number(row.milliseconds, ".3g"), is_number=True),
-            Column("MiB", lambda row: _number(row.peak_bytes and row.peak_bytes / 2**20, ".3g"), is_number=True),
+            number("ms", lambda row: row.milliseconds, ".3g"),
+            number("MiB", lambda row: row.peak_bytes and row.peak_bytes / 2**20, ".3g"),
         ]
-    yield from _first("\nLevels", columns, [float32, *result.levels])
+    yield from table("\nLevels", columns, [float32, *result.levels])
     yield (
         f"A level is inaccurate if its gradient error is above {result.gradient_bound:g}, or if its change of a buffer "
         f"or frozen weight is off by more than {STATE_BOUND:.0%}."
@@ -332,12 +328,11 @@ def _levels(result: Preflight) -> Iterator[Any]:
     yield ""
 
 
-def _number(number: float | None, form: str) -> str:
-    return "-" if number is None else format(number, form)
-
-
 def _advice(result: Preflight) -> Iterator[Any]:
-    yield from (Whole(f"  {each.call}") for each in result.levels if each.verdict == PASSES)
+    passing = [each for each in result.levels if each.verdict == PASSES]
+    best = min(passing, key=lambda each: (each.name != "O1 bfloat16", each.opt_level), default=None)
+    instead = "No level that was tried passes without a change." if best is None else f"{best.name} passes instead."
+    yield from (Whole(f"  {each.call}") for each in passing)
     for each in result.levels:
         if each.verdict == PASSES:
             continue
@@ -350,17 +345,10 @@ def _advice(result: Preflight) -> Iterator[Any]:
         yield f"  No change was found that mends it ({counted(each.tried, 'run')} tried)."
         if each.trace is not None and not each.trace.cast_lists:
             yield item(f"By hand: {each.trace.remedies[0]}.", "  ")
-        yield f"  {_instead(result.levels)}"
+        yield f"  {instead}"
     yield from (
         item(note, "\n  Note: ") for note in dict.fromkeys(note for each in result.levels for note in each.notes)
     )
-
-
-def _instead(levels: Sequence[LevelVerdict]) -> str:
-    passing = [each for each in levels if each.verdict == PASSES]
-    if passing:
-        return f"{min(passing, key=lambda each: (each.name != 'O1 bfloat16', each.opt_level)).name} passes instead."
-    return "No level that was tried passes without a change."
 
 
 def _reason(each: LevelVerdict, bound: float) -> str:
@@ -385,12 +373,12 @@ def _reason(each: LevelVerdict, bound: float) -> str:
 def _underflow(rows: Sequence[Underflow]) -> Iterator[Column]:
     """Yields the columns of the table of underflows."""
     yield Column("parameter", lambda row: row.parameter)
-    yield Column("share", lambda row: f"{row.share:.1%}", is_number=True)
+    yield number("share", lambda row: row.share, ".1%")
     if rows and rows[0].scale != 1:
         head = f"with a loss scale of {rows[0].scale:g}"
-        yield Column(head, lambda row: f"{row.share_scaled:.1%}", is_number=True)
+        yield number(head, lambda row: row.share_scaled, ".1%")
     if any(row.noise is not None for row in rows):
-        yield Column("of it rounding noise", lambda row: _number(row.noise, ".0%"), is_number=True)
+        yield number("of it rounding noise", lambda row: row.noise, ".0%")
 
 
 def _about_noise(unknown: str) -> str:
@@ -409,11 +397,11 @@ _CALL = (
     Column("function", lambda row: shown_call(row.location.function, row.location.operator)),
     Column("O1 runs it in", lambda row: row.location.at_o1, rank=1),
     Column("module and line", lambda row: _place(row.location)),
-    Column("calls", lambda row: str(row.calls), is_number=True, rank=2),
+    number("calls", lambda row: row.calls, rank=2),
 )
 _UNLISTED = (
     Column("kind", lambda row: row.kind),
     Column("function", lambda row: row.function),
     Column("module and line", _place),
-    Column("calls", lambda row: str(row.count), is_number=True, rank=1),
+    number("calls", lambda row: row.count, rank=1),
 )

@@ -5,13 +5,14 @@ Owns the wording and the order of the sections. Must never compute what the repo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from ampatch.diagnostics.report.numbers import in_terminal, seconds, size
 from ampatch.diagnostics.report.steps import course_of_scale, share_lost, underflow_told
 from ampatch.diagnostics.shown_names import counted, few, shown_function, shown_module, shown_place
-from ampatch.diagnostics.tables import ROWS, Column, item, printed, table
+from ampatch.diagnostics.tables import ROWS, Column, item, number, printed, table
 
 _LAST_STEPS = 5
 _NAMES = 4  # of functions on a line
@@ -78,9 +79,9 @@ def _functions(functions: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         Column("rule", lambda row: row["rule"] or "-", rank=3),
         Column("types", lambda row: _types(row["types"]), rank=4),
         *_NUMBERS,
-        Column("undone", lambda row: f"{row['undone']:,}" if row["undone"] else "-", is_number=True, rank=1),
+        number("undone", lambda row: row["undone"] or None, rank=1),
     ]
-    yield from table("Casts by function", columns, rows[:ROWS], len(rows))
+    yield from table("Casts by function", columns, rows)
     others = len(functions) - len(rows)
     if others:
         yield f"{counted(others, 'other function')} had no casts.\n"
@@ -107,20 +108,15 @@ def _lines(lines: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         Column("functions", lambda row: few([shown_function(name) for name in row["functions"]], _NAMES), rank=3),
         *_NUMBERS,
     ]
-    yield from table("Casts by line", columns, rows[:ROWS], len(rows))
-
-
-def _count(name: str) -> Callable[[Mapping[str, Any]], str]:
-    """Returns a function that returns a row's number of something."""
-    return lambda row: f"{row[name]:,}"
+    yield from table("Casts by line", columns, rows)
 
 
 _NUMBERS = (
-    Column("calls", _count("calls"), is_number=True, rank=2),
-    Column("casts", _count("casts"), is_number=True),
-    Column("written", lambda row: _bytes(row["cast_bytes"]), is_number=True),
-    Column("time", lambda row: _seconds(row["cast_seconds"]), is_number=True, rank=2),
-    Column("cached", _count("cache_hits"), is_number=True, rank=1),
+    number("calls", itemgetter("calls"), rank=2),
+    number("casts", itemgetter("casts")),
+    number("written", lambda row: _bytes(row["cast_bytes"])),
+    number("time", lambda row: _seconds(row["cast_seconds"]), rank=2),
+    number("cached", itemgetter("cache_hits"), rank=1),
 )
 
 
@@ -131,9 +127,9 @@ def _misaligned(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         Column("type", lambda row: row["dtype"], rank=2),
         Column("m, k, n", lambda row: ", ".join(map(str, row["size"]))),
         Column("padded", lambda row: ", ".join(map(str, row["pads"]))),
-        Column("calls", _count("calls"), is_number=True, rank=3),
+        number("calls", itemgetter("calls"), rank=3),
     ]
-    yield from table("Matrix products with sizes that tensor cores pad", columns, rows[:ROWS], len(rows))
+    yield from table("Matrix products with sizes that tensor cores pad", columns, rows)
 
 
 def _modules(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
@@ -144,9 +140,9 @@ def _modules(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         Column("out", lambda row: _list(row["out"])),
         Column("activations", lambda row: _by_type(row["activation_bytes"]), rank=1),
         Column("weights", lambda row: _by_type(row["weight_bytes"]), rank=2),
-        Column("saved", lambda row: _bytes(row["saved_bytes"]), is_number=True),
+        number("saved", lambda row: _bytes(row["saved_bytes"])),
     ]
-    yield from table("Memory by module", columns, rows[:ROWS], len(rows))
+    yield from table("Memory by module", columns, rows)
 
 
 def _by_type(memory: Mapping[str, int]) -> str:
@@ -160,19 +156,15 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
     skipped = sum(row["skipped"] for row in rows)
     yield f"{counted(len(rows), 'step')}, {skipped:,} of them skipped. {course_of_scale(rows, _scale)}."
     columns = [
-        Column("step", _count("step"), is_number=True),
-        Column("loss_id", lambda row: "-" if row["loss_id"] is None else str(row["loss_id"]), is_number=True, rank=1),
-        Column("scale", lambda row: _scale(row["scale"]), is_number=True),
+        number("step", itemgetter("step")),
+        number("loss_id", itemgetter("loss_id"), rank=1),
+        number("scale", lambda row: _scale(row["scale"])),
         Column("skipped", lambda row: "skipped" if row["skipped"] else "overflow" if row["overflow"] else ""),
-        Column("gradient norm", _norm, is_number=True),
+        number("gradient norm", lambda row: "not finite" if (norm := row["gradient_norm"]) is None else norm, ".4g"),
     ]
     overflows = [row for row in rows if row["overflow"]]
     yield from table("The last overflows", columns, overflows[-ROWS:], len(overflows))
     yield from table("The last steps", columns, rows[-_LAST_STEPS:], len(rows))
-
-
-def _norm(row: Mapping[str, Any]) -> str:
-    return "not finite" if row["gradient_norm"] is None else f"{row['gradient_norm']:.4g}"
 
 
 def _underflow(found: Mapping[str, Any]) -> Iterator[Any]:
@@ -181,7 +173,7 @@ def _underflow(found: Mapping[str, Any]) -> Iterator[Any]:
         "zero already do not count."
     )
     columns = [
-        Column("scale", lambda row: _scale(row["scale"]), is_number=True),
+        number("scale", lambda row: _scale(row["scale"])),
         _share("rounded to zero", "zero"),
         _share("subnormal", "subnormal"),
         _share("overflow", "overflow"),
@@ -191,17 +183,17 @@ def _underflow(found: Mapping[str, Any]) -> Iterator[Any]:
     yield from table(f"What {found['half']} loses, by loss scale", columns, scales, len(scales))
     columns = [
         Column("parameter", lambda row: row["name"]),
-        Column("elements", _count("elements"), is_number=True),
+        number("elements", itemgetter("elements")),
         _share("zero already", "zero", rank=1),
         _share("rounded to zero", "rounded_to_zero"),
         _share("subnormal", "subnormal"),
     ]
     losing = sorted((row for row in found["parameters"] if share_lost(row)), key=lambda row: -share_lost(row))
-    yield from table("Gradients that lose most, over all these passes", columns, losing[:ROWS], len(losing))
+    yield from table("Gradients that lose most, over all these passes", columns, losing)
 
 
 def _share(head: str, name: str, rank: int = 0) -> Column:
-    return Column(head, lambda row: _percent(row[name]), is_number=True, rank=rank)
+    return number(head, lambda row: _percent(row[name]), rank=rank)
 
 
 def _percent(share: float) -> str:
@@ -222,16 +214,12 @@ def _comparison(found: Mapping[str, Any]) -> Iterator[Any]:
     yield found["verdict"]
     columns = [
         Column("function", lambda row: shown_function(row["name"])),
-        Column("calls", _count("calls"), is_number=True),
-        Column("above noise", _count("above"), is_number=True),
-        Column("error", lambda row: _error(row["error"]), is_number=True),
+        number("calls", itemgetter("calls")),
+        number("above noise", itemgetter("above")),
+        number("error", itemgetter("error"), ".2g"),
     ]
     differing = [row for row in found["functions"] if row["error"]]
-    yield from table("Errors by function", columns, differing[:ROWS], len(differing))
-
-
-def _error(number: float | str) -> str:
-    return number if isinstance(number, str) else f"{number:.2g}"
+    yield from table("Errors by function", columns, differing)
 
 
 def _place(row: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from ampatch.cast_lists.spellings import spelled
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.report.numbers import in_terminal, seconds
 from ampatch.diagnostics.shown_names import counted
-from ampatch.diagnostics.tables import Column, Whole, printed, table
+from ampatch.diagnostics.tables import Column, Whole, number, printed, table
 from ampatch.errors import UsageError
 from ampatch.grouping import grouped
 
@@ -268,10 +268,10 @@ class Tuning:
 
 _COLUMNS = (
     Column("trial", itemgetter(0)),
-    Column("metric", itemgetter(1), is_number=True),
-    Column("worse by", itemgetter(2), is_number=True),
-    Column("+/-", itemgetter(3), is_number=True, rank=2),
-    Column("FLOPs in half", itemgetter(4), is_number=True, rank=1),
+    number("metric", itemgetter(1)),
+    number("worse by", itemgetter(2)),
+    number("+/-", itemgetter(3), rank=2),
+    number("FLOPs in half", itemgetter(4), rank=1),
     Column("verdict", itemgetter(5)),
 )
 
