@@ -6,7 +6,6 @@ pixels, so that a drawing fits any width and its text keeps its size. Must never
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,7 +66,7 @@ def loss_scale(steps: Sequence[_Row]) -> Plot | None:
     told = f"From step {steps[0]['step']} to {steps[-1]['step']}, {count(overflows)} of them with an overflow."
     named = [(tick, power_of_2(tick)) for tick in ticks]
     most = _MARKS if overflows <= _MARKS else 0
-    return _plot(told, steps, [*map(_stairs, lines.values())], (low, high), named, most)
+    return _plot(told, steps, [*map(thinned, lines.values())], (low, high), named, most, is_stairs=True)
 
 
 def gradient_norm(steps: Sequence[_Row]) -> Plot | None:
@@ -209,6 +208,7 @@ def _plot(
     up: tuple[float, float],
     values: Iterable[tuple[float, str]],
     most_points: int = 0,
+    is_stairs: bool = False,
 ) -> Plot:
     """Returns a plot.
 
@@ -219,6 +219,7 @@ def _plot(
         up: the least and the greatest value.
         values: those on the axis, with their names.
         most_points: number of overflows that get a point of their own.
+        is_stairs: whether a value stays until the next step.
     """
     first: float = steps[0]["step"]
     last: float = steps[-1]["step"]
@@ -232,11 +233,12 @@ def _plot(
         return 0 if value is None else HEIGHT * (1 - (value - up[0]) / (up[1] - up[0]))
 
     def path(line: Iterable[_Point]) -> str:
-        path, command = "", "M"
+        path, is_begun = "", False
         for step, value in line:
             if value is not None:
-                path += f"{command}{10 * x(step):.1f} {y(value):.1f}"
-            command = "M" if value is None else "L"
+                command, between = ("M", " ") if not is_begun else ("H", "V") if is_stairs else ("L", " ")
+                path += f"{command}{10 * x(step):.1f}{between}{y(value):.1f}"
+            is_begun = value is not None
         return path
 
     middles = [] if last - first < 4 else [(round((first + last) / 2), "", "middle")]
@@ -252,17 +254,6 @@ def _plot(
         [path(line) for line in lines],
         [(x(step["step"]), y(_log(step["scale"])), step) for step in overflows[:most_points]],
     )
-
-
-def _stairs(line: Sequence[_Point]) -> list[_Point]:
-    """Returns the points at which a line of steps turns; of very many, fewer."""
-    turns = list(line[:1])
-    for (_, before), (step, value) in itertools.pairwise(line):
-        if value != before:
-            turns += [(step, value)] if None in (before, value) else [(step, before), (step, value)]
-    if line and turns[-1] != line[-1]:
-        turns.append(line[-1])
-    return turns if len(turns) <= 4 * _POINTS else thinned(turns, 2 * _POINTS)
 
 
 def _log(value: Any, log: Callable[[float], float] = math.log2) -> float | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 from typing import Any
 
 from ampatch.diagnostics.compare.result import ComparedRow, telling_rows
@@ -86,11 +85,6 @@ def comparison(found: Mapping[str, Any]) -> Compared:
     if len(shown) < len(telling):
         note += f" The {count(len(shown))} {best} are shown."
     return Compared(are_numbers, Rows(shown, note), {worst: "worst", first: "first"})
-
-
-def place(file: str | None, line: int | None) -> str:
-    """Returns a line as "file:number", the file without its folders; empty if there is none."""
-    return "" if file is None else f"{PurePath(file).name}:{line}"
 
 
 def _compared(row: Mapping[str, Any]) -> ComparedRow:
