@@ -13,7 +13,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.spellings import entry_for, is_in_place, known_names, spellings
@@ -75,8 +74,10 @@ class Examiner:
         if not found:
             return OverflowTrace(notes=notes)
         op = found[min(found)]
-        is_input = _is_input(op)
-        if _unwritten(op) and not is_input:
+        unwritten = _unwritten(op)
+        # Data or a parameter was not finite to begin with.
+        is_input = bool(unwritten) and not op.is_backward and all(values.is_leaf for values in unwritten)
+        if unwritten and not is_input:
             return OverflowTrace(notes=(*notes, _NO_FORWARD))
         largest = None if is_input else causes.in_float32(op)
         if largest is None and not is_input and op.ran_in_half:
@@ -99,20 +100,17 @@ class Examiner:
         """Names an operator: in a backward pass, by the function whose gradient it computes."""
         named = _to_name(op)
         place = op.place or named.place  # the user's own backward function, or the forward
+        modules = named.modules or op.modules
+        names = self._named_modules() if modules else {}
+        # The innermost one that the user's model knows; else one without a name.
+        module = next((each for each in reversed(modules) if id(each) in names), modules[-1] if modules else None)
         return NamedOp(
             _function_name(op, named),
             "cast" if op.op_name == CAST else op.op_name,
-            *self._named_module(named.modules or op.modules),
+            names.get(id(module)),
+            None if module is None else type(module).__name__,
             *((None, None, "") if place is None else (place.file, place.line, place.source)),
         )
-
-    def _named_module(self, modules: Sequence[nn.Module]) -> tuple[str | None, str | None]:
-        """Returns name and class of the innermost module that the user's model knows; else None and a class."""
-        names = self._named_modules() if modules else {}
-        for module in reversed(modules):
-            if id(module) in names:
-                return names[id(module)], type(module).__name__
-        return None, type(modules[-1]).__name__ if modules else None
 
     def _remedies(self, op: WatchedOp, trace: OverflowTrace, loss_scale: float | None) -> dict[str, Any]:
         """Returns what mends an overflow, by the attributes of the trace."""
@@ -120,13 +118,12 @@ class Examiner:
         if not op.ran_in_half or not (largest is None or math.isfinite(largest)):
             told = ", on these inputs, which were computed in half," if op.ran_in_half else ""
             return {"remedies": (f"{_NONE}it is not finite in float32{told} either",)}
-        return self._of_backward(largest, loss_scale) if op.is_backward else self._of_forward(op, trace.module)
-
-    def _of_backward(self, largest: float | None, loss_scale: float | None) -> dict[str, Any]:
+        if not op.is_backward:
+            return self._of_forward(op, trace.module)
         if not largest or loss_scale is None:
             return {"remedies": ("a lower loss scale",)}
-        greatest = torch.finfo(self._properties.half_dtype).max
-        return self.of_loss_scale(_power_of_two_below(loss_scale * min(greatest / largest, 0.5)))
+        fits = loss_scale * min(torch.finfo(self._properties.half_dtype).max / largest, 0.5)
+        return self.of_loss_scale(2.0 ** math.floor(math.log2(fits)) if fits > 0 else 0.0)
 
     def of_loss_scale(self, fits: float) -> dict[str, Any]:
         """Returns what mends an overflow by a lower loss scale; by none if it is below the floor, or 0."""
@@ -239,12 +236,6 @@ def _unwritten(op: WatchedOp) -> list[Values]:
     return [values for values in op.inputs if not values.is_finite and not values.results]
 
 
-def _is_input(op: WatchedOp) -> bool:
-    """Returns True if data or a parameter was not finite to begin with."""
-    unwritten = _unwritten(op)
-    return bool(unwritten) and not op.is_backward and all(values.is_leaf for values in unwritten)
-
-
 def _to_name(op: WatchedOp) -> WatchedOp:
     """Returns the operator to name for an operator: in a backward pass, the operator of the forward pass.
 
@@ -285,10 +276,6 @@ def _function_name(op: WatchedOp, named: WatchedOp) -> str:
     if op.is_backward and (op.parameter is not None or (op.forward is None and op.op_name in ("add", "add_"))):
         return SUM_OF_GRADIENTS
     return _listed_name(named)
-
-
-def _power_of_two_below(number: float) -> float:
-    return 2.0 ** math.floor(math.log2(number)) if number > 0 else 0.0
 
 
 def _traced(values: Values) -> TracedTensor:

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -40,6 +40,8 @@ from ampatch.weights.conversion_plan import matches
 
 #: The states of random generators, by device; that of the CPU's has None.
 Random = list[tuple[torch.device | None, Tensor]]
+#: Returns a context in which a forward runs.
+_Block = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -82,7 +84,10 @@ class NotedForward:
             on_gpus = {each.device for each in tensors_in(given) if each.is_cuda}
             random += [(device, torch.cuda.get_rng_state(device)) for device in on_gpus]
         if any(each.requires_grad for each in tensors_in(given)):
-            given = nested.cast_tensors(given, _apart)
+            # Without their graphs, which the first backward pass frees.
+            given = nested.cast_tensors(
+                given, lambda each: each.detach().requires_grad_() if each.requires_grad else each
+            )
         before = state() if is_any_autocast_enabled() or is_in_region() else PLAIN
         return cls(module, call, given, random, before, Place.of(users_frame(sys._getframe(2))))
 
@@ -131,7 +136,7 @@ class NotedForward:
         state: State | None = None,
         compiles: bool = False,
         parts: Iterable[str] = (),
-        block: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        block: _Block = contextlib.nullcontext,
     ) -> SecondRun:
         """Runs the forward pass and its backward passes again, on copies of the model and of its arguments.
 
@@ -152,12 +157,14 @@ class NotedForward:
             run.module.compile()
         args, kwargs = run.given
         with contextlib.ExitStack() as stack:
+            stack.callback(RandomState().restore)
+            _draw_again(self.random)
             region = Region(self.state if state is None else state)
-            printed = contextlib.redirect_stdout(io.StringIO())
-            for each in (_drawing_again(self.random), region, torch.enable_grad(), printed):
+            for each in (region, torch.enable_grad(), contextlib.redirect_stdout(io.StringIO())):
                 stack.enter_context(each)
             for name in parts:
-                stack.enter_context(_within(run.module.get_submodule(name), block))
+                part = run.module.get_submodule(name)
+                part.forward = _within(block, part.forward)
             if watch is not None:
                 stack.enter_context(watch)
             is_told = watch is None or self.call is self.module  # by the hooks around it
@@ -188,22 +195,23 @@ class NotedForward:
         return run
 
 
-@contextlib.contextmanager
-def _within(module: nn.Module, block: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Has the forward of a module run in a block."""
-    held, forward = vars(module).get("forward"), module.forward
+def _draw_again(noted: Random) -> None:
+    """Sets torch's random generators to noted states."""
+    for device, values in noted:
+        if device is None:
+            torch.set_rng_state(values)
+        else:
+            torch.cuda.set_rng_state(values, device)
+
+
+def _within(block: _Block, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a forward that runs in a block."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with block():
             return forward(*args, **kwargs)
 
-    module.forward = run
-    try:
-        yield
-    finally:
-        del module.forward
-        if held is not None:
-            module.forward = held
+    return run
 
 
 def _note(reference: weakref.ref[NotedForward], place: int, number: int, gradients: tuple[Tensor | None, ...]) -> None:
@@ -288,23 +296,3 @@ def tensors_in(value: Any) -> list[Tensor]:
             waiting += [getattr(each, known.name, None) for known in fields(each)]
         opened.add(id(each))
     return found
-
-
-def _apart(tensor: Tensor) -> Tensor:
-    """Returns a tensor without its graph, which the first backward pass frees."""
-    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-
-
-@contextlib.contextmanager
-def _drawing_again(noted: Random) -> Iterator[None]:
-    """Context that begins with noted random states, and after which random states are as before."""
-    before = RandomState()
-    for device, values in noted:
-        if device is None:
-            torch.set_rng_state(values)
-        else:
-            torch.cuda.set_rng_state(values, device)
-    try:
-        yield
-    finally:
-        before.restore()

@@ -133,10 +133,11 @@ class OverflowTracer:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
-        if self._thread.is_inside or not _is_usual():
+        # Unless a graph is captured or traced, or a checkpoint recomputes a forward pass.
+        is_usual = current_graph_task_id() == -1 and not (is_capturing() or is_recording())
+        if self._thread.is_inside or not is_usual:
             return call(*args, **kwargs)
-        if self._has_stepped:
-            self._drop_used()
+        self._drop_used()
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         noted = NotedForward.begun(module, call, args, kwargs)
@@ -145,7 +146,9 @@ class OverflowTracer:
         noted.follow(result)
         self._noted.append(noted)
         if len(self._noted) > min(_FORWARDS_KEPT, self._most_noted):
-            self._drop_old()
+            idle = [each for each in self._noted if not each.arrived]
+            dropped = idle[:-_FORWARDS_KEPT] + self._noted[: -self._most_noted]
+            self._noted[:] = [each for each in self._noted if each not in dropped]
         return result
 
     def _named_modules(self) -> dict[int, str]:
@@ -154,13 +157,13 @@ class OverflowTracer:
 
     def note_losses(self, losses: Iterable[Tensor]) -> None:
         """Notes scaled losses, whose backward passes follow."""
-        if self._has_stepped:
-            self._drop_used()
+        self._drop_used()
         self._losses += [each.grad_fn for each in losses if each.grad_fn is not None]
 
     def _drop_used(self) -> None:
-        """Drops the forward passes before the last step, except for those that no backward pass has followed."""
-        self._drop([each for each in self._noted if not each.arrived])
+        """After a step drops the forward passes before it, except for those that no backward pass has followed."""
+        if self._has_stepped:
+            self._drop([each for each in self._noted if not each.arrived])
 
     def _drop(self, but: Sequence[NotedForward] = ()) -> None:
         """Drops what is noted of a step, but for some forward passes."""
@@ -170,12 +173,6 @@ class OverflowTracer:
         self._noted[:] = but
         if self.skipped is not None:
             self.skipped.close()
-
-    def _drop_old(self) -> None:
-        idle = [each for each in self._noted if not each.arrived]
-        dropped = idle[:-_FORWARDS_KEPT] + self._noted[: -self._most_noted]
-        if dropped:
-            self._noted[:] = [each for each in self._noted if each not in dropped]
 
     def trace_of(self, parameters: Iterable[Tensor], loss_scale: float) -> OverflowTrace:
         """Returns where the first inf or NaN in the gradients of parameters came from; syncs with the device.
@@ -396,11 +393,6 @@ class Thread(threading.local):
             yield
         finally:
             self.is_inside = False
-
-
-def _is_usual() -> bool:
-    """Returns True unless a graph is captured or traced, or a checkpoint recomputes a forward pass."""
-    return current_graph_task_id() == -1 and not (is_capturing() or is_recording())
 
 
 class _WatchedSteps(Watch):

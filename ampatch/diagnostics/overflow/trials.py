@@ -45,10 +45,6 @@ def in_float32(entries: Iterable[Entry]) -> Iterator[None]:
         yield
 
 
-def _paths_of(namespace: str, name: str) -> list[Path]:
-    return spellings(name) if namespace == EVERY_NAMESPACE else [Path(namespace, name)]
-
-
 class _InFloat32(TorchFunctionMode):
     """Runs functions in float32: patched ones as an observer of their calls, all others as a mode."""
 
