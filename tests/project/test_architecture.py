@@ -110,9 +110,7 @@ def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_us
 MOST_METHODS, MOST_IMPORTS = 20, 15
 LARGE_CLASSES = {
     "ampatch.apex.fp16_utils.fp16_optimizer.FP16_Optimizer": 22,
-    "ampatch.diagnostics.overflow.tracer.OverflowTracer": 21,
-    "ampatch.diagnostics.recorder.recorder.Recorder": 23,
-    "ampatch.diagnostics.report.calls.CallRecorder": 23,
+    "ampatch.diagnostics.recorder.recorder.Recorder": 22,
     "ampatch.distributed.Ranks": 23,
     "ampatch.integrations.trainer_session.TrainerSession": 26,
     "ampatch.interfaces.grad_scaler.GradScaler": 22,

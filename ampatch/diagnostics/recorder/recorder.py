@@ -245,17 +245,6 @@ class Recorder:
             if ended.module is module:
                 return
 
-    def tell_fused(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a fused kernel, which has autocast cast for the operators that it calls itself.
-
-        torch has turned autocast off for the mode, as autocast has usually cast before.
-        """
-        with contextlib.ExitStack() as guards:
-            for key in self.thread.fused_casts:
-                self.missed[_FUSED_CASTS] = None
-                guards.enter_context(modes.SetExcludeDispatchKeyGuard(key, False))
-            return self.operator(op, args, kwargs)
-
 
 class _Telling:
     """A mode that tells a recorder what it sees. It keeps no recorder alive."""
@@ -282,7 +271,21 @@ class OperatorMode(_Telling, TorchDispatchMode):
         recorder, kwargs = self._recorder(), kwargs or {}
         if recorder is None or not recorder.is_told():
             return func(*args, **kwargs)
-        return (recorder.tell_fused if func in FUSED_LAYERS else recorder.operator)(func, args, kwargs)
+        if func in FUSED_LAYERS:
+            return _run_fused(recorder, func, args, kwargs)
+        return recorder.operator(func, args, kwargs)
+
+
+def _run_fused(recorder: Recorder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a fused kernel, which has autocast cast for the operators that it calls itself.
+
+    torch has turned autocast off for the mode, as autocast has usually cast before.
+    """
+    with contextlib.ExitStack() as guards:
+        for key in recorder.thread.fused_casts:
+            recorder.missed[_FUSED_CASTS] = None
+            guards.enter_context(modes.SetExcludeDispatchKeyGuard(key, False))
+        return recorder.operator(op, args, kwargs)
 
 
 class _ModeWithoutAmp(OperatorMode, ObservingMode):

@@ -32,10 +32,6 @@ class Region(NamedTuple):
         first, width = int(tensor.storage_offset()), tensor.itemsize
         return cls(first * width, (first + count) * width, is_dense=count == tensor.numel())
 
-    def overlaps(self, other: Region) -> bool:
-        """Returns True if they have a byte in common."""
-        return self.first < other.end and other.first < self.end
-
     def covers(self, other: Region) -> bool:
         """Returns True if this one has every byte of the other one."""
         return self.is_dense and self.first <= other.first and other.end <= self.end
@@ -66,7 +62,7 @@ class WrittenMemory:
         """
         region = Region.of(tensor)
         _, writes = self._storages.get(_key(tensor), (None, []))
-        earlier = [each for each in writes if each[0].overlaps(region)]
+        earlier = [each for each in writes if each[0].first < region.end and region.first < each[0].end]
         if earlier and region.is_dense and earlier[-1][0] == region and earlier[-1][1].dtype is tensor.dtype:
             return earlier[-1][1]
         values = measure(tuple(each for _, each in earlier if each.writer is not None))

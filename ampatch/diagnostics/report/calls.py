@@ -81,8 +81,7 @@ class CallRecorder(Recorder):
         self._modules = Modules()
         self._info = cache(_Info)
         self._by_node: dict[int, Row] = {}  # where the backward passes of casts count, by the numbers of their nodes
-        # Casts of half tensors to wider types by their memory: its reference, and their version counters.
-        self._widened: dict[int, tuple[StorageWeakRef, tuple[int, ...]]] = {}
+        self._widened = _Widened()
         self._decorated: set[Any] = set()
         self._session: weakref.ref[Any] | None = None
         self._rulings: Rulings | None = None
@@ -110,7 +109,7 @@ class CallRecorder(Recorder):
         """Stops recording. What was recorded stays."""
         super().stop()
         self._by_node.clear()
-        self._widened.clear()
+        self._widened = _Widened()
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what was recorded so far as plain data; waits for casts on GPUs that still run."""
@@ -218,21 +217,20 @@ class CallRecorder(Recorder):
         self._note_session()
         if decoration_of(wrapper) is not None:
             self._decorated.add(function)
-        info = self._info(function)
-        run = partial(self._call_wrapper, function, info, wrapper)
-        return self._run(function, info, run, args, kwargs, sys._getframe(2))
+        info, thread, functions = self._info(function), self.thread, mode_stacks.FUNCTIONS
 
-    def _call_wrapper(self, function: Any, info: _Info, wrapper: Any, /, *args: Any, **kwargs: Any) -> Any:
-        thread, functions = self.thread, mode_stacks.FUNCTIONS
-        # As in a call that torch reports: no mode is on while torch's own code runs. This is also faster.
-        taken = functions.pop() if info.is_of_torch and functions.modes()[-1:] == [self.function_mode] else None
-        thread.expected, thread.wrapped = function, function if taken is None else None
-        try:
-            return wrapper(*args, **kwargs)
-        finally:
-            thread.expected = thread.wrapped = None
-            if taken is not None:
-                functions.push(taken)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # As in a call that torch reports: no mode is on while torch's own code runs. This is also faster.
+            taken = functions.pop() if info.is_of_torch and functions.modes()[-1:] == [self.function_mode] else None
+            thread.expected, thread.wrapped = function, function if taken is None else None
+            try:
+                return wrapper(*args, **kwargs)
+            finally:
+                thread.expected = thread.wrapped = None
+                if taken is not None:
+                    functions.push(taken)
+
+        return self._run(function, info, run, args, kwargs, sys._getframe(2))
 
     def cast(self, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
         """Makes one or several casts, and counts them for the call that is running."""
@@ -252,7 +250,7 @@ class CallRecorder(Recorder):
             for each in [made] if isinstance(made, Tensor) else made:
                 self._note_cast(row, each, None if each.grad_fn is None else sequence_number(each.grad_fn))
             if isinstance(made, Tensor):
-                self._note_undone(row, tensor, source, made)
+                row.undone += self._widened.note(tensor, source, made)
         return made  # type: ignore[no-any-return]
 
     def hit(self, kept: list[Tensor]) -> None:
@@ -274,18 +272,6 @@ class CallRecorder(Recorder):
         if node is not None:
             remember(self._by_node, node, row)
 
-    def _note_undone(self, row: Row | None, tensor: Tensor, source: torch.dtype, made: Tensor) -> None:
-        """Notes a cast from half to a wider type, and counts one of its result back to half; none without a row."""
-        if tensor.layout is not torch.strided or made.layout is not torch.strided:
-            return
-        if source in HALVES and made.dtype not in HALVES:
-            storage = StorageWeakRef(made.untyped_storage())
-            remember(self._widened, storage.cdata, (storage, operands.versions_of(made)))
-        elif made.dtype in HALVES and source not in HALVES and row is not None and type(tensor) is not Parameter:
-            wide, versions = self._widened.get(storage_id(tensor.untyped_storage()), (None, ()))
-            if wide is not None and not wide.expired() and versions == operands.versions_of(tensor):
-                row.undone += 1  # nothing has written to it since
-
     def _note_session(self) -> None:
         live = runtime.live
         if live is not None and (self._session is None or self._session() is not live):
@@ -304,9 +290,9 @@ class CallRecorder(Recorder):
         if op is TO_COPY:
             result = self._copy(args, kwargs)
         else:
-            if call.known is not None and call.row is not None:
+            if call.known is not None:
                 with unseen():
-                    self._note_hits(call.row, call.known, args)
+                    call.note_hits(args)
             result = op(*args, **kwargs)
         running = self.running_here()
         forward = None if running is None else running.noted
@@ -314,14 +300,6 @@ class CallRecorder(Recorder):
             with unseen():
                 self._note_results(op, args, result, call, forward)
         return result
-
-    def _note_hits(self, row: Row, known: dict[int, Tensor], args: _Args) -> None:
-        """Counts half tensors among an operator's arguments that nothing in this call has made."""
-        for tensor in tensors_in(args):
-            if id(tensor) not in known:
-                known[id(tensor)] = tensor
-                if tensor.dtype in HALVES and tensor.grad_fn is not None and tensor.grad_fn.name() == _CASTS_BACK:
-                    row.numbers.add_hits([tensor])
 
     def _note_results(self, op: Any, args: _Args, result: Any, call: _Call, forward: Forward | None) -> None:
         results = operands.tensors_in(result)
@@ -357,8 +335,8 @@ class CallRecorder(Recorder):
             made = self._rows.timed(row, is_on_gpu, partial(TO_COPY, *args, **kwargs))
             if row is not None:
                 self._note_cast(row, made, number)
-            if node is None:
-                self._note_undone(row, tensor, source, made)
+            if node is None and self._widened.note(tensor, source, made) and row is not None:
+                row.undone += 1
         return made
 
     # Modules
@@ -398,6 +376,33 @@ class _Call:
     known: dict[int, Tensor] | None = None
     ran: int = 0
     casts: int = 0
+
+    def note_hits(self, args: _Args) -> None:
+        """Counts half tensors among an operator's arguments that nothing in this call has made."""
+        for tensor in tensors_in(args):
+            if self.row is not None and self.known is not None and id(tensor) not in self.known:
+                self.known[id(tensor)] = tensor
+                if tensor.dtype in HALVES and tensor.grad_fn is not None and tensor.grad_fn.name() == _CASTS_BACK:
+                    self.row.numbers.add_hits([tensor])
+
+
+class _Widened:
+    """Tensors that were cast from half to a wider type, by their memory: its reference, and their version counters."""
+
+    def __init__(self) -> None:
+        self._by_memory: dict[int, tuple[StorageWeakRef, tuple[int, ...]]] = {}
+
+    def note(self, tensor: Tensor, source: torch.dtype, made: Tensor) -> bool:
+        """Notes a cast; returns True if it casts such a tensor back to half, and nothing has written to it since."""
+        if tensor.layout is not torch.strided or made.layout is not torch.strided:
+            return False
+        if source in HALVES and made.dtype not in HALVES:
+            storage = StorageWeakRef(made.untyped_storage())
+            remember(self._by_memory, storage.cdata, (storage, operands.versions_of(made)))
+        elif made.dtype in HALVES and source not in HALVES and type(tensor) is not Parameter:
+            wide, versions = self._by_memory.get(storage_id(tensor.untyped_storage()), (None, ()))
+            return wide is not None and not wide.expired() and versions == operands.versions_of(tensor)
+        return False
 
 
 class _Thread(Thread):
