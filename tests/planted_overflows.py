@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +25,21 @@ class Amplified(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * ctx.factor, None
+
+
+def with_gradient(gradient_of: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Returns a function that copies a tensor, and whose backward pass calls the decorated one with the gradient."""
+
+    class Copied(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return gradient_of(grad)
+
+    return Copied.apply
 
 
 @contextlib.contextmanager

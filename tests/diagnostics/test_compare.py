@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from command_line import ampatch
 from helpers import Disturbable, undisturbed
+from planted_overflows import with_gradient
 from sample_reports import small, step
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -180,19 +181,14 @@ class Offset(nn.Module):
         return (x + 300) - 300
 
 
-class Shifted(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return (grad + 300) - 300
+@with_gradient
+def shifted(grad: Tensor) -> Tensor:
+    return (grad + 300) - 300
 
 
 class InBackward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return Shifted.apply(x)
+        return shifted(x)
 
 
 def around(culprit: nn.Module) -> nn.Module:
@@ -261,18 +257,11 @@ class TestCulprits:
         assert cosine.starts
 
     def test_the_loss_scale_is_that_of_the_step_that_has_one(self) -> None:
-        class Beyond(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
-                return (grad.sign() * 7e4) * 1e-6
+        beyond = with_gradient(lambda grad: (grad.sign() * 7e4) * 1e-6)
 
         class Overflowing(nn.Linear):
             def forward(self, x: Tensor) -> Tensor:
-                return Beyond.apply(super().forward(x))
+                return beyond(super().forward(x))
 
         result = compared(Overflowing(8, 8), a={**HALF, "cast_lists": {"blacklist": {"*": ["mul"]}}}, b=HALF)
         assert result.verdict.startswith("O1 float16 has inf or NaN")

@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from helpers import together
 from optimizers import backward
+from planted_overflows import with_gradient
 from sample_reports import NUMBERS, full, small, step
 from torch import Tensor, nn
 
 from ampatch import amp
+from ampatch.casting import cast_observers
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.report.advice import advice
 from ampatch.diagnostics.report.text import text
@@ -223,6 +225,7 @@ class TestBadInput:
             together([enter])
             torch.ones(2) + 1
         assert watched.to_dict()["totals"]["calls"]
+        assert cast_observers.observer is None
 
     @pytest.mark.parametrize(
         ("method", "path", "fault"),
@@ -377,18 +380,13 @@ class TestAdvice:
         assert after["steps"][0]["gradient_norm"] > 0
 
     def test_gradients_that_no_scale_covers_need_bfloat16(self) -> None:
-        class Wide(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
-                return torch.logspace(-24, 13, grad.numel(), base=2).reshape(grad.shape).to(grad.dtype)
+        @with_gradient
+        def wide(grad: Tensor) -> Tensor:
+            return torch.logspace(-24, 13, grad.numel(), base=2).reshape(grad.shape).to(grad.dtype)
 
         def lost(**options: Any) -> dict[str, Any]:
             model = nn.Sequential(nn.Linear(8, 8))
-            return trained(model, torch.eye(8), lambda x: Wide.apply(x.float()).sum(), init_scale=1.0, **options)
+            return trained(model, torch.eye(8), lambda x: wide(x.float()).sum(), init_scale=1.0, **options)
 
         changes = typed(advised(lost(), "underflow"))
         assert changes == {"half_dtype": torch.bfloat16}

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ampatch import amp
-from ampatch.casting import cast_observers
 from ampatch.diagnostics.recorder import mode_stacks
 from ampatch.diagnostics.recorder.functions import name_of
 from ampatch.diagnostics.recorder.recorder import FunctionMode, OperatorMode
@@ -30,7 +29,6 @@ from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.diagnostics.report import calls as report_calls
 from ampatch.diagnostics.report.calls import CallRecorder
 from ampatch.diagnostics.report.rows import Row, Rows
-from ampatch.errors import UsageError
 
 every_half = pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
 #: How calls of patched functions run: in C++ if it is built.
@@ -149,29 +147,21 @@ class TestSideEffects:
             amp.deinitialize()
         assert_same_state(*found)
 
-    def test_layers_in_eval_mode_run_the_same_kernels(self) -> None:
+    @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+    def test_layers_in_eval_mode_run_the_same_kernels(self, autocast: torch.dtype | None) -> None:
         torch.manual_seed(0)
         model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
         x = torch.randn(2, 5, 16)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
             expected = model(x)
             with CallRecorder() as recorder:
                 actual = model(x)
         assert_same_bits(actual, expected)
-        assert recorder.as_dict()["totals"]["calls"] == 0  # torch's own kernel runs the layer
-        assert modules(recorder.as_dict())[""]["operators"] == {"float32": 1}
-
-    @pytest.mark.parametrize("half_dtype", [torch.bfloat16, torch.float16], ids=str)
-    def test_layers_in_eval_mode_run_the_same_kernels_under_autocast(self, half_dtype: torch.dtype) -> None:
-        torch.manual_seed(0)
-        model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
-        x = torch.randn(2, 5, 16)
-        with torch.no_grad(), torch.autocast("cpu", half_dtype):
-            expected = model(x)
-            with CallRecorder() as recorder:
-                actual = model(x)
-        assert_same_bits(actual, expected)
-        assert "inside the fused kernels" in " ".join(recorder.as_dict()["notes"])
+        found = recorder.as_dict()
+        assert ("inside the fused kernels" in " ".join(found["notes"])) == (autocast is not None)
+        if autocast is None:
+            assert found["totals"]["calls"] == 0  # torch's own kernel runs the layer
+            assert modules(found)[""]["operators"] == {"float32": 1}
 
     def test_selective_checkpoints_have_the_same_bits(self) -> None:
         def policy(*_: object, **__: object) -> CheckpointPolicy:
@@ -397,8 +387,9 @@ class TestCosts:
             monkeypatch.setattr(report_calls, "_costs", lambda kind=kind: {kind: 1.0})
             with CallRecorder() as recorder:
                 train("O1")
-            totals = recorder.as_dict()["totals"]
-            expected = {**totals, "operators": recorder.operators, "modules": recorder._modules.count}[kind]
+            found = recorder.as_dict()
+            expected = {**found["totals"], "operators": recorder.operators, "modules": recorder._modules.count}[kind]
+            assert found["notes"] == []
             assert recorder.seconds == expected > 0
 
 
@@ -491,11 +482,6 @@ class TestModules:
 
 
 class TestBlock:
-    def test_a_recorder_inside_another_raises(self) -> None:
-        with CallRecorder(), pytest.raises(UsageError, match="a report was begun inside the block of another one"):
-            CallRecorder().__enter__()
-        assert cast_observers.observer is None
-
     def test_an_exception_in_the_block_leaves_no_modes_and_hooks(self) -> None:
         def fail(*_: object) -> None:
             raise RuntimeError("a user's error")
@@ -569,18 +555,3 @@ class TestBlock:
         report = recorded(lambda: torch.func.grad(lambda a: a.exp().sum())(x))
         assert [each["name"] for each in report["functions"]] == []
         assert "torch.func" in report["notes"][0]
-
-    def test_the_cost_of_recording_is_told(self) -> None:
-        with CallRecorder() as recorder:
-            train("O1")
-        assert recorder.as_dict()["notes"] == []
-        assert recorder.operators > 100
-        assert recorder.seconds > 0
-
-    def test_a_report_can_be_read_inside_the_block(self) -> None:
-        x = torch.ones(8, 8)
-        with CallRecorder() as recorder:
-            x.relu()
-            assert recorder.as_dict()["totals"]["calls"] == 1
-            x.relu()
-        assert recorder.as_dict()["totals"]["calls"] == 2

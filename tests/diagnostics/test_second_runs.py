@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import assert_same_state, together
 from optimizers import SGD, backward
-from planted_overflows import Amplified, traced, watch_each_step
+from planted_overflows import Amplified, traced, watch_each_step, with_gradient
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -140,14 +140,6 @@ def test_a_second_run_finds_what_a_watch_of_the_first_run_finds(
     # Only a second run tries remedies; a watch knows of one operator.
     found, seen = (replace(each, max_loss_scale=None, remedies=(), cast_lists=None) for each in (found, seen))
     assert found == seen
-
-
-def test_the_forward_pass_of_several_in_a_step_is_told() -> None:
-    first, second, third = batches()
-    model = Around(lambda _, x: Amplified.apply(x, 1e9 if len(x) == 15 else 1.0))
-    trace = told_of(model, "O1", first, second[:15], third)
-    assert trace.function == "Amplified"
-    assert trace.notes == ("in forward pass 2 of the 3 before this step",)
 
 
 def test_hooks_that_ran_again_are_told_and_nothing_is_printed_twice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,18 +289,9 @@ class TestRemedies:
         assert is_skipped(Around(function), cast_lists=trace.cast_lists)
 
     def test_no_loss_scale_is_promised_at_which_the_step_overflows_as_well(self) -> None:
-        class Constant(torch.autograd.Function):
-            """Gives a gradient that does not depend on the incoming one, and so on no loss scale."""
-
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                return x.clone()
-
-            @staticmethod
-            def backward(ctx: Any, grad: Tensor) -> Tensor:
-                return torch.full_like(grad, 6e4) * 30
-
-        trace = told_of(Around(lambda _, x: Constant.apply(x)))
+        # A gradient that does not depend on the incoming one, and so on no loss scale.
+        constant = with_gradient(lambda grad: torch.full_like(grad, 6e4) * 30)
+        trace = told_of(Around(lambda _, x: constant(x)))
         assert trace.max_loss_scale is None
         assert trace.remedies[0].startswith("no loss scale: at much lower ones gradients overflow as well.")
 
