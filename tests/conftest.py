@@ -337,6 +337,14 @@ def _compiled_where_everything_runs_on_it(request: pytest.FixtureRequest) -> Non
         request.getfixturevalue("compiled_calls")
 
 
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """torch.compile has compiled nothing before the test, and keeps nothing of it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def fresh() -> Iterator[Fresh]:
     """Interpreters that have imported torch, and nothing of ampatch."""

@@ -179,21 +179,9 @@ OPTIONS = [
 ]
 
 OBJECTS: Mistakes = {
-    "no-module": (
-        lambda bench: amp.initialize("model", bench.optimizer),
-        r"found str as a model; expected a torch\.nn\.Module",
-    ),
-    "no-module-in-a-list": (
-        lambda bench: amp.initialize([bench.model, None], bench.optimizer),
-        r"found NoneType as a model; expected a torch\.nn\.Module",
-    ),
     "optimizer-first": (
         lambda bench: amp.initialize(bench.optimizer, bench.model),
         r"found SGD as a model; expected a torch\.nn\.Module",
-    ),
-    "wrapped-model": (
-        lambda bench: amp.initialize(nn.DataParallel(bench.model), bench.optimizer),
-        "wrapped in DataParallel already. Call amp.initialize on the bare model first",
     ),
     "no-optimizer": (
         lambda bench: amp.initialize(bench.model, bench.model.parameters()),

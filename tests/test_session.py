@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Iterable
 
 import pytest
 import torch
 from conftest import OWN_ATTRIBUTES
-from helpers import assert_same_state
+from helpers import COPIES, assert_same_state
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
@@ -277,11 +276,6 @@ class Plain:
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
                 parameter.sub_(parameter.grad)
-
-
-COPIES = pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["deepcopy", "pickle"]
-)
 
 
 class TestAdoptedObjects:

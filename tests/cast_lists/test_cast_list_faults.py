@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, casts_on, dtype_name
+from helpers import casts_on
 from torch import nn
 
 from ampatch import amp
@@ -539,7 +539,6 @@ UNSOUND = {
 
 
 class TestNothingIsPatched:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("content", UNSOUND.values(), ids=UNSOUND)
     def test_an_initialize_that_finds_a_fault_patches_nothing(
         self, tmp_path: Path, content: str, half: torch.dtype

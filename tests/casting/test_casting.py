@@ -643,13 +643,8 @@ VALUES = {
 }
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 class TestCompiled:
-    @pytest.fixture(autouse=True)
-    def nothing_compiled(self) -> Iterator[None]:
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
-
     # torch traces hooks of the module that it compiles apart from its forward, so this one is part of another.
     @pytest.mark.slow
     @pytest.mark.parametrize("name", VALUES)

@@ -47,18 +47,6 @@ def neighbour():
 
 
 class TestNamespaces:
-    def test_shipped_lists_have_functions_of_eight_namespaces(self):
-        modules = {
-            "torch",
-            "torch._VF",
-            "torch.fft",
-            "torch.linalg",
-            "torch.nn.functional",
-            "torch.sparse",
-            "torch.special",
-        }
-        assert set(NAMESPACES) == modules | {"torch.Tensor"}
-
     @pytest.mark.parametrize("namespace", NAMESPACES)
     def test_every_listed_function_is_wrapped_while_casts_are_on(self, namespace):
         owner = find_owner(namespace)
@@ -70,23 +58,6 @@ class TestNamespaces:
                 assert getattr(owner, name).__name__ == original.__name__
                 assert getattr(owner, name).__doc__ == original.__doc__
         assert all(getattr(owner, name) is original for name, original in originals.items())
-
-    @pytest.mark.parametrize(
-        "call",
-        [
-            pytest.param(lambda a: torch.exp(input=a), id="torch"),
-            pytest.param(lambda a: F.softmax(a, -1), id="torch.nn.functional"),
-            pytest.param(lambda a: torch.special.expm1(input=a), id="torch.special"),
-            pytest.param(lambda a: torch.linalg.vector_norm(x=a), id="torch.linalg"),
-            pytest.param(lambda a: torch.fft.rfft(a).real, id="torch.fft"),
-            pytest.param(lambda a: a.exp(), id="method"),
-            pytest.param(lambda a: a**2.5, id="operator"),
-            pytest.param(lambda a: 2.5**a, id="reflected-operator"),
-        ],
-    )
-    def test_blacklisted_functions_of_each_namespace_run_in_float32(self, call):
-        with casts_on(torch.float16):
-            assert call(x().abs().half()).dtype is torch.float32
 
     def test_nothing_else_of_torch_changes(self):
         """What is in no list stays, bar what autocast lists, and places that ask about autocast, patches or hooks."""
@@ -557,7 +528,8 @@ class TestRegistrations:
         neighbour.pair = lambda a, b: (a, b)
         amp.register_promote_function(neighbour, "pair")
         with casts_on():
-            assert [value.dtype for value in neighbour.pair(x(), x().bfloat16())] == [torch.float32, torch.float32]
+            for other, wanted in ((x(), torch.float32), (x().bfloat16(), torch.bfloat16)):
+                assert [value.dtype for value in neighbour.pair(other, x().bfloat16())] == [wanted, wanted]
 
     @pytest.mark.parametrize(
         ("name", "kind"), [("method", object), ("static", staticmethod), ("of_class", classmethod)]

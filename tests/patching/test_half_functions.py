@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES
+from helpers import COPIES, HALF_DTYPES, pickled
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -383,11 +381,11 @@ class TestOthers:
         amp.deinitialize()
         assert (model.scale.dtype, model.layer.weight.dtype) == (other, torch.float32)
 
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    @COPIES
     @pytest.mark.parametrize("level", ["O2", "O3"])
-    def test_copies_cast_during_and_after_the_session(self, duplicate: Any, level: str, half: torch.dtype) -> None:
+    def test_copies_cast_during_and_after_the_session(self, copied: Any, level: str, half: torch.dtype) -> None:
         model = nn.Sequential(Wide(), nn.Linear(8, 8))
-        twin = duplicate(adopted(model, half, level))
+        twin = copied(adopted(model, half, level))
         wanted = twin(torch.ones(2, 8))
         assert wanted.isfinite().all()
         amp.deinitialize()
@@ -525,7 +523,7 @@ class TestOutsideOfTheForward:
         parts = {"a": nn.Linear(8, 8)}
         model = kind(parts if kind is nn.ModuleDict else parts.values())
         amp.initialize(model, opt_level="O2", half_dtype=half, verbosity=0)
-        loaded = pickle.loads(pickle.dumps(model))
+        loaded = pickled(model)
         assert [each.dtype for each in loaded.parameters()] == [half] * 2
 
     def test_parametrized_weights_are_read_and_made_plain(self, half: torch.dtype) -> None:

@@ -126,7 +126,6 @@ class TestProductsWithSparseTensors:
 
 
 class TestListedFunctions:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.slow
     def test_listed_functions_compute_in_float32_and_return_half(
         self, subtests: pytest.Subtests, half: torch.dtype
@@ -240,7 +239,6 @@ class TestListedFunctions:
 class TestModels:
     @pytest.mark.parametrize("name", MODELS)
     @pytest.mark.parametrize("level", LEVELS)
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     def test_models_with_listed_functions_train(self, name: str, level: str, half: torch.dtype) -> None:
         if level == "O5" and half is torch.float16:
             return

@@ -6,15 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, casts_on, dtype_name
+from helpers import casts_on
 from samples import TOLERANCE
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from ampatch import amp
 from ampatch.casting.nested import tensors_in
-
-both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
 SEQUENCE, BATCH, FEATURES, HIDDEN = 5, 3, 4, 6
 
@@ -129,7 +127,6 @@ def states(layer: nn.RNNBase, dtype: torch.dtype) -> Tensor | tuple[Tensor, Tens
 class TestRecurrentLayers:
     @pytest.mark.parametrize("name", LAYERS)
     @mixes
-    @both_halves
     @pytest.mark.covering(1)
     def test_layers_train_with_inputs_and_hidden_states_of_either_type(self, name, half_input, half_states, half):
         layer = seeded(lambda: LAYERS[name](FEATURES, HIDDEN, num_layers=2))
@@ -143,7 +140,6 @@ class TestRecurrentLayers:
 
     @pytest.mark.parametrize("name", LAYERS)
     @givens
-    @both_halves
     @pytest.mark.covering(1)
     def test_a_packed_sequence_comes_back_packed(self, name, given, half):
         layer = seeded(lambda: LAYERS[name](FEATURES, HIDDEN, bidirectional=True))
@@ -170,7 +166,6 @@ class TestRecurrentCells:
         [(True, True), (True, False), (False, True), (True, None), (False, None)],
         ids=["both half", "float32 states", "float32 input", "half input, no states", "float32 input, no states"],
     )
-    @both_halves
     @pytest.mark.covering(1)
     def test_cells_train_over_several_steps(self, name, half_input, half_states, half):
         cell = seeded(lambda: CELLS[name](FEATURES, HIDDEN))
@@ -249,7 +244,6 @@ def assert_evaluates_as_in_float32(module: nn.Module, call, mode, half: torch.dt
 class TestMultiheadAttention:
     @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
     @givens
-    @both_halves
     @pytest.mark.covering(1)
     def test_attention_trains_with_every_kind_of_mask(self, masks, given, half):
         attention = seeded(lambda: nn.MultiheadAttention(EMBEDDING, HEADS))
@@ -263,7 +257,6 @@ class TestMultiheadAttention:
 
     @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
     @evaluations
-    @both_halves
     @pytest.mark.covering(1)
     def test_attention_evaluates_with_every_kind_of_mask(self, masks, mode, half):
         attention = seeded(lambda: nn.MultiheadAttention(EMBEDDING, HEADS, batch_first=True))
@@ -272,14 +265,12 @@ class TestMultiheadAttention:
         )
         assert result.dtype == half
 
-    @both_halves
     def test_attention_weights_are_float32(self, half):
         attention = seeded(lambda: nn.MultiheadAttention(EMBEDDING, HEADS))
         with casts_on(half):
             result, weights = attention(*[embedded(attention)] * 3)
         assert (result.dtype, weights.dtype) == (half, torch.float32)
 
-    @both_halves
     def test_attention_trains_with_keys_and_values_of_other_sizes(self, half):
         attention = seeded(lambda: nn.MultiheadAttention(EMBEDDING, HEADS, kdim=3, vdim=5, add_bias_kv=True))
 
@@ -330,7 +321,6 @@ TRANSFORMERS = {
 class TestTransformers:
     @pytest.mark.parametrize("name", TRANSFORMERS)
     @givens
-    @both_halves
     @pytest.mark.covering(1)
     def test_transformers_train(self, name, given, half):
         build, call = TRANSFORMERS[name]
@@ -346,13 +336,11 @@ class TestTransformers:
 
     @pytest.mark.parametrize("name", TRANSFORMERS)
     @evaluations
-    @both_halves
     @pytest.mark.covering(1)
     def test_transformers_evaluate(self, name, mode, half):
         build, call = TRANSFORMERS[name]
         assert assert_evaluates_as_in_float32(seeded(build), call, mode, half).dtype == torch.float32
 
-    @both_halves
     def test_dropout_is_drawn_in_training(self, half):
         module = seeded(lambda: nn.TransformerEncoderLayer(EMBEDDING, HEADS, 16, dropout=0.5))
         with casts_on(half):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, assert_same_bits, casts_on, dtype_name
+from helpers import assert_same_bits, casts_on, dtype_name
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -40,7 +40,6 @@ KINDS = [
     ),
     pytest.param(nn.LSTM, {"proj_size": 2, "num_layers": 2}, id="LSTM, projection"),
 ]
-both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
 
@@ -101,7 +100,6 @@ def cast_one_by_one(layer: nn.RNNBase, x: Tensor, half: torch.dtype) -> tuple[Te
 
 class TestInOneBuffer:
     @pytest.mark.parametrize(("make", "options"), KINDS)
-    @both_halves
     @pytest.mark.covering(1)
     def test_layers_compute_and_train_as_with_casts_one_by_one(self, make, options, half):
         layer, x = made(make, **options), sequence()
@@ -491,7 +489,6 @@ class TestBfloat16Weights:
 @pytest.mark.gpu
 class TestOnAGpu:
     @pytest.mark.parametrize(("make", "options"), KINDS)
-    @both_halves
     def test_cudnn_gets_one_buffer_and_results_are_those_of_autocast(self, make, options, half):
         layer, x = made(make, **options).cuda(), sequence().cuda()
         with torch.autocast("cuda", half):
@@ -525,7 +522,6 @@ class TestOnAGpu:
         assert casts[0].untyped_storage().nbytes() >= weights_of(half)[0].untyped_storage().nbytes()
 
     @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-    @both_halves
     def test_a_model_trains_without_a_warning_and_is_left_as_it_was(self, level, half):
         model = nn.ModuleList([made(num_layers=2)]).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
