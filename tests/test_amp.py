@@ -237,23 +237,6 @@ class TestLevels:
         assert model.weight.dtype is model.bias.dtype is torch.float64
 
     @pytest.mark.parametrize(
-        ("options", "expected"),
-        [
-            ({"half_dtype": torch.float16}, 2.0**16),
-            ({"half_dtype": torch.bfloat16}, 1),
-            ({"opt_level": "O0", "loss_scale": "dynamic"}, 2.0**16),
-            ({"opt_level": "O2", "loss_scale": 128}, 128),
-            ({"opt_level": "O3", "loss_scale": "128.0"}, 128),
-            ({"opt_level": "O5", "loss_scale": 0.5}, 0.5),
-        ],
-        ids=str,
-    )
-    def test_loss_scale_is_the_levels_unless_it_is_given(self, model, options, expected):
-        initialize(model, **options)
-        assert amp.get_loss_scale() == expected
-        assert runtime.live.losses.scalers[0].dynamic is (expected == 2.0**16)
-
-    @pytest.mark.parametrize(
         ("options", "factors", "scales"),
         [
             (
@@ -445,14 +428,6 @@ class TestInit:
 
 
 class TestScaleLoss:
-    @pytest.mark.parametrize("dtype", [*HALF_DTYPES, torch.float32, torch.float64], ids=dtype_name)
-    @pytest.mark.parametrize("loss_scale", [1.0, 128.0, "dynamic"])
-    def test_scaled_loss_is_the_loss_in_float32_times_the_scale(self, model, optimizer, loss_scale, dtype):
-        initialize(model, optimizer, opt_level="O0", loss_scale=loss_scale)
-        loss = torch.tensor([[0.75, -2.0]], dtype=dtype)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            assert_same_bits(scaled_loss, loss.float() * amp.get_loss_scale())
-
     @pytest.mark.parametrize("loss_scale", [128.0, "dynamic"])
     def test_backward_of_the_unscaled_loss_warns_once(self, model, optimizer, loss_scale):
         initialize(model, optimizer, loss_scale=loss_scale)
@@ -460,33 +435,6 @@ class TestScaleLoss:
             loss = loss_of(model)
             with warns, amp.scale_loss(loss, optimizer):
                 loss.backward()
-
-    def test_no_backward_and_other_ways_of_backward_do_not_warn(self, model, optimizer):
-        initialize(model, optimizer, num_losses=4, **DYNAMIC)
-        with amp.scale_loss(loss_of(model), optimizer, loss_id=0):
-            pass
-        with amp.scale_loss(loss_of(model).detach(), optimizer, loss_id=1):
-            pass
-        with amp.scale_loss(loss_of(model), optimizer, loss_id=2) as scaled_loss:
-            (scaled_loss / 2).backward(retain_graph=True)
-        with amp.scale_loss(loss_of(model), optimizer, loss_id=3) as scaled_loss:
-            model.weight.grad = torch.autograd.grad(scaled_loss, model.weight)[0]
-
-    def test_each_loss_has_its_own_scale(self, model, optimizer):
-        initialize(model, optimizer, num_losses=3, **DYNAMIC)
-        for loss_id in (1, 1, 2):
-            step(model, optimizer, math.inf, loss_id=loss_id)
-        assert [amp.get_loss_scale(loss_id) for loss_id in range(3)] == [2.0**16, 2.0**14, 2.0**15]
-
-    @pytest.mark.parametrize("delayed", [True, False])
-    def test_scale_reacts_at_the_step_to_an_overflow_in_any_of_its_blocks(self, delayed, model, optimizer):
-        initialize(model, optimizer, **DYNAMIC)
-        backward(loss_of(model) * math.inf, optimizer, delay_overflow_check=delayed)
-        backward(loss_of(model), optimizer)
-        assert amp.get_loss_scale() == 2.0**16
-        optimizer.step()
-        assert amp.get_loss_scale() == 2.0**15
-        assert amp.step_was_skipped(optimizer)
 
     @pytest.mark.parametrize("set_to_none", [True, False])
     def test_scaler_torch_has_the_scale_of_grad_scaler_in_every_step(self, set_to_none):
@@ -507,15 +455,6 @@ class TestScaleLoss:
                 optimizer.zero_grad(set_to_none)
             assert amp.get_loss_scale() == theirs.get_scale()
             assert amp.stats()["clean_steps"] == theirs.state_dict()["_growth_tracker"]
-
-    def test_gradients_are_those_of_a_plain_backward_under_the_same_casts(self, model, optimizer):
-        initialize(model, optimizer, half_dtype=torch.bfloat16, **DYNAMIC)
-        loss_of(model).backward()
-        expected = model.weight.grad.clone()
-        optimizer.zero_grad()
-        backward(loss_of(model), optimizer)
-        assert model.weight.grad.dtype is torch.float32
-        assert_same_bits(model.weight.grad, expected)
 
 
 class TestEnteringABlockAgain:
@@ -656,22 +595,3 @@ class TestMasterParamsAndCasts:
         assert amp.cast_counts() == amp.CastCounts(casts=4, cache_hits=2)
         amp.deinitialize()
         assert amp.cast_counts() == amp.CastCounts(casts=0, cache_hits=0)
-
-    def test_float64_weights_are_not_cast(self):
-        model = nn.Linear(3, 3, dtype=torch.float64)
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, **DYNAMIC)
-        loss = model(torch.ones(2, 3, dtype=torch.float64)).sum()
-        assert loss.dtype is torch.float64
-        backward(loss, optimizer)
-        assert_same_bits(model.weight.grad, torch.full((3, 3), 2.0, dtype=torch.float64))
-
-    @pytest.mark.filterwarnings("ignore:the SGD updates half weights")
-    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
-    def test_half_weights_are_used_as_they_are(self, half_dtype):
-        model = nn.Linear(3, 3, dtype=half_dtype)
-        optimizer = SGD(model.parameters())
-        initialize(model, optimizer, half_dtype=half_dtype, init_scale=2.0**8, **DYNAMIC)
-        for _ in range(2):
-            backward(model(torch.ones(2, 3)).sum(), optimizer)
-        assert_same_bits(model.weight.grad, torch.full((3, 3), 4.0, dtype=half_dtype))

@@ -8,12 +8,12 @@ import io
 import json
 import pickle
 import re
-import threading
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from helpers import in_thread
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -60,13 +60,9 @@ class TestIsOn:
 
     def test_disable_casts_leaves_amp_on_and_turns_off_casts_of_its_thread(self):
         amp.initialize(net(), **BFLOAT16)
-        elsewhere: list[bool] = []
         with amp.disable_casts():
             assert (amp.is_on(), amp.settings()["casts_here"]) == (True, False)
-            thread = threading.Thread(target=lambda: elsewhere.append(amp.settings()["casts_here"]))
-            thread.start()
-            thread.join()
-        assert elsewhere == [True]
+            assert in_thread(lambda: amp.settings()["casts_here"]) is True
         assert amp.settings()["casts_here"] is True
 
     def test_compiled_code_may_ask_whether_amp_is_on(self):

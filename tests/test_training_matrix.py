@@ -558,24 +558,6 @@ def test_two_losses_go_backward_through_a_graph_that_they_share(scalers, level):
     assert_all_play_alike(build, at(level, (1, 2), (None, True), (None, *range(2 * ITERATIONS))), level, scalers)
 
 
-@every_level
-def test_one_loss_goes_backward_twice_through_a_graph_that_is_retained(level):
-    def remember(number: int) -> Do:
-        return Do(lambda world: world.kept.update(loss=loss_of_both(number)(world)))
-
-    def loss(world: World) -> Tensor:
-        return world.kept["loss"]
-
-    def build(delay_unscale, fused):
-        script: Script = []
-        for iteration in range(ITERATIONS):
-            first = Pass(loss, (0,), retain_graph=True, delay_unscale=delay_unscale)
-            script += [remember(iteration), first, Pass(loss, (0,)), Step(0), clear(0)]
-        return functools.partial(two_layers, 1, 1, fused), script
-
-    assert_all_play_alike(build, at(level, (False, True), (None, True), (None, *range(2 * ITERATIONS))), level)
-
-
 # After amp, and after models
 
 
@@ -681,20 +663,3 @@ def test_optimizer_that_steps_less_often_skips_for_an_earlier_overflow(level):
         return functools.partial(two_layers, 2, 2, fused, (0.5, 0.5)), script
 
     assert_all_play_alike(build, at(level, (None, True), (None, *range(4))), level)
-
-
-@every_level
-def test_gradients_are_clipped_by_value_between_block_and_step(level):
-    def clip(world: World) -> None:
-        for optimizer in world.optimizers:
-            nn.utils.clip_grad_value_(amp.master_params(optimizer), 1.5)
-
-    def build(optimizers, fused):
-        everyone = tuple(range(optimizers))
-        script: Script = []
-        for number in range(ITERATIONS):
-            script += [clear(*everyone), Pass(loss_of_both(number), everyone), Do(clip)]
-            script += [Step(index) for index in everyone]
-        return functools.partial(two_layers, 1, optimizers, fused), script
-
-    assert_all_play_alike(build, at(level, (1, 2), (None, True), (None, *range(ITERATIONS))), level)

@@ -21,7 +21,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
-from transformers.utils import ModelOutput as HuggingFaceOutput
 
 from ampatch.casting.nested import CASTABLE, cast_floating, cast_tensors, tensors_in
 
@@ -560,13 +559,6 @@ class TestHuggingFace:
         assert copy.copy(found).logits is found.logits
         assert list(found) == list(value) == ["loss", "logits", "hidden_states"]
         assert value.loss.dtype == torch.float32
-
-    def test_output_within_an_output_is_cast(self):
-        value = HuggingFaceOutput(inner=causal_output(), name="both")
-        found = to_half(value)
-        assert type(found) is HuggingFaceOutput
-        assert type(found["inner"]) is CausalLMOutputWithPast
-        assert found["inner"].logits.dtype == torch.float16
 
     def test_output_attribute_that_is_none_stays_none(self):
         value = causal_output()

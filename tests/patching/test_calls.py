@@ -17,7 +17,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwAD
 from helpers import HALF_DTYPES
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -45,8 +44,6 @@ KINDS = {
     "via dtype": (Treatment.BLACKLIST, True),
     "promote": (Treatment.PROMOTE, False),
 }
-# What torch does forward-mode derivatives with.
-TORCHS_OWN_SCRIPTS = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -228,21 +225,6 @@ class TestArguments:
         assert found is not given_
         assert found[2] is given_[2]
 
-    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
-    def test_nested_half_tensors_are_cast_where_torch_refuses_dtype(self, implementations):
-        nested = torch.nested.nested_tensor([torch.ones(2)], dtype=torch.float16)
-        for each in implementations("via dtype", torch.float16, seen):
-            (found,), kwargs = each.function(nested)
-            assert (found.dtype, kwargs) == (torch.float32, {})
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-    def test_whitelisted_functions_get_float32_beside_a_sparse_tensor(self, implementations, dtype):
-        sparse = torch.ones(2, 2).to(dtype).to_sparse()
-        for each in implementations("whitelist", torch.float16, seen):
-            found, kwargs = each.function(torch.ones(2), sparse, other=torch.ones(2).half())
-            assert {tensor.dtype for tensor in (*found, *kwargs.values())} == {torch.float32}
-            assert found[1].layout is torch.sparse_coo
-
     def test_keywords_may_be_of_a_subclass_of_str(self, implementations):
         name = enum.StrEnum("Name", {"DTYPE": "dtype"}).DTYPE
         for each in implementations("blacklist", torch.float16, torch.sum):
@@ -303,28 +285,6 @@ class TestRegions:
 
 
 class TestWeights:
-    @pytest.mark.parametrize(
-        "change",
-        [
-            lambda weight, cast: weight.detach().add_(1),
-            lambda weight, cast: weight.requires_grad_(False),
-            lambda weight, cast: setattr(weight, "data", torch.zeros(2, 2)),
-            lambda weight, cast: setattr(weight, "data", weight.data.t()),
-            lambda weight, cast: setattr(weight, "data", weight.data[:1]),
-            lambda weight, cast: cast.detach().add_(1),
-        ],
-        ids=["written to", "frozen", "other memory", "other layout", "a part", "cast written to"],
-    )
-    def test_a_weight_that_has_changed_is_cast_anew(self, implementations, change):
-        for each in implementations("whitelist", torch.float16, seen):
-            weight = nn.Parameter(torch.arange(4.0).reshape(2, 2))
-            ((cast,), _) = each.function(weight)
-            change(weight, cast)
-            ((anew,), _) = each.function(weight)
-            assert anew is not cast
-            assert torch.equal(anew.float(), weight)
-            assert anew.requires_grad == weight.requires_grad
-
     def test_a_new_weight_at_the_address_of_a_freed_one_is_cast_anew(self, implementations):
         for each in implementations("whitelist", torch.float16, seen):
             tensor = torch.ones(2)
@@ -430,10 +390,6 @@ class TestWeights:
             assert frames_of(lambda: F.linear(value, weight)) == []
 
 
-def cube(tensor: Tensor) -> Tensor:
-    return tensor * tensor * tensor
-
-
 class TestCasts:
     """Autograd, and all that watches operators, sees the cast that torch makes."""
 
@@ -468,19 +424,6 @@ class TestCasts:
             loss.backward()
             assert [kept.dtype for kept in saved] == [torch.float16] * 2
             assert [grad.dtype for grad in (tensor.grad, weight.grad)] == [torch.float32] * 2
-
-    @TORCHS_OWN_SCRIPTS
-    def test_casts_have_second_derivatives_tangents_and_batches(self, implementations):
-        for each in implementations("whitelist", torch.float16, cube):
-            tensor = torch.tensor([1.0, 2.0], requires_grad=True)
-            (grad,) = torch.autograd.grad(each.function(tensor).sum(), tensor, create_graph=True)
-            (second,) = torch.autograd.grad(grad.sum(), tensor)
-            with fwAD.dual_level():
-                tangent = fwAD.unpack_dual(each.function(fwAD.make_dual(tensor, torch.full((2,), 2.0)))).tangent
-            rows = torch.func.vmap(each.function)(torch.ones(3, 2))
-            assert [found.dtype for found in (grad, second, tangent, rows)] == [torch.float32] * 2 + [torch.float16] * 2
-            assert (grad.tolist(), second.tolist(), tangent.tolist()) == ([3, 12], [6, 12], [6, 24])
-            assert rows.tolist() == [[1, 1]] * 3
 
 
 class TestErrors:
@@ -578,18 +521,6 @@ class TestFunctions:
         result, handed = torch.compile(run, backend="eager", fullgraph=fullgraph)(F.softmax, x)
         assert torch.equal(result, run(F.softmax, x)[0])
         assert handed is F.softmax
-
-    def test_a_wrapper_of_a_python_function_is_compiled_as_one_graph(self, in_cpp):
-        logits, target = torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor([0, 1])
-        amp.initialize(nn.Linear(1, 1), opt_level="O1", half_dtype=torch.bfloat16, verbosity=0)
-        graphs = []
-
-        def backend(graph, _):
-            graphs.append(graph)
-            return graph
-
-        assert torch.compile(F.cross_entropy, backend=backend)(logits, target).dtype == torch.float32
-        assert len(graphs) == 1
 
 
 @pytest.fixture

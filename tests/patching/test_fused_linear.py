@@ -28,7 +28,7 @@ from torch.overrides import BaseTorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ampatch import amp
-from ampatch.errors import OptionError, UsageError
+from ampatch.errors import OptionError
 from ampatch.runtime import runtime
 
 NODE = "FusedLinearBackward"
@@ -1302,14 +1302,3 @@ def test_the_trace_of_an_overflow_is_the_same(where: str) -> None:
     found = run(True)
     assert found == run(False)
     assert len(found) == 1
-
-
-@pytest.mark.parametrize("diagnose", [amp.compare, functools.partial(amp.preflight, measure=False)])
-def test_diagnostics_with_sessions_of_their_own_run_linear_layers(diagnose: Any) -> None:
-    model, given = small(), drawn(5, 8)
-    loss_fn = lambda output: output.float().square().mean()  # noqa: E731
-    assert str(diagnose(model, given, loss_fn))
-    with initialized():
-        with pytest.raises(UsageError):
-            diagnose(model, given, loss_fn)
-        assert is_fused(model(given))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, check_rows, dtype_name
+from helpers import check_rows, dtype_name
 from samples import SAMPLES, TORCH_WARNINGS, Maker, call, entries, is_method, lacks, resolve, tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -370,17 +370,3 @@ class TestReports:
         assert line.endswith("needs_float32")
         (line,) = list_reports.policy(shipped(), names=["torch.nn.functional.avg_pool3d"])
         assert line.endswith("needs_float32 on cpu")
-
-    @pytest.mark.slow
-    def test_explain_says_what_is_applied_at_o2(self) -> None:
-        with half_model():
-            listed, other = amp.explain(torch.linalg.inv, matrix()), amp.explain(torch.mm, matrix(), matrix())
-        assert "O2 applies only what is marked needs_float32, and" in " ".join(str(listed).split())
-        assert listed.to_dict()["call"]["arguments"][0]["after"] == "float32"
-        assert listed.to_dict()["spellings"][0]["rulings"][0]["needs_float32"] == ["*"]
-        assert other.to_dict()["call"]["arguments"][0]["why"] == "O2 patches no functions but those that need float32"
-
-    @pytest.mark.slow
-    def test_preflight_finds_that_o2_stands(self) -> None:
-        result = amp.preflight(MODELS["fno"](), torch.randn(4, 8), lambda output: output.square().mean())
-        assert all(result.passes("O2", dtype_name(half)) for half in HALF_DTYPES)

@@ -244,19 +244,6 @@ class TestModes:
         casts = [node for node in traced.graph.nodes if node.target is torch.ops.aten._to_copy.default]
         assert len(casts) == 4
 
-    def test_gradients_under_a_transform_are_those_of_casts_one_by_one(self):
-        layer, x = made(nn.RNN), sequence()
-        weights = dict(layer.named_parameters())
-
-        def loss(weights: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(layer, weights, x)[0].float().sum()
-
-        cast_one_by_one(layer, x, torch.bfloat16)[0].float().sum().backward()
-        with casts_on(torch.bfloat16):
-            found = torch.func.grad(loss)(weights)
-        for name, parameter in layer.named_parameters():
-            assert_same_bits(found[name], parameter.grad)
-
 
 class TestKindsOfWeights:
     def test_frozen_weights_get_no_gradient(self, passed):

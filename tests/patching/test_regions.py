@@ -186,29 +186,6 @@ class TestGuards:
         with casts_on(), torch.autocast("cpu", enabled=False):
             assert x.softmax(-1).dtype is torch.bfloat16
 
-    @pytest.mark.slow
-    def test_a_transformer_is_right_beyond_2048_positions(self) -> None:
-        transformers = pytest.importorskip("transformers")
-        config = transformers.LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            max_position_embeddings=4096,
-            attn_implementation="eager",
-        )
-        torch.manual_seed(0)
-        model = transformers.LlamaForCausalLM(config)
-        given = {"input_ids": torch.randint(64, (1, 8)), "position_ids": torch.arange(4000, 4008)[None]}
-        expected = model(**given).logits
-        for level, half in SETTINGS:
-            with torch.autocast("cpu", half):
-                allowed = (model(**given).logits.float() - expected).abs().max()
-            found = adopted(model, opt_level=level, half_dtype=half)(**given).logits.float()
-            amp.deinitialize()
-            assert (found - expected).abs().max() < 2 * allowed
-
 
 class TestRegions:
     def test_a_region_of_another_half_type_casts_to_it(self, half: torch.dtype) -> None:

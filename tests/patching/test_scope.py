@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import assert_same_bits, dtype_name, heard, in_thread
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
@@ -193,11 +193,6 @@ class TestWorkOfAModel:
         seen.clear()
         vmap(loss, (None, 0))(weight, x())
         assert seen == [FULL]
-
-    @torch.no_grad()
-    def test_forward_mode_derivatives_of_a_model_are_cast(self) -> None:
-        model = adopt()
-        assert [each.dtype for each in jvp(model, (x(),), (x(),))] == [HALF, HALF]
 
     @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
     @pytest.mark.parametrize("reentrant", [False, True])

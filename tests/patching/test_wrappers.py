@@ -535,11 +535,3 @@ class TestDecorated:
         assert result.dtype == half
         result.sum().backward()
         assert_same_bits(x.grad, torch.full((2,), 2.0))
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-def test_forward_mode_derivatives_which_torch_scripts_work():
-    x, weight = ones(3), ones(2, 3)
-    with casts_on():
-        found = torch.func.hessian(lambda x: F.linear(x, weight).float().pow(2).sum())(x)
-    assert_same_bits(found, torch.full((3, 3), 4.0))

@@ -144,28 +144,6 @@ class TestInstructions:
         assert "| MLP: whole step, SGD |" in printed
         assert "| x + y |" in printed
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--models", "ResNet"], "argument --models: ResNet; expected some of transformer,convnet,MLP"),
-            (["--contenders", "Apex"], "argument --contenders: Apex; expected some of torch.autocast,ampatch O1,"),
-            (["--halves", "float32"], "argument --halves: float32; expected some of float16,bfloat16"),
-            (["--json", "nowhere/at/all.json"], "argument --json: there is no directory nowhere/at"),
-            ([], "there is no valgrind here; install it with its headers"),
-        ],
-        ids=["model", "contender", "half", "json", "valgrind"],
-    )
-    def test_arguments_that_cannot_be_served_are_errors(
-        self, arguments, message, tmp_path, monkeypatch, capsys, imported
-    ):
-        instructions = imported("instructions")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("PATH", str(tmp_path))
-        monkeypatch.setattr(sys, "argv", ["instructions.py", *arguments])
-        with pytest.raises(SystemExit, match="2"):
-            instructions.main()
-        assert message in capsys.readouterr().err
-
 
 class TestHost:
     """`benchmarks/host.py`."""
@@ -365,13 +343,6 @@ class TestOnGpu:
 class TestSteps:
     """`benchmarks/steps.py`; `TestOnGpu` runs it."""
 
-    def test_other_losses_are_named_and_not_timed(self, imported):
-        steps = imported("steps")
-        right, wrong = (steps.Evidence("float32", [loss]) for loss in (1.0, 2.0))
-        assert steps.fault_of(right, right) == ""
-        row = steps.Row("m", "float16", "ampatch O1", steps.fault_of(wrong, right), 10, 0, 3, {}, {}, 2**20)
-        assert list(row.cells()) == ["ampatch O1", "other losses", "", "", "", "10", "0", "3", "1.0"]
-
     @pytest.mark.parametrize("half", HALVES)
     def test_every_contender_clips_alike(self, half, imported):
         steps, peers = imported("steps"), imported("peers")
@@ -402,27 +373,6 @@ class TestCounts:
         assert (reads.kernels["aten::add"], reads.waits) == (0, 1)
 
 
-class TestUnscale:
-    """`benchmarks/unscale.py`."""
-
-    @pytest.mark.parametrize(("roundings", "agrees"), [(0, False), (1, True)])
-    def test_parameters_may_differ_by_a_rounding(self, roundings, agrees, imported):
-        unscale = imported("unscale")
-        pristine, *models = (unscale.Model([(3,)], torch.float32, "cpu") for _ in range(3))
-        for buffer in (pristine.grads, pristine.wide):
-            buffer.flat.fill_(1.0)
-
-        def add(name: str, number: float) -> Callable[[Any], object]:
-            return lambda model: getattr(model, name).flat[1:2].add_(number)
-
-        ulp = 2.0**-23  # of 1
-        by_one = unscale.Operation("by one", add("wide", ulp), add("wide", 0.0), roundings=roundings)
-        by_two = unscale.Operation("by two", add("wide", 2 * ulp), add("wide", 0.0), roundings=roundings)
-        gradient = unscale.Operation("gradient", add("grads", ulp), add("grads", 0.0), roundings=roundings)
-
-        assert [unscale.agree(each, pristine, models) for each in (by_one, by_two, gradient)] == [agrees, False, False]
-
-
 @pytest.mark.slow
 @pytest.mark.beyond_ci
 def test_reports_of_architectures_are_saved(tmp_path):
@@ -433,25 +383,6 @@ def test_reports_of_architectures_are_saved(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"ViT_{level}.{suffix}" for level in ("O1", "O2") for suffix in ("html", "json")
     ]
-
-
-class TestProbe:
-    """`benchmarks/probe.py`."""
-
-    def test_probe_notes_what_a_check_raises(self, monkeypatch, imported):
-        probe = imported("probe")
-
-        def fails(_: str) -> str:
-            raise RuntimeError("not\nimplemented")
-
-        monkeypatch.setattr(probe, "CHECKS", {"first": fails, "second": lambda device: f"on {device}"})
-        found = [("first", "raised RuntimeError: not implemented"), ("second", "on cpu")]
-        assert list(probe.behaviour("cpu")) == found
-
-    def test_probe_names_missing_packages(self, monkeypatch, imported):
-        probe = imported("probe")
-        monkeypatch.setattr(probe, "OPTIONAL", ("no-such-package",))
-        assert list(probe.packages())[-1] == "missing: no-such-package"
 
 
 class TestFinalLosses:
@@ -510,11 +441,3 @@ class TestFusedLinear:
         forward, adding = 8 * micro_batches, 12 * (micro_batches - 1)
         assert found[module.AUTOCAST] == found[module.WITHOUT] == [forward, 8 * micro_batches + adding]
         assert found[module.O1] == [forward, 4 * micro_batches + adding]
-
-    def test_highest_scale_is_the_last_without_overflow(self, module):
-        weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
-        loss = (weight.float() * torch.tensor([3.0, 2.0**-26])).sum()
-        found = module.Gradients(loss, {"weight": weight}, [torch.tensor([3.0, 2.0**-26])])
-        assert found.highest() == 14  # 3 * 2**14 is 49,152, and float16 ends at 65,504
-        assert found.overflowed(15) == ["weight"]
-        assert (found.flushed(0), found.flushed(14)) == (0.5, 0.0)
