@@ -25,6 +25,9 @@ from ampatch.runtime import runtime
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
+# What the fixture `write` gives.
+Write = Callable[..., Path]
+
 # What is to hold on every device: on a GPU where there is one.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Of several processes that gather and scatter, which on GPUs they do by way of NCCL only.

@@ -80,9 +80,8 @@ class TestSettings:
         amp.deinitialize()
         assert amp.settings() == {"is_on": False, "disabled": False}
 
-    def test_settings_at_o1(self, tmp_path):
-        file = tmp_path / "own.yaml"
-        file.write_text("blacklist: {torch: [mm]}\n")
+    def test_settings_at_o1(self, write):
+        file = write("blacklist: {torch: [mm]}\n")
         models = [net(), net()]
 
         amp.initialize(
@@ -374,9 +373,8 @@ class TestOtherSettings:
         with pytest.raises(UsageError, match=r"set up already, at opt_level='O3' in torch\.bfloat16; type amp\.deinit"):
             amp.init()
 
-    def test_entries_of_an_edited_file_are_named_and_moved_lines_are_not(self, tmp_path):
-        file = tmp_path / "own.yaml"
-        file.write_text("blacklist:\n  torch: [mm]\n")
+    def test_entries_of_an_edited_file_are_named_and_moved_lines_are_not(self, write):
+        file = write("blacklist:\n  torch: [mm]\n")
         amp.initialize(net(), cast_lists=file, **BFLOAT16)
         file.write_text("# why\nblacklist:\n  torch: [mm]\n")
         amp.initialize(net(), cast_lists=file, **BFLOAT16)

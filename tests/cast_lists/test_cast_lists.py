@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from helpers import HALF_DTYPES, casts_on, dtype_name
+from helpers import HALF_DTYPES, Write, casts_on, dtype_name
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import LIST_NAMES, LISTS, entries, lacks
@@ -37,18 +37,6 @@ pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 FLOAT16, BFLOAT16 = torch.float16, torch.bfloat16
 DTYPES = dict(zip(HALF_NAMES, HALF_DTYPES, strict=True))
 NONE = CastLists({})
-
-
-@pytest.fixture
-def write(tmp_path: FilePath):
-    """Writes a file of the user's."""
-
-    def write(content: str | bytes, name: str = "own.yaml") -> FilePath:
-        file = tmp_path / name
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return file
-
-    return write
 
 
 def treatments(lists: CastLists) -> dict[tuple[str, torch.dtype], str]:
@@ -229,17 +217,19 @@ class TestFiles:
         ],
         ids=repr,
     )
-    def test_a_file_means_what_a_mapping_means(self, write, content: str | bytes, mapping: dict[str, object]) -> None:
+    def test_a_file_means_what_a_mapping_means(
+        self, write: Write, content: str | bytes, mapping: dict[str, object]
+    ) -> None:
         lists = shipped().overlaid(write(content))
         assert lists == shipped().overlaid(mapping)
         assert (lists == shipped()) == (not mapping)
 
-    def test_files_and_mappings_are_laid_in_their_order(self, write) -> None:
+    def test_files_and_mappings_are_laid_in_their_order(self, write: Write) -> None:
         files = [write("promote: {torch: [mm]}", "a.yaml"), write("blacklist: {torch: [mm]}", "b.yaml")]
         assert treatment(shipped().overlaid(files), "torch.mm") == ["blacklist", "blacklist"]
         assert treatment(shipped().overlaid([*files, MM]), "torch.mm") == [None, None]
 
-    def test_a_rule_has_file_and_line_which_make_no_difference(self, write) -> None:
+    def test_a_rule_has_file_and_line_which_make_no_difference(self, write: Write) -> None:
         file = write("blacklist:\n  torch:\n  - mm\n  - {name: bmm}\n")
         lists = shipped().overlaid(file)
         assert rule(lists, "torch.mm").source == f"{file}:3"
@@ -265,7 +255,7 @@ EVERY_OPTION = {
 
 
 class TestMappings:
-    def test_a_mapping_with_every_option_means_what_a_file_means(self, write) -> None:
+    def test_a_mapping_with_every_option_means_what_a_file_means(self, write: Write) -> None:
         as_lists = {**EVERY_OPTION, "whitelist": {"torch": ["relu", ["log", ["exp"]]]}}
         file = write(yaml.safe_dump(as_lists, sort_keys=False))
         assert shipped().overlaid(EVERY_OPTION) == shipped().overlaid(file) != shipped()
@@ -454,7 +444,7 @@ class TestConditions:
             assert mine.function(x, np.int64(1)).dtype is torch.float32
             assert mine.function(x, np.array([0, 1])).dtype is BFLOAT16
 
-    def test_values_of_a_condition_have_the_types_of_yaml(self, write) -> None:
+    def test_values_of_a_condition_have_the_types_of_yaml(self, write: Write) -> None:
         file = write("blacklist:\n  torch.nn.functional:\n  - {name: rrelu, when: {lower: ['1', 1, 1.5, true, no, ~]}}")
         ((_, values),) = rule(shipped().overlaid(file), "torch.nn.functional.rrelu").when
         assert repr(values) == repr(("1", 1, 1.5, True, False, None))
@@ -462,7 +452,7 @@ class TestConditions:
 
 class TestASecondModel:
     @pytest.mark.parametrize("form", ["file", "mapping"])
-    def test_a_second_model_joins_with_the_same_lists(self, write, form: str) -> None:
+    def test_a_second_model_joins_with_the_same_lists(self, write: Write, form: str) -> None:
         mapping = {"blacklist": {"torch": ["conv2d", {"name": "sum", "when": {"keepdim": [True]}}]}}
         given_as = write(yaml.safe_dump(mapping)) if form == "file" else mapping
         for _ in range(2):

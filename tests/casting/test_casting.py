@@ -596,23 +596,6 @@ class TestHuggingFace:
         assert to_half(found) is found
 
 
-class Hooked(nn.Module):
-    """Casts inputs to half and outputs to float32."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-        self.register_forward_pre_hook(lambda module, args: to_half(args))
-        self.register_forward_hook(lambda module, args, output: cast_floating(output, torch.float32))
-
-    def forward(self, value):
-        return self.function(value)
-
-
-def outline(value: object) -> list[tuple[type, torch.dtype | None]]:
-    return [(type(item), item.dtype if isinstance(item, Tensor) else None) for item in contents(value)]
-
-
 @dataclasses.dataclass
 class Nested:
     inner: Frozen
@@ -637,23 +620,6 @@ VALUES = {
 
 @pytest.mark.usefixtures("nothing_compiled")
 class TestCompiled:
-    # torch traces hooks of the module that it compiles apart from its forward, so this one is part of another.
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", VALUES)
-    def test_casting_hooks_are_traced_into_one_graph(self, name):
-        value = VALUES[name](torch.ones(2))
-        seen = []
-
-        def look(value):
-            seen.append([item.dtype for item in contents(value) if isinstance(item, Tensor)])
-            return value
-
-        counter = CompileCounterWithBackend("aot_eager")
-        found = torch.compile(nn.Sequential(Hooked(look)), backend=counter, fullgraph=True)(value)
-        assert counter.frame_count == 1
-        assert outline(found) == outline(value)
-        assert [set(dtypes) for dtypes in seen] == [{torch.float16}]
-
     @pytest.mark.parametrize("name", VALUES)
     def test_compiled_cast_is_one_graph_with_the_eager_result(self, name):
         value = VALUES[name](torch.ones(2))
@@ -661,13 +627,3 @@ class TestCompiled:
         found = torch.compile(to_half, backend=counter, fullgraph=True)(value)
         assert counter.frame_count == 1
         assert_cast(found, value)
-
-    @pytest.mark.slow
-    def test_gradients_flow_through_compiled_casting_hooks(self):
-        module = Hooked(lambda fields: {"loss": (fields.first * fields.second).sum()})
-        x = torch.full((2,), 3.0, requires_grad=True)
-        compiled = torch.compile(nn.Sequential(module), backend="aot_eager", fullgraph=True)
-        loss = compiled(Fields(x, torch.ones(2)))["loss"]
-        loss.backward()
-        assert loss.dtype == torch.float32
-        assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [1, 1])

@@ -10,13 +10,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import COPIES, Calls, assert_same_bits, in_thread
+from helpers import COPIES, Calls, Write, assert_same_bits, in_thread
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -448,9 +447,8 @@ class TestCompiled:
 
 
 class TestFaults:
-    def test_a_name_that_matches_no_submodule_is_an_error(self, tmp_path: Path) -> None:
-        file = tmp_path / "casts.yaml"
-        file.write_text('modules:\n  tail: float32\n  "bodyy": {}\n')
+    def test_a_name_that_matches_no_submodule_is_an_error(self, write: Write) -> None:
+        file = write('modules:\n  tail: float32\n  "bodyy": {}\n')
         with pytest.raises(CastListError) as caught:
             amp.initialize(Net(), half_dtype=HALF, cast_lists=file)
         assert str(caught.value) == (
@@ -484,9 +482,8 @@ class TestFaults:
         with pytest.raises(CastListError, match=r"'heaad', which matches no submodule"):
             amp.compare(Net(), INPUTS, Tensor.sum, "O1", b)
 
-    def test_all_faults_of_a_file_are_named_at_once(self, tmp_path: Path) -> None:
-        file = tmp_path / "casts.yaml"
-        file.write_text(
+    def test_all_faults_of_a_file_are_named_at_once(self, write: Write) -> None:
+        file = write(
             "modules:\n  a: float16\n  a: float32\n  b:\n  c: {blacklst: [exp], blacklist: [softmx], modules: {}}\n"
             "  d: [softmax]\n  e: {whitelist: {torch: [mm, mm]}}\n  3: float32\n"
         )
@@ -579,9 +576,8 @@ class TestTold:
         assert (linear["rule"], linear["calls"], linear["casts"]) == ("whitelist", 3, 6)
         assert (gelu["rule"], gelu["calls"], gelu["casts"]) == ("by part", 3, 1)
 
-    def test_reports_of_lists_show_the_rules_of_parts(self, tmp_path: Path) -> None:
-        file = tmp_path / "casts.yaml"
-        file.write_text(
+    def test_reports_of_lists_show_the_rules_of_parts(self, write: Write) -> None:
+        file = write(
             'modules:\n  "head*": float32\n  body:\n    blacklist: {torch.nn.functional: [gelu]}\n'
             "    unlisted: [vdot]\n  tail: {}\n"
         )

@@ -9,13 +9,12 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import check_rows, dtype_name
+from helpers import Write, check_rows, dtype_name
 from samples import SAMPLES, TORCH_WARNINGS, Maker, call, entries, is_method, lacks, resolve, tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -354,10 +353,9 @@ class TestListsOfUsers:
         ],
     )
     def test_wrong_values_of_needs_float32_are_named(
-        self, list_name: str, value: str, expected: str, tmp_path: Path
+        self, list_name: str, value: str, expected: str, write: Write
     ) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text(f"{list_name}:\n  torch:\n  - {{name: sin, needs_float32: {value}}}\n")
+        file = write(f"{list_name}:\n  torch:\n  - {{name: sin, needs_float32: {value}}}\n")
         with pytest.raises(CastListError) as found:
             shipped().overlaid(file)
         assert ":3: " in str(found.value)

@@ -447,13 +447,12 @@ class TestErrors:
         [
             (lambda: torch.linalg.multi_dot([sparse(), ones(2, 2)]), "torch.linalg.multi_dot ", "whitelist.yaml:"),
             (lambda: F.binary_cross_entropy(ones(2).half(), ones(2).half()), "binary_cross_entropy ", "banned.yaml:"),
-            (lambda: torch.geqrf(ones(2, 3)), "torch.geqrf", "mine.yaml:3"),
+            (lambda: torch.geqrf(ones(2, 3)), "torch.geqrf", "own.yaml:3"),
         ],
         ids=["whitelist", "banned", "user's list"],
     )
-    def test_a_note_names_the_function_and_the_line_of_its_entry(self, tmp_path, call, function, place):
-        file = tmp_path / "mine.yaml"
-        file.write_text("whitelist:\n  torch:\n    - geqrf\n")
+    def test_a_note_names_the_function_and_the_line_of_its_entry(self, write, call, function, place):
+        file = write("whitelist:\n  torch:\n    - geqrf\n")
         with casts_on(cast_lists=file):
             (note,) = notes_of(call)
         assert function in note

@@ -289,23 +289,6 @@ def test_every_name_has_a_case_that_is_registered_with_shows() -> None:
     assert set(CASES) == set(ENTRIES)
 
 
-def test_functions_of_torch_have_no_wrappers() -> None:
-    """A wrapper in Python would cost a frame in each call."""
-    written = {entry.path for entry in ENTRIES.values() if is_function(entry)}
-    assert written == {
-        *("autograd.unstash", "compilers.has_compiled", "compilers.trace_only_within_others"),
-        *("devices.current_device", "distributed.drop_held_back", "distributed.holds_back"),
-        *("distributed.is_postponed", "distributed.parameter_groups", "distributed.reductions_of"),
-        *("tensors.is_plain", "tracers.build_tables", "tracers.fake_memo"),
-    }
-
-
-def is_function(entry: Entry) -> bool:
-    module, _, name = entry.path.partition(".")
-    value = getattr(importlib.import_module(f"ampatch.torch_private.{module}"), name)
-    return getattr(value, "__module__", "").startswith("ampatch.")
-
-
 def ones(*shape: int, **options: Any) -> Tensor:
     return torch.ones(shape, **options)
 
