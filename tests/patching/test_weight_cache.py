@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from helpers import HALF_DTYPES, together
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ampatch import amp
@@ -125,6 +126,27 @@ class TestOneCastPerIteration:
             model(x().half())
             raise KeyError
         assert casts_of_weights(lambda: model(x().half())) == 2  # weight and bias, anew
+
+
+def with_fake_inputs(model: nn.Module) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(x()))
+
+
+class TestTransforms:
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")  # torch's own use of it
+    @pytest.mark.parametrize(
+        "run",
+        [
+            pytest.param(lambda model: torch.func.grad(lambda value: model(value).float().sum())(x()), id="grad"),
+            pytest.param(lambda model: torch.func.jvp(model, (x(),), (x(),)), id="jvp"),
+            pytest.param(with_fake_inputs, id="fake"),
+        ],
+    )
+    def test_casts_that_a_transform_wraps_or_a_mode_fakes_are_not_kept(self, model, half, run):
+        run(model)
+        assert len(cache()) == 0
+        assert torch.equal(model(x()), reference(model.weight, x(), half))
 
 
 class TestGradients:
