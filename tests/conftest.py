@@ -235,6 +235,18 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a file of the user's, and returns its path."""
+
+    def write(content: str | bytes, name: str = "own.yaml") -> Path:
+        file = tmp_path / name
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return file
+
+    return write
+
+
+@pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Writes a package that can be imported, and forgets it afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
@@ -335,6 +347,14 @@ def _compiled_where_everything_runs_on_it(request: pytest.FixtureRequest) -> Non
             assert kernels._runs_on(gpu), f"the extension does not run on {torch.cuda.get_device_name(gpu)}"
     if os.environ["AMPATCH_CALLS"] == "compiled":
         request.getfixturevalue("compiled_calls")
+
+
+@pytest.fixture
+def nothing_compiled() -> Iterator[None]:
+    """torch.compile has compiled nothing before the test, and keeps nothing of it."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import pickle
 import random
 import subprocess
 import threading
@@ -23,6 +24,9 @@ from ampatch import amp
 from ampatch.runtime import runtime
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+# What the fixture `write` gives.
+Write = Callable[..., Path]
 
 # What is to hold on every device: on a GPU where there is one.
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -63,21 +67,19 @@ def check_rows(subtests: pytest.Subtests, rows: Iterable[tuple[Any, ...]], check
     assert found, "there are no rows"
 
 
+def few_of(cases: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Returns cases for a loop within a test: as few as have every two values, and in `make slow` every three."""
+    return [cases[number] for number in covered(cases, 3 if is_thorough() else 2)]
+
+
 @functools.cache
-def _pairs_of(*settings: Iterable[Hashable]) -> list[tuple[Any, ...]]:
-    product = list(itertools.product(*settings))
-    return [product[number] for number in covered(product, 2)]
-
-
 def combinations(*settings: Iterable[Hashable]) -> list[tuple[Any, ...]]:
-    """Returns combinations of settings, for a loop within a test: in `make slow` all, otherwise pairs of values.
+    """Returns few combinations of settings, as `few_of` chooses them.
 
     Args:
         settings: the values of each, as tuples.
     """
-    if is_thorough():
-        return list(itertools.product(*settings))
-    return _pairs_of(*settings)
+    return few_of(list(itertools.product(*settings)))
 
 
 def is_thorough() -> bool:
@@ -121,6 +123,42 @@ def assert_same_state(actual: Any, expected: Any) -> None:
             assert_same_bits(found, wanted)
         else:
             assert found == wanted
+
+
+def pickled(value: Any) -> Any:
+    """A value as another process would get it."""
+    return pickle.loads(pickle.dumps(value))
+
+
+COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, pickled], ids=["copy", "pickle"])
+
+
+class Calls(nn.Module):
+    """Calls a function in its forward."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class _Heard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, hear: Callable[[Tensor], object]) -> Tensor:
+        ctx.hear = hear
+        return value * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.hear(gradient)
+        return gradient, None
+
+
+def heard(value: Tensor, hear: Callable[[Tensor], object]) -> Tensor:
+    """The same values; in the backward pass a user's function of autograd hands their gradient to ``hear``."""
+    return _Heard.apply(value, hear)  # type: ignore[no-any-return]
 
 
 class Slotted:
@@ -179,6 +217,13 @@ def undisturbed(model: nn.Module, inputs: Tensor) -> Iterator[None]:
     assert random.getstate() == of_python
     assert runtime.live is None
     assert model.training
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns in a thread of its own."""
+    results: list[Any] = []
+    together([lambda: results.append(function())])
+    return results[0]
 
 
 def together(functions: Iterable[Callable[[], object]]) -> None:

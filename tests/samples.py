@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -252,6 +252,13 @@ def _add(namespaces: Iterable[str], names: str, *samples: Sample) -> None:
             SAMPLES[path] = samples
 
 
+def _add_in_place(namespaces: Iterable[str], names: str) -> None:
+    """Adds the first call of each function as one of its in-place form."""
+    for name in names.split():
+        first, *_ = SAMPLES[f"torch.Tensor.{name}"]
+        _add(namespaces, f"{name}_", replace(first, grad=False, note="in place"))
+
+
 def _unary(low: float = -1.0, high: float = 1.0, **fields: object) -> Sample:
     return Sample(lambda m: {"input": m.t(3, 4, low=low, high=high)}, **fields)
 
@@ -332,27 +339,8 @@ _add(
 _add(BOTH, "mm", Sample(lambda m: {"input": m.t(3, 5), "mat2": m.t(5, 4)}))
 _add(TORCH, "dsmm spmm", Sample(lambda m: {"input": m.t(3, 5), "mat2": m.t(5, 4)}))
 _add(BOTH, "mv", Sample(lambda m: {"input": m.t(3, 5), "vec": m.t(5)}))
-_add(
-    METHOD,
-    "addbmm_",
-    Sample(lambda m: {"self": m.t(3, 4), "batch1": m.t(2, 3, 5), "batch2": m.t(2, 5, 4)}, grad=False, note="in place"),
-)
-_add(
-    METHOD,
-    "addmm_",
-    Sample(lambda m: {"self": m.t(3, 4), "mat1": m.t(3, 5), "mat2": m.t(5, 4)}, grad=False, note="in place"),
-)
-_add(BOTH, "addmv_", Sample(lambda m: {"input": m.t(3), "mat": m.t(3, 5), "vec": m.t(5)}, grad=False, note="in place"))
-_add(
-    METHOD, "addr_", Sample(lambda m: {"self": m.t(3, 4), "vec1": m.t(3), "vec2": m.t(4)}, grad=False, note="in place")
-)
-_add(
-    METHOD,
-    "baddbmm_",
-    Sample(
-        lambda m: {"self": m.t(2, 3, 4), "batch1": m.t(2, 3, 5), "batch2": m.t(2, 5, 4)}, grad=False, note="in place"
-    ),
-)
+_add_in_place(METHOD, "addbmm addmm addr baddbmm")
+_add_in_place(BOTH, "addmv")
 _add(
     TORCH,
     "chain_matmul",
@@ -525,38 +513,16 @@ _add(RNN, "rnn_tanh_cell rnn_relu_cell", _cell(1))
 
 _add(BOTH, "exp exp2 expm1 cosh sinh tan square", _unary())
 _add(SPECIAL, "exp2 expm1", _unary())
-_add(BOTH, "exp_ exp2_ expm1_ cosh_ sinh_ tan_ square_", _unary(grad=False, note="in place"))
 _add(BOTH, "reciprocal rsqrt", _unary(0.5, 2.0))
-_add(BOTH, "reciprocal_ rsqrt_", _unary(0.5, 2.0, grad=False, note="in place"))
 _POWERS = (
     Sample(lambda m: {"input": m.t(3, 4, low=0.5, high=2.0), "exponent": 3}),
     Sample(lambda m: {"input": m.t(3, 4, low=0.5, high=2.0), "exponent": m.t(3, 4)}, note="a tensor of exponents"),
 )
 _add(BOTH, "pow", *_POWERS)
-_add(
-    METHOD,
-    "pow_",
-    Sample(lambda m: {"input": m.t(3, 4, low=0.5, high=2.0), "exponent": 3}, grad=False, note="in place"),
-    Sample(
-        lambda m: {"input": m.t(3, 4, low=0.5, high=2.0), "exponent": m.t(3, 4)},
-        grad=False,
-        note="a tensor of exponents",
-    ),
-)
-_add(
-    METHOD,
-    "__pow__",
-    Sample(lambda m: {"self": m.t(3, 4, low=0.5, high=2.0), "exponent": 3}, keywords=False),
-    Sample(lambda m: {"self": m.t(3, 4, low=0.5, high=2.0), "exponent": m.t(3, 4)}, keywords=False),
-)
+_add(METHOD, "pow_", *(replace(each, grad=False) for each in _POWERS))
+_add(METHOD, "__pow__", *(replace(each, keywords=False) for each in _POWERS))
+_add(METHOD, "__ipow__", replace(_POWERS[0], keywords=False, grad=False, note="in place"))
 _add(METHOD, "__rpow__", Sample(lambda m: {"self": m.t(3, 4), "base": 2.0}, keywords=False))
-_add(
-    METHOD,
-    "__ipow__",
-    Sample(
-        lambda m: {"self": m.t(3, 4, low=0.5, high=2.0), "exponent": 3}, keywords=False, grad=False, note="in place"
-    ),
-)
 _add(F, "softplus", _unary(-3.0, 3.0))
 _add(BOTH, "log log10 log2", _unary(0.2, 3.0))
 _add(BOTH, "log1p", _unary(-0.5, 3.0))
@@ -565,16 +531,12 @@ _add(BOTH, "logit", _unary(0.1, 0.9))
 _add(SPECIAL, "logit", _unary(0.1, 0.9))
 _add((*BOTH, *SPECIAL), "xlogy", _binary(0.2, 3.0))
 _add(SPECIAL, "xlog1py", _binary(0.2, 3.0))
-_add(BOTH, "log_ log10_ log2_", _unary(0.2, 3.0, grad=False, note="in place"))
-_add(BOTH, "log1p_", _unary(-0.5, 3.0, grad=False, note="in place"))
-_add(BOTH, "logit_", _unary(0.1, 0.9, grad=False, note="in place"))
-_add(BOTH, "xlogy_", _binary(0.2, 3.0, grad=False, note="in place"))
 _add(BOTH, "acos arccos asin arcsin atanh arctanh erfinv", _unary(-0.8, 0.8))
 _add(SPECIAL, "erfinv", _unary(-0.8, 0.8))
 _add(BOTH, "acosh arccosh", _unary(1.2, 3.0))
-_add(BOTH, "acos_ arccos_ asin_ arcsin_ atanh_ arctanh_", _unary(-0.8, 0.8, grad=False, note="in place"))
-_add(METHOD, "erfinv_", _unary(-0.8, 0.8, grad=False, note="in place"))
-_add(BOTH, "acosh_ arccosh_", _unary(1.2, 3.0, grad=False, note="in place"))
+_add_in_place(BOTH, "exp exp2 expm1 cosh sinh tan square reciprocal rsqrt log log10 log2 log1p logit xlogy")
+_add_in_place(BOTH, "acos arccos asin arcsin atanh arctanh acosh arccosh")
+_add_in_place(METHOD, "erfinv")
 _add(
     F,
     "rrelu",
@@ -588,10 +550,12 @@ _add(
 
 # --- reductions -----------------------------------------------------------------------------------
 
-_REDUCED = (
-    Sample(lambda m: {"input": m.t(3, 4)}),
-    Sample(lambda m: {"input": m.t(3, 4), "dim": 1}),
-)
+
+def _matrix(note: str = "", **options: object) -> Sample:
+    return Sample(lambda m: {"input": m.t(3, 4), **options}, note=note)
+
+
+_REDUCED = _matrix(), _matrix(dim=1)
 _add(BOTH, "sum nansum", *_REDUCED, Sample(lambda m: {"input": m.t(2, 3, 4), "dim": (0, 2), "keepdim": True}))
 _PRODUCT = (
     Sample(lambda m: {"input": m.t(3, 4, low=0.5, high=1.5)}),
@@ -607,54 +571,28 @@ _add(
     Sample(lambda m: {"y": m.t(3, 4), "dx": 0.5}, keyword_only=frozenset({"dx"})),
 )
 _add(METHOD, "sum_to_size", Sample(lambda m: {"input": m.t(3, 4), "size": (1, 4)}))
-_add(METHOD, "cumsum_", Sample(lambda m: {"input": m.t(3, 4), "dim": 1}, grad=False, note="in place"))
-_add(METHOD, "cumprod_", Sample(lambda m: {"input": m.t(3, 4, low=0.5), "dim": 1}, grad=False, note="in place"))
-_ALONG = (Sample(lambda m: {"input": m.t(3, 4), "dim": -1}),)
-_add((*BOTH, *F, *SPECIAL), "softmax log_softmax", *_ALONG)
-_add(F, "softmin", *_ALONG)
+_ALONG = _matrix(dim=-1)
+_add((*BOTH, *F, *SPECIAL), "softmax log_softmax", _ALONG)
+_add(F, "softmin", _ALONG)
 _add(F, "gumbel_softmax", Sample(lambda m: {"logits": m.t(3, 4)}, random=True, note="draws noise"))
-_add((*BOTH, *SPECIAL), "logsumexp", *_ALONG)
-_add(BOTH, "logcumsumexp", *_ALONG)
+_add((*BOTH, *SPECIAL), "logsumexp", _ALONG)
+_add(BOTH, "logcumsumexp", _ALONG)
 _add(BOTH, "logaddexp logaddexp2", _binary())
-_add(
-    BOTH,
-    "std var",
-    Sample(lambda m: {"input": m.t(3, 4)}),
-    Sample(lambda m: {"input": m.t(3, 4), "dim": 1}),
-)
+_add(BOTH, "std var", *_REDUCED)
 _add(TORCH, "std_mean var_mean", *_REDUCED)
 _add(BOTH, "cov corrcoef", Sample(lambda m: {"input": m.t(3, 6)}, tolerance=2))
 _add(TORCH, "norm_except_dim", Sample(lambda m: {"v": m.t(3, 4), "pow": 2, "dim": 0}))
 _add(BOTH, "trace", Sample(lambda m: {"input": m.square(4)}))
 _add(BOTH, "dist", _binary(), Sample(lambda m: {"input": m.t(3, 4), "other": m.t(3, 4), "p": 3}))
-_RENORM = {"p": 2, "dim": 0, "maxnorm": 1.0}
-_add(BOTH, "renorm", Sample(lambda m: {"input": m.t(3, 4), **_RENORM}))
-_add(METHOD, "renorm_", Sample(lambda m: {"input": m.t(3, 4), **_RENORM}, grad=False, note="in place"))
-_add(
-    BOTH,
-    "norm",
-    Sample(lambda m: {"input": m.t(3, 4)}),
-    Sample(lambda m: {"input": m.t(3, 4), "p": 1, "dim": 1}),
-    Sample(lambda m: {"input": m.t(3, 4), "p": 3.5, "dim": 0, "keepdim": True}),
-    Sample(lambda m: {"input": m.t(3, 4), "p": float("inf")}),
-    Sample(lambda m: {"input": m.t(3, 4), "p": "fro", "dim": (0, 1)}),
-    Sample(lambda m: {"input": m.t(3, 4), "p": "nuc"}, note="torch refuses dtype= with this one"),
-)
-_add(TORCH, "frobenius_norm", Sample(lambda m: {"input": m.t(3, 4), "dim": [0, 1]}))
-_add(TORCH, "nuclear_norm", Sample(lambda m: {"input": m.t(3, 4)}))
-_add(
-    LINALG,
-    "norm",
-    Sample(lambda m: {"input": m.t(3, 4)}),
-    Sample(lambda m: {"input": m.t(3, 4), "ord": 2}, note="the largest singular value"),
-    Sample(lambda m: {"input": m.t(3, 4), "ord": float("inf"), "dim": 1}),
-)
-_add(
-    LINALG,
-    "matrix_norm",
-    Sample(lambda m: {"input": m.t(3, 4)}),
-    Sample(lambda m: {"input": m.t(3, 4), "ord": "nuc"}, note="torch refuses dtype= with this one"),
-)
+_add(BOTH, "renorm", _matrix(p=2, dim=0, maxnorm=1.0))
+_add_in_place(METHOD, "cumsum cumprod renorm")
+_REFUSES = "torch refuses dtype= with this one"
+_OF_VECTORS = _matrix(), _matrix(p=1, dim=1), _matrix(p=3.5, dim=0, keepdim=True), _matrix(p=torch.inf)
+_add(BOTH, "norm", *_OF_VECTORS, _matrix(p="fro", dim=(0, 1)), _matrix(_REFUSES, p="nuc"))
+_add(TORCH, "frobenius_norm", _matrix(dim=[0, 1]))
+_add(TORCH, "nuclear_norm", _matrix())
+_add(LINALG, "norm", _matrix(), _matrix("the largest singular value", ord=2), _matrix(ord=torch.inf, dim=1))
+_add(LINALG, "matrix_norm", _matrix(), _matrix(_REFUSES, ord="nuc"))
 _add(
     LINALG,
     "vector_norm",
@@ -1045,7 +983,7 @@ _INCOMPLETE = Sample(
 )
 _add(BOTH, "igamma igammac", _INCOMPLETE)
 _add(SPECIAL, "gammainc gammaincc", _INCOMPLETE)
-_add(METHOD, "igamma_ igammac_", _binary(0.5, 2.0, grad=False, note="in place"))
+_add_in_place(METHOD, "igamma igammac")
 _add(
     TORCH,
     "binomial",
@@ -1104,59 +1042,30 @@ _add(
     Sample(lambda m: {"input": m.t(3, 4), "end": m.t(3, 4), "weight": m.t(3, 4, low=0.0)}),
     Sample(lambda m: {"input": m.t(3, 4), "end": m.t(3, 4), "weight": 0.25}, note="a number as weight"),
 )
-_add(
-    METHOD,
-    "lerp_",
-    Sample(lambda m: {"input": m.t(3, 4), "end": m.t(3, 4), "weight": 0.25}, grad=False, note="in place"),
-)
+_add(METHOD, "lerp_", replace(SAMPLES["torch.lerp"][1], grad=False, note="in place"))
 _add(SPARSE, "mm", Sample(lambda m: {"sparse": m.t(3, 4).to_sparse(), "dense": m.t(4, 3)}))
 _add(SPARSE, "addmm", Sample(lambda m: {"input": m.t(3, 3), "mat1": m.t(3, 4).to_sparse(), "mat2": m.t(4, 3)}))
 
 
-def _at_places(**fields: object) -> Sample:
-    return Sample(
-        lambda m: {"input": m.t(4, 3), "dim": 0, "index": torch.tensor([0, 2]), "source": m.t(2, 3)}, **fields
-    )
+def _at_places(**options: object) -> Sample:
+    index = torch.tensor([0, 2])
+    return Sample(lambda m: {"input": m.t(4, 3), "dim": 0, "index": index, "source": m.t(2, 3), **options})
 
 
-def _scattered(**fields: object) -> Sample:
-    return Sample(
-        lambda m: {"input": m.t(4, 3), "dim": 0, "index": torch.tensor([[0, 2, 1], [3, 0, 0]]), "src": m.t(2, 3)},
-        **fields,
-    )
+def _scattered(**options: object) -> Sample:
+    index = torch.tensor([[0, 2, 1], [3, 0, 0]])
+    return Sample(lambda m: {"input": m.t(4, 3), "dim": 0, "index": index, "src": m.t(2, 3), **options})
 
 
-def _reduced_into(make: Callable[[Maker], dict[str, object]], **fields: object) -> Sample:
-    return Sample(lambda m: {**make(m), "reduce": "amax"}, **fields)
-
-
-def _put_indices(**fields: object) -> Sample:
-    return Sample(lambda m: {"input": m.t(4), "indices": (torch.tensor([0, 2]),), "values": m.t(2)}, **fields)
-
-
-def _put(**fields: object) -> Sample:
-    return Sample(lambda m: {"input": m.t(4, 3), "index": torch.tensor([0, 5]), "source": m.t(2)}, **fields)
-
-
-def _masked(**fields: object) -> Sample:
-    return Sample(lambda m: {"input": m.t(3, 4), "mask": torch.eye(3, 4).bool(), "source": m.t(3)}, **fields)
-
-
-_IN_PLACE = {"grad": False, "note": "in place"}
 _add(BOTH, "index_add index_copy", _at_places())
-_add(METHOD, "index_add_ index_copy_", _at_places(**_IN_PLACE))
-_add(BOTH, "index_reduce", _reduced_into(_at_places().build))
-_add(METHOD, "index_reduce_", _reduced_into(_at_places().build, **_IN_PLACE))
-_add(BOTH, "index_put", _put_indices())
-_add(BOTH, "index_put_", _put_indices(**_IN_PLACE))
-_add(BOTH, "put", _put())
-_add(METHOD, "put_", _put(**_IN_PLACE))
+_add(BOTH, "index_reduce", _at_places(reduce="amax"))
+_add(BOTH, "index_put", Sample(lambda m: {"input": m.t(4), "indices": (torch.tensor([0, 2]),), "values": m.t(2)}))
+_add(BOTH, "put", Sample(lambda m: {"input": m.t(4, 3), "index": torch.tensor([0, 5]), "source": m.t(2)}))
 _add(BOTH, "scatter scatter_add", _scattered())
-_add(METHOD, "scatter_ scatter_add_", _scattered(**_IN_PLACE))
-_add(BOTH, "scatter_reduce", _reduced_into(_scattered().build))
-_add(METHOD, "scatter_reduce_", _reduced_into(_scattered().build, **_IN_PLACE))
-_add(BOTH, "masked_scatter", _masked())
-_add(METHOD, "masked_scatter_", _masked(**_IN_PLACE))
+_add(BOTH, "scatter_reduce", _scattered(reduce="amax"))
+_add(BOTH, "masked_scatter", Sample(lambda m: {"input": m.t(3, 4), "mask": torch.eye(3, 4) > 0, "source": m.t(3)}))
+_add_in_place(METHOD, "index_add index_copy index_reduce put scatter scatter_add scatter_reduce masked_scatter")
+_add_in_place(BOTH, "index_put")
 _add(TORCH, "cartesian_prod", Sample(lambda m: {"a": m.t(2), "b": m.t(3)}, keywords=False, note="variadic"))
 _add(
     TORCH,

@@ -9,7 +9,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from ampatch import amp
-from ampatch.errors import AmpError, CastListError, OptionError, UsageError
+from ampatch.errors import AmpError, OptionError, UsageError
 from ampatch.runtime import runtime
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
@@ -27,19 +26,13 @@ pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 class Bench:
     """A model and its optimizer, and amp as its user calls it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.loss = self.model(torch.ones(3, 2)).sum()
-        self.directory = directory
 
     def initialize(self, **options: Any) -> None:
         amp.initialize(self.model, self.optimizer, **{"verbosity": 0, **options})
-
-    def lists(self, text: str) -> None:
-        path = self.directory / "lists.yaml"
-        path.write_text(text, encoding="utf-8")
-        self.initialize(cast_lists=path)
 
     def scale(self, loss: object = None, optimizers: object = None, **options: Any) -> None:
         loss = self.loss if loss is None else loss
@@ -82,34 +75,6 @@ def scripted() -> nn.Module:
 # By name: a call, what its error says, and the class of the error if it is no OptionError.
 Mistakes = dict[str, tuple[Any, ...]]
 
-# tests/cast_lists/test_cast_list_faults.py has the other faults of files.
-CAST_LISTS: Mistakes = {
-    "unknown-list": (
-        lambda bench: bench.lists("whitlist:\n  torch: [mm]\n"),
-        r"lists\.yaml:1: .*'whitlist'.*Did you mean 'whitelist'",
-        CastListError,
-    ),
-    "missing-function": (
-        lambda bench: bench.lists("whitelist:\n  torch: [bmmm]\n"),
-        r"lists\.yaml:2: .*'bmmm'.*Did you mean 'bmm'",
-        CastListError,
-    ),
-    "missing-module": (
-        lambda bench: bench.lists("whitelist:\n  torhc.nn: [Linear]\n"),
-        r"lists\.yaml:2: .*'torhc'",
-        CastListError,
-    ),
-    "tag-that-builds-an-object": (
-        lambda bench: bench.lists(f"whitelist: !!python/object/apply:os.mkdir ['{bench.directory}/made']\n"),
-        r"lists\.yaml:1: .*python/object/apply:os\.mkdir.*plain data",
-        CastListError,
-    ),
-    "mapping-with-an-object": (
-        lambda bench: bench.initialize(cast_lists={"whitelist": {"torch": [torch.mm]}}),
-        "cast_lists: .*built-in method mm",
-        CastListError,
-    ),
-}
 
 OPTIONS = [
     ({"enabled": "no"}, "enabled is 'no'; expected True, False"),
@@ -174,26 +139,12 @@ OPTIONS = [
         {"opt_level": "O5", "keep_fp32": nn.BatchNorm2d},
         "keep_fp32 has BatchNorm2d, which matches no submodule.*Did you mean 'BatchNorm1d'",
     ),
-    ({"cast_lists": 5}, "cast_lists .*5.*expected .* YAML file"),
-    ({"cast_lists": [5]}, "cast_lists .*5.*expected .* YAML file"),
 ]
 
 OBJECTS: Mistakes = {
-    "no-module": (
-        lambda bench: amp.initialize("model", bench.optimizer),
-        r"found str as a model; expected a torch\.nn\.Module",
-    ),
-    "no-module-in-a-list": (
-        lambda bench: amp.initialize([bench.model, None], bench.optimizer),
-        r"found NoneType as a model; expected a torch\.nn\.Module",
-    ),
     "optimizer-first": (
         lambda bench: amp.initialize(bench.optimizer, bench.model),
         r"found SGD as a model; expected a torch\.nn\.Module",
-    ),
-    "wrapped-model": (
-        lambda bench: amp.initialize(nn.DataParallel(bench.model), bench.optimizer),
-        "wrapped in DataParallel already. Call amp.initialize on the bare model first",
     ),
     "no-optimizer": (
         lambda bench: amp.initialize(bench.model, bench.model.parameters()),
@@ -369,22 +320,21 @@ def check(bench: Bench, call: Callable[[Bench], object], message: str, kind: typ
 @pytest.mark.parametrize(
     ("options", "message"), OPTIONS, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
 )
-def test_options_that_contradict_or_are_misspelt(options, message, tmp_path):
-    check(Bench(tmp_path), lambda bench: bench.initialize(**options), message)
+def test_options_that_contradict_or_are_misspelt(options, message):
+    check(Bench(), lambda bench: bench.initialize(**options), message)
 
 
-BEFORE = CAST_LISTS | OBJECTS | TOO_EARLY
+BEFORE = OBJECTS | TOO_EARLY
 
 
 @pytest.mark.parametrize("mistake", BEFORE.values(), ids=BEFORE)
-def test_mistake_before_amp_is_set_up(mistake, tmp_path):
-    check(Bench(tmp_path), *mistake)
-    assert not (tmp_path / "made").exists()
+def test_mistake_before_amp_is_set_up(mistake):
+    check(Bench(), *mistake)
 
 
 @pytest.mark.parametrize("mistake", ONCE_SET_UP.values(), ids=ONCE_SET_UP)
-def test_mistake_once_amp_is_set_up(mistake, tmp_path):
-    bench = Bench(tmp_path)
+def test_mistake_once_amp_is_set_up(mistake):
+    bench = Bench()
     bench.initialize()
     check(bench, *mistake)
 

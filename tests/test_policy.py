@@ -119,9 +119,8 @@ class TestData:
             dcp.load(other, checkpoint_id=tmp_path, no_dist=True)
         assert other == state
 
-    def test_policy_has_the_text_of_the_lists_as_they_were_read(self, tmp_path):
-        file = tmp_path / "casts.yaml"
-        file.write_text(LISTS)
+    def test_policy_has_the_text_of_the_lists_as_they_were_read(self, tmp_path, write):
+        file = write(LISTS)
         initialize(cast_lists=[file, {"promote": {"torch": ["bmm"]}}])
         file.write_text("whitelist: {torch: [cosh]}")
         (name, text), (_, made) = amp.state_dict(include_policy=True)["policy"]["overlays"]
@@ -295,9 +294,8 @@ class TestDifference:
         assert hash_of(cast_lists={"modules": one}) == hash_of(cast_lists={"modules": other})
         assert hash_of(cast_lists={"modules": one}) != hash_of(cast_lists={"modules": turned})
 
-    def test_warning_names_the_line_of_a_file(self, tmp_path):
-        file = tmp_path / "casts.yaml"
-        file.write_text(LISTS)
+    def test_warning_names_the_line_of_a_file(self, write):
+        file = write(LISTS)
         lines = told(saved(), cast_lists=file)
         assert f"  torch.bmm: whitelist (shipped) -> blacklist ({file}:4)" in lines
         assert f"  torch.tan: blacklist (shipped) -> unlisted ({file}:10)" in lines

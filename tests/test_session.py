@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
-from collections.abc import Iterable
 
 import pytest
 import torch
 from conftest import OWN_ATTRIBUTES
-from helpers import assert_same_state
+from helpers import COPIES, assert_same_state
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
@@ -117,14 +115,6 @@ class TestDeinitialize:
         close_session(first)
         assert runtime.live is not None
         assert patched()
-
-    def test_settings_may_change_after_deinitialize(self):
-        model = Net()
-        for half in (torch.float16, torch.bfloat16, torch.float16):
-            amp.initialize(model, half_dtype=half, verbosity=0)
-            assert model.linear(x()).dtype is half
-            amp.deinitialize()
-            assert model.linear(x()).dtype is torch.float32
 
     def test_deinitialize_goes_on_if_an_undo_raises(self):
         def fail() -> None:
@@ -265,56 +255,7 @@ class TestFailedInitialize:
         assert seen == [torch.float32] * 3
 
 
-class Plain:
-    """An optimizer that is not torch's: copied and pickled attribute by attribute."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], **_: object) -> None:
-        self.param_groups = [{"params": list(parameters)}]
-
-    def zero_grad(self) -> None: ...
-
-    def step(self) -> None:
-        with torch.no_grad():
-            for parameter in self.param_groups[0]["params"]:
-                parameter.sub_(parameter.grad)
-
-
-COPIES = pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["deepcopy", "pickle"]
-)
-
-
 class TestAdoptedObjects:
-    @COPIES
-    @pytest.mark.parametrize("make", [torch.optim.Adam, Plain])
-    def test_copy_of_an_adopted_optimizer_steps_alone(self, copied, make):
-        model = Net()
-        model, optimizer = amp.initialize(model, make(model.parameters(), lr=0.1), verbosity=0)
-        with amp.scale_loss(model(x()).pow(2).sum(), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
-        twin = copied(optimizer)
-        assert type(twin) is type(optimizer)
-        its = twin.param_groups[0]["params"]
-        before, its_before = copy.deepcopy([list(model.parameters()), its])
-        for parameter in its:
-            parameter.grad = torch.ones_like(parameter)
-        twin.step()
-        assert all(map(torch.equal, before, model.parameters()))
-        assert not any(map(torch.equal, its_before, its))
-
-    def test_state_dict_of_an_adopted_optimizer_is_that_of_a_plain_one(self):
-        def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
-            return optimizer.state_dict()
-
-        plain, model = Net(), Net()
-        expected = train(plain, torch.optim.Adam(plain.parameters(), lr=0.1))
-        found = train(*amp.initialize(model, torch.optim.Adam(model.parameters(), lr=0.1), verbosity=0))
-        assert_same_state(found, expected)
-
     @COPIES
     def test_copy_of_an_adopted_model_is_independent(self, copied):
         model = amp.initialize(Net(), verbosity=0)
@@ -324,14 +265,6 @@ class TestAdoptedObjects:
         assert not torch.equal(twin(x()), model(x()))
         amp.deinitialize()
         assert torch.equal(twin(x()), twin.activation(twin.linear.bias.expand(3, 4), dim=-1))
-
-    def test_copy_of_an_adopted_model_may_be_adopted(self):
-        model = amp.initialize(Net(), half_dtype=torch.bfloat16, verbosity=0)
-        twin = amp.initialize(copy.deepcopy(model), half_dtype=torch.bfloat16, verbosity=0)
-        with torch.no_grad():
-            assert torch.equal(twin(x()), model(x()))
-        amp.deinitialize()
-        assert twin.linear(x()).dtype is torch.float32
 
     def test_optimizers_that_compare_equal_are_told_apart(self):
         class Equal(torch.optim.SGD):
@@ -346,16 +279,3 @@ class TestAdoptedObjects:
         assert amp.skipped_steps(adopted) == 0
         with pytest.raises(UsageError, match="never handed to"):
             amp.skipped_steps(other)
-
-    def test_dropped_models_and_optimizers_are_freed(self):
-        amp.initialize(nn.Module(), half_dtype=torch.bfloat16, verbosity=0)
-        model = Net()
-        model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters(), lr=0.1), verbosity=0)
-        with amp.scale_loss(model(x()).pow(2).sum(), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
-        died = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(model.linear.weight)]
-        del model, optimizer, loss
-        gc.collect()
-        assert [reference() for reference in died] == [None, None, None]
-        assert not runtime.live.adopted.by_id

@@ -8,12 +8,12 @@ import io
 import json
 import pickle
 import re
-import threading
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from helpers import in_thread
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
@@ -60,13 +60,9 @@ class TestIsOn:
 
     def test_disable_casts_leaves_amp_on_and_turns_off_casts_of_its_thread(self):
         amp.initialize(net(), **BFLOAT16)
-        elsewhere: list[bool] = []
         with amp.disable_casts():
             assert (amp.is_on(), amp.settings()["casts_here"]) == (True, False)
-            thread = threading.Thread(target=lambda: elsewhere.append(amp.settings()["casts_here"]))
-            thread.start()
-            thread.join()
-        assert elsewhere == [True]
+            assert in_thread(lambda: amp.settings()["casts_here"]) is True
         assert amp.settings()["casts_here"] is True
 
     def test_compiled_code_may_ask_whether_amp_is_on(self):
@@ -84,9 +80,8 @@ class TestSettings:
         amp.deinitialize()
         assert amp.settings() == {"is_on": False, "disabled": False}
 
-    def test_settings_at_o1(self, tmp_path):
-        file = tmp_path / "own.yaml"
-        file.write_text("blacklist: {torch: [mm]}\n")
+    def test_settings_at_o1(self, write):
+        file = write("blacklist: {torch: [mm]}\n")
         models = [net(), net()]
 
         amp.initialize(
@@ -378,9 +373,8 @@ class TestOtherSettings:
         with pytest.raises(UsageError, match=r"set up already, at opt_level='O3' in torch\.bfloat16; type amp\.deinit"):
             amp.init()
 
-    def test_entries_of_an_edited_file_are_named_and_moved_lines_are_not(self, tmp_path):
-        file = tmp_path / "own.yaml"
-        file.write_text("blacklist:\n  torch: [mm]\n")
+    def test_entries_of_an_edited_file_are_named_and_moved_lines_are_not(self, write):
+        file = write("blacklist:\n  torch: [mm]\n")
         amp.initialize(net(), cast_lists=file, **BFLOAT16)
         file.write_text("# why\nblacklist:\n  torch: [mm]\n")
         amp.initialize(net(), cast_lists=file, **BFLOAT16)

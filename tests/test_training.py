@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits
 from optimizers import backward
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,9 +24,6 @@ LEVELS = {
     "O1-bfloat16-dynamic": O1_BFLOAT16_DYNAMIC,
     "O4": O4,
 }
-
-# Without casts, so that a run has the bits of one in float32.
-UNCAST = {"opt_level": "O0", "loss_scale": "dynamic"}
 
 
 def mlp() -> nn.Module:
@@ -134,18 +129,6 @@ def test_training_ends_at_the_loss_of_float32(network, options):
     assert amp.cast_counts().casts > 0
 
 
-@pytest.mark.parametrize("options", [O1_FLOAT16, O1_BFLOAT16_DYNAMIC], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("network", [mlp, cnn])
-@pytest.mark.covering(1)
-def test_training_with_overflows_ends_near_the_loss_of_float32(network, options):
-    data = batches(40)
-    expected = Run(network, None).train(data)
-    run = Run(network, options)
-    assert run.train(data, overflows=range(3, 40, 10)) == pytest.approx(expected, abs=0.1)
-    assert amp.skipped_steps(run.optimizer) == 4
-    assert run.weights().isfinite().all()
-
-
 def test_scale_that_is_too_large_is_halved_until_gradients_fit():
     # 2**24 times a gradient of 1/16 is beyond float16; no overflow is injected here.
     run = Run(cnn, {**O1_FLOAT16, "init_scale": 2.0**24})
@@ -154,33 +137,3 @@ def test_scale_that_is_too_large_is_halved_until_gradients_fit():
     assert 0 < skipped < 20
     assert amp.get_loss_scale() == 2.0 ** (24 - skipped)
     assert run.losses[-1] < run.losses[0]
-
-
-@pytest.mark.parametrize("options", [UNCAST, *LEVELS.values()], ids=["O0-dynamic", *LEVELS])
-def test_resumed_run_has_the_bits_of_the_uninterrupted_one(options):
-    data = batches(8)
-    dynamic = options.get("loss_scale") == "dynamic"
-    # The scale grows after three clean steps, so that its counter matters.
-    options = {**options, "scale_window": 3, "init_scale": 2.0**10}
-    whole = Run(mlp, options)
-    whole.train(data, overflows={1, 4} if dynamic else ())
-    state = amp.state_dict()
-    amp.deinitialize()
-
-    first = Run(mlp, options)
-    first.train(data[:4], overflows={1} if dynamic else ())
-    file = io.BytesIO()
-    parts = {"model": first.model, "optimizer": first.optimizer, "scheduler": first.scheduler, "amp": amp}
-    torch.save({name: part.state_dict() for name, part in parts.items()}, file)
-    amp.deinitialize()
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    second = Run(mlp, options)
-    for name, part in [("model", second.model), ("optimizer", second.optimizer), ("scheduler", second.scheduler)]:
-        part.load_state_dict(saved[name])
-    amp.load_state_dict(saved["amp"])
-    second.train(data[4:], overflows={0} if dynamic else ())
-
-    assert_same_bits(second.weights(), whole.weights())
-    assert second.losses == whole.losses[4:]
-    assert amp.state_dict() == state

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path as FilePath
 
 import pytest
+from helpers import Write
 
 from ampatch.cast_lists.annotations import Comments, entry_of, shipped_entries, user_entries
 from ampatch.cast_lists.lists import shipped
@@ -74,10 +75,8 @@ def test_an_alias_has_the_reason_at_its_anchor() -> None:
 
 class TestUserFiles:
     @pytest.fixture
-    def file(self, tmp_path: FilePath) -> FilePath:
-        file = tmp_path / "mine.yaml"
-        file.write_text('blacklist:\n  "*":\n    # why\n    - {name: matmul, since: "2.0", dtypes: [float16]}\n')
-        return file
+    def file(self, write: Write) -> FilePath:
+        return write('blacklist:\n  "*":\n    # why\n    - {name: matmul, since: "2.0", dtypes: [float16]}\n')
 
     def test_every_spelling_has_the_reason_of_its_entry(self, file: FilePath) -> None:
         lists = shipped().overlaid(file)
@@ -86,9 +85,8 @@ class TestUserFiles:
         assert entry.covers(Path("torch.Tensor", "__matmul__"))
         assert not entry.covers(Path("torch", "mm"))
 
-    def test_the_comment_at_the_top_of_a_file_is_no_reason(self, tmp_path: FilePath) -> None:
-        file = tmp_path / "casts.yaml"
-        file.write_text("# casts.yaml\nblacklist:\n  torch:\n    - mm\n    - bmm\n")
+    def test_the_comment_at_the_top_of_a_file_is_no_reason(self, write: Write) -> None:
+        file = write("# casts.yaml\nblacklist:\n  torch:\n    - mm\n    - bmm\n")
         assert [entry.reason for entry in user_entries(shipped().overlaid(file))] == [None, None]
 
     @pytest.mark.parametrize("content", [None, "blacklist: [", "blacklist:\n  torch:\n    # of another\n    - mm\n"])
@@ -105,7 +103,6 @@ class TestUserFiles:
     def test_a_mapping_has_no_entries(self) -> None:
         assert user_entries(shipped().overlaid({"blacklist": {"torch": ["mm"]}})) == []
 
-    def test_an_entry_for_another_torch_is_not_in_force(self, tmp_path: FilePath) -> None:
-        file = tmp_path / "later.yaml"
-        file.write_text('blacklist: {torch: [{name: mm, since: "99.0"}, {name: bmm, until: "99.0"}]}\n')
+    def test_an_entry_for_another_torch_is_not_in_force(self, write: Write) -> None:
+        file = write('blacklist: {torch: [{name: mm, since: "99.0"}, {name: bmm, until: "99.0"}]}\n')
         assert [entry.is_in_force for entry in user_entries(shipped().overlaid(file))] == [False, True]

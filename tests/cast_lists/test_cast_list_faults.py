@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, casts_on, dtype_name
+from helpers import Write, casts_on
 from torch import nn
 
 from ampatch import amp
@@ -17,13 +17,6 @@ from ampatch.errors import AmpError, CastListError, OptionError
 from ampatch.runtime import runtime
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
-
-
-def write(folder: Path, content: str | bytes, name: str = "own.yaml") -> Path:
-    """A file of the user's."""
-    file = folder / name
-    file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return file
 
 
 def faults(overlay: object) -> list[str]:
@@ -392,17 +385,17 @@ TAGS = {
 class TestFiles:
     @pytest.mark.parametrize("lines", LINES.values(), ids=LINES)
     def test_the_fault_of_a_line_says_what_is_wrong_and_what_to_type(
-        self, tmp_path: Path, lines: list[str | tuple[str, str]]
+        self, write: Write, lines: list[str | tuple[str, str]]
     ) -> None:
         content = "\n".join(line if isinstance(line, str) else line[0] for line in lines)
         expected = [f"own.yaml:{at}: {line[1]}" for at, line in enumerate(lines, 1) if isinstance(line, tuple)]
-        assert faults(write(tmp_path, content)) == expected
+        assert faults(write(content)) == expected
 
     @pytest.mark.parametrize(("content", "expected"), CONTENTS.values(), ids=CONTENTS)
     def test_a_file_that_is_no_cast_list_is_a_fault(
-        self, tmp_path: Path, content: str | bytes, expected: list[str]
+        self, write: Write, content: str | bytes, expected: list[str]
     ) -> None:
-        assert faults(write(tmp_path, content)) == [f"own.yaml{fault}" for fault in expected]
+        assert faults(write(content)) == [f"own.yaml{fault}" for fault in expected]
 
     @pytest.mark.parametrize(
         "place",
@@ -420,18 +413,17 @@ class TestFiles:
         ],
     )
     @pytest.mark.parametrize("tag", TAGS)
-    def test_a_tag_is_a_fault_and_builds_nothing(self, tmp_path: Path, place: str, tag: str) -> None:
+    def test_a_tag_is_a_fault_and_builds_nothing(self, tmp_path: Path, write: Write, place: str, tag: str) -> None:
         ran = tmp_path / "ran"
 
-        (fault,) = faults(write(tmp_path, place.format(TAGS[tag].format(ran=ran))))
+        (fault,) = faults(write(place.format(TAGS[tag].format(ran=ran))))
 
         assert fault.startswith("own.yaml:1: ")
         assert f"found the tag {tag!r} {PLAIN}" in fault
         assert not ran.exists()
 
-    def test_all_faults_are_told_in_the_order_of_the_lines(self, tmp_path: Path) -> None:
+    def test_all_faults_are_told_in_the_order_of_the_lines(self, write: Write) -> None:
         file = write(
-            tmp_path,
             """\
 blacklist:
   torch: &shared
@@ -451,9 +443,9 @@ promote:
         lines = [fault.split(":")[1] for fault in faults(file)]
         assert lines == ["3", "3", "5", "8", "9", "10", "13"]
 
-    def test_faults_of_the_second_file_name_it_in_every_line(self, tmp_path: Path) -> None:
-        first = write(tmp_path, "promote: {torch: [mm]}", "a.yaml")
-        second = write(tmp_path, "\nprommote: {}\nwhitelsit: {}", "b.yaml")
+    def test_faults_of_the_second_file_name_it_in_every_line(self, write: Write) -> None:
+        first = write("promote: {torch: [mm]}", "a.yaml")
+        second = write("\nprommote: {}\nwhitelsit: {}", "b.yaml")
         with pytest.raises(CastListError) as found:
             shipped().overlaid([first, second])
         assert [fault.source for fault in found.value.faults] == [f"{second}:2", f"{second}:3"]
@@ -473,8 +465,8 @@ promote:
             "`os.path.expandvars(path)`."
         )
 
-    def test_a_file_may_have_a_dollar_sign_in_its_name(self, tmp_path: Path) -> None:
-        assert shipped().overlaid(write(tmp_path, "", "$HOME.yaml")) == shipped()
+    def test_a_file_may_have_a_dollar_sign_in_its_name(self, write: Write) -> None:
+        assert shipped().overlaid(write("", "$HOME.yaml")) == shipped()
 
     @pytest.mark.parametrize("overlay", [5, 1.5, True, "", b"own.yaml", {1, 2}, object, [None]], ids=repr)
     def test_overlays_are_paths_or_mappings(self, overlay: object) -> None:
@@ -539,24 +531,23 @@ UNSOUND = {
 
 
 class TestNothingIsPatched:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("content", UNSOUND.values(), ids=UNSOUND)
     def test_an_initialize_that_finds_a_fault_patches_nothing(
-        self, tmp_path: Path, content: str, half: torch.dtype
+        self, write: Write, content: str, half: torch.dtype
     ) -> None:
         model, mm = nn.Linear(1, 1), torch.mm
 
         with pytest.raises(AmpError, match=r"own\.yaml:"):
-            amp.initialize(model, half_dtype=half, cast_lists=write(tmp_path, content))
+            amp.initialize(model, half_dtype=half, cast_lists=write(content))
 
         assert runtime.live is None
         assert torch.mm is mm
         assert not model._forward_hooks
 
-    def test_a_second_initialize_that_finds_a_fault_ends_no_casts(self, tmp_path: Path) -> None:
+    def test_a_second_initialize_that_finds_a_fault_ends_no_casts(self, write: Write) -> None:
         with casts_on(torch.bfloat16):
             live, mm = runtime.live, torch.mm
             with pytest.raises(CastListError):
-                amp.initialize(nn.Linear(1, 1), cast_lists=write(tmp_path, "whitelsit: {}"))
+                amp.initialize(nn.Linear(1, 1), cast_lists=write("whitelsit: {}"))
             assert runtime.live is live
             assert torch.mm is mm

@@ -7,6 +7,7 @@ from pathlib import Path as FilePath
 
 import pytest
 import torch
+from helpers import Write
 
 from ampatch.cast_lists import list_reports
 from ampatch.cast_lists.coverage import Coverage, Reason
@@ -26,9 +27,8 @@ def lists(**names: object) -> CastLists:
 
 
 class TestPolicy:
-    def test_a_line_has_path_list_source_and_conditions_in_columns(self, tmp_path: FilePath) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text(
+    def test_a_line_has_path_list_source_and_conditions_in_columns(self, write: Write) -> None:
+        file = write(
             "promote: {torch: [dot]}\n"
             "blacklist:\n"
             "  torch: [{name: softmax, via_dtype: true}]\n"
@@ -50,9 +50,8 @@ class TestPolicy:
         assert [line.split()[0] for line in policy] == ["torch.exp", "torch.mm", "torch.Tensor.bmm", "torch.Tensor.mm"]
         assert list_reports.policy(CastLists({})) == []
 
-    def test_entries_of_one_function_for_two_half_types_have_two_lines(self, tmp_path: FilePath) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text(
+    def test_entries_of_one_function_for_two_half_types_have_two_lines(self, write: Write) -> None:
+        file = write(
             "promote:\n  torch:\n  - {name: exp, dtypes: [float16]}\n  - {name: exp, dtypes: [bfloat16]}\n"
             "  - {name: log, dtypes: [bfloat16]}\nblacklist: {torch: [{name: log, dtypes: [float16]}]}\n"
         )

@@ -10,7 +10,7 @@ from pathlib import Path as FilePath
 
 import pytest
 import torch
-from helpers import casts_on
+from helpers import Write, casts_on
 from torch import nn
 
 from ampatch import amp
@@ -158,9 +158,8 @@ class TestCasts:
         amp.initialize(nn.Linear(2, 2), cast_lists=lists, half_dtype=HALF, verbosity=0)
         amp.deinitialize()
 
-    def test_explain_names_the_line_of_a_pattern(self, mine: str, tmp_path: FilePath) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text(f'blacklist:\n  {mine}.*: ["*_loss"]  # losses in float32\n')
+    def test_explain_names_the_line_of_a_pattern(self, mine: str, write: Write) -> None:
+        file = write(f'blacklist:\n  {mine}.*: ["*_loss"]  # losses in float32\n')
         with casts_on(HALF, cast_lists=file):
             told = str(amp.explain(importlib.import_module(f"{mine}.losses").near_loss))
         assert f"blacklist  {file}:2" in told
@@ -221,12 +220,11 @@ class TestFaults:
 
     @pytest.mark.parametrize("is_loaded", [False, True], ids=["not imported", "loaded"])
     def test_a_misspelled_name_is_told_before_its_module_is_imported(
-        self, mine: str, is_loaded: bool, tmp_path: FilePath
+        self, mine: str, is_loaded: bool, write: Write
     ) -> None:
         if is_loaded:
             imported(mine)
-        file = tmp_path / "own.yaml"
-        file.write_text(f"blacklist:\n  {mine}.*:\n  - deep_loss\n  - depe_loss\n")
+        file = write(f"blacklist:\n  {mine}.*:\n  - deep_loss\n  - depe_loss\n")
         with pytest.raises(CastListError, match=rf"own\.yaml:4: '{mine}\.\*' has no function 'depe_loss'.*'deep_loss'"):
             shipped().overlaid(file)
         assert is_loaded == (f"{mine}.losses" in sys.modules)
@@ -247,9 +245,8 @@ class TestFaults:
         }
         assert shipped().overlaid({"whitelist": entries}) == shipped()
 
-    def test_policy_has_each_function_with_the_line_of_the_pattern(self, mine: str, tmp_path: FilePath) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text(f"blacklist:\n  {mine}.*:\n  - '*_loss'\n")
+    def test_policy_has_each_function_with_the_line_of_the_pattern(self, mine: str, write: Write) -> None:
+        file = write(f"blacklist:\n  {mine}.*:\n  - '*_loss'\n")
         lists = shipped().overlaid(file)
         assert list_reports.policy(lists, names=[mine]) == [
             f"{mine}.*.*_loss  blacklist  {file}:3  matches nothing yet: import {mine} or its modules first"

@@ -177,7 +177,6 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, room: float | Non
         torch.testing.assert_close(actual.to(expected.dtype), expected, rtol=0, atol=room, equal_nan=True)
 
 
-@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 def test_entries_are_patched_under_the_half_types_that_they_name(half):
     before = {entry.path: resolve(entry.path) for entry in ENTRIES}
     with casts_on(half):
@@ -186,7 +185,6 @@ def test_entries_are_patched_under_the_half_types_that_they_name(half):
 
 
 class TestEveryEntry:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("list_name", LIST_NAMES)
     @pytest.mark.covering(1)
     def test_an_entry_computes_as_if_its_arguments_were_cast_by_hand(self, list_name, half, subtests):
@@ -223,7 +221,6 @@ class TestEveryEntry:
 
         check_rows(subtests, rows(ENTRIES, half, list_name), check)
 
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize("list_name", LIST_NAMES)
     @pytest.mark.covering(1)
     def test_the_result_of_an_entry_is_close_to_float32(self, list_name, half, subtests):
@@ -238,7 +235,6 @@ class TestEveryEntry:
 
 
 class TestInPlace:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     def test_an_in_place_entry_returns_its_tensor_with_its_dtype(self, half, subtests):
         def check(entry, half):
             for call, actual in outcomes(entry, half):
@@ -248,7 +244,6 @@ class TestInPlace:
 
         check_rows(subtests, rows(filter(writes_in_place, ENTRIES), half), check)
 
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     def test_a_blacklisted_in_place_form_on_half_is_an_error(self, half, subtests):
         def check(entry, half):
             errors = 0
@@ -275,7 +270,6 @@ class TestInPlace:
 
 
 class TestBanned:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     def test_a_banned_entry_with_a_half_argument_is_an_error(self, half, subtests):
         def check(entry, half):
             refusals = [actual for call, actual in outcomes(entry, half) if refused(entry, call)]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path as FilePath
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import casts_on
+from helpers import Write, casts_on
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -229,9 +228,8 @@ class TestEverySpelling:
             ),
         ],
     )
-    def test_a_mistake_under_the_asterisk_is_one_fault(self, content: str, expected: str, tmp_path: FilePath) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text(content)
+    def test_a_mistake_under_the_asterisk_is_one_fault(self, content: str, expected: str, write: Write) -> None:
+        file = write(content)
 
         with pytest.raises(CastListError) as found:
             shipped().overlaid(file)

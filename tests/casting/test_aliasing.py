@@ -70,7 +70,6 @@ def rows() -> Iterator[tuple[Any, ...]]:
 
 
 class TestListedFunctions:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.slow
     def test_results_share_memory_with_arguments_as_without_casts(
         self, half: torch.dtype, subtests: pytest.Subtests

@@ -114,22 +114,6 @@ class TestCalls:
             call()
         assert not hasattr(raised.value, "__notes__")
 
-    @pytest.mark.parametrize(
-        ("text", "is_named"),
-        [("kernel not implemented for 'Half'", True), ("", True), ("index out of range", False)],
-    )
-    def test_an_error_about_types_names_a_registered_function(
-        self, text: str, is_named: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def fails(x: torch.Tensor) -> None:
-            raise RuntimeError(*([text] if text else []))
-
-        monkeypatch.setattr(F, "fails", fails, raising=False)
-        amp.register_half_function(F, "fails")
-        with casts_on(HALF), pytest.raises(RuntimeError) as raised:
-            F.fails(ones(2))
-        assert hasattr(raised.value, "__notes__") == is_named
-
     def test_an_error_about_types_names_a_decorated_function(self) -> None:
         @amp.half_function
         def fails(x: torch.Tensor, text: str) -> None:

@@ -21,7 +21,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
-from transformers.utils import ModelOutput as HuggingFaceOutput
 
 from ampatch.casting.nested import CASTABLE, cast_floating, cast_tensors, tensors_in
 
@@ -561,13 +560,6 @@ class TestHuggingFace:
         assert list(found) == list(value) == ["loss", "logits", "hidden_states"]
         assert value.loss.dtype == torch.float32
 
-    def test_output_within_an_output_is_cast(self):
-        value = HuggingFaceOutput(inner=causal_output(), name="both")
-        found = to_half(value)
-        assert type(found) is HuggingFaceOutput
-        assert type(found["inner"]) is CausalLMOutputWithPast
-        assert found["inner"].logits.dtype == torch.float16
-
     def test_output_attribute_that_is_none_stays_none(self):
         value = causal_output()
         value.loss = None
@@ -604,23 +596,6 @@ class TestHuggingFace:
         assert to_half(found) is found
 
 
-class Hooked(nn.Module):
-    """Casts inputs to half and outputs to float32."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-        self.register_forward_pre_hook(lambda module, args: to_half(args))
-        self.register_forward_hook(lambda module, args, output: cast_floating(output, torch.float32))
-
-    def forward(self, value):
-        return self.function(value)
-
-
-def outline(value: object) -> list[tuple[type, torch.dtype | None]]:
-    return [(type(item), item.dtype if isinstance(item, Tensor) else None) for item in contents(value)]
-
-
 @dataclasses.dataclass
 class Nested:
     inner: Frozen
@@ -643,30 +618,8 @@ VALUES = {
 }
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 class TestCompiled:
-    @pytest.fixture(autouse=True)
-    def nothing_compiled(self) -> Iterator[None]:
-        torch._dynamo.reset()
-        yield
-        torch._dynamo.reset()
-
-    # torch traces hooks of the module that it compiles apart from its forward, so this one is part of another.
-    @pytest.mark.slow
-    @pytest.mark.parametrize("name", VALUES)
-    def test_casting_hooks_are_traced_into_one_graph(self, name):
-        value = VALUES[name](torch.ones(2))
-        seen = []
-
-        def look(value):
-            seen.append([item.dtype for item in contents(value) if isinstance(item, Tensor)])
-            return value
-
-        counter = CompileCounterWithBackend("aot_eager")
-        found = torch.compile(nn.Sequential(Hooked(look)), backend=counter, fullgraph=True)(value)
-        assert counter.frame_count == 1
-        assert outline(found) == outline(value)
-        assert [set(dtypes) for dtypes in seen] == [{torch.float16}]
-
     @pytest.mark.parametrize("name", VALUES)
     def test_compiled_cast_is_one_graph_with_the_eager_result(self, name):
         value = VALUES[name](torch.ones(2))
@@ -674,13 +627,3 @@ class TestCompiled:
         found = torch.compile(to_half, backend=counter, fullgraph=True)(value)
         assert counter.frame_count == 1
         assert_cast(found, value)
-
-    @pytest.mark.slow
-    def test_gradients_flow_through_compiled_casting_hooks(self):
-        module = Hooked(lambda fields: {"loss": (fields.first * fields.second).sum()})
-        x = torch.full((2,), 3.0, requires_grad=True)
-        compiled = torch.compile(nn.Sequential(module), backend="aot_eager", fullgraph=True)
-        loss = compiled(Fields(x, torch.ones(2)))["loss"]
-        loss.backward()
-        assert loss.dtype == torch.float32
-        assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [1, 1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import accounting
 import pytest
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
@@ -78,14 +77,6 @@ def test_gpu_tests_can_be_listed_without_a_gpu(suite):
     ended = suite.runpytest_inprocess(*OPTIONS, "--collect-only", "-q", "-m", "gpu")
     assert ended.ret == pytest.ExitCode.OK
     ended.stdout.fnmatch_lines(["*::test_on_a_gpu"])
-
-
-@pytest.mark.slow
-def test_slowness_is_measured_by_importing_torch(monkeypatch):
-    monkeypatch.setattr(accounting, "_USUAL", 0.01)
-    assert accounting._slowness() > 10
-    monkeypatch.setattr(accounting, "_USUAL", 1e9)
-    assert accounting._slowness() == 1
 
 
 @pytest.mark.slow

@@ -134,30 +134,6 @@ def test_each_test_keeps_one_half_type_and_some_keep_the_other(pytester, run):
         run("-k", f"test_{kind}_").assert_outcomes(passed=48, deselected=96)
 
 
-def test_no_run_has_combinations_of_more_values_than_asked_for(pytester, run):
-    pytester.makepyfile("""
-        import pytest
-
-        settings = [pytest.mark.parametrize(name, range(4)) for name in ("one", "two", "three", "four")]
-
-        @settings[0]
-        @settings[1]
-        @settings[2]
-        def test_some(one, two, three): ...
-
-        @settings[0]
-        @settings[1]
-        @settings[2]
-        @settings[3]
-        @pytest.mark.covering(2)
-        def test_more(one, two, three, four): ...
-    """)
-    for test, quick, slow in (("test_some", 4, 16), ("test_more", 16, 64)):
-        for selected, least in ((["-m", "not slow"], quick), ([], slow)):
-            found = run("-k", test, *selected).parseoutcomes()["passed"]
-            assert least <= found < 1.7 * least
-
-
 def test_about_half_of_the_other_cases_run_with_the_libraries(pytester, run):
     pytester.makepyfile("""
         import pytest

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, dtype_name
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -58,7 +57,6 @@ KEPT: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize(("make", "call"), KEPT.values(), ids=KEPT)
 @pytest.mark.covering(1)
 def test_functions_in_containers_are_cast_and_restored(make, call, half):
@@ -146,7 +144,6 @@ class Traced(nn.Module):
         return F.linear(torch.matmul(x, self.weight), self.weight).softmax(-1) @ self.weight
 
 
-@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 def test_functions_of_a_graph_that_was_traced_before_are_cast(half):
     model, graph = Traced(), torch.fx.symbolic_trace(Traced())
     x, code = torch.ones(2, 4), graph.code

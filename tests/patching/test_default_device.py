@@ -14,8 +14,6 @@ from torch import nn
 import ampatch
 from ampatch import amp
 from ampatch.apex import amp_C
-from ampatch.apex.fp16_utils import FP16_Optimizer
-from ampatch.apex.optimizers import FusedAdagrad, FusedAdam, FusedNovoGrad
 from ampatch.native.host_copy import HostCopy
 
 PACKAGE = Path(ampatch.__file__).parent
@@ -97,26 +95,3 @@ class TestADefaultDevice:
             norm, _ = amp_C.multi_tensor_l2norm(2048, flag, [outs])
         assert outs[0].tolist() == [0.5] * 3
         assert norm.item() == pytest.approx(0.75**0.5)
-
-    @pytest.mark.parametrize("make", [FusedAdagrad, FusedAdam, FusedNovoGrad], ids=lambda make: make.__name__)
-    def test_apex_optimizers_step_on_the_device_of_their_weights(self, make):
-        def stepped() -> torch.Tensor:
-            weight = nn.Parameter(torch.ones(3, device="cpu"))
-            optimizer = make([weight], lr=0.1)
-            for _ in range(2):
-                weight.grad = torch.ones_like(weight)
-                optimizer.step()
-                optimizer.load_state_dict(optimizer.state_dict())
-            return weight.detach()
-
-        expected = stepped()
-        with default_device("meta"):
-            found = stepped()
-        assert torch.equal(found, expected)
-
-    def test_fp16_optimizer_updates_masters_without_gradients(self):
-        weight = nn.Parameter(torch.ones(3, dtype=torch.float16))
-        with default_device("meta"):
-            optimizer = FP16_Optimizer(torch.optim.SGD([weight], lr=0.1), dynamic_loss_scale=True, verbose=False)
-            optimizer.update_master_grads()
-            assert not optimizer.overflow

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES
+from helpers import COPIES, HALF_DTYPES, pickled
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -214,21 +212,6 @@ class TestInputs:
         adopted(Net(lambda net, helper: net.layer(helper.weight)), half)(helper)
         assert helper.weight.dtype is torch.float32
 
-    @pytest.mark.parametrize("level", LEVELS)
-    def test_inputs_are_cast_in_the_first_product(self, level: str, half: torch.dtype) -> None:
-        seen: list[torch.dtype] = []
-
-        def work(net: Net, x: Tensor) -> Tensor:
-            seen.extend([x.dtype, net.layer(x).dtype])
-            return net.layer(x)
-
-        model = adopted(Net(work), half, level)
-        x = torch.randn(2, 8, requires_grad=True)
-        model(x).sum().backward()
-        assert seen == [torch.float32, half]
-        assert x.grad is not None
-        assert x.grad.dtype is torch.float32
-
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "Linear": (lambda: nn.Linear(4, 4), lambda: (torch.randn(2, 4),)),
@@ -355,14 +338,6 @@ class TestOthers:
         with pytest.raises(RuntimeError, match="dtype"):
             Product.apply(torch.randn(2, 8).to(half), model.layer.weight.float()).sum().backward()
 
-    def test_a_recomputed_part_casts(self, half: torch.dtype) -> None:
-        def work(net: Net, x: Tensor) -> Tensor:
-            return torch.utils.checkpoint.checkpoint(net.layer, x, use_reentrant=False)
-
-        model = adopted(Net(work), half)
-        model(torch.randn(2, 8)).sum().backward()
-        assert model.layer.weight.grad.any()
-
     def test_inputs_of_the_other_half_type_are_cast(self, half: torch.dtype) -> None:
         (other,) = set(HALF_DTYPES) - {half}
         model = adopted(Net(lambda net, x: net.layer(x)), half)
@@ -383,11 +358,11 @@ class TestOthers:
         amp.deinitialize()
         assert (model.scale.dtype, model.layer.weight.dtype) == (other, torch.float32)
 
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+    @COPIES
     @pytest.mark.parametrize("level", ["O2", "O3"])
-    def test_copies_cast_during_and_after_the_session(self, duplicate: Any, level: str, half: torch.dtype) -> None:
+    def test_copies_cast_during_and_after_the_session(self, copied: Any, level: str, half: torch.dtype) -> None:
         model = nn.Sequential(Wide(), nn.Linear(8, 8))
-        twin = duplicate(adopted(model, half, level))
+        twin = copied(adopted(model, half, level))
         wanted = twin(torch.ones(2, 8))
         assert wanted.isfinite().all()
         amp.deinitialize()
@@ -485,15 +460,6 @@ class TestResidualStreams:
         assert torch.Tensor.__add__ is before
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_models_are_one_graph_and_cast_as_eager_ones(backend: str, half: torch.dtype) -> None:
-    model = adopted(nn.Sequential(Wide(), nn.LayerNorm(8), nn.Linear(8, 8)), half)
-    x = torch.randn(2, 3, 8)
-    expected = model(x)
-    found = torch.compile(model, backend=backend, fullgraph=True)(x)
-    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
-
-
 class TestWhatIsNoStream:
     """Sums with buffers that look like tables, but meet no words of a sequence."""
 
@@ -525,15 +491,8 @@ class TestOutsideOfTheForward:
         parts = {"a": nn.Linear(8, 8)}
         model = kind(parts if kind is nn.ModuleDict else parts.values())
         amp.initialize(model, opt_level="O2", half_dtype=half, verbosity=0)
-        loaded = pickle.loads(pickle.dumps(model))
+        loaded = pickled(model)
         assert [each.dtype for each in loaded.parameters()] == [half] * 2
-
-    def test_parametrized_weights_are_read_and_made_plain(self, half: torch.dtype) -> None:
-        model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)))
-        amp.initialize(model, opt_level="O2", half_dtype=half, verbosity=0)
-        assert model[0].weight.shape == (8, 8)
-        nn.utils.parametrize.remove_parametrizations(model[0], "weight")
-        assert model(torch.randn(2, 8)).dtype is torch.float32
 
     def test_a_loss_in_the_forward_has_a_backward_pass(self, half: torch.dtype) -> None:
         model = adopted(Net(lambda net, x: F.huber_loss(net.layer(x), x)), half)

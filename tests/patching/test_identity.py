@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from samples import SAMPLES, TORCH_WARNINGS, Maker, call, lacks, resolve
+from seen_calls import Functions
 from torch import Tensor, fx
 from torch.nn.attention.bias import causal_upper_left
 from torch.overrides import TorchFunctionMode, get_testing_overrides
@@ -33,18 +34,6 @@ X = torch.arange(16.0).reshape(4, 4) / 16
 
 def begin() -> None:
     amp.init(half_dtype="bfloat16")
-
-
-class Seen(TorchFunctionMode):
-    """Notes every function that torch reports, and lets it go on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.functions: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.functions.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 class Handled(Tensor):
@@ -68,10 +57,10 @@ def reported() -> dict[str, list[Any]]:
     found = {}
     for path, samples in SAMPLES.items():
         if not lacks(path):
-            seen = Seen()
+            seen = Functions()
             with contextlib.suppress(amp.BannedFunctionError), seen:
                 call(path, samples[0], Maker((torch.float32,)))
-            found[path] = seen.functions
+            found[path] = seen.seen
     return found
 
 
@@ -135,12 +124,12 @@ def test_a_registry_of_overrides_finds_functions_whenever_it_was_filled(
 
 def test_an_override_by_a_tensor_in_a_list_gets_the_function() -> None:
     begin()
-    x, seen, half = X.as_subclass(Handled), Seen(), X.bfloat16()
+    x, seen, half = X.as_subclass(Handled), Functions(), X.bfloat16()
     with seen:
         torch.cat([half, x])
         torch.einsum("ij,jk->ik", [x, X])
-    assert seen.functions[0] is torch.cat
-    assert seen.functions[1] is torch.einsum
+    assert seen.seen[0] is torch.cat
+    assert seen.seen[1] is torch.einsum
 
 
 @pytest.mark.parametrize("traced", ["before", "within"])

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import COPIES, assert_same_bits
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ampatch import amp
 from ampatch.errors import OptionError
-
-every_half = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
 
 class Product(torch.autograd.Function):
@@ -94,7 +92,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 class TestForward:
-    @every_half
     def test_a_kept_part_computes_in_float32_between_half_parts(self, half: torch.dtype) -> None:
         model = kept(half)
         result = model(INPUTS)
@@ -152,7 +149,6 @@ class TestForward:
 
 
 class TestBackward:
-    @every_half
     @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant checkpoint"])
     def test_backward_passes_of_users_functions_in_a_kept_part_run_in_float32(
         self, half: torch.dtype, reentrant: bool | None
@@ -225,10 +221,6 @@ class TestCopies:
         amp.deinitialize()
         assert "__copy__" not in vars(nn.Module)
 
-    def test_shallow_copies_are_torch_s_own_where_no_forward_is_replaced(self) -> None:
-        amp.initialize(nn.Sequential(nn.Linear(2, 2)), opt_level="O0", verbosity=0)
-        assert "__copy__" not in vars(nn.Module)
-
     def test_a_pickled_part_has_its_own_forward(self) -> None:
         model = kept()
         stored = pickle.dumps(model.tail)  # not kept
@@ -237,9 +229,7 @@ class TestCopies:
         amp.deinitialize()
         assert_same_bits(other(INPUTS), model.head(INPUTS))
 
-    @pytest.mark.parametrize(
-        "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
-    )
+    @COPIES
     @pytest.mark.parametrize("in_new_session", [False, True], ids=["same session", "new session"])
     def test_a_copy_can_be_adopted_again(self, copied: Any, in_new_session: bool) -> None:
         model = kept()
@@ -292,11 +282,11 @@ class TestEnd:
         assert model(INPUTS.bfloat16()).dtype is torch.float32
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 class TestCompiled:
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     @pytest.mark.slow
     def test_a_compiled_model_is_one_graph_with_the_same_results(self, backend: str) -> None:
-        torch._dynamo.reset()
         model = kept()
         model.head.is_plain = True  # writes to a class attribute cannot be compiled
         wanted = gradients(model)
@@ -310,13 +300,11 @@ class TestCompiled:
         for name, each in model.named_parameters():
             torch.testing.assert_close(each.grad, wanted[name], rtol=0.02, atol=1e-3)
         assert F.linear(INPUTS, torch.ones(2, 8, requires_grad=True)).dtype is torch.bfloat16  # casts are on again
-        torch._dynamo.reset()
 
     @pytest.mark.slow
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     @pytest.mark.parametrize("keep", ["1", "1.1"], ids=["region", "part of it"])
     def test_a_compiled_checkpoint_of_a_kept_part_has_the_same_gradients(self, backend: str, keep: str) -> None:
-        torch._dynamo.reset()
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 2))
         amp.initialize(model, half_dtype=torch.bfloat16, keep_fp32=keep, verbosity=0)
@@ -329,4 +317,3 @@ class TestCompiled:
         torch.compile(forward, backend=backend, fullgraph=True)(INPUTS).float().square().sum().backward()
         for name, each in model.named_parameters():
             assert_same_bits(each.grad, wanted[name])
-        torch._dynamo.reset()

@@ -6,18 +6,16 @@ import asyncio
 import copy
 import pickle
 import re
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, assert_same_bits, dtype_name
+from helpers import COPIES, Calls, Write, assert_same_bits, in_thread
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -71,17 +69,6 @@ class Net(nn.Module):
         return [self.body.seen, self.head.seen, self.tail.seen]
 
 
-class Calls(nn.Module):
-    """Its forward is a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
 def ruled(modules: Any, model: nn.Module | None = None, **options: Any) -> Any:
     options = {"half_dtype": HALF, "verbosity": 0} | options
     return amp.initialize(Net() if model is None else model, cast_lists={"modules": modules}, **options)
@@ -94,7 +81,6 @@ def session_rules_afterwards() -> Iterator[None]:
 
 
 class TestForward:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.parametrize(
         ("modules", "seen"),
         [
@@ -276,9 +262,7 @@ class TestThreads:
         model, seen = ruled({"head": OWN}), []
 
         def compute_elsewhere(*_: object) -> None:
-            thread = threading.Thread(target=lambda: seen.append(torch.cumsum(INPUTS, 0).dtype))
-            thread.start()
-            thread.join()
+            seen.append(in_thread(lambda: torch.cumsum(INPUTS, 0).dtype))
 
         model.head.inner.register_forward_hook(compute_elsewhere)
         model(INPUTS)
@@ -375,19 +359,13 @@ class TestCopies:
             twin(INPUTS)
             assert twin.seen == seen
 
-    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deep", "pickle"])
+    @COPIES
     def test_a_copy_gets_the_rules_of_a_later_session(self, copied: Any) -> None:
         twin = copied(ruled({"head": OWN}))
         amp.deinitialize()
         ruled({"head": OWN}, twin)
         twin(INPUTS)
         assert twin.head.seen == BY_OWN
-
-    def test_two_models_have_the_rules(self) -> None:
-        one = ruled({"head": OWN})
-        other = ruled({"head": OWN})
-        one(INPUTS), other(INPUTS)
-        assert one.seen == other.seen == [BY_SESSION, BY_OWN, BY_SESSION]
 
 
 class TestTransforms:
@@ -423,15 +401,14 @@ def types_of(results: Any) -> list[list[torch.dtype]]:
     return [[each.dtype for each in found] for found in results]
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 class TestCompiled:
     @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
     def test_a_compiled_model_is_one_graph_with_the_same_types(self, backend: str) -> None:
-        torch._dynamo.reset()
         model = ruled({"two": OWN, "three": "float32"}, Several())
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         assert types_of(compiled(INPUTS)) == [BY_SESSION, BY_OWN, IN_FLOAT32, BY_SESSION]
         assert torch.cumsum(INPUTS, 0).dtype is FULL
-        torch._dynamo.reset()
 
     @pytest.mark.slow
     def test_exported_programs_have_the_same_types(self) -> None:
@@ -443,8 +420,6 @@ class TestCompiled:
 
     @pytest.mark.slow
     def test_rules_hold_around_a_graph_break(self) -> None:
-        torch._dynamo.reset()
-
         def breaks(x: Tensor) -> tuple[Tensor, ...]:
             before = torch.cumsum(x, 0)
             torch._dynamo.graph_break()
@@ -457,11 +432,9 @@ class TestCompiled:
         model = ruled({"1": OWN, "2": "float32"}, All(Calls(breaks) for _ in range(3)))
         found = types_of(torch.compile(model, backend="aot_eager")(INPUTS))
         assert found == [[FULL] * 3, [HALF] * 3, [FULL] * 3]
-        torch._dynamo.reset()
 
     @pytest.mark.slow
     def test_a_function_is_compiled_for_each_part_that_calls_it(self) -> None:
-        torch._dynamo.reset()
         run = torch.compile(Types().forward, backend="aot_eager", fullgraph=True)
 
         class Runs(nn.Linear):  # parts that are called alone, and so need parameters to be cast
@@ -471,13 +444,11 @@ class TestCompiled:
         model = ruled({"1": OWN, "2": "float32"}, nn.ModuleList(Runs(1, 1) for _ in range(3)))
         for _ in range(2):
             assert types_of([each(INPUTS) for each in model]) == [BY_SESSION, BY_OWN, IN_FLOAT32]
-        torch._dynamo.reset()
 
 
 class TestFaults:
-    def test_a_name_that_matches_no_submodule_is_an_error(self, tmp_path: Path) -> None:
-        file = tmp_path / "casts.yaml"
-        file.write_text('modules:\n  tail: float32\n  "bodyy": {}\n')
+    def test_a_name_that_matches_no_submodule_is_an_error(self, write: Write) -> None:
+        file = write('modules:\n  tail: float32\n  "bodyy": {}\n')
         with pytest.raises(CastListError) as caught:
             amp.initialize(Net(), half_dtype=HALF, cast_lists=file)
         assert str(caught.value) == (
@@ -511,9 +482,8 @@ class TestFaults:
         with pytest.raises(CastListError, match=r"'heaad', which matches no submodule"):
             amp.compare(Net(), INPUTS, Tensor.sum, "O1", b)
 
-    def test_all_faults_of_a_file_are_named_at_once(self, tmp_path: Path) -> None:
-        file = tmp_path / "casts.yaml"
-        file.write_text(
+    def test_all_faults_of_a_file_are_named_at_once(self, write: Write) -> None:
+        file = write(
             "modules:\n  a: float16\n  a: float32\n  b:\n  c: {blacklst: [exp], blacklist: [softmx], modules: {}}\n"
             "  d: [softmax]\n  e: {whitelist: {torch: [mm, mm]}}\n  3: float32\n"
         )
@@ -606,9 +576,8 @@ class TestTold:
         assert (linear["rule"], linear["calls"], linear["casts"]) == ("whitelist", 3, 6)
         assert (gelu["rule"], gelu["calls"], gelu["casts"]) == ("by part", 3, 1)
 
-    def test_reports_of_lists_show_the_rules_of_parts(self, tmp_path: Path) -> None:
-        file = tmp_path / "casts.yaml"
-        file.write_text(
+    def test_reports_of_lists_show_the_rules_of_parts(self, write: Write) -> None:
+        file = write(
             'modules:\n  "head*": float32\n  body:\n    blacklist: {torch.nn.functional: [gelu]}\n'
             "    unlisted: [vdot]\n  tail: {}\n"
         )

@@ -9,13 +9,12 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, check_rows, dtype_name
+from helpers import Write, check_rows, dtype_name
 from samples import SAMPLES, TORCH_WARNINGS, Maker, call, entries, is_method, lacks, resolve, tensors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -126,7 +125,6 @@ class TestProductsWithSparseTensors:
 
 
 class TestListedFunctions:
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     @pytest.mark.slow
     def test_listed_functions_compute_in_float32_and_return_half(
         self, subtests: pytest.Subtests, half: torch.dtype
@@ -240,7 +238,6 @@ class TestListedFunctions:
 class TestModels:
     @pytest.mark.parametrize("name", MODELS)
     @pytest.mark.parametrize("level", LEVELS)
-    @pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
     def test_models_with_listed_functions_train(self, name: str, level: str, half: torch.dtype) -> None:
         if level == "O5" and half is torch.float16:
             return
@@ -356,10 +353,9 @@ class TestListsOfUsers:
         ],
     )
     def test_wrong_values_of_needs_float32_are_named(
-        self, list_name: str, value: str, expected: str, tmp_path: Path
+        self, list_name: str, value: str, expected: str, write: Write
     ) -> None:
-        file = tmp_path / "own.yaml"
-        file.write_text(f"{list_name}:\n  torch:\n  - {{name: sin, needs_float32: {value}}}\n")
+        file = write(f"{list_name}:\n  torch:\n  - {{name: sin, needs_float32: {value}}}\n")
         with pytest.raises(CastListError) as found:
             shipped().overlaid(file)
         assert ":3: " in str(found.value)
@@ -372,17 +368,3 @@ class TestReports:
         assert line.endswith("needs_float32")
         (line,) = list_reports.policy(shipped(), names=["torch.nn.functional.avg_pool3d"])
         assert line.endswith("needs_float32 on cpu")
-
-    @pytest.mark.slow
-    def test_explain_says_what_is_applied_at_o2(self) -> None:
-        with half_model():
-            listed, other = amp.explain(torch.linalg.inv, matrix()), amp.explain(torch.mm, matrix(), matrix())
-        assert "O2 applies only what is marked needs_float32, and" in " ".join(str(listed).split())
-        assert listed.to_dict()["call"]["arguments"][0]["after"] == "float32"
-        assert listed.to_dict()["spellings"][0]["rulings"][0]["needs_float32"] == ["*"]
-        assert other.to_dict()["call"]["arguments"][0]["why"] == "O2 patches no functions but those that need float32"
-
-    @pytest.mark.slow
-    def test_preflight_finds_that_o2_stands(self) -> None:
-        result = amp.preflight(MODELS["fno"](), torch.randn(4, 8), lambda output: output.square().mean())
-        assert all(result.passes("O2", dtype_name(half)) for half in HALF_DTYPES)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, casts_on, check_rows, dtype_name
+from helpers import casts_on, check_rows, dtype_name
 from samples import SAMPLES, TORCH_WARNINGS, Maker, Sample, is_method, lacks, resolve
 
 from ampatch.cast_lists.lists import shipped
@@ -58,7 +58,6 @@ def check(path: str, rule: Rule, sample: Sample, form: str, mix: tuple[torch.dty
         assert each.why != "the result may be a view of it"
 
 
-@pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["one-call", "all-calls"])
 def test_predictions_of_every_listed_function_are_right(
     half: torch.dtype, few: bool, subtests: pytest.Subtests

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, assert_same_bits, casts_on, dtype_name
+from helpers import assert_same_bits, casts_on, dtype_name
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -40,7 +40,6 @@ KINDS = [
     ),
     pytest.param(nn.LSTM, {"proj_size": 2, "num_layers": 2}, id="LSTM, projection"),
 ]
-both_halves = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
 
@@ -101,7 +100,6 @@ def cast_one_by_one(layer: nn.RNNBase, x: Tensor, half: torch.dtype) -> tuple[Te
 
 class TestInOneBuffer:
     @pytest.mark.parametrize(("make", "options"), KINDS)
-    @both_halves
     @pytest.mark.covering(1)
     def test_layers_compute_and_train_as_with_casts_one_by_one(self, make, options, half):
         layer, x = made(make, **options), sequence()
@@ -245,19 +243,6 @@ class TestModes:
             traced = torch.fx.experimental.proxy_tensor.make_fx(lambda x: layer(x, state)[0])(x)
         casts = [node for node in traced.graph.nodes if node.target is torch.ops.aten._to_copy.default]
         assert len(casts) == 4
-
-    def test_gradients_under_a_transform_are_those_of_casts_one_by_one(self):
-        layer, x = made(nn.RNN), sequence()
-        weights = dict(layer.named_parameters())
-
-        def loss(weights: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(layer, weights, x)[0].float().sum()
-
-        cast_one_by_one(layer, x, torch.bfloat16)[0].float().sum().backward()
-        with casts_on(torch.bfloat16):
-            found = torch.func.grad(loss)(weights)
-        for name, parameter in layer.named_parameters():
-            assert_same_bits(found[name], parameter.grad)
 
 
 class TestKindsOfWeights:
@@ -491,7 +476,6 @@ class TestBfloat16Weights:
 @pytest.mark.gpu
 class TestOnAGpu:
     @pytest.mark.parametrize(("make", "options"), KINDS)
-    @both_halves
     def test_cudnn_gets_one_buffer_and_results_are_those_of_autocast(self, make, options, half):
         layer, x = made(make, **options).cuda(), sequence().cuda()
         with torch.autocast("cuda", half):
@@ -525,7 +509,6 @@ class TestOnAGpu:
         assert casts[0].untyped_storage().nbytes() >= weights_of(half)[0].untyped_storage().nbytes()
 
     @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-    @both_halves
     def test_a_model_trains_without_a_warning_and_is_left_as_it_was(self, level, half):
         model = nn.ModuleList([made(num_layers=2)]).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -18,7 +18,6 @@ from helpers import HALF_DTYPES, together
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import checkpoint
 
 from ampatch import amp
 from ampatch.casting import cast_store
@@ -129,6 +128,27 @@ class TestOneCastPerIteration:
         assert casts_of_weights(lambda: model(x().half())) == 2  # weight and bias, anew
 
 
+def with_fake_inputs(model: nn.Module) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(x()))
+
+
+class TestTransforms:
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")  # torch's own use of it
+    @pytest.mark.parametrize(
+        "run",
+        [
+            pytest.param(lambda model: torch.func.grad(lambda value: model(value).float().sum())(x()), id="grad"),
+            pytest.param(lambda model: torch.func.jvp(model, (x(),), (x(),)), id="jvp"),
+            pytest.param(with_fake_inputs, id="fake"),
+        ],
+    )
+    def test_casts_that_a_transform_wraps_or_a_mode_fakes_are_not_kept(self, model, half, run):
+        run(model)
+        assert len(cache()) == 0
+        assert torch.equal(model(x()), reference(model.weight, x(), half))
+
+
 class TestGradients:
     def test_gradients_of_every_use_accumulate_in_the_parameter_once(self, model, half):
         """The hooks of DistributedDataParallel expect one accumulation."""
@@ -175,14 +195,6 @@ class TestGradients:
             result = model(x())
         result.float().sum().backward()
         assert model.weight.grad.abs().sum() > 0
-
-    @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-    def test_gradients_of_a_checkpoint_are_those_without_it(self, model, use_reentrant):
-        model(x().requires_grad_()).float().sum().backward()
-        plain, model.weight.grad = model.weight.grad, None
-        amp.clear_cache()
-        checkpoint(model, x().requires_grad_(), use_reentrant=use_reentrant).float().sum().backward()
-        assert torch.equal(model.weight.grad, plain)
 
     def test_casts_follow_requires_grad_of_the_weight(self, model):
         model.weight.requires_grad_(False)
@@ -401,15 +413,6 @@ class TestFrozenStore:
 
         return block
 
-    def test_frozen_weights_are_cast_once_until_the_block_ends(self, frozen, model, half):
-        value = x().to(half)
-        with frozen(model):
-            assert casts_of_weights(lambda: [model(value) for _ in range(100)]) == 1
-            assert casts_of_weights(lambda: F.linear(value, model.weight)) == 0  # outside of forwards, too
-            assert len(cache()) == 1
-        assert len(cache()) == 0
-        assert casts_of_weights(lambda: model(value)) == 1
-
     def test_a_frozen_block_keeps_no_casts_of_other_weights(self, frozen, model, half):
         other = adopt(Thrice(), half)
         value = x().to(half)
@@ -567,23 +570,6 @@ class TestNothingGrows:
         assert weights[0]() is None
 
     @pytest.mark.slow
-    def test_adopted_models_that_come_and_go_are_freed(self):
-        adopt(nn.Module())
-        gc.collect()
-        weights, steps = [], len(runtime.live.ledger._steps)
-        for _ in range(100):
-            model = adopt(Thrice())
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            amp.initialize(model, optimizer, half_dtype=torch.bfloat16, verbosity=0)
-            model(x())
-            weights.append(weakref.ref(model.weight))
-        del model, optimizer
-        gc.collect()
-        assert len(cache()) == 0
-        assert [weight for weight in weights if weight() is not None] == []
-        assert len(runtime.live.ledger._steps) == steps
-
-    @pytest.mark.slow
     def test_the_package_may_be_imported_in_inference_mode_with_another_default_type(self, fresh):
         code = "import torch\nwith torch.inference_mode():\n    torch.set_default_dtype(torch.bfloat16)\n"
         code += "    from ampatch.patching import weight_cache\nprint(weight_cache._REFERENCES_OF_ABANDONED)"
@@ -634,72 +620,8 @@ class TestNothingGrows:
         together([run] * 4)
 
 
-class TestTransformsAndTracers:
-    """What they wrap, record or fake must not get into the cache, and the cache must not hide a cast from them."""
-
-    def loss(self, model: Thrice) -> Callable[[Tensor], Tensor]:
-        return lambda value: model(value).float().pow(2).sum()
-
-    def test_grad_is_the_same_with_and_without_kept_casts(self, model, half):
-        gradient = torch.func.grad(self.loss(model))(x())
-        assert len(cache()) == 0
-        value = x().requires_grad_()
-        self.loss(model)(value).backward()
-        assert torch.equal(value.grad, gradient)
-        assert model.weight.grad.abs().sum() > 0
-        assert len(cache()) == 1
-        assert torch.equal(torch.func.grad(self.loss(model))(x()), gradient)
-
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")  # torch's own use of it
-    @pytest.mark.parametrize(
-        "transformed",
-        [
-            pytest.param(lambda model: torch.func.vmap(model)(x()), id="vmap"),
-            pytest.param(lambda model: torch.func.jvp(model, (x(),), (torch.ones(3, 4),))[0], id="jvp"),
-        ],
-    )
-    def test_transforms_leave_no_casts_of_their_own(self, model, half, transformed):
-        torch.testing.assert_close(transformed(model), model(x()), rtol=2e-2, atol=2e-2)
-        model(x()).float().sum().backward()
-        assert model.weight.grad.abs().sum() > 0
-        assert torch.equal(model(x()), reference(model.weight, x(), half))
-
-    def test_functional_call_uses_the_parameters_given(self, model, half):
-        model(x())
-        other = nn.Parameter(torch.ones(4, 4))
-        result = torch.func.functional_call(model, {"weight": other}, (x(),))
-        assert torch.equal(result, reference(other, x(), half))
-        result.float().sum().backward()
-        assert model.weight.grad is None
-        assert other.grad.abs().sum() > 0
-
-    def test_casts_to_fake_tensors_are_not_kept(self, model, half):
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            assert model(mode.from_tensor(x())).dtype is half
-        assert len(cache()) == 0
-        assert torch.equal(model(x()), reference(model.weight, x(), half))
-
-    def test_fake_weights_are_not_kept(self, half):
-        adopt(nn.Module(), half)
-        with FakeTensorMode():
-            model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Softmax(-1))
-            result = model(torch.randn(3, 4))
-        assert (result.dtype, result.shape) == (torch.float32, (3, 4))
-        assert len(cache()) == 0
-
-    def test_make_fx_records_the_cast(self, model, half):
-        model(x())
-        graph = make_fx(lambda weight, value: torch.func.functional_call(model, {"weight": weight}, (value,)))(
-            model.weight, x()
-        )
-        assert torch.equal(graph(model.weight + 1, x()), reference(model.weight + 1, x(), half))
-
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.*deprecated:DeprecationWarning")
-    def test_jit_trace_records_the_cast(self, model, half):
-        model(x())
-        traced = torch.jit.trace(model, (x(),))
-        add_without_grad(model)
-        assert torch.equal(traced(x()), reference(model.weight, x(), half))
+class TestStreams:
+    """Of a GPU: what one stream made, another may read too early or too late."""
 
     @pytest.mark.gpu
     def test_cuda_graph_capture_records_the_cast(self):
@@ -714,10 +636,6 @@ class TestTransformsAndTracers:
             model.weight.add_(1)
             graph.replay()
             assert torch.equal(captured, reference(model.weight, value, torch.float16))
-
-
-class TestStreams:
-    """Of a GPU: what one stream made, another may read too early or too late."""
 
     @pytest.fixture
     def stream(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:

