@@ -305,7 +305,7 @@ def _decision(rule: Rule, session: Session) -> str:
     Left out are the advice in a banned function's error, and ``needs_float32`` if the level patches by the lists.
     """
     need = () if session.settings.patches_functions else sorted(rule.needs_float32)
-    return " ".join([rule.treatment.value, *typed_options(rule.when, rule.via_dtype, need)])
+    return " ".join([rule.treatment.value, *typed_options(rule.when, rule.via_dtype, need, rule.formats)])
 
 
 def _full_name(owner: object) -> str:

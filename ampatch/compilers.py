@@ -32,9 +32,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Modules of this package that models call while they run. The others do bookkeeping, which must not be compiled.
 _TRACED = {
-    "": "apex compilers cuda_on_cpu errors function_wrapper runtime session switch sync_batch_norm torch_private "
-    "tracing",
-    "casting": "write_back nested",
+    "": "apex compilers cuda_on_cpu errors formats function_wrapper runtime session switch sync_batch_norm "
+    "torch_private tracing",
+    "casting": "write_back nested rounding",
     "cast_lists": "paths signatures",
     "interfaces": "inference_copy",
     "public": "casts setting_up training",

@@ -258,7 +258,7 @@ def _enumerated(several: list[str]) -> str:
 
 def options_of(rule: Rule) -> list[str]:
     """Returns all options of a rule as texts."""
-    return typed_options(rule.when, rule.via_dtype, rule.needs_float32)
+    return typed_options(rule.when, rule.via_dtype, rule.needs_float32, rule.formats)
 
 
 def _told(live: Rule | None, asked: Rule | None) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ampatch.cast_lists.paths import Path
-from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.cast_lists.rules import Formats, Rule, Treatment
 from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, first_argument_reader, may_have
 from ampatch.cast_lists.spellings import IN_PLACE_OPERATORS, is_in_place
 from ampatch.casting.nested import (
@@ -32,7 +32,9 @@ from ampatch.casting.nested import (
     tensors_in,
     tensors_of_call,
 )
+from ampatch.casting.rounding import as_argument, as_result
 from ampatch.errors import BannedFunctionError, CastListError, Fault
+from ampatch.formats import Format
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.native.calls import Kind, PlainCast
 from ampatch.patching import recurrent_weights
@@ -79,12 +81,15 @@ class Adapter:
             depends on more than the arguments' types.
         call: function that makes the call in place of the original, given the arguments before and after ``adapt``;
             None if the original makes it, with the arguments after ``adapt``. Compiled code calls the original.
+        finish: function that returns the call's result, given the arguments before and after ``adapt`` and what the
+            call has returned; None if the result stays as it is.
         may_write: True if the function may write to its arguments, so that its writes are copied to the caller's.
     """
 
     adapt: Adapt
     plain_cast: PlainCast | None = None
     call: Callable[[Arguments, Arguments], Any] | None = None
+    finish: Callable[[Arguments, Arguments, Any], Any] | None = None
     may_write: bool = False
 
 
@@ -112,6 +117,10 @@ class Casts(Protocol):
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a tensor of a castable type, cast to ``dtype``."""
+
+    def round(self, tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of a castable type, rounded to a format, in ``dtype``."""
+        return as_argument(tensor, format, dtype)
 
     def cast_together(
         self,
@@ -177,10 +186,12 @@ class Adapters:
         Raises:
             CastListError: the rule has a condition on an argument that the function does not have.
         """
-        adapter = self._labelled(
-            self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead, is_listed=True),
-            rule.path,
+        adapter = (
+            self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead, is_listed=True)
+            if rule.formats is None
+            else self._in_formats(rule, rule.formats, original)
         )
+        adapter = self._labelled(adapter, rule.path)
         if not rule.when:
             return adapter
         adapt = adapter.adapt
@@ -199,7 +210,7 @@ class Adapters:
                     return args, kwargs
             return adapt(args, kwargs)
 
-        return Adapter(where_it_applies, call=adapter.call)
+        return replace(adapter, adapt=where_it_applies, plain_cast=None)
 
     def for_registration(
         self, path: Path, treatment: Treatment, dtype: torch.dtype | None, original: Function
@@ -219,7 +230,7 @@ class Adapters:
 
     def _labelled(self, adapter: Adapter, path: Path) -> Adapter:
         """Returns an adapter that labels its casts if asked for; drops `plain_cast`, as C++ sets none."""
-        return Adapter(named(adapter.adapt, str(path)), call=adapter.call) if self.labelled else adapter
+        return replace(adapter, adapt=named(adapter.adapt, str(path)), plain_cast=None) if self.labelled else adapter
 
     def for_treatment(
         self,
@@ -255,6 +266,64 @@ class Adapters:
         else:
             adapter = self._obeying(self._to[torch.float32], original, "to", torch.float32)
         return self._unless_in_place(adapter, path, original, refuse_half=treatment is Treatment.BLACKLIST)
+
+    def _in_formats(self, rule: Rule, formats: Formats, original: Function) -> Adapter:
+        """Returns the adapter of a function that computes in a format: torch does, or amp rounds around the call.
+
+        Arguments are rounded from what they are, without a cast in between. The call computes in the type of the list
+        if that has all numbers of the format, and otherwise in float32; its result has the type of the list.
+        """
+        format, is_white = formats.format, rule.treatment is Treatment.WHITELIST
+        # With half weights, only functions without half kernels compute in float32.
+        in_half = is_white or not (self.hears_regions or rule.needs_float32)
+        if format.is_torchs and formats.grad == format:
+            return self._obeying(self._to[format.dtype], original, "to", format.dtype)  # type: ignore[index]
+        may_write, what = self._writing(rule.path, original), f"{rule.path} ({rule.source})"
+
+        def dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+            return self._chosen(args, kwargs) if in_half else torch.float32
+
+        def to_format(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            dtype = dtype_of(args, kwargs)
+            if dtype is None:
+                return args, kwargs
+            if may_write(args, kwargs):
+                raise BannedFunctionError(
+                    f"{what} computes in {format}, and cannot write its result to an argument. Call the form that "
+                    "returns it, without inplace=True, or take the format out of the cast lists."
+                )
+
+            def cast(tensor: Tensor) -> Tensor:
+                if tensor.dtype not in CASTABLE or not self._is_cast_here(tensor):
+                    return tensor
+                wanted = (self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype) or torch.float32
+                return self.cache.round(tensor, format, wanted if format.is_within(wanted) else torch.float32)
+
+            return _casting(cast)(args, kwargs)
+
+        def finish(given: Arguments, adapted: Arguments, result: Any) -> Any:
+            before, after = tensors_of_call(*given), tensors_of_call(*adapted)
+            is_asked = any(adapted[1].get(name) is not None for name in ("dtype", "out"))
+            dtype = dtype_of(*given)
+            if is_asked or dtype is None or all(old is new for old, new in zip(before, after, strict=True)):
+                return result
+            return cast_tensors(
+                result,
+                lambda tensor: self._finished(tensor, formats.grad, dtype) if tensor.dtype in CASTABLE else tensor,
+            )
+
+        return replace(self._obeying(to_format, original, "to"), plain_cast=None, finish=finish)
+
+    def _finished(self, tensor: Tensor, grad: Format, dtype: torch.dtype) -> Tensor:
+        wanted = self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype
+        return as_result(tensor, grad, wanted or dtype)
+
+    def _writing(self, path: Path, original: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
+        """Returns a function that tells for a call whether it writes its result to its argument."""
+        if is_in_place(path.name):
+            return lambda *_: True
+        asked = argument_reader(original, "inplace") if may_have(original, "inplace") else None
+        return (lambda *_: False) if asked is None else lambda *given: bool(asked(*given))
 
     def in_half(self, treatment: InHalf, path: Path, original: Function) -> Adapter:
         """Returns the adapter of a function for models with half weights."""

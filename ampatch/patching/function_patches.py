@@ -145,7 +145,7 @@ class FunctionPatches:
         in_half = list(half_functions.functions()) if self.for_half_models else []
         for path, treatment in in_half:
             self._half_functions[id(getattr(owner_of(path.namespace), path.name))] = path, treatment
-        for rule in filter(self.applies, [*rules.values(), *only_in_parts]):
+        for rule in filter(self._applies_anywhere, [*rules.values(), *only_in_parts]):
             owner = owner_of(rule.path.namespace)
             if owner is None:
                 self._later.setdefault(rule.path.namespace, []).append(rule)
@@ -204,7 +204,11 @@ class FunctionPatches:
     def applies(self, rule: Rule) -> bool:
         """Returns True if the session patches the function of a rule."""
         # An in-place function on a half tensor cannot store a float32 result; torch's own error says so.
-        return not self.for_half_models or (bool(rule.needs_float32) and not is_in_place(rule.path.name))
+        return not self.for_half_models or (rule.is_for_half_weights and not is_in_place(rule.path.name))
+
+    def _applies_anywhere(self, rule: Rule) -> bool:
+        """Returns True if the session or a part of a model patches the function of a rule."""
+        return any(each is not None and self.applies(each) for each in self._rules_of(rule).values())
 
     @property
     def count(self) -> int:
@@ -311,7 +315,9 @@ class FunctionPatches:
             return {}
         found, *others = [each.late_rules(self.adapters.half_dtype, module, matched) for each in every]
         only_in_parts = self._note_differing(found, dict(zip(self._lists_of_parts, others, strict=True)))
-        rules = [rule for rule in (*found.values(), *only_in_parts) if rule is not None and self.applies(rule)]
+        rules = [
+            rule for rule in (*found.values(), *only_in_parts) if rule is not None and self._applies_anywhere(rule)
+        ]
         for rule in rules:
             self._patch_imported_rule(find_owner(rule.path.namespace), rule)
         if rules:
@@ -355,16 +361,26 @@ class FunctionPatches:
 
     def _by_rules(self, rules: _RulesByToken, original: Function) -> Adapter:
         """Returns the adapter of a function under its rules."""
-        adapters = {
-            token: Adapter(thread_rules.unchanged) if rule is None else self.adapters.for_rule(rule, original)
-            for token, rule in rules.items()
-        }
+        adapters = {token: self._by_rule(rule, original) for token, rule in rules.items()}
         of_session = adapters[None]
         if len(rules) == 1:
             return of_session
-        of_parts = {token: each.adapt for token, each in adapters.items() if token is not None}
+        of_parts = {token: each for token, each in adapters.items() if token is not None}
         call = next((each.call for each in adapters.values() if each.call is not None), None)
-        return Adapter(thread_rules.choosing(of_session.adapt, of_parts), call=call)
+        return Adapter(
+            thread_rules.choosing(of_session.adapt, {token: each.adapt for token, each in of_parts.items()}),
+            call=call,
+            finish=thread_rules.finishing(of_session.finish, {token: each.finish for token, each in of_parts.items()}),
+        )
+
+    def _by_rule(self, rule: Rule | None, original: Function) -> Adapter:
+        """Returns the adapter of a function under a rule that may be that of a part only."""
+        if rule is not None and self.applies(rule):
+            return self.adapters.for_rule(rule, original)
+        if id(original) in self._half_functions:
+            path, treatment = self._half_functions[id(original)]
+            return self.adapters.in_half(treatment, path, original)
+        return Adapter(thread_rules.unchanged)
 
     def _patch(
         self,

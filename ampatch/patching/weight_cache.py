@@ -47,6 +47,8 @@ from torch.nn import Parameter
 
 from ampatch.casting import cast_observers
 from ampatch.casting.cast_store import Store
+from ampatch.casting.rounding import as_argument
+from ampatch.formats import Format
 from ampatch.native import calls
 from ampatch.patching.recurrent_weights import Layout, cast_each
 from ampatch.torch_private import modes
@@ -138,6 +140,13 @@ class WeightCache:
         cast = make() if observer is None else observer.cast(tensor, make)
         self._keep(store, tensor, cast)
         return cast
+
+    def round(self, tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
+        """Rounds a tensor to a format; no rounded weight is kept."""
+        if is_compiling():
+            return as_argument(tensor, format, dtype)
+        self.state.casts += 1
+        return cast_observers.cast(tensor, lambda: as_argument(tensor, format, dtype))
 
     def cast_together(
         self, weights: Sequence[Tensor], dtype: torch.dtype, layout_of: Callable[[], Layout]
