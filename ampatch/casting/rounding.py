@@ -68,7 +68,7 @@ def _rounded(values: Tensor, format: Format) -> Tensor:
     # Between two powers of two, the numbers of a format are multiples of one step. Steps are powers of two, so the
     # quotient, which has at most 24 bits, and the product are exact. inf passes: it has the step of the largest number.
     least, most = math.ldexp(1.0, format.least_exponent), math.ldexp(1.0, format.most_exponent)
-    step = _powers(values).clamp_(least, most).mul_(math.ldexp(1.0, -format.mantissa))
+    step = _powers(values).clamp(least, most) * math.ldexp(1.0, -format.mantissa)
     quotient = values / step
     if format.rounding == "nearest":
         quotient = quotient.round_()  # halves to even
@@ -142,4 +142,6 @@ class _Result(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Returns the rounded gradient in the type that the call has computed in."""
-        return rounded(grad, ctx.format, ctx.dtype), None, None
+        # A second backward pass takes this rounding, too, as if it were none.
+        round_ = as_argument if torch.is_grad_enabled() else rounded
+        return round_(grad, ctx.format, ctx.dtype), None, None

@@ -270,8 +270,9 @@ class Adapters:
     def _in_formats(self, rule: Rule, formats: Formats, original: Function) -> Adapter:
         """Returns the adapter of a function that computes in a format: torch does, or amp rounds around the call.
 
-        Arguments are rounded from what they are, without a cast in between. The call computes in the type of the list
-        if that has all numbers of the format, and otherwise in float32; its result has the type of the list.
+        Arguments are rounded from what they are, without a cast in between. A bias is only cast, because devices add it
+        to sums of products, which they keep in float32. The call computes in the type of the list if that has all
+        numbers of the format, and otherwise in float32; its result has the type of the list.
         """
         format, is_white = formats.format, rule.treatment is Treatment.WHITELIST
         # With half weights, only functions without half kernels compute in float32.
@@ -279,6 +280,7 @@ class Adapters:
         if format.is_torchs and formats.grad == format:
             return self._obeying(self._to[format.dtype], original, "to", format.dtype)  # type: ignore[index]
         may_write, what = self._writing(rule.path, original), f"{rule.path} ({rule.source})"
+        bias_of = argument_reader(original, "bias")
 
         def dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
             return self._chosen(args, kwargs) if in_half else torch.float32
@@ -293,11 +295,14 @@ class Adapters:
                     "returns it, without inplace=True, or take the format out of the cast lists."
                 )
 
+            bias = None if bias_of is None else bias_of(args, kwargs)
+
             def cast(tensor: Tensor) -> Tensor:
                 if tensor.dtype not in CASTABLE or not self._is_cast_here(tensor):
                     return tensor
                 wanted = (self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype) or torch.float32
-                return self.cache.round(tensor, format, wanted if format.is_within(wanted) else torch.float32)
+                wanted = wanted if format.is_within(wanted) else torch.float32
+                return self._casts[wanted](tensor) if tensor is bias else self.cache.round(tensor, format, wanted)
 
             return _casting(cast)(args, kwargs)
 
