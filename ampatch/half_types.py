@@ -23,6 +23,7 @@ class HalfType:
         aliases: other names that an argument accepts for it, as in other libraries.
         spellings: further names that torch's errors have for it.
         needs_scale: True if it has less range than float32, so that gradients become zero without a loss scale.
+        least: the smallest positive (subnormal) number.
         tensor_cores: the least compute capability of NVIDIA's GPUs with tensor cores for it (CUDA C++ Programming
             Guide, "Compute Capabilities").
     """
@@ -32,18 +33,14 @@ class HalfType:
     aliases: tuple[str, ...]
     spellings: tuple[str, ...]
     needs_scale: bool
+    least: float
     tensor_cores: tuple[int, int]
-
-    @property
-    def least(self) -> float:
-        """The smallest positive (subnormal) number."""
-        return FORMATS[self.name].least
 
 
 # "half" is float16, like torch.half, even if the session's half dtype is bfloat16.
 _ROWS = (
-    HalfType(torch.float16, "float16", ("half", "fp16"), ("Half",), True, (7, 0)),
-    HalfType(torch.bfloat16, "bfloat16", ("bf16",), ("BFloat16",), False, (8, 0)),
+    HalfType(torch.float16, "float16", ("half", "fp16"), ("Half",), True, FORMATS["float16"].least, (7, 0)),
+    HalfType(torch.bfloat16, "bfloat16", ("bf16",), ("BFloat16",), False, FORMATS["bfloat16"].least, (8, 0)),
 )
 
 #: The rows, by dtype.

@@ -183,7 +183,7 @@ class Reading:
             if kind_of(value) == "seq":
                 listed = yaml.MappingNode("tag:yaml.org,2002:map", [(every, value)], value.start_mark, value.end_mark)
             inside.add_list(listed, LISTS[list_name.value], f"a list of names, such as [mm, bmm], or {_NAMESPACES}")
-        inside._join_formats(node, options)
+        _join_formats(inside, node, options)
         self._faults += inside._faults
         return tuple(inside._changes), options.get("formats")
 
@@ -345,7 +345,7 @@ class Reading:
                 self.fault(key, f"{key.value!r} has no effect here; only entries of {names} take it.")
             else:
                 self._read(key.value, value, options)
-        self._join_formats(node, options)
+        _join_formats(self, node, options)
         if "name" not in options and len(self._faults) == faults:
             self.fault(node, "an entry without `name`; expected one such as {name: exp, dtypes: [float16]}.")
         return options if len(self._faults) == faults else None
@@ -356,14 +356,6 @@ class Reading:
             options[key] = _OPTIONS[key].read(value)
         except AmpError as error:
             self.fault(value, f"{key}: {error}")
-
-    def _join_formats(self, node: yaml.Node, options: dict[str, Any]) -> None:
-        """Replaces ``format`` and ``grad`` by ``formats``; gradients have the format of arguments if none is named."""
-        found = {key: options.pop(key) for key in _FORMATS if key in options}
-        if "format" in found:
-            options["formats"] = Formats(found["format"], found.get("grad", found["format"]))
-        elif found:
-            self.fault(node, "`grad` without `format`: name the format of the arguments too, such as format: float32.")
 
     def _exists(self, path: Path, entry: _Entry) -> bool:
         """Returns True if a function exists and can be listed so, or if its module is not imported yet.
@@ -399,6 +391,15 @@ class Reading:
         if namespace not in self._missing:
             self._missing.add(namespace)
             self.fault(namespace, message)
+
+
+def _join_formats(reading: Reading, node: yaml.Node, options: dict[str, Any]) -> None:
+    """Replaces ``format`` and ``grad`` by ``formats``; gradients have the format of arguments if none is named."""
+    found = {key: options.pop(key) for key in _FORMATS if key in options}
+    if "format" in found:
+        options["formats"] = Formats(found["format"], found.get("grad", found["format"]))
+    elif found:
+        reading.fault(node, "`grad` without `format`: name the format of the arguments too, such as format: float32.")
 
 
 #: What each list does to its functions; None: they are to be on no list.

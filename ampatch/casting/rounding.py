@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ampatch.formats import Format
+from ampatch.switch import Switch
 
 _EXPONENT_BITS = 0x7F800000  # of float32
 _BLOCK = 32
@@ -22,26 +23,32 @@ _LARGEST = torch.finfo(torch.float32).max
 def rounded(tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
     """Returns the values of a tensor rounded to a format, in a type that has all of its numbers.
 
-    A finite value becomes the nearest number, or as the row says. NaN stays NaN; inf stays inf, or becomes NaN in a
-    format that has NaN and no inf, even if the format saturates: so an overflow before the call is still seen after it.
-    In a format with a scale, values are multiplied by it before they are rounded, and divided by it afterwards.
+    A finite value becomes the nearest number, or as the row says. NaN stays NaN. inf becomes NaN, or stays inf in a
+    format that has it and does not saturate: so an overflow before the call is still seen after it. In a format with a
+    scale, values are multiplied by it before they are rounded, and divided by it afterwards.
 
     Args:
         tensor: floating tensor of any shape.
         format: the format.
         dtype: type of the result.
     """
-    values = tensor.to(torch.float32)
+    with Switch.disabled():  # a list may name functions that are called here
+        return _scaled(tensor.to(torch.float32), format).to(dtype)
+
+
+def _scaled(values: Tensor, format: Format) -> Tensor:
+    """Rounds float32 values with the format's scale."""
     if not values.numel():
-        return values.to(dtype)
+        return values
     if format.scale == "block":
-        return _in_blocks(values, format).to(dtype)
+        return _in_blocks(values, format)
     if format.scale == "none":
-        return _rounded(values, format).to(dtype)
-    largest = values.abs().amax(-1, keepdim=True) if format.scale == "row" and values.dim() else values.abs().amax()
+        return _rounded(values, format)
+    is_of_rows = format.scale == "row" and values.dim() > 0
+    largest = torch.linalg.vector_norm(values, math.inf, -1 if is_of_rows else None, keepdim=is_of_rows)
     scale = (format.largest / largest).clamp(max=_LARGEST)
     scale = torch.where(largest.isfinite() & (largest > 0), scale, 1.0)
-    return (_rounded(values * scale, format) / scale).to(dtype)
+    return _rounded(values * scale, format) / scale
 
 
 def _in_blocks(values: Tensor, format: Format) -> Tensor:
@@ -50,7 +57,7 @@ def _in_blocks(values: Tensor, format: Format) -> Tensor:
     rows = values.reshape(-1, shape[-1] if shape else 1)
     width = rows.shape[1]
     blocks = torch.nn.functional.pad(rows, (0, -width % _BLOCK)).reshape(len(rows), -1, _BLOCK)
-    power = _powers(blocks.abs().amax(-1, keepdim=True))
+    power = _powers(torch.linalg.vector_norm(blocks, math.inf, -1, keepdim=True))
     # The scale is a number of E8M0: no less than 2**-127, and 1 for a block of zeros, or with inf or NaN.
     scale = (math.ldexp(1.0, format.most_exponent) / power).clamp(max=math.ldexp(1.0, 127))
     scale = torch.where(power.isfinite() & (power > 0), scale, 1.0)
@@ -82,11 +89,8 @@ def _rounded(values: Tensor, format: Format) -> Tensor:
         result = result + 0.0  # -0 becomes 0
     largest, beyond = format.largest, math.inf if format.has_inf else math.nan
     if format.overflow == "saturate" or format.rounding == "zero":
-        finite = result.clamp(-largest, largest)
-        infinite = values * (1.0 if format.specials == "none" else beyond)
-        return torch.where(values.isinf(), infinite, finite)
-    if format.specials == "none":
-        beyond = math.inf  # no code stands for it: seen as it is
+        # The difference is 0, and NaN for inf and NaN. Without it, saturation would hide an earlier overflow.
+        return result.clamp(-largest, largest) - (values - values)
     return torch.where(result.abs() > largest, result * beyond, result)
 
 

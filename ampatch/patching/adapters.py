@@ -32,13 +32,12 @@ from ampatch.casting.nested import (
     tensors_in,
     tensors_of_call,
 )
-from ampatch.casting.rounding import as_argument, as_result
 from ampatch.errors import BannedFunctionError, CastListError, Fault
-from ampatch.formats import Format
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.native.calls import Kind, PlainCast
 from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
+from ampatch.patching.emulation import Emulation, Rounds
 from ampatch.patching.fused_linear import LinearCalls
 from ampatch.patching.recurrent_weights import Layout
 from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
@@ -112,15 +111,11 @@ def _instead_of_in_place(name: str) -> str:
     return f"{other}, or call it on tensor.float()."
 
 
-class Casts(Protocol):
+class Casts(Rounds, Protocol):
     """An object that casts tensors, and may keep the casts."""
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a tensor of a castable type, cast to ``dtype``."""
-
-    def round(self, tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of a castable type, rounded to a format, in ``dtype``."""
-        return as_argument(tensor, format, dtype)
 
     def cast_together(
         self,
@@ -175,8 +170,9 @@ class Adapters:
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
         # Shared by all functions with the same treatment.
         self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
+        self._half_of_all: _Chosen = lambda *_: self.half_dtype
         self._to_half = self._make_to_half(self._half_of_all)
-        self._chosen: _Chosen = self._half_of_models if self.for_models else self._half_of_all
+        self._chosen = self._half_of_models if self.for_models else self._half_of_all
         self._to_half_listed = self._make_to_half(self._chosen) if self.for_models else self._to_half
         self._obeying_keywords: dict[Adapt, Adapter] = {}
 
@@ -268,67 +264,28 @@ class Adapters:
         return self._unless_in_place(adapter, path, original, refuse_half=treatment is Treatment.BLACKLIST)
 
     def _in_formats(self, rule: Rule, formats: Formats, original: Function) -> Adapter:
-        """Returns the adapter of a function that computes in a format: torch does, or amp rounds around the call.
-
-        Arguments are rounded from what they are, without a cast in between. A bias is only cast, because devices add it
-        to sums of products, which they keep in float32. The call computes in the type of the list if that has all
-        numbers of the format, and otherwise in float32; its result has the type of the list.
-        """
-        format, is_white = formats.format, rule.treatment is Treatment.WHITELIST
-        # With half weights, only functions without half kernels compute in float32.
-        in_half = is_white or not (self.hears_regions or rule.needs_float32)
+        """Returns the adapter of a function that computes in a format: torch does, or its calls are emulated."""
+        format = formats.format
         if format.is_torchs and formats.grad == format:
             return self._obeying(self._to[format.dtype], original, "to", format.dtype)  # type: ignore[index]
-        may_write, what = self._writing(rule.path, original), f"{rule.path} ({rule.source})"
-        bias_of = argument_reader(original, "bias")
+        # With half weights, only functions without half kernels compute in float32.
+        in_float32 = rule.treatment is Treatment.BLACKLIST and (self.hears_regions or rule.needs_float32)
 
-        def dtype_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-            return self._chosen(args, kwargs) if in_half else torch.float32
+        def type_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype | None:
+            if tensor.dtype not in CASTABLE or not self._is_cast_here(tensor):
+                return None
+            return self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype
 
-        def to_format(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            dtype = dtype_of(args, kwargs)
-            if dtype is None:
-                return args, kwargs
-            if may_write(args, kwargs):
-                raise BannedFunctionError(
-                    f"{what} computes in {format}, and cannot write its result to an argument. Call the form that "
-                    "returns it, without inplace=True, or take the format out of the cast lists."
-                )
-
-            bias = None if bias_of is None else bias_of(args, kwargs)
-
-            def cast(tensor: Tensor) -> Tensor:
-                if tensor.dtype not in CASTABLE or not self._is_cast_here(tensor):
-                    return tensor
-                wanted = (self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype) or torch.float32
-                wanted = wanted if format.is_within(wanted) else torch.float32
-                return self._casts[wanted](tensor) if tensor is bias else self.cache.round(tensor, format, wanted)
-
-            return _casting(cast)(args, kwargs)
-
-        def finish(given: Arguments, adapted: Arguments, result: Any) -> Any:
-            before, after = tensors_of_call(*given), tensors_of_call(*adapted)
-            is_asked = any(adapted[1].get(name) is not None for name in ("dtype", "out"))
-            dtype = dtype_of(*given)
-            if is_asked or dtype is None or all(old is new for old, new in zip(before, after, strict=True)):
-                return result
-            return cast_tensors(
-                result,
-                lambda tensor: self._finished(tensor, formats.grad, dtype) if tensor.dtype in CASTABLE else tensor,
-            )
-
-        return replace(self._obeying(to_format, original, "to"), plain_cast=None, finish=finish)
-
-    def _finished(self, tensor: Tensor, grad: Format, dtype: torch.dtype) -> Tensor:
-        wanted = self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype
-        return as_result(tensor, grad, wanted or dtype)
-
-    def _writing(self, path: Path, original: Function) -> Callable[[tuple[Any, ...], dict[str, Any]], bool]:
-        """Returns a function that tells for a call whether it writes its result to its argument."""
-        if is_in_place(path.name):
-            return lambda *_: True
-        asked = argument_reader(original, "inplace") if may_have(original, "inplace") else None
-        return (lambda *_: False) if asked is None else lambda *given: bool(asked(*given))
+        emulation = Emulation(
+            rule,
+            formats,
+            original,
+            (lambda *_: torch.float32) if in_float32 else self._chosen,
+            type_of,
+            lambda tensor, dtype: self._casts[dtype](tensor),
+            self.cache.round,
+        )
+        return replace(self._obeying(emulation.adapt, original, "to"), plain_cast=None, finish=emulation.finish)
 
     def in_half(self, treatment: InHalf, path: Path, original: Function) -> Adapter:
         """Returns the adapter of a function for models with half weights."""
@@ -451,9 +408,6 @@ class Adapters:
             return (self._casts[half] if value is given else of_others)(value) if isinstance(value, Tensor) else value
 
         return tuple([cast(value) for value in args]), {name: cast(value) for name, value in kwargs.items()}
-
-    def _half_of_all(self, *_: object) -> torch.dtype:
-        return self.half_dtype
 
     def _half_of_models(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
         """Returns the half type for a call that belongs to a model; None for other calls.

@@ -158,7 +158,7 @@ class FunctionPatches:
         for path, treatment in in_half:
             adapter = functools.partial(self.adapters.in_half, treatment, path)
             self._patch(owner_of(path.namespace), path.name, adapter, _reason_in_half(path))
-        self._rebind_modules()
+        self.rebind(swept_modules())
         self._lists, self._lists_of_parts = lists, lists_of_parts
         packages = {namespace.partition(".")[0] for namespace in self._later}
         packages.update(*(each.packages() for each in (lists, *lists_of_parts.values())))
@@ -180,7 +180,7 @@ class FunctionPatches:
             for path in half_functions.ADDITION:
                 adapter = functools.partial(self.adapters.in_half, InHalf.ADD_TABLE, path)
                 self._patch(find_owner(path.namespace), path.name, adapter, _reason_in_half(path))
-            self._rebind_modules()
+            self.rebind(swept_modules())
             compilers.trace_additions(self.ledger, is_in_half, is_looked_up, known)
             compilers.forget_compiled()
         known.extend(map(weakref.ref, new))
@@ -303,7 +303,7 @@ class FunctionPatches:
                 for rule in self._later.pop(namespace):
                     if rule.path not in by_pattern:
                         self._patch_imported_rule(owner, rule)
-                self._rebind_modules()
+                self.rebind(swept_modules())
 
     def _patch_matched(self, module: object) -> Mapping[Path, Rule | None]:
         """Patches the functions of a module that patterns match; returns the rule of each, None for no rule."""
@@ -321,11 +321,8 @@ class FunctionPatches:
         for rule in rules:
             self._patch_imported_rule(find_owner(rule.path.namespace), rule)
         if rules:
-            self._rebind_modules()
+            self.rebind(swept_modules())
         return found
-
-    def _rebind_modules(self) -> None:
-        self.rebind(swept_modules())
 
     def _patch_imported_rule(self, owner: object, rule: Rule) -> None:
         """Patches a function that could not be checked when the list was read; warns, so that the import succeeds."""
@@ -361,7 +358,17 @@ class FunctionPatches:
 
     def _by_rules(self, rules: _RulesByToken, original: Function) -> Adapter:
         """Returns the adapter of a function under its rules."""
-        adapters = {token: self._by_rule(rule, original) for token, rule in rules.items()}
+
+        def by(rule: Rule | None) -> Adapter:
+            if rule is not None and self.applies(rule):
+                return self.adapters.for_rule(rule, original)
+            in_half = self._half_functions.get(id(original))
+            if in_half is None:
+                return Adapter(thread_rules.unchanged)
+            path, treatment = in_half
+            return self.adapters.in_half(treatment, path, original)
+
+        adapters = {token: by(rule) for token, rule in rules.items()}
         of_session = adapters[None]
         if len(rules) == 1:
             return of_session
@@ -372,15 +379,6 @@ class FunctionPatches:
             call=call,
             finish=thread_rules.finishing(of_session.finish, {token: each.finish for token, each in of_parts.items()}),
         )
-
-    def _by_rule(self, rule: Rule | None, original: Function) -> Adapter:
-        """Returns the adapter of a function under a rule that may be that of a part only."""
-        if rule is not None and self.applies(rule):
-            return self.adapters.for_rule(rule, original)
-        if id(original) in self._half_functions:
-            path, treatment = self._half_functions[id(original)]
-            return self.adapters.in_half(treatment, path, original)
-        return Adapter(thread_rules.unchanged)
 
     def _patch(
         self,

@@ -193,7 +193,10 @@ class WeightCache:
             # checks this, copies the weight for each row of a batch.
             cast.requires_grad_(tensor.requires_grad)
         if len(store) >= self.state.sweep_at:
-            self._sweep(store)
+            # If a parameter is still reachable, dropping its entry only costs another cast. Other threads may use and clear
+            # the store meanwhile.
+            store.forget([key for key, parameter, cast in store.entries() if _abandoned(parameter, cast)])
+            self.state.sweep_at = max(self._SWEEP_FROM, 2 * len(store))
         is_frozen = any(store is block.store for block in self._frozen)
         if is_frozen and tensor.is_cuda:
             # Threads on other streams will read the cast, and only this stream knows when it is written.
@@ -322,15 +325,6 @@ class WeightCache:
             if id(parameter) in block.parameters and not changes_unseen:
                 return block.store
         return self.state.forward
-
-    def _sweep(self, store: Store) -> None:
-        """Drops entries whose parameter is held only by the graph of its own cast.
-
-        If a parameter is still reachable, dropping its entry only costs another cast. Other threads may use and clear
-        the same store meanwhile.
-        """
-        store.forget([key for key, parameter, cast in store.entries() if _abandoned(parameter, cast)])
-        self.state.sweep_at = max(self._SWEEP_FROM, 2 * len(store))
 
 
 def _wait_for_readers(store: Store) -> None:

@@ -101,7 +101,12 @@ def test_a_value_becomes_the_nearest_of_the_numbers_that_the_codes_stand_for(nam
 
 @pytest.mark.parametrize(
     ("name", "beyond", "infinite"),
-    [("e4m3", math.inf, math.inf), ("float8_e4m3", math.nan, math.nan), ("float8_e4m3fnuz", math.nan, math.nan)],
+    [
+        ("e4m3", math.inf, math.inf),
+        ("float4_e2m1", math.nan, math.nan),
+        ("float8_e4m3", math.nan, math.nan),
+        ("float8_e4m3fnuz", math.nan, math.nan),
+    ],
 )
 def test_what_lies_beyond_the_largest_number_saturates_or_does_not(name, beyond, infinite) -> None:
     row, given_ = replace(named(name), **PLAIN), torch.tensor([1e9, -1e9, math.inf, math.nan])

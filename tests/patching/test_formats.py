@@ -267,6 +267,18 @@ def test_a_call_that_asks_for_a_type_or_a_place_is_obeyed() -> None:
     assert torch.equal(out, given.double().cumsum(0).float())
 
 
+def test_functions_that_rounding_itself_calls_can_have_a_format() -> None:
+    names = ["div", "mul", "sub", "round", "clamp", "where", "to", "floor", "view", "vector_norm", "abs"]
+    row = {"name": "float8_e4m3", "rounding": "stochastic"}
+    set_up(
+        net(), {"blacklist": {"*": [{"name": name, "format": row, "optional": True} for name in names if name != "to"]}}
+    )
+    given = inputs().requires_grad_()
+    torch.div(given, 3.0).sum().backward()
+    assert torch.equal(given.grad.unique(), (torch.ones(1) / 3.0))
+    assert (given.detach() / 3.0 - given.detach() * (1 / 3)).abs().max() < 0.1
+
+
 def test_a_bias_is_not_rounded() -> None:
     layer = nn.Linear(8, 4)
     with torch.no_grad():
