@@ -193,8 +193,8 @@ class WeightCache:
             # checks this, copies the weight for each row of a batch.
             cast.requires_grad_(tensor.requires_grad)
         if len(store) >= self.state.sweep_at:
-            # If a parameter is still reachable, dropping its entry only costs another cast. Other threads may use and clear
-            # the store meanwhile.
+            # If a parameter is still reachable, dropping its entry only costs another cast. Other threads may use and
+            # clear the store meanwhile.
             store.forget([key for key, parameter, cast in store.entries() if _abandoned(parameter, cast)])
             self.state.sweep_at = max(self._SWEEP_FROM, 2 * len(store))
         is_frozen = any(store is block.store for block in self._frozen)
