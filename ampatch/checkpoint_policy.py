@@ -278,7 +278,9 @@ def _of_modules(session: Session) -> Iterator[list[str]]:
         for path, rule in (*functions, *(each for each in changes if patterns.is_pattern(each[0]))):
             decision, source = (UNLISTED, entry.source) if rule is None else (_decision(rule, session), rule.source)
             yield [f"{entry.name}: {path}", decision, source]
-        if not changes:
+        if entry.formats is not None:
+            yield [entry.name, str(entry.formats), entry.source]
+        elif not changes:
             yield [entry.name, "the session's rules", entry.source]
 
 
@@ -305,7 +307,7 @@ def _decision(rule: Rule, session: Session) -> str:
     Left out are the advice in a banned function's error, and ``needs_float32`` if the level patches by the lists.
     """
     need = () if session.settings.patches_functions else sorted(rule.needs_float32)
-    return " ".join([rule.treatment.value, *typed_options(rule.when, rule.via_dtype, need)])
+    return " ".join([rule.treatment.value, *typed_options(rule.when, rule.via_dtype, need, rule.formats)])
 
 
 def _full_name(owner: object) -> str:

@@ -32,14 +32,14 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 # Modules of this package that models call while they run. The others do bookkeeping, which must not be compiled.
 _TRACED = {
-    "": "apex compilers cuda_on_cpu errors function_wrapper runtime session switch sync_batch_norm torch_private "
-    "tracing",
-    "casting": "write_back nested",
+    "": "apex compilers cuda_on_cpu errors formats function_wrapper runtime session switch sync_batch_norm "
+    "torch_private tracing",
+    "casting": "write_back nested rounding",
     "cast_lists": "paths signatures",
     "interfaces": "inference_copy",
     "public": "casts setting_up training",
-    "patching": "adapters adopted_forward adopted_model autocast_checks cast_labels casting_mode fused_linear "
-    "half_functions module_rules replaced_forward thread_rules weight_cache wrappers",
+    "patching": "adapters adopted_forward adopted_model autocast_checks cast_labels casting_mode emulation "
+    "fused_linear half_functions module_rules replaced_forward thread_rules weight_cache wrappers",
 }
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ampatch.formats import FORMATS
+
 
 @dataclass(frozen=True, slots=True)
 class HalfType:
@@ -37,8 +39,8 @@ class HalfType:
 
 # "half" is float16, like torch.half, even if the session's half dtype is bfloat16.
 _ROWS = (
-    HalfType(torch.float16, "float16", ("half", "fp16"), ("Half",), True, 2.0**-24, (7, 0)),
-    HalfType(torch.bfloat16, "bfloat16", ("bf16",), ("BFloat16",), False, 2.0**-133, (8, 0)),
+    HalfType(torch.float16, "float16", ("half", "fp16"), ("Half",), True, FORMATS["float16"].least, (7, 0)),
+    HalfType(torch.bfloat16, "bfloat16", ("bf16",), ("BFloat16",), False, FORMATS["bfloat16"].least, (8, 0)),
 )
 
 #: The rows, by dtype.

@@ -219,13 +219,14 @@ def kept_names(keep_fp32: KeepFloat32) -> list[str] | None:
 
 
 def _entry(entry: ModuleRules) -> str:
-    """Returns an entry for parts of a model as text: "head: float32", or the functions by list."""
+    """Returns an entry for parts of a model as text: "head: float32", or its formats and the functions by list."""
     if entry.changes is None:
         return f"{entry.name}: {FLOAT32}"
     lists: dict[str, dict[str, None]] = {}
     for (path, _), rule in entry.changes:
         lists.setdefault(UNLISTED if rule is None else rule.treatment.value, {})[str(path)] = None
-    told = "; ".join(f"{name} {', '.join(paths)}" for name, paths in lists.items())
+    formats = [] if entry.formats is None else [str(entry.formats)]
+    told = "; ".join([*formats, *(f"{name} {', '.join(paths)}" for name, paths in lists.items())])
     return f"{entry.name}: {told or 'as the session'}"
 
 

@@ -13,7 +13,7 @@ import torch
 
 from ampatch.cast_lists.lists import CastLists, shipped
 from ampatch.cast_lists.paths import Path, find_or, identity
-from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, place, typed_options
+from ampatch.cast_lists.rules import FLOAT32, UNLISTED, ModuleRules, Rule, Treatment, place, typed_options
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, called_by, spellings
 from ampatch.grouping import grouped
 from ampatch.half_types import HALF_DTYPES
@@ -79,8 +79,14 @@ def _differing_modules(live: CastLists, asked: CastLists) -> Iterator[str]:
 
 
 def _entries(lists: CastLists) -> str:
-    told = [f"{FLOAT32 if each.is_float32 else 'rules'} for {each.name!r} by {each.source}" for each in lists.modules]
+    told = [f"{_kind(each)} for {each.name!r} by {each.source}" for each in lists.modules]
     return _enumerated(told) if told else "no entry"
+
+
+def _kind(entry: ModuleRules) -> str:
+    if entry.is_float32:
+        return FLOAT32
+    return "rules" if entry.formats is None else str(entry.formats)
 
 
 def undone_in_modules(
@@ -258,7 +264,7 @@ def _enumerated(several: list[str]) -> str:
 
 def options_of(rule: Rule) -> list[str]:
     """Returns all options of a rule as texts."""
-    return typed_options(rule.when, rule.via_dtype, rule.needs_float32)
+    return typed_options(rule.when, rule.via_dtype, rule.needs_float32, rule.formats)
 
 
 def _told(live: Rule | None, asked: Rule | None) -> str:

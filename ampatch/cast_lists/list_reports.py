@@ -9,7 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -84,7 +84,10 @@ def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], nam
         if entry.is_float32:
             rows.append([entry.name, "everything", FLOAT32, entry.source, ""])
             continue
-        for path, (here, there) in list_edits.differing(lists, lists.of_module(entry), half_dtypes).items():
+        if entry.formats is not None:
+            rows.append([entry.name, "the whitelist", str(entry.formats), entry.source, ""])
+        own = lists.of_module(replace(entry, formats=None))
+        for path, (here, there) in list_edits.differing(lists, own, half_dtypes).items():
             if names and not _selected(names, [path])[0]:
                 continue
             rows += _rows([entry.name, str(path)], there, half_dtypes)
@@ -92,7 +95,7 @@ def _policy_of_modules(lists: CastLists, half_dtypes: Sequence[torch.dtype], nam
             if taken_out:
                 only = "; ".join(_only(taken_out, half_dtypes))
                 rows.append([entry.name, str(path), UNLISTED, entry.source, only])
-        if not entry.changes and not names:
+        if not (entry.changes or entry.formats or names):
             rows.append([entry.name, "-", "no change", entry.source, ""])
     return ["In parts of a model:", *_aligned(rows)] if rows else []
 

@@ -20,7 +20,7 @@ import yaml
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.paths import Path, function_key
 from ampatch.cast_lists.reader import Reading, fitting_rule, unfit_reason
-from ampatch.cast_lists.rules import Change, Changes, ModuleRules, Rule, Treatment
+from ampatch.cast_lists.rules import Change, Changes, Formats, ModuleRules, Rule, Treatment
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, compose_own, node_of, text_of
 from ampatch.errors import OptionError
 from ampatch.grouping import grouped
@@ -43,6 +43,7 @@ class CastLists:
         texts: the YAML of each overlay, as it was read; that of a mapping has the same meaning.
         waiting: changes of each file from the first on that has a pattern; `expanded` applies them.
         modules: the entries for parts of a model, those of later overlays last; each name once.
+        formats: the formats of whitelisted functions that have none of their own; None: none.
     """
 
     rules: Mapping[tuple[Path, torch.dtype], Rule]
@@ -51,6 +52,7 @@ class CastLists:
     texts: tuple[str, ...] = field(default=(), compare=False)
     waiting: tuple[Changes, ...] = ()
     modules: tuple[ModuleRules, ...] = ()
+    formats: Formats | None = None
 
     def __repr__(self) -> str:
         rules = f"{len(self.rules)} rules"  # a number only: all rules would be unreadable
@@ -73,7 +75,9 @@ class CastLists:
         lists = self
         for changes in self.waiting:
             lists = lists._with(_expanded(changes, within))
-        return replace(lists, waiting=()) if self.waiting else self
+        if self.formats is not None:
+            lists = replace(lists, rules={key: _in_formats(rule, self.formats) for key, rule in lists.rules.items()})
+        return replace(lists, waiting=(), formats=None) if lists is not self else self
 
     @property
     def patterns(self) -> dict[tuple[Path, torch.dtype], Rule]:
@@ -102,9 +106,9 @@ class CastLists:
         shown = {key: rule for key, rule in self.patterns.items() if matched or not patterns.functions(key[0])}
         return {**self.expanded().rules, **shown}
 
-    def needing_float32(self) -> dict[tuple[Path, torch.dtype], Rule]:
-        """Returns the rules of functions for which torch has no half kernel, those of patterns included."""
-        return {key: rule for key, rule in self.told().items() if rule.needs_float32}
+    def at_every_level(self) -> dict[tuple[Path, torch.dtype], Rule]:
+        """Returns the rules that hold where others do not, for half weights; those of patterns included."""
+        return {key: rule for key, rule in self.told().items() if rule.is_for_half_weights}
 
     def packages(self) -> set[str]:
         """Returns the top-level packages that patterns are about."""
@@ -136,7 +140,7 @@ class CastLists:
 
     def of_module(self, entry: ModuleRules) -> CastLists:
         """Returns the lists of a part that has rules of its own: these lists, with its changes laid over them."""
-        return replace(self, modules=())._laid_over(entry.changes or ())
+        return replace(self, modules=(), formats=entry.formats)._laid_over(entry.changes or ())
 
     def _laid_over(self, changes: Changes) -> CastLists:
         if self.waiting or any(patterns.is_pattern(path) for (path, _), _ in changes):
@@ -157,6 +161,11 @@ class CastLists:
                     if rule is not None:
                         rules[alias, dtype] = rule if alias == rule.path else replace(rule, path=alias)
         return replace(self, rules=types.MappingProxyType(rules), named=named)
+
+
+def _in_formats(rule: Rule, formats: Formats) -> Rule:
+    is_free = rule.treatment is Treatment.WHITELIST and rule.formats is None
+    return replace(rule, formats=formats) if is_free else rule
 
 
 def _expanded(changes: Changes, within: Sequence[types.ModuleType] | None) -> Changes:

@@ -18,10 +18,22 @@ from torch.torch_version import TorchVersion
 
 from ampatch.cast_lists import patterns, rules, signatures
 from ampatch.cast_lists.paths import Path, PathError, find, find_or, find_owner, function_key
-from ampatch.cast_lists.rules import FLOAT32, MODULES, UNLISTED, Change, Changes, ModuleRules, Rule, Treatment, When
+from ampatch.cast_lists.rules import (
+    FLOAT32,
+    MODULES,
+    UNLISTED,
+    Change,
+    Changes,
+    Formats,
+    ModuleRules,
+    Rule,
+    Treatment,
+    When,
+)
 from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, known_names, spellings
 from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, scalar_of
 from ampatch.errors import AmpError, CastListError, Fault, did_you_mean
+from ampatch.formats import BY_BITS, CHOICES, FORMATS, Format, chosen, named
 from ampatch.half_types import HALF_DTYPES
 
 #: What a list holds, for messages.
@@ -139,32 +151,41 @@ class Reading:
         """Reads the entries for parts of a model: a mapping from names to ``float32``, or to lists."""
         expected = f'names of submodules, patterns or classes under {MODULES}, such as `"decoder.head*": {FLOAT32}`'
         for name, value in self._pairs(node, expected):
-            changes = None
+            changes = formats = None
             if not name.value:
                 self.fault(name, f"found an empty name; expected {expected}.")
             elif kind_of(value) == "map":
-                changes = self._changes_of(name, value)
+                changes, formats = self._changes_of(name, value)
             elif kind_of(value) != "str" or value.value != FLOAT32:
                 # Without lines of its own, an empty value is said to be where the name is.
                 self.fault(name if kind_of(value) == "null" else value, _no_rules(name.value, value))
-            self.modules.append(ModuleRules(name.value, self._at(line_of(name)), changes))
+            self.modules.append(ModuleRules(name.value, self._at(line_of(name)), changes, formats))
 
-    def _changes_of(self, name: yaml.ScalarNode, node: yaml.Node) -> tuple[Change, ...]:
-        """Returns the changes that an entry makes for its parts. A plain list of names stands for every spelling."""
+    def _changes_of(self, name: yaml.ScalarNode, node: yaml.Node) -> tuple[tuple[Change, ...], Formats | None]:
+        """Returns the changes that an entry makes for its parts, and the formats that they compute in.
+
+        A plain list of names stands for every spelling.
+        """
         inside = Reading(self.source, self._resolve)
         expected = f"names of lists, such as {name.value!r}: {{blacklist: [softmax]}}"
+        options: dict[str, Any] = {}
         for list_name, value in inside._pairs(node, expected):
+            if list_name.value in _FORMATS:
+                inside._read(list_name.value, value, options)
+                continue
             if list_name.value not in LISTS:
-                hint = did_you_mean(list_name.value, LISTS)
-                inside.fault(list_name, f"unknown list {list_name.value!r}; expected one of {', '.join(LISTS)}.{hint}")
+                known = [*LISTS, *_FORMATS]
+                hint = did_you_mean(list_name.value, known)
+                inside.fault(list_name, f"unknown list {list_name.value!r}; expected one of {', '.join(known)}.{hint}")
                 continue
             every = yaml.ScalarNode("tag:yaml.org,2002:str", EVERY_NAMESPACE, value.start_mark, value.end_mark)
             listed = value
             if kind_of(value) == "seq":
                 listed = yaml.MappingNode("tag:yaml.org,2002:map", [(every, value)], value.start_mark, value.end_mark)
             inside.add_list(listed, LISTS[list_name.value], f"a list of names, such as [mm, bmm], or {_NAMESPACES}")
+        _join_formats(inside, node, options)
         self._faults += inside._faults
-        return tuple(inside._changes)
+        return tuple(inside._changes), options.get("formats")
 
     def add_list(
         self,
@@ -323,13 +344,18 @@ class Reading:
                 names = ", ".join(repr(listed.value) for listed in option.lists if listed is not None)
                 self.fault(key, f"{key.value!r} has no effect here; only entries of {names} take it.")
             else:
-                try:
-                    options[key.value] = option.read(value)
-                except AmpError as error:
-                    self.fault(value, f"{key.value}: {error}")
+                self._read(key.value, value, options)
+        _join_formats(self, node, options)
         if "name" not in options and len(self._faults) == faults:
             self.fault(node, "an entry without `name`; expected one such as {name: exp, dtypes: [float16]}.")
         return options if len(self._faults) == faults else None
+
+    def _read(self, key: str, value: yaml.Node, options: dict[str, Any]) -> None:
+        """Reads the value of an option into ``options``, or records a fault."""
+        try:
+            options[key] = _OPTIONS[key].read(value)
+        except AmpError as error:
+            self.fault(value, f"{key}: {error}")
 
     def _exists(self, path: Path, entry: _Entry) -> bool:
         """Returns True if a function exists and can be listed so, or if its module is not imported yet.
@@ -365,6 +391,15 @@ class Reading:
         if namespace not in self._missing:
             self._missing.add(namespace)
             self.fault(namespace, message)
+
+
+def _join_formats(reading: Reading, node: yaml.Node, options: dict[str, Any]) -> None:
+    """Replaces ``format`` and ``grad`` by ``formats``; gradients have the format of arguments if none is named."""
+    found = {key: options.pop(key) for key in _FORMATS if key in options}
+    if "format" in found:
+        options["formats"] = Formats(found["format"], found.get("grad", found["format"]))
+    elif found:
+        reading.fault(node, "`grad` without `format`: name the format of the arguments too, such as format: float32.")
 
 
 #: What each list does to its functions; None: they are to be on no list.
@@ -563,6 +598,24 @@ def _read_version(node: yaml.Node) -> TorchVersion:
     raise AmpError(f"found {described(node)}; expected a torch version in quotes, such as '2.10'.{hint}")
 
 
+def _read_format(node: yaml.Node) -> Format:
+    choices = ", ".join(CHOICES)
+    if kind_of(node) == "str":
+        return named(node.value)
+    if kind_of(node) != "map":
+        expected = f"one of {', '.join(FORMATS)}, {BY_BITS}, or a mapping with name, {choices}"
+        raise AmpError(f"found {described(node)}; expected {expected}.")
+    given: dict[str, str] = {}
+    for key, value in node.value:
+        if kind_of(key) != "str" or kind_of(value) != "str" or key.value in given:
+            found = f"{described(key)}: {described(value)}"
+            raise AmpError(f"found {found}; expected name, {choices}, each once and with text.")
+        given[key.value] = value.value
+    if "name" not in given:
+        raise AmpError("found a mapping without `name`; expected one such as {name: float8_e4m3, scale: row}.")
+    return chosen(named(given.pop("name")), given)
+
+
 @dataclass(frozen=True, slots=True)
 class _Option:
     """A key that an entry can have: its reader, and the lists in which it has a meaning (None is `UNLISTED`)."""
@@ -581,4 +634,8 @@ _OPTIONS = {
     "via_dtype": _Option(_read_flag, (Treatment.BLACKLIST,)),
     "needs_float32": _Option(_read_need, (Treatment.BLACKLIST,)),
     "instead": _Option(_read_text, (Treatment.BANNED,)),
+    "format": _Option(_read_format, (Treatment.WHITELIST, Treatment.BLACKLIST)),
+    "grad": _Option(_read_format, (Treatment.WHITELIST, Treatment.BLACKLIST)),
 }
+# Those that a part of a model can have beside lists.
+_FORMATS = ("format", "grad")

@@ -9,7 +9,7 @@ import enum
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -17,6 +17,7 @@ import yaml
 from ampatch.cast_lists import signatures
 from ampatch.cast_lists.paths import Path, is_fixed
 from ampatch.errors import did_you_mean
+from ampatch.formats import Format
 
 
 class Treatment(enum.Enum):
@@ -35,6 +36,16 @@ UNLISTED = "unlisted"
 When = tuple[tuple[str, tuple[object, ...]], ...]
 
 
+class Formats(NamedTuple):
+    """The formats of an emulated function: of its arguments, and of the gradients of its results."""
+
+    format: Format
+    grad: Format
+
+    def __str__(self) -> str:
+        return f"format {self.format}" + (f", grad {self.grad}" if self.grad != self.format else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A list's entry for one function.
@@ -48,6 +59,8 @@ class Rule:
         needs_float32: device types on which torch has no half kernel of a blacklisted function, `EVERY_DEVICE` for all;
             there it is cast at O2, O3 and O5 as well. Empty: it has one.
         instead: advice to the user in the error of a banned function.
+        formats: format to which the arguments of a whitelisted or blacklisted function are rounded, and the one to
+            which the gradients of its results are; None: it computes in a type of torch.
         optional: True if a path that does not exist is skipped.
     """
 
@@ -58,7 +71,13 @@ class Rule:
     via_dtype: bool = False
     needs_float32: tuple[str, ...] = ()
     instead: str | None = None
+    formats: Formats | None = None
     optional: bool = field(default=False, compare=False)
+
+    @property
+    def is_for_half_weights(self) -> bool:
+        """True if the rule holds for models with half weights, too, to which the lists do not apply otherwise."""
+        return bool(self.needs_float32) or self.formats is not None
 
 
 EVERY_DEVICE = ("*",)
@@ -71,10 +90,13 @@ def typed_need(devices: Sequence[str]) -> list[str]:
     return ["needs_float32" if tuple(devices) == EVERY_DEVICE else f"needs_float32 on {' and '.join(devices)}"]
 
 
-def typed_options(when: When, via_dtype: bool, needs_float32: Sequence[str]) -> list[str]:
+def typed_options(
+    when: When, via_dtype: bool, needs_float32: Sequence[str], formats: Formats | None = None
+) -> list[str]:
     """Returns the options of a rule as texts."""
     conditions = [f"when {typed_conditions(when)}"] if when else []
-    return [*conditions, *(["via_dtype"] if via_dtype else []), *typed_need(needs_float32)]
+    told = [] if formats is None else [str(formats)]
+    return [*conditions, *(["via_dtype"] if via_dtype else []), *typed_need(needs_float32), *told]
 
 
 #: A change: the rule that a path gets for a half dtype, or None if it is to have no rule.
@@ -98,11 +120,13 @@ class ModuleRules:
         name: name of a submodule, pattern of such names, or class, as in ``keep_fp32``.
         source: file and line, for messages. Equality ignores it.
         changes: changes to the session's lists while such a part runs; None: the part computes in float32.
+        formats: formats of the functions on the whitelist there, if these have none of their own; None: none.
     """
 
     name: str
     source: str = field(compare=False)
     changes: tuple[Change, ...] | None = None
+    formats: Formats | None = None
 
     @property
     def is_float32(self) -> bool:

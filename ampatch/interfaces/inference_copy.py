@@ -539,6 +539,12 @@ def _split_excluded(model: nn.Module, excluded: object, lists: CastLists) -> tup
             f"{own.source}: modules has rules for {own.name!r}, and a copy for inference applies the same lists "
             f"everywhere. Give it {FLOAT32}, or leave it out."
         )
+    emulated = next((rule for rule in lists.told().values() if rule.formats is not None), None)
+    if emulated is not None:
+        raise OptionError(
+            f"{emulated.source}: {emulated.path} computes in {emulated.formats}, and a copy for inference emulates no "
+            "formats. Leave the format out, or call the model under amp.initialize in a block of torch.no_grad()."
+        )
     check_entries([model], lists.modules)
     given = list(excluded) if isinstance(excluded, (list, tuple, set, frozenset, Iterator)) else [excluded]
     modules = [(path, module) for path, module in model.named_modules() if path]

@@ -91,7 +91,7 @@ class Casts(Part):
         compilers.prepare_for_patches(ledger, self._functions.original_of, as_without_amp)
         replaced_forward.follow_copies(ledger)
         if not settings.patches_functions:
-            self._functions.install(settings.lists, ())
+            self._functions.install(settings.lists, (), self.lists_of_parts)
             autocast_checks.accept_any_float(ledger, lambda: switch.active and is_in_half())
         else:
             self._warn_of_undone_edits()
@@ -143,7 +143,7 @@ class Casts(Part):
         self._accelerator.set_device_types(self.shared.device_types)
         if self.settings.patches_any:
             self._functions.rebind_model(model)
-            if self.settings.patches_functions:
+            if self.settings.patches_functions or self._tokens:
                 self._give_rules(model)
             self.regions.run_forward(model, self.ledger)
             if is_new:

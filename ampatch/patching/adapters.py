@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from ampatch.cast_lists.paths import Path
-from ampatch.cast_lists.rules import Rule, Treatment
+from ampatch.cast_lists.rules import Formats, Rule, Treatment
 from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, first_argument_reader, may_have
 from ampatch.cast_lists.spellings import IN_PLACE_OPERATORS, is_in_place
 from ampatch.casting.nested import (
@@ -37,6 +37,7 @@ from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.native.calls import Kind, PlainCast
 from ampatch.patching import recurrent_weights
 from ampatch.patching.cast_labels import named
+from ampatch.patching.emulation import Emulation, Rounds
 from ampatch.patching.fused_linear import LinearCalls
 from ampatch.patching.recurrent_weights import Layout
 from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
@@ -79,12 +80,15 @@ class Adapter:
             depends on more than the arguments' types.
         call: function that makes the call in place of the original, given the arguments before and after ``adapt``;
             None if the original makes it, with the arguments after ``adapt``. Compiled code calls the original.
+        finish: function that returns the call's result, given the arguments before and after ``adapt`` and what the
+            call has returned; None if the result stays as it is.
         may_write: True if the function may write to its arguments, so that its writes are copied to the caller's.
     """
 
     adapt: Adapt
     plain_cast: PlainCast | None = None
     call: Callable[[Arguments, Arguments], Any] | None = None
+    finish: Callable[[Arguments, Arguments, Any], Any] | None = None
     may_write: bool = False
 
 
@@ -107,7 +111,7 @@ def _instead_of_in_place(name: str) -> str:
     return f"{other}, or call it on tensor.float()."
 
 
-class Casts(Protocol):
+class Casts(Rounds, Protocol):
     """An object that casts tensors, and may keep the casts."""
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -166,8 +170,9 @@ class Adapters:
         self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
         # Shared by all functions with the same treatment.
         self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
+        self._half_of_all: _Chosen = lambda *_: self.half_dtype
         self._to_half = self._make_to_half(self._half_of_all)
-        self._chosen: _Chosen = self._half_of_models if self.for_models else self._half_of_all
+        self._chosen = self._half_of_models if self.for_models else self._half_of_all
         self._to_half_listed = self._make_to_half(self._chosen) if self.for_models else self._to_half
         self._obeying_keywords: dict[Adapt, Adapter] = {}
 
@@ -177,10 +182,12 @@ class Adapters:
         Raises:
             CastListError: the rule has a condition on an argument that the function does not have.
         """
-        adapter = self._labelled(
-            self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead, is_listed=True),
-            rule.path,
+        adapter = (
+            self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead, is_listed=True)
+            if rule.formats is None
+            else self._in_formats(rule, rule.formats, original)
         )
+        adapter = self._labelled(adapter, rule.path)
         if not rule.when:
             return adapter
         adapt = adapter.adapt
@@ -199,7 +206,7 @@ class Adapters:
                     return args, kwargs
             return adapt(args, kwargs)
 
-        return Adapter(where_it_applies, call=adapter.call)
+        return replace(adapter, adapt=where_it_applies, plain_cast=None)
 
     def for_registration(
         self, path: Path, treatment: Treatment, dtype: torch.dtype | None, original: Function
@@ -219,7 +226,7 @@ class Adapters:
 
     def _labelled(self, adapter: Adapter, path: Path) -> Adapter:
         """Returns an adapter that labels its casts if asked for; drops `plain_cast`, as C++ sets none."""
-        return Adapter(named(adapter.adapt, str(path)), call=adapter.call) if self.labelled else adapter
+        return replace(adapter, adapt=named(adapter.adapt, str(path)), plain_cast=None) if self.labelled else adapter
 
     def for_treatment(
         self,
@@ -255,6 +262,30 @@ class Adapters:
         else:
             adapter = self._obeying(self._to[torch.float32], original, "to", torch.float32)
         return self._unless_in_place(adapter, path, original, refuse_half=treatment is Treatment.BLACKLIST)
+
+    def _in_formats(self, rule: Rule, formats: Formats, original: Function) -> Adapter:
+        """Returns the adapter of a function that computes in a format: torch does, or its calls are emulated."""
+        format = formats.format
+        if format.is_torchs and formats.grad == format:
+            return self._obeying(self._to[format.dtype], original, "to", format.dtype)  # type: ignore[index]
+        # With half weights, only functions without half kernels compute in float32.
+        in_float32 = rule.treatment is Treatment.BLACKLIST and (self.hears_regions or rule.needs_float32)
+
+        def type_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype | None:
+            if tensor.dtype not in CASTABLE or not self._is_cast_here(tensor):
+                return None
+            return self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype
+
+        emulation = Emulation(
+            rule,
+            formats,
+            original,
+            (lambda *_: torch.float32) if in_float32 else self._chosen,
+            type_of,
+            lambda tensor, dtype: self._casts[dtype](tensor),
+            self.cache.round,
+        )
+        return replace(self._obeying(emulation.adapt, original, "to"), plain_cast=None, finish=emulation.finish)
 
     def in_half(self, treatment: InHalf, path: Path, original: Function) -> Adapter:
         """Returns the adapter of a function for models with half weights."""
@@ -377,9 +408,6 @@ class Adapters:
             return (self._casts[half] if value is given else of_others)(value) if isinstance(value, Tensor) else value
 
         return tuple([cast(value) for value in args]), {name: cast(value) for name, value in kwargs.items()}
-
-    def _half_of_all(self, *_: object) -> torch.dtype:
-        return self.half_dtype
 
     def _half_of_models(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
         """Returns the half type for a call that belongs to a model; None for other calls.

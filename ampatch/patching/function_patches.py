@@ -145,7 +145,7 @@ class FunctionPatches:
         in_half = list(half_functions.functions()) if self.for_half_models else []
         for path, treatment in in_half:
             self._half_functions[id(getattr(owner_of(path.namespace), path.name))] = path, treatment
-        for rule in filter(self.applies, [*rules.values(), *only_in_parts]):
+        for rule in filter(self._applies_anywhere, [*rules.values(), *only_in_parts]):
             owner = owner_of(rule.path.namespace)
             if owner is None:
                 self._later.setdefault(rule.path.namespace, []).append(rule)
@@ -158,7 +158,7 @@ class FunctionPatches:
         for path, treatment in in_half:
             adapter = functools.partial(self.adapters.in_half, treatment, path)
             self._patch(owner_of(path.namespace), path.name, adapter, _reason_in_half(path))
-        self._rebind_modules()
+        self.rebind(swept_modules())
         self._lists, self._lists_of_parts = lists, lists_of_parts
         packages = {namespace.partition(".")[0] for namespace in self._later}
         packages.update(*(each.packages() for each in (lists, *lists_of_parts.values())))
@@ -180,7 +180,7 @@ class FunctionPatches:
             for path in half_functions.ADDITION:
                 adapter = functools.partial(self.adapters.in_half, InHalf.ADD_TABLE, path)
                 self._patch(find_owner(path.namespace), path.name, adapter, _reason_in_half(path))
-            self._rebind_modules()
+            self.rebind(swept_modules())
             compilers.trace_additions(self.ledger, is_in_half, is_looked_up, known)
             compilers.forget_compiled()
         known.extend(map(weakref.ref, new))
@@ -204,7 +204,11 @@ class FunctionPatches:
     def applies(self, rule: Rule) -> bool:
         """Returns True if the session patches the function of a rule."""
         # An in-place function on a half tensor cannot store a float32 result; torch's own error says so.
-        return not self.for_half_models or (bool(rule.needs_float32) and not is_in_place(rule.path.name))
+        return not self.for_half_models or (rule.is_for_half_weights and not is_in_place(rule.path.name))
+
+    def _applies_anywhere(self, rule: Rule) -> bool:
+        """Returns True if the session or a part of a model patches the function of a rule."""
+        return any(each is not None and self.applies(each) for each in self._rules_of(rule).values())
 
     @property
     def count(self) -> int:
@@ -299,7 +303,7 @@ class FunctionPatches:
                 for rule in self._later.pop(namespace):
                     if rule.path not in by_pattern:
                         self._patch_imported_rule(owner, rule)
-                self._rebind_modules()
+                self.rebind(swept_modules())
 
     def _patch_matched(self, module: object) -> Mapping[Path, Rule | None]:
         """Patches the functions of a module that patterns match; returns the rule of each, None for no rule."""
@@ -311,15 +315,14 @@ class FunctionPatches:
             return {}
         found, *others = [each.late_rules(self.adapters.half_dtype, module, matched) for each in every]
         only_in_parts = self._note_differing(found, dict(zip(self._lists_of_parts, others, strict=True)))
-        rules = [rule for rule in (*found.values(), *only_in_parts) if rule is not None and self.applies(rule)]
+        rules = [
+            rule for rule in (*found.values(), *only_in_parts) if rule is not None and self._applies_anywhere(rule)
+        ]
         for rule in rules:
             self._patch_imported_rule(find_owner(rule.path.namespace), rule)
         if rules:
-            self._rebind_modules()
+            self.rebind(swept_modules())
         return found
-
-    def _rebind_modules(self) -> None:
-        self.rebind(swept_modules())
 
     def _patch_imported_rule(self, owner: object, rule: Rule) -> None:
         """Patches a function that could not be checked when the list was read; warns, so that the import succeeds."""
@@ -355,16 +358,27 @@ class FunctionPatches:
 
     def _by_rules(self, rules: _RulesByToken, original: Function) -> Adapter:
         """Returns the adapter of a function under its rules."""
-        adapters = {
-            token: Adapter(thread_rules.unchanged) if rule is None else self.adapters.for_rule(rule, original)
-            for token, rule in rules.items()
-        }
+
+        def by(rule: Rule | None) -> Adapter:
+            if rule is not None and self.applies(rule):
+                return self.adapters.for_rule(rule, original)
+            in_half = self._half_functions.get(id(original))
+            if in_half is None:
+                return Adapter(thread_rules.unchanged)
+            path, treatment = in_half
+            return self.adapters.in_half(treatment, path, original)
+
+        adapters = {token: by(rule) for token, rule in rules.items()}
         of_session = adapters[None]
         if len(rules) == 1:
             return of_session
-        of_parts = {token: each.adapt for token, each in adapters.items() if token is not None}
+        of_parts = {token: each for token, each in adapters.items() if token is not None}
         call = next((each.call for each in adapters.values() if each.call is not None), None)
-        return Adapter(thread_rules.choosing(of_session.adapt, of_parts), call=call)
+        return Adapter(
+            thread_rules.choosing(of_session.adapt, {token: each.adapt for token, each in of_parts.items()}),
+            call=call,
+            finish=thread_rules.finishing(of_session.finish, {token: each.finish for token, each in of_parts.items()}),
+        )
 
     def _patch(
         self,

@@ -19,6 +19,7 @@ from ampatch.cast_lists.signatures import argument_reader, first_argument_reader
 from ampatch.cast_lists.spellings import is_in_place
 from ampatch.casting.nested import CASTABLE, Adapt, tensors_in, tensors_of_call
 from ampatch.errors import BannedFunctionError
+from ampatch.formats import Format
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.opt_levels import dtype_name
 from ampatch.patching.adapters import Adapters, Casts, Function, lacks_half_products
@@ -62,6 +63,10 @@ class _Stand(Casts):
     """Gives an empty tensor of the requested dtype in place of a cast."""
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - the interface of a cache
+        return _EMPTY[dtype]
+
+    def round(self, tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:  # noqa: ARG002 - as above
+        """Gives an empty tensor of the requested dtype in place of a rounded one."""
         return _EMPTY[dtype]
 
 

@@ -9,7 +9,7 @@ that is on. So under a part's rules, autocast is on for a device that no tensor 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +20,9 @@ from ampatch.casting.nested import Adapt, Arguments
 from ampatch.compilers import called_in_graphs
 from ampatch.half_types import HALVES
 from ampatch.switch import KINDS, RULES, Region
+
+#: Makes the result of a call of what it has returned; see `ampatch.patching.adapters.Adapter`.
+Finish = Callable[[Arguments, Arguments, Any], Any]
 
 #: Identifies one set of rules.
 Token = torch.dtype
@@ -50,6 +53,18 @@ def choosing(adapt: Adapt, of_parts: Mapping[Token, Adapt]) -> Adapt:
     def by_rules_in_force(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         found = of_parts.get(torch.get_autocast_dtype(RULES))
         return adapt(args, kwargs) if found is None else found(args, kwargs)
+
+    return by_rules_in_force
+
+
+def finishing(finish: Finish | None, of_parts: Mapping[Token, Finish | None]) -> Finish | None:
+    """Returns a function that finishes calls by the rules in force; None if none does anything. See `choosing`."""
+    if finish is None and not any(of_parts.values()):
+        return None
+
+    def by_rules_in_force(given: Arguments, adapted: Arguments, result: Any) -> Any:
+        found = of_parts.get(torch.get_autocast_dtype(RULES), finish)
+        return result if found is None else found(given, adapted, result)
 
     return by_rules_in_force
 

@@ -47,6 +47,8 @@ from torch.nn import Parameter
 
 from ampatch.casting import cast_observers
 from ampatch.casting.cast_store import Store
+from ampatch.casting.rounding import as_argument
+from ampatch.formats import Format
 from ampatch.native import calls
 from ampatch.patching.recurrent_weights import Layout, cast_each
 from ampatch.torch_private import modes
@@ -139,6 +141,13 @@ class WeightCache:
         self._keep(store, tensor, cast)
         return cast
 
+    def round(self, tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
+        """Rounds a tensor to a format; no rounded weight is kept."""
+        if is_compiling():
+            return as_argument(tensor, format, dtype)
+        self.state.casts += 1
+        return cast_observers.cast(tensor, lambda: as_argument(tensor, format, dtype))
+
     def cast_together(
         self, weights: Sequence[Tensor], dtype: torch.dtype, layout_of: Callable[[], Layout]
     ) -> list[Tensor]:
@@ -184,7 +193,10 @@ class WeightCache:
             # checks this, copies the weight for each row of a batch.
             cast.requires_grad_(tensor.requires_grad)
         if len(store) >= self.state.sweep_at:
-            self._sweep(store)
+            # If a parameter is still reachable, dropping its entry only costs another cast. Other threads may use and
+            # clear the store meanwhile.
+            store.forget([key for key, parameter, cast in store.entries() if _abandoned(parameter, cast)])
+            self.state.sweep_at = max(self._SWEEP_FROM, 2 * len(store))
         is_frozen = any(store is block.store for block in self._frozen)
         if is_frozen and tensor.is_cuda:
             # Threads on other streams will read the cast, and only this stream knows when it is written.
@@ -313,15 +325,6 @@ class WeightCache:
             if id(parameter) in block.parameters and not changes_unseen:
                 return block.store
         return self.state.forward
-
-    def _sweep(self, store: Store) -> None:
-        """Drops entries whose parameter is held only by the graph of its own cast.
-
-        If a parameter is still reachable, dropping its entry only costs another cast. Other threads may use and clear
-        the same store meanwhile.
-        """
-        store.forget([key for key, parameter, cast in store.entries() if _abandoned(parameter, cast)])
-        self.state.sweep_at = max(self._SWEEP_FROM, 2 * len(store))
 
 
 def _wait_for_readers(store: Store) -> None:

@@ -100,6 +100,11 @@ class PatchedFunction(FunctionWrapper):
         return self.original(*args, **kwargs)
 
     def _call_adapted(self, given: Arguments, adapted: Arguments, in_region: bool) -> Any:
+        finish = self.adapter.finish
+        result = self._result_of(given, adapted, in_region)
+        return result if finish is None else finish(given, adapted, result)
+
+    def _result_of(self, given: Arguments, adapted: Arguments, in_region: bool) -> Any:
         if self.adapter.may_write:
             return write_back.call(self.run, given, adapted)
         if self.is_python or is_dynamo_compiling():

@@ -83,30 +83,33 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
     """Raises if a user's lists have no effect at a level that patches no functions by the lists.
 
     Raises:
-        OptionError: the level converts no weights; no entry is for functions that need float32; or weights are
-            converted, and an entry under ``modules`` has rules of its own.
+        OptionError: the level converts no weights; no entry is for functions that need float32 or has a format; or
+            weights are converted, and an entry under ``modules`` has rules of its own.
     """
     level = properties.opt_level
     converts = properties.cast_model_type in HALVES
     if converts:
-        own = next((entry for entry in lists.modules if not entry.is_float32), None)
+        has_formats = any(entry.formats for entry in lists.modules)  # then an empty entry takes a part out again
+        own = next((entry for entry in lists.modules if entry.changes or not (entry.is_float32 or has_formats)), None)
         if own is not None:
             raise OptionError(
                 f"cast_lists contradicts opt_level={level!r}: {own.source} has rules for {own.name!r}, and this level "
-                f"applies no lists. Give it {rules.FLOAT32}, which holds at this level too, leave it out, or type "
-                "opt_level='O1'."
+                f"applies no lists. Give it {rules.FLOAT32} or a format, which hold at this level too, leave it out, "
+                "or type opt_level='O1'."
             )
-    if lists.modules and not list_edits.difference(shipped(), replace(lists, modules=())):
+    is_the_same = converts or all(entry.is_float32 for entry in lists.modules)
+    if lists.modules and is_the_same and not list_edits.difference(shipped(), replace(lists, modules=())):
         return  # parts in float32 are in float32 here, too
     if not converts:
         raise OptionError(
             f"cast_lists contradicts opt_level={level!r}, which does not patch torch's functions. Leave cast_lists "
             "out, or type patch_torch_functions=True as well."
         )
-    if lists.needing_float32() == shipped().needing_float32():
+    if lists.at_every_level() == shipped().at_every_level():
         raise OptionError(
-            f"cast_lists contradicts opt_level={level!r}, which applies only entries with needs_float32, and there are "
-            "no changes of those in these lists. Leave cast_lists out, or type patch_torch_functions=True as well."
+            f"cast_lists contradicts opt_level={level!r}, which applies only entries with needs_float32 or format, and "
+            "there are no changes of those in these lists. Leave cast_lists out, or type patch_torch_functions=True as "
+            "well."
         )
 
 

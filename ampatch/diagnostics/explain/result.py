@@ -46,6 +46,7 @@ class Ruling:
         when: conditions on arguments; all must hold.
         via_dtype: True if ``dtype=torch.float32`` is passed instead of a cast.
         needs_float32: device types on which torch has no half kernel, "*" for all; empty if it has one on all.
+        formats: formats of arguments and of gradients, in words, if calls are rounded to them; None otherwise.
         casts_to: name of the half dtype to cast to, if it differs from the session's.
         instead: advice in the error of a banned function.
         since: first version of torch that the rule is for.
@@ -60,6 +61,7 @@ class Ruling:
     when: When = ()
     via_dtype: bool = False
     needs_float32: tuple[str, ...] = ()
+    formats: str | None = None
     casts_to: str | None = None
     instead: str | None = None
     since: str | None = None
@@ -72,7 +74,8 @@ class Ruling:
         """Conditions and options, each in words."""
         limits = {"to": self.casts_to, "from torch": self.since, "before torch": self.until}
         options = typed_options(self.when, self.via_dtype, self.needs_float32)
-        return [*options, *(f"{word} {limit}" for word, limit in limits.items() if limit)]
+        formats = [] if self.formats is None else [self.formats]
+        return [*options, *formats, *(f"{word} {limit}" for word, limit in limits.items() if limit)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +308,9 @@ def _meaning_lines(several: Sequence[Spelling], allow_banned: bool) -> Iterator[
     if any(ruling.needs_float32 for _, ruling in found):
         at_levels = "At O2, O3 and O5 it is cast as well, and half arguments give half results."
         yield from _wrapped(f"needs_float32: torch has no half kernel. {at_levels}", "  ")
+    if any(ruling.formats for _, ruling in found):
+        how = "arguments are rounded to the format, and gradients of results to grad; a bias is only cast."
+        yield from _wrapped(f"format: {how}", "  ")
     in_place = {ruling.treatment for path, ruling in found if is_in_place(path.rpartition(".")[2])} - {UNLISTED}
     if in_place:
         yield from _wrapped("In place, the tensor that is written to decides; others are cast to its type.", "  ")

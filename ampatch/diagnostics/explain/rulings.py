@@ -181,6 +181,8 @@ class Rulings:
         is_shipped = rule is before  # not equality: a user's file may have the name of a shipped one
         entry = entry_of(rule, shipped_entries() if is_shipped else self.user_entries)
         known = {name: getattr(rule, name) for name in ("source", "when", "via_dtype", "needs_float32", "instead")}
+        if rule.formats is not None:
+            known["formats"] = str(rule.formats)
         if entry is not None:
             known |= {name: getattr(entry, name) for name in ("since", "until", "reason")}
         return Ruling((), rule.treatment.value, overrides=None if is_shipped else _overridden(before), **known)

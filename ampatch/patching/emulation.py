@@ -1,0 +1,107 @@
+"""A function that computes in a number format because amp rounds around its calls.
+
+Owns what is rounded in a call, and in which type the call computes and returns. Must not round itself, nor know formats
+by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ampatch.cast_lists.rules import Formats, Rule
+from ampatch.cast_lists.signatures import argument_reader
+from ampatch.cast_lists.spellings import is_in_place
+from ampatch.casting.nested import CASTABLE, Arguments, cast_tensors, tensors_of_call
+from ampatch.casting.rounding import as_argument, as_result
+from ampatch.errors import BannedFunctionError
+from ampatch.formats import Format
+
+
+class Rounds(Protocol):
+    """An object that rounds tensors to formats."""
+
+    def round(self, tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
+        """Returns a tensor of a castable type, rounded to a format, in ``dtype``."""
+        return as_argument(tensor, format, dtype)
+
+
+class Emulation:
+    """How calls of one function are emulated.
+
+    Arguments are rounded from what they are, without a cast in between. A bias is only cast, because devices add it to
+    sums of products, which they keep in float32. A call computes in the type that it has by the lists, if that has all
+    numbers of the format, and otherwise in float32; its result has the type that it has by the lists.
+
+    Args:
+        rule: rule of the function.
+        formats: formats of arguments, and of gradients of results.
+        original: the function.
+        type_of_call: function that returns the type that a call computes in by the lists; None: it is not cast.
+        type_of: function that returns that type for one tensor, given the type of the call; None: it is not cast.
+        cast: function that casts a tensor.
+        round: function that rounds a tensor to a format, in a type.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        formats: Formats,
+        original: Callable[..., Any],
+        type_of_call: Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None],
+        type_of: Callable[[Tensor, torch.dtype], torch.dtype | None],
+        cast: Callable[[Tensor, torch.dtype], Tensor],
+        round: Callable[[Tensor, Format, torch.dtype], Tensor],
+    ) -> None:
+        self._format, self._grad = formats
+        self._type_of_call, self._type_of, self._cast, self._round = type_of_call, type_of, cast, round
+        self._bias, self._inplace = (argument_reader(original, name) for name in ("bias", "inplace"))
+        self._writes = is_in_place(rule.path.name)
+        self._refusal = (
+            f"{rule.path} ({rule.source}) computes in {self._format}, and cannot write its result to an argument. Call "
+            "the form that returns it, without inplace=True, or take the format out of the cast lists."
+        )
+
+    def adapt(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Returns the arguments of a call rounded to the format.
+
+        Raises:
+            BannedFunctionError: the call would write its result to an argument.
+        """
+        dtype = self._type_of_call(args, kwargs)
+        if dtype is None:
+            return args, kwargs
+        if self._writes or (self._inplace is not None and self._inplace(args, kwargs)):
+            raise BannedFunctionError(self._refusal)
+        format, bias = self._format, None if self._bias is None else self._bias(args, kwargs)
+
+        def rounded(tensor: Tensor) -> Tensor:
+            wanted = self._type_of(tensor, dtype)
+            if wanted is None:
+                return tensor
+            if not format.is_within(wanted):
+                wanted = torch.float32
+            return self._cast(tensor, wanted) if tensor is bias else self._round(tensor, format, wanted)
+
+        return tuple([cast_tensors(value, rounded) for value in args]), {
+            name: cast_tensors(value, rounded) for name, value in kwargs.items()
+        }
+
+    def finish(self, given: Arguments, adapted: Arguments, result: Any) -> Any:
+        """Returns the result of a call in its type; its gradient will be rounded. See `Adapter.finish`."""
+        dtype = self._type_of_call(*given)
+        pairs = zip(tensors_of_call(*given), tensors_of_call(*adapted), strict=True)
+        is_obeyed = any(adapted[1].get(name) is not None for name in ("dtype", "out"))
+        if dtype is None or is_obeyed or all(old is new for old, new in pairs):
+            return result
+        return cast_tensors(
+            result,
+            lambda tensor: (
+                as_result(tensor, self._grad, self._type_of(tensor, dtype) or dtype)
+                if tensor.dtype in CASTABLE
+                else tensor
+            ),
+        )
