@@ -21,6 +21,7 @@ from torch import Tensor
 from ampatch.errors import UsageError
 from ampatch.grouping import grouped
 from ampatch.native import kernels
+from ampatch.native.torch_kernels import key_of
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 
@@ -95,7 +96,7 @@ class Rounding:
 
     def _round(self, fulls: list[Tensor], halves: list[Tensor], slots: list[int]) -> None:
         step = 0 if self._step is None else self._step
-        kernels.round_stochastically(fulls, halves, [_key(step, slot) for slot in slots])
+        kernels.round_stochastically(fulls, halves, [key_of(step, slot) for slot in slots])
 
 
 def _hash_of(optimizer: Any) -> int:
@@ -103,12 +104,4 @@ def _hash_of(optimizer: Any) -> int:
     weights = [each for each in optimizer_state.parameters_of(optimizer) if each.dtype is torch.bfloat16]
     by_device = grouped((each.device, each.detach()) for each in weights if each.numel())
     sums = [int(kernels.fingerprints(some).sum().item()) for some in by_device.values()]
-    return _key(sum(sums), 0) >> 1
-
-
-def _key(count: int, number: int) -> int:
-    """Returns a hash of 32 bits, by the steps of `random_bits` in csrc/operations.h."""
-    word = (count * 0x9E3779B1 + number * 0x85EBCA6B) % 2**32
-    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
-        word = (word ^ word >> shift) * factor % 2**32
-    return word ^ word >> 15
+    return key_of(sum(sums), 0) >> 1
