@@ -73,8 +73,9 @@ class Masters(Part):
             UsageError: it updates masters of another optimizer.
         """
         self._replaced.follow(optimizer)
+        updated = list(optimizer_state.parameters_of(optimizer))
         for masters in self._all():
-            if any(masters.is_master(parameter) for parameter in optimizer_state.parameters_of(optimizer)):
+            if len(masters.parameters_without_master(updated)) < len(updated):
                 raise UsageError(
                     f"this {type(optimizer).__name__} updates float32 masters that belong to another optimizer. Hand "
                     "only one of the two to amp.initialize: the outer one, if one is wrapped around the other."
@@ -99,7 +100,7 @@ class Masters(Part):
         """
         self._conversion.forget_unclaimed()
         for masters in self._all():
-            masters.search_replaced(self._replaced)
+            self._replaced.search(masters)
         for optimizer in optimizers:
             mastered = self.shared.adopted.record_of(optimizer).exchange.ids()
             optimizer_state.cast_state(optimizer, self._conversion.dtype_before, but=mastered)
@@ -148,7 +149,7 @@ class Masters(Part):
 
     def before_step(self, masters: MasterWeights) -> None:
         """Gives an optimizer that is about to step the masters of what the models have now."""
-        masters.search_replaced(self._replaced)
+        self._replaced.search(masters)
         self.decide_replaced()
         self._widen_written()
         self._replaced.warn_of_put_back()
@@ -184,8 +185,9 @@ class Masters(Part):
 
     def _widen_written(self) -> None:
         """Makes half weights without a master float32 that were written to, and tells of them."""
-        self._conversion.without_master.check_left()
-        widened = self._conversion.widen_written()
+        without_master = self._conversion.without_master
+        without_master.check_left()
+        widened = without_master.widen_written()
         if widened:
             others = f" and {len(widened) - 1} more" if widened[1:] else ""
             logger.info(

@@ -3,31 +3,26 @@
 Remainders are known from Split SGD of Intel's extension for PyTorch, and from ``store_param_remainders`` of Apex's
 distributed Adam.
 
-Owns the remainders, and notices writes to the parameters, whose values then count alone. Must know neither optimizers
-nor when they step.
+Owns a parameter's remainder, and notices writes to the parameter, whose values then count alone. Must know neither
+optimizers nor when they step.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ampatch.errors import UsageError, warn
-from ampatch.grouping import grouped
+from ampatch.errors import UsageError
 from ampatch.native import kernels
-from ampatch.tracing import is_capturing
-from ampatch.weights.untracked_writes import is_shared, moments_of
-
-_MOST_TIMES = 3  # that user code may write between steps before it is warned
 
 
 class SplitWeight:
     """The float32 value of one bfloat16 parameter.
 
-    Takes the place of `ampatch.weights.conversion.Kept`, which keeps float32 values as a tensor.
+    Takes the place of `ampatch.weights.kept_values.Kept`, which keeps float32 values as a tensor.
 
     Args:
         half: the parameter; held weakly.
@@ -36,11 +31,12 @@ class SplitWeight:
     Attributes:
         remainder: what the parameter lacks, int16.
         fingerprint: of the parameter when the remainder last was its own: 1-dimensional, 1 element.
+        moment: the parameter's version counter and address at that moment.
         may_be_written: True if user code can write to the parameter in ways that torch does not count.
         is_unannounced: True if nothing tells whether it can.
     """
 
-    __slots__ = ("_counted", "_half", "fingerprint", "is_unannounced", "may_be_written", "remainder")
+    __slots__ = ("_half", "fingerprint", "is_unannounced", "may_be_written", "moment", "remainder")
 
     dtype = torch.bfloat16
 
@@ -61,9 +57,12 @@ class SplitWeight:
         kernels.split([full.detach()], [half.detach()], [self.remainder])
         self.note(half)
 
+    def take_gradient(self) -> None:
+        """Returns None: a float32 value that is no tensor has no gradient."""
+
     def note(self, half: Tensor, fingerprint: Tensor | None = None) -> None:
         """Records that the remainder is the parameter's own; ``fingerprint`` is the parameter's, if it is known."""
-        self._counted = half._version, half.data_ptr()
+        self.moment = half._version, half.data_ptr()
         self.fingerprint = fingerprint_of(half) if fingerprint is None else fingerprint
 
     @torch.inference_mode(False)
@@ -86,7 +85,7 @@ class SplitWeight:
 
     def is_in_sync(self, half: Tensor) -> bool:
         """Returns True if the parameter has the values that it had at `note`; may sync with the device."""
-        if not self.may_be_written and self._counted == (half._version, half.data_ptr()):
+        if not self.may_be_written and self.moment == (half._version, half.data_ptr()):
             return True
         if half.dtype is not self.dtype:
             return False
@@ -146,80 +145,6 @@ class SplitWeight:
         if values.shape == half.shape and half.dtype is self.dtype:
             full, values = half.detach().float(), values.to(half.device)
             self.set(half, torch.where(values.to(self.dtype) == half, values.float(), full))
-
-
-class SplitWeights:
-    """The split parameters of one optimizer: looks for what user code has written to them.
-
-    Args:
-        name_of: function that returns a parameter's name, for messages.
-    """
-
-    def __init__(self, name_of: Callable[[Tensor], str]) -> None:
-        self._name_of = name_of
-        self._all: list[tuple[Tensor, SplitWeight]] = []
-        self._moments: tuple[list[int], list[int]] = [], []  # of the parameters when remainders last were their own
-        self._times_written = 0  # looks that found writes
-
-    def add(self, half: Tensor, split: SplitWeight) -> None:
-        """Adds a parameter, which has its remainder."""
-        self._all.append((half, split))
-
-    def clear(self) -> None:
-        """Forgets all parameters."""
-        self._all.clear()
-
-    def note(self) -> None:
-        """Records that remainders are the parameters' own."""
-        self._moments = moments_of([half for half, _ in self._all])
-
-    def take_writes(self) -> None:
-        """Drops the remainders of parameters that user code has written to; syncs if it has read their ``data``.
-
-        Raises:
-            UsageError: a parameter was given another type.
-
-        Warns:
-            AmpWarning: user code writes to parameters again and again.
-        """
-        if is_capturing():  # nothing can be read from the device; it was looked at before the capture
-            return
-        watched = [each for each in self._all if each[1].may_be_written]
-        is_same = moments_of([half for half, _ in self._all]) == self._moments and not (watched and _differ(watched))
-        written = [] if is_same else [half for half, split in self._all if split.synchronise(half)]
-        for half, split in watched:  # to those whose ``data`` user code has dropped, torch counts every write again
-            split.may_be_written = split.is_unannounced or is_shared(half)
-        if is_same:
-            return
-        self.note()
-        self._times_written += bool(written)
-        if written and self._times_written == _MOST_TIMES:
-            warn(
-                f"user code writes to weights between steps, such as {self._name_of(written[0])}, again and again. A "
-                "split weight then loses what bfloat16 cannot hold of its updates. Type True in the place of 'split', "
-                "which keeps the masters; or load values by load_state_dict."
-            )
-
-    def note_step(self, stepped: list[tuple[Tensor, SplitWeight]]) -> None:
-        """Records that the remainders of some parameters, which were just split, are their own."""
-        for pairs in _by_device(stepped):
-            prints = kernels.fingerprints([half for half, _ in pairs])
-            for (half, split), own in zip(pairs, prints.split(1), strict=True):
-                split.note(half, own)
-
-
-def _differ(pairs: list[tuple[Tensor, SplitWeight]]) -> bool:
-    """Returns True if the values of a parameter have changed since `note`; reads each device once."""
-    for some in _by_device(pairs):
-        now = kernels.fingerprints([half.detach() for half, _ in some])
-        if not torch.equal(now, torch.cat([split.fingerprint.to(now.device) for _, split in some])):
-            return True
-    return False
-
-
-def _by_device(pairs: Iterable[tuple[Tensor, SplitWeight]]) -> Iterable[list[tuple[Tensor, SplitWeight]]]:
-    """Returns the parameters that have elements, with their remainders, by device."""
-    return grouped((half.device, (half, split)) for half, split in pairs if half.numel()).values()
 
 
 def check_as_converted(

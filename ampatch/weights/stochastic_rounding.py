@@ -33,9 +33,14 @@ _SLOTS = 64  # numbers of each parameter: its own, and those of its state
 
 
 class Rounding:
-    """The random numbers of one optimizer."""
+    """The random numbers of one optimizer.
 
-    def __init__(self) -> None:
+    Args:
+        is_used: False if nothing is rounded; then no step is counted.
+    """
+
+    def __init__(self, *, is_used: bool) -> None:
+        self._is_used = is_used
         self._step: int | None = None
         self._places: dict[int, int] = {}  # by id of the parameter: its place in the optimizer
 
@@ -45,6 +50,8 @@ class Rounding:
         Raises:
             UsageError: a CUDA graph is captured, whose replays would all have the same numbers.
         """
+        if not self._is_used:
+            return
         if is_capturing():
             raise UsageError(
                 "a CUDA graph captures this step, whose stochastic rounding would have the same random numbers in each "

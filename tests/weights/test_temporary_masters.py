@@ -32,7 +32,7 @@ from workers import Workers
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.runtime import runtime
-from ampatch.weights import exchange, stochastic_rounding, temporary_masters
+from ampatch.weights import exchange, step_parts, stochastic_rounding
 
 KINDS = ["split", "stochastic"]
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -233,7 +233,7 @@ def state_of(optimizer: Any, parameter: Tensor) -> list[Tensor]:
 
 
 def parts_of(optimizer: Any) -> int:
-    return len(runtime.live.adopted.record_of(optimizer).exchange._parts(whole=False))
+    return len(step_parts.parts_of(optimizer, runtime.live.adopted.record_of(optimizer).exchange.parameters()))
 
 
 def assert_is_between_steps(model: nn.Module) -> None:
@@ -244,7 +244,7 @@ def assert_is_between_steps(model: nn.Module) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives each parameter a part of its own."""
-    monkeypatch.setattr(temporary_masters, "_LEAST", 1)
+    monkeypatch.setattr(step_parts, "_LEAST", 1)
 
 
 class TestSplitWeights:
@@ -253,7 +253,7 @@ class TestSplitWeights:
     def test_masters_and_state_have_the_bits_of_float32_training(self, make, in_parts, monkeypatch):
         """Of which masters that are kept have the bits as well: see `TestParameters`."""
         if in_parts:
-            monkeypatch.setattr(temporary_masters, "_LEAST", 1)
+            monkeypatch.setattr(step_parts, "_LEAST", 1)
         model, other = network(), network()
         optimizer, plain = make(model.parameters()), make(other.parameters())
         if "Muon" in type(optimizer).__name__:  # a bias that no optimizer updates has no master
@@ -342,7 +342,7 @@ class TestParts:
     def test_stochastic_parts_are_rounded_as_one_part(self, make, state, monkeypatch):
         found = []
         for least in (1, 2**20):
-            monkeypatch.setattr(temporary_masters, "_LEAST", least)
+            monkeypatch.setattr(step_parts, "_LEAST", least)
             model, optimizer = with_state("stochastic", state, make)
             for index in range(3):
                 step(model, optimizer, index)
@@ -621,7 +621,7 @@ class TestClosures:
     )
     def test_split_masters_have_the_bits_of_masters_that_are_kept(self, make, in_parts, monkeypatch):
         if in_parts:
-            monkeypatch.setattr(temporary_masters, "_LEAST", 1)
+            monkeypatch.setattr(step_parts, "_LEAST", 1)
         assert_same_state(self.stepped("split", make), self.stepped(True, make))
 
     @pytest.mark.slow
