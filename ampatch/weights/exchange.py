@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
 import functools
 import types
 import weakref
@@ -188,8 +189,12 @@ class ExchangedMasters(abc.ABC):
     def _getstate(self, original: Callable[..., Any]) -> Any:
         """Returns the state for a copy, whose parameters are float32; or for a pickle, whose are half."""
         state = dict(original())
-        types = (self.state_type, torch.float32) if copies.is_copying() else (torch.float32, None)
-        state["state"] = optimizer_state.states_retyped(state["state"], self._known.values(), *types)
+        state["state"] = states = copy.copy(state["state"])  # keeps its class: torch's optimizers use a defaultdict
+        for parameter in self._known.values():
+            if parameter in states:
+                is_copied = copies.is_copying()
+                types = (self.state_type, torch.float32) if is_copied else (torch.float32, parameter.dtype)
+                states[parameter] = optimizer_state.retyped(states[parameter], *types, parameter)
         return state
 
 

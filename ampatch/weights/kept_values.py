@@ -1,4 +1,4 @@
-"""The float32 values of a half tensor, kept as a tensor.
+"""The float32 values of a half tensor, kept as a tensor, and marks that detect the writes to either that torch counts.
 
 Owns which of the two counts after user code has written to one of them. Must not know optimizers, nor which tensors
 have float32 values.
@@ -6,14 +6,95 @@ have float32 values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from ampatch.weights.marks import Mark
-from ampatch.weights.split_weights import check_as_converted
+from ampatch.errors import UsageError
+from ampatch.native import calls
 from ampatch.weights.untracked_writes import data_of
+
+# For `map` over a list of tensors: a line of Python for each tensor takes several times as long.
+_VERSION = operator.attrgetter("_version")
+
+
+def moments_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
+    """Returns the version counters and the addresses of tensors, which change with each write that torch counts."""
+    compiled = calls.compiled()
+    found = None if compiled is None else compiled.moments_of(tensors)
+    return (list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, tensors))) if found is None else found
+
+
+class Mark:
+    """A tensor's address and version counter at one moment, to detect later writes that torch counts."""
+
+    __slots__ = ("_data", "_place", "_versions", "address")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Keeps the memory alive, so that torch cannot reuse its address for other data.
+        self._data = data_of(tensor)
+        self.address = tensor.data_ptr()
+        self._versions, self._place = [tensor._version], 0
+
+    @property
+    def version(self) -> int:
+        """Version counter at that moment."""
+        return self._versions[self._place]
+
+    def share(self, versions: list[int], place: int) -> None:
+        """From now on keeps the version in a list, so that its owner renews many versions together."""
+        versions[place] = self.version
+        self._versions, self._place = versions, place
+
+    def is_now(self, tensor: Tensor) -> bool:
+        """Returns True if the version counter and the address are unchanged."""
+        return tensor._version == self.version and tensor.data_ptr() == self.address
+
+    def renew(self, tensor: Tensor) -> None:
+        """Records the present version counter and memory."""
+        if tensor.data_ptr() != self.address:
+            self._data, self.address = data_of(tensor), tensor.data_ptr()
+        self._versions[self._place] = tensor._version
+
+
+class Marks:
+    """Marks of many tensors, renewed and compared together.
+
+    Code that has written to one tensor may also renew the mark of that tensor alone.
+
+    Args:
+        marks: one mark for each tensor.
+        tensors: the tensors, in the same order.
+    """
+
+    __slots__ = ("_addresses", "_marks", "_tensors", "_versions")
+
+    def __init__(self, marks: list[Mark], tensors: list[Tensor]) -> None:
+        self._marks, self._tensors = marks, tensors
+        self._versions = [0] * len(marks)  # each mark reads and renews its own
+        self._addresses: list[int] = []
+        for place, mark in enumerate(marks):
+            mark.share(self._versions, place)
+
+    def are_now(self, count: int | None = None) -> bool:
+        """Returns True if no version counter and no address of the first tensors has changed since `renew`.
+
+        Args:
+            count: how many tensors; None: all.
+        """
+        return moments_of(self._tensors[:count]) == (self._versions[:count], self._addresses[:count])
+
+    def renew(self) -> bool:
+        """Records the present versions and addresses; returns True if the address of any tensor changed."""
+        before = self._addresses
+        self._versions[:], self._addresses = moments_of(self._tensors)
+        if self._addresses == before:
+            return False
+        for mark, tensor in zip(self._marks, self._tensors, strict=True):
+            mark.renew(tensor)
+        return True
 
 
 class Kept:
@@ -139,3 +220,16 @@ def unrounded(tensor: Tensor, full: Tensor, dtypes: Iterable[torch.dtype]) -> Te
     dtype = torch.promote_types(full.dtype, tensor.dtype)
     is_same = torch.stack([full.to(each).to(tensor.dtype) == tensor for each in dtypes]).any(dim=0)
     return torch.where(is_same, full.to(dtype), tensor.to(dtype))
+
+
+def check_as_converted(
+    half: Tensor, dtype: torch.dtype, shape: torch.Size, name_of: Callable[[Tensor], str] | None = None
+) -> None:
+    """Raises `UsageError` if a half tensor has another type or shape than when amp began to keep what it lacks."""
+    if half.dtype is not dtype or half.shape != shape:
+        name = "" if name_of is None else f"{name_of(half)}: "
+        raise UsageError(
+            f"{name}a half tensor of shape {tuple(shape)} became {half.dtype} of shape {tuple(half.shape)} "
+            "after amp.initialize, which keeps float32 values of it. Type amp.deinitialize() before converting a "
+            "model, and amp.initialize afterwards."
+        )

@@ -197,7 +197,7 @@ class ShownGradients:
         else:
             self.note()
 
-    def add(self, pairs: list[Pair]) -> None:
+    def add(self, pairs: Iterable[Pair]) -> None:
         """Records fingerprints of the half gradients of new pairs."""
         self._left = []
         self._shown += map(_Shown.of, by_device(pairs))
@@ -329,15 +329,12 @@ class MasterGradients:
     def take_initial(self, pairs: Iterable[Pair]) -> None:
         """Shows the gradients that masters of new pairs have from before `initialize`."""
         shown = [pair for pair in pairs if pair.master.grad is not None]
-        for pair in shown:
-            pair.parameter.grad = _gradient_of(pair.master).to(pair.parameter.dtype)
-        dense = [pair for pair in shown if _is_plain(pair.master.grad) and pair.parameter.numel()]
-        kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
-        for pair in shown:
-            pair.record(_Gradient.SHOWN)
         if shown:
+            for pair in shown:
+                pair.parameter.grad = _gradient_of(pair.master).to(pair.parameter.dtype)
+            _show(shown)
             self._is_clear = False
-            self.shown.add(dense)
+            self.shown.add(pair for pair in shown if _is_plain(pair.left) and pair.parameter.numel())
 
     # At the end of a block
 
@@ -407,7 +404,7 @@ class MasterGradients:
         if optimizer_state.have_no_gradients(self._halves.values()) and not _of(self._pairs, _Gradient.BASE):
             self.shown.forget()
             self._is_clear = True
-        if self._is_clear or not takes_new:
+        if not takes_new:
             return []
         new = _with_new(self._pairs)
         by_hand = [pair for pair in new if pair.gradient is _Gradient.NEW and pair.master.grad is not None]
@@ -479,20 +476,11 @@ class MasterGradients:
 
     def copy_to_half(self) -> None:
         """Writes the masters' gradients, rounded, to the half gradients again, after the masters' were changed."""
-        dense: list[Pair] = []
         for pair in self._pairs.values():
             if pair.master.grad is None:
                 pair.clear()
-            elif pair.gradient is _Gradient.SHOWN and not _gradient_of(pair.parameter).requires_grad:
-                if _is_plain(pair.parameter.grad) and _is_plain(pair.master.grad):
-                    optimizer_state.writable_gradient(pair.parameter)
-                    dense.append(pair)
-                else:
-                    pair.parameter.grad = pair.master.grad.to(pair.parameter.dtype)
-                    pair.record(_Gradient.SHOWN)
-        kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
-        for pair in dense:
-            pair.record(_Gradient.SHOWN)
+        shown = _of(self._pairs, _Gradient.SHOWN)
+        _show([pair for pair in shown if not _gradient_of(pair.parameter).requires_grad])
         self.shown.note()
 
     # In a block
@@ -611,6 +599,18 @@ def _with_new(pairs: Mapping[int, Pair]) -> list[Pair]:
     """Returns the pairs whose half gradient is not yet in the master's gradient."""
     shown = _Gradient.SHOWN
     return [pair for pair in pairs.values() if pair.gradient is not shown and pair.parameter.grad is not None]
+
+
+def _show(pairs: list[Pair]) -> None:
+    """Writes the masters' gradients, rounded, to the half gradients that are there."""
+    dense = [pair for pair in pairs if _is_plain(pair.parameter.grad) and _is_plain(pair.master.grad)]
+    for pair in dense:
+        optimizer_state.writable_gradient(pair.parameter)
+    kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
+    for pair in pairs:
+        if not (_is_plain(pair.parameter.grad) and _is_plain(pair.master.grad)):
+            pair.parameter.grad = _gradient_of(pair.master).to(pair.parameter.dtype)
+        pair.record(_Gradient.SHOWN)
 
 
 def _unscale_each(pairs: list[Pair], inv_scale: Tensor | None, factor: Tensor, found_inf: Tensor) -> None:

@@ -16,7 +16,7 @@ from ampatch.errors import UsageError, in_every_layer
 from ampatch.grouping import grouped
 from ampatch.native import kernels
 from ampatch.weights import optimizer_state
-from ampatch.weights.marks import Marks
+from ampatch.weights.kept_values import Marks
 from ampatch.weights.master_gradients import Pair, by_device
 from ampatch.weights.untracked_writes import GivenData, data_of
 

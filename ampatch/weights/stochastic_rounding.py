@@ -22,8 +22,10 @@ from ampatch.errors import UsageError
 from ampatch.grouping import grouped
 from ampatch.native import kernels
 from ampatch.native.torch_kernels import key_of
+from ampatch.torch_private import foreach
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
+from ampatch.weights.split_weights import SplitWeight
 
 #: The option of an optimizer's first group with the number of the step: it travels with the state dict. It stays in the
 #: group when amp ends, so that a checkpoint saved later has it.
@@ -104,6 +106,70 @@ class Rounding:
     def _round(self, fulls: list[Tensor], halves: list[Tensor], slots: list[int]) -> None:
         step = 0 if self._step is None else self._step
         kernels.round_stochastically(fulls, halves, [key_of(step, slot) for slot in slots])
+
+
+class Rounded:
+    """Masters of which nothing is left between steps but the parameters: they were rounded up or down at random.
+
+    Has the methods of `ampatch.weights.split_weights.Split`, for `ampatch.weights.temporary_masters`.
+
+    Args:
+        rounding: the random numbers.
+    """
+
+    def __init__(self, rounding: Rounding) -> None:
+        self._rounding = rounding
+
+    def add(self, half: Tensor, split: SplitWeight | None) -> None:
+        """Adds a parameter; ``split`` is its remainder, if masters have one."""
+
+    def clear(self) -> None:
+        """Forgets all parameters."""
+
+    def full_of(self, half: Tensor) -> Tensor:
+        """Returns a parameter's float32 value, as a new tensor."""
+        return half.detach().float()
+
+    def set(self, half: Tensor, full: Tensor) -> None:
+        """Gives a parameter a float32 value."""
+        half.copy_(full)
+
+    def join(self, halves: list[Tensor], masters: list[Tensor]) -> None:
+        """Puts masters together."""
+        if masters:
+            foreach.copy_(masters, halves)
+
+    def write(self, masters: list[Tensor], memory: list[Tensor], halves: list[Tensor], *, to_nearest: bool) -> None:
+        """Writes masters to their parameters.
+
+        Args:
+            masters: float32 tensors.
+            memory: the parameters, or tensors of their memory, to which torch counts no writes.
+            halves: the parameters.
+            to_nearest: whether masters are written within a step, which goes on with the masters afterwards.
+        """
+        if to_nearest:
+            foreach.copy_(memory, masters)
+        else:
+            self._rounding.round_weights(masters, memory, halves)
+
+    def rounded(self, master: Tensor) -> Tensor:
+        """Returns what `write` writes of a master within a step."""
+        return master.to(torch.bfloat16)
+
+    # What user code writes to parameters
+
+    def note_access(self, tensor: Tensor) -> None:
+        """Notes that user code may write to a tensor without being counted."""
+
+    def synchronise_one(self, half: Tensor) -> None:
+        """Takes what user code has written to a parameter."""
+
+    def note_one(self, half: Tensor) -> None:
+        """Does nothing: a parameter that was loaded has its remainder, if it has one."""
+
+    def take_writes(self) -> None:
+        """Takes what user code has written to all parameters."""
 
 
 def _hash_of(optimizer: Any) -> int:

@@ -26,11 +26,10 @@ from ampatch.native import kernels
 from ampatch.torch_private import foreach
 from ampatch.weights import optimizer_state
 from ampatch.weights.exchange import ExchangedMasters, Releases, exchange
-from ampatch.weights.marks import moments_of
-from ampatch.weights.split_weights import SplitWeight, check_as_converted
+from ampatch.weights.kept_values import check_as_converted, moments_of
+from ampatch.weights.split_weights import Split, SplitWeight
 from ampatch.weights.step_parts import Turns, parts_of
-from ampatch.weights.stochastic_rounding import Rounding
-from ampatch.weights.temporary_forms import Rounded, Split
+from ampatch.weights.stochastic_rounding import Rounded, Rounding
 from ampatch.weights.untracked_writes import data_of
 
 

@@ -24,8 +24,7 @@ from ampatch.errors import UsageError
 from ampatch.half_types import HALVES
 from ampatch.torch_private.modules import APPLY_CODE
 from ampatch.weights.exchange import exchange
-from ampatch.weights.kept_values import Kept
-from ampatch.weights.marks import moments_of
+from ampatch.weights.kept_values import Kept, moments_of
 from ampatch.weights.untracked_writes import GivenData, has_memory, is_shared
 
 _MOST_FRAMES = 8  # between `data` and a module that is being moved
