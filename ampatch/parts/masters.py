@@ -6,9 +6,11 @@ Owns the search for weights that were replaced or written to. One optimizer's ma
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -20,7 +22,7 @@ from ampatch.parts.weights import Weights
 from ampatch.patching import cuda_graphs
 from ampatch.scaling.optimizer_step import OptimizerLike
 from ampatch.weights import copies, optimizer_state, untracked_writes
-from ampatch.weights.master_weights import MasterWeights, dropping_sums
+from ampatch.weights.master_weights import MasterWeights
 from ampatch.weights.replaced_parameters import ReplacedParameters
 from ampatch.weights.temporary_masters import TemporaryMasters
 
@@ -51,8 +53,7 @@ class Masters(Part):
         """Has torch report what concerns masters: copies, cleared gradients, replaced weights, uncounted writes."""
         settings, ledger = self.settings, self.ledger
         if settings.has_masters:
-            in_use = self.while_active(self._all)
-            ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, lambda: in_use() or ()))
+            self._follow_zero_grad()
             note = self.while_active(self._replaced.note)
             ledger.on_undo(register_module_parameter_registration_hook(note).remove)
             self._replaced.watch_optimizers(ledger)
@@ -63,6 +64,22 @@ class Masters(Part):
         before_capture = self.while_active(self._before_capture)
         cuda_graphs.announce(ledger, before_capture)
         cuda_graphs.accept_adopted_models(ledger, before_capture)
+
+    def _follow_zero_grad(self) -> None:
+        """Has `torch.nn.Module.zero_grad` drop the masters' sums of the module's parameters, too.
+
+        Inside a block the half gradients are zeros, and masters hold the sums of earlier blocks. Writing zeros onto
+        zeros leaves no trace, so amp would miss ``zero_grad(set_to_none=False)`` without the wrapper.
+        """
+        original, in_use = nn.Module.zero_grad, self.while_active(self._all)
+
+        @functools.wraps(original)
+        def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            for masters in in_use() or ():
+                masters.gradients.drop_sums(set(map(id, module.parameters())))
+
+        self.ledger.set(nn.Module, "zero_grad", zero_grad)
 
     def begin_for(self, optimizer: OptimizerLike) -> MasterWeights:
         """Returns the masters of an optimizer that is about to be adopted; their `install` makes them.

@@ -115,7 +115,7 @@ class ExchangedMasters(abc.ABC):
 
     def _without_master(self, given: Iterable[Tensor]) -> list[nn.Parameter]:
         """Returns those of the optimizer's parameters that are to get masters, each once: trained half ones."""
-        new = {id(each): each for each in given if id(each) not in self._known and each.dtype in HALVES}
+        new = {id(each): each for each in given if each.dtype in HALVES and id(each) not in self._known}
         return [each for each in new.values() if each.requires_grad and isinstance(each, nn.Parameter)]
 
     def _has_other_state(self) -> bool:

@@ -127,11 +127,9 @@ class Kept:
         self.half_mark.renew(half)
         self.full_mark.renew(self.full)
 
-    @torch.no_grad()
     def set(self, half: Tensor, full: Tensor) -> None:
-        """Takes float32 values that the half tensor equals, rounded; ``full`` may be the kept ones, written to."""
-        if full is not self.full:
-            self.full.copy_(full)
+        """Takes float32 values that the half tensor equals, rounded: the kept ones, to which code has written."""
+        assert full is self.full
         self.note(half)
 
     def take_gradient(self) -> Tensor | None:

@@ -180,7 +180,8 @@ class ShownGradients:
         # Numbers of all half gradients and masters' gradients, if kernels can compare all of them. Pairs keep the
         # gradients alive.
         self._left: list[int] = []
-        self.warnings = _LateWarnings()
+        # Messages, each with numbers on their way to the host; amp warns if one of the numbers is not 0.
+        self._to_tell: list[tuple[HostCopy, str]] = []
 
     def note(self) -> None:
         """Records fingerprints of all shown half gradients, and the ids of all gradients."""
@@ -236,7 +237,21 @@ class ShownGradients:
         for shown in self._shown:
             both = shown.copy_edits()
             if both is not None:
-                self.warnings.tell_if(both, _BOTH_CHANGED)
+                self.tell_if(both, _BOTH_CHANGED)
+
+    def tell_if(self, flags: Tensor, message: str) -> None:
+        """Has `warn_if_arrived` warn if one of some numbers on a device is not 0."""
+        if not is_capturing():
+            self._to_tell.append((HostCopy(flags), message))
+
+    def warn_if_arrived(self) -> None:
+        """Warns of what has arrived from the device since, without a sync."""
+        if not self._to_tell or is_capturing():
+            return
+        arrived = [each for each in self._to_tell if each[0].has_arrived]
+        self._to_tell = [each for each in self._to_tell if not each[0].has_arrived]
+        for message in dict.fromkeys(message for copied, message in arrived if any(copied.values)):
+            warn(message)
 
     def copy_replaced(self) -> None:
         """Applies replacements of shown half gradients, and of their masters' gradients, by other tensors or None."""
@@ -275,27 +290,6 @@ class ShownGradients:
         compiled = calls.compiled()
         found = None if compiled is None else compiled.identities_of_gradients(parameters)
         return list(map(id, map(_GRAD, parameters))) if found is None else found
-
-
-class _LateWarnings:
-    """Warnings that depend on numbers on a device: given once these have arrived, without a sync."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[HostCopy, str]] = []
-
-    def tell_if(self, flags: Tensor, message: str) -> None:
-        """Warns later if one of some numbers is not 0."""
-        if not is_capturing():
-            self._waiting.append((HostCopy(flags), message))
-
-    def tell(self) -> None:
-        """Warns, if numbers have arrived and say so."""
-        if not self._waiting or is_capturing():
-            return
-        arrived = [each for each in self._waiting if each[0].has_arrived]
-        self._waiting = [each for each in self._waiting if not each[0].has_arrived]
-        for message in dict.fromkeys(message for copied, message in arrived if any(copied.values)):
-            warn(message)
 
 
 class MasterGradients:
@@ -398,7 +392,7 @@ class MasterGradients:
         else:
             self.note_cleared()
             self.shown.copy_replaced()
-        self.shown.warnings.tell()
+        self.shown.warn_if_arrived()
         if is_all_shown:
             return []
         if optimizer_state.have_no_gradients(self._halves.values()) and not _of(self._pairs, _Gradient.BASE):
@@ -420,10 +414,6 @@ class MasterGradients:
             )
             self.copy_to_half()
         return [pair.parameter for pair in new]
-
-    def note_masters(self) -> None:
-        """Records that amp itself has written to the masters' gradients, so that this does not count as an edit."""
-        self.shown.note_masters()
 
     def were_written(self) -> bool:
         """Returns True if torch has counted a write to any half gradient, or one is another tensor now."""
@@ -549,7 +539,7 @@ class MasterGradients:
                 full.masked_fill_(changed & ~left, 0)
                 edited.append(changed & left)
         if edited:
-            self.shown.warnings.tell_if(stacked(edited), _EDITED_WHILE_SCALED)
+            self.shown.tell_if(stacked(edited), _EDITED_WHILE_SCALED)
 
     def note_left_scaled(self) -> None:
         """Records gradients that stay scaled for a later block, so that amp can see if the user clears them."""

@@ -9,7 +9,6 @@ step is skipped.
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -108,9 +107,9 @@ class MasterWeights(ExchangedMasters):
 
     def _forget(self) -> None:
         super()._forget()
-        known: list[Any] = [self._pairs, self._parameters, self._masters]
-        for each in known:
-            each.clear()
+        self._pairs.clear()
+        self._masters.clear()
+        self._parameters.clear()
         self._values.forget()
 
     def __len__(self) -> int:
@@ -227,21 +226,3 @@ class MasterWeights(ExchangedMasters):
             del optimizer.param_groups[known:]
             raise
         return result
-
-
-def dropping_sums(
-    original: Callable[..., None], all_masters: Callable[[], Iterable[MasterWeights]]
-) -> Callable[..., None]:
-    """Returns a wrapper of `torch.nn.Module.zero_grad` that also drops the masters' sums of the module's parameters.
-
-    Inside a block the half gradients are zeros, and masters hold the sums of earlier blocks. Writing zeros onto zeros
-    leaves no trace, so amp would miss ``zero_grad(set_to_none=False)`` without the wrapper.
-    """
-
-    @functools.wraps(original)
-    def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        original(module, *args, **kwargs)
-        for masters in all_masters():
-            masters.gradients.drop_sums(set(map(id, module.parameters())))
-
-    return zero_grad

@@ -164,6 +164,7 @@ class Split:
     def __init__(self, name_of: Callable[[Tensor], str], hears_writes: bool) -> None:
         self._name_of, self._hears_writes = name_of, hears_writes
         self._splits: dict[int, tuple[Tensor, SplitWeight]] = {}  # by id of the parameter: itself, and its remainder
+        self._filled: list[tuple[Tensor, SplitWeight]] = []  # those that have elements
         self._times_written = 0  # looks that found writes
 
     def add(self, half: Tensor, split: SplitWeight | None) -> None:
@@ -171,10 +172,13 @@ class Split:
         assert split is not None
         split.may_be_written = split.is_unannounced = not self._hears_writes
         self._splits[id(half)] = half, split
+        if half.numel():
+            self._filled.append((half, split))
 
     def clear(self) -> None:
         """Forgets all parameters."""
         self._splits.clear()
+        self._filled.clear()
 
     def full_of(self, half: Tensor) -> Tensor:
         """Returns a parameter's float32 value, as a new tensor."""
@@ -189,31 +193,24 @@ class Split:
 
     def join(self, halves: list[Tensor], masters: list[Tensor]) -> None:
         """Puts masters together."""
-        kernels.join(halves, self._remainders(halves), masters)
+        kernels.join(halves, [self._splits[id(half)][1].remainder for half in halves], masters)
 
     def write(self, masters: list[Tensor], memory: list[Tensor], halves: list[Tensor], *, to_nearest: bool) -> None:  # noqa: ARG002
         """Writes masters to their parameters and remainders."""
-        try:
-            kernels.split(masters, memory, self._remainders(halves))
-        finally:  # also after Ctrl-C: otherwise the remainders would seem to be of other values
-            self._note(halves)
-
-    def _note(self, halves: list[Tensor]) -> None:
-        """Records that the remainders of these parameters are their own."""
         pairs = [self._splits[id(half)] for half in halves]
-        for some in _by_device(pairs):
-            prints = kernels.fingerprints([half for half, _ in some])
-            for (half, split), own in zip(some, prints.split(1), strict=True):
-                split.note(half, own)
+        try:
+            kernels.split(masters, memory, [split.remainder for _, split in pairs])
+        finally:  # also after Ctrl-C: otherwise the remainders would seem to be of other values
+            for some in _by_device(pairs):
+                prints = kernels.fingerprints([half for half, _ in some])
+                for (half, split), own in zip(some, prints.split(1), strict=True):
+                    split.note(half, own)
 
     def rounded(self, master: Tensor) -> Tensor:
         """Returns what `write` writes of a master."""
         half = torch.empty_like(master, dtype=torch.bfloat16)
         kernels.split([master], [half], [torch.empty_like(half, dtype=torch.int16)])
         return half
-
-    def _remainders(self, halves: list[Tensor]) -> list[Tensor]:
-        return [self._splits[id(half)][1].remainder for half in halves]
 
     # What user code writes to parameters
 
@@ -240,7 +237,7 @@ class Split:
         """
         if is_capturing():  # nothing can be read from the device; it was looked at before the capture
             return
-        pairs = [pair for pair in self._splits.values() if pair[0].numel()]
+        pairs = self._filled
         watched = [pair for pair in pairs if pair[1].may_be_written]
         moments = list(zip(*moments_of([half for half, _ in pairs]), strict=True))
         is_same = moments == [split.moment for _, split in pairs] and not (watched and _differ(watched))

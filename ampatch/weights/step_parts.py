@@ -84,9 +84,9 @@ class Turns:
             for key, grad in grads.items():  # less those that the optimizer has cleared
                 given[key].grad = grad
 
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """Returns the gradient of a parameter whose turn it is."""
-        return self._hidden.get(id(parameter), parameter.grad)
+    def gradients_of(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
+        """Returns the gradients of parameters whose turn it is."""
+        return [self._hidden.get(id(parameter), parameter.grad) for parameter in parameters]
 
     def set_gradient(self, parameter: Tensor, grad: Tensor | None) -> None:
         """Gives a parameter the gradient that the optimizer has edited or cleared, in its own type."""

@@ -204,7 +204,7 @@ class TemporaryMasters(ExchangedMasters):
             raise
 
     def _exchange_in(self, stands: list[_Stand]) -> None:
-        given = [self._turns.gradient_of(each.parameter) for each in stands]
+        given = self._turns.gradients_of(_halves(stands))
         for each, grad in zip(stands, _in_float32(given), strict=True):
             each.master.requires_grad_(each.parameter.requires_grad)
             each.grad = each.master.grad = grad

@@ -36,7 +36,7 @@ PASSED_ON = {
     ("patching/function_patches.py", "FunctionPatches._patch_imported_rule"),
     ("patching/wrappers.py", "explain"),
     ("scaling/loss_scaler.py", "load_states"),
-    ("weights/master_gradients.py", "_LateWarnings.tell"),
+    ("weights/master_gradients.py", "ShownGradients.warn_if_arrived"),
     ("weights/master_values.py", "MasterValues._synchronise"),
     ("weights/ruled_parts.py", "check_entries"),
 }
