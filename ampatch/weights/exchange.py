@@ -188,13 +188,12 @@ class ExchangedMasters(abc.ABC):
 
     def _getstate(self, original: Callable[..., Any]) -> Any:
         """Returns the state for a copy, whose parameters are float32; or for a pickle, whose are half."""
-        state = dict(original())
+        state, is_copied = dict(original()), copies.is_copying()
         state["state"] = states = copy.copy(state["state"])  # keeps its class: torch's optimizers use a defaultdict
         for parameter in self._known.values():
             if parameter in states:
-                is_copied = copies.is_copying()
-                types = (self.state_type, torch.float32) if is_copied else (torch.float32, parameter.dtype)
-                states[parameter] = optimizer_state.retyped(states[parameter], *types, parameter)
+                before, now = (self.state_type, torch.float32) if is_copied else (torch.float32, parameter.dtype)
+                states[parameter] = optimizer_state.retyped(states[parameter], before, now, parameter)
         return state
 
 

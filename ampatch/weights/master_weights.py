@@ -132,8 +132,7 @@ class MasterWeights(ExchangedMasters):
 
     def parameters_without_master(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Returns the optimizer's parameters that are not masters."""
-        masters = self._parameters
-        return [parameter for parameter in parameters if id(parameter) not in masters]
+        return [parameter for parameter in parameters if id(parameter) not in self._parameters]
 
     # Weights
 
