@@ -68,6 +68,14 @@ class Larc:
         return "stepped"
 
 
+class WithTuples(Larc):
+    """Has groups that cannot be written to: they are made anew each time."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [{**group, "params": tuple(group["params"])} for group in self.optim.param_groups]
+
+
 def initialize(model: Any, optimizer: Any, **options: Any) -> None:
     """Calls `amp.initialize` with a dynamic scale, and without casts unless a level is given."""
     level = {} if "opt_level" in options else {"opt_level": "O1", "patch_torch_functions": False}

@@ -29,8 +29,8 @@ from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer, has_o
 from ampatch.switch import WithoutCasts
 from ampatch.torch_private import foreach, optimizers
 from ampatch.weights import optimizer_state
-from ampatch.weights.conversion import unrounded
 from ampatch.weights.exchange import exchanged, unzipped
+from ampatch.weights.kept_values import unrounded
 from ampatch.weights.split_weights import SplitWeight
 from ampatch.weights.temporary_masters import TemporaryMasters
 

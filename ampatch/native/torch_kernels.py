@@ -324,6 +324,19 @@ def _hashed_(words: Tensor) -> Tensor:
     return words
 
 
+def key_of(count: int, number: int) -> int:
+    """Returns a hash of two numbers with 32 bits, by the steps of `_random_bits_`, as a key for `round_stochastically`.
+
+    Args:
+        count: number of the step, or a hash of weights.
+        number: number of the tensor.
+    """
+    word = (count * _INDEX_STEP + number * _HASH_STEPS[0]) % 2**32
+    for shift, factor in zip((16, 15), _RANDOM_STEPS, strict=True):
+        word = (word ^ word >> shift) * factor % 2**32
+    return word ^ word >> 15
+
+
 def _random_bits_(words: Tensor) -> Tensor:
     """Replaces int32 words by random numbers of 16 bits, as `random_bits` of csrc/operations.h does."""
     words ^= (words >> 16) & (2**16 - 1)

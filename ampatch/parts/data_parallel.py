@@ -20,7 +20,6 @@ from ampatch.parts.part import Part, Shared, with_casts_off
 from ampatch.parts.weights import Weights
 from ampatch.torch_private.distributed import ACTIVE_DDP_MODULE, is_joining
 from ampatch.torch_private.modules import FORWARD_HOOKS
-from ampatch.weights.master_gradients import MasterGradients, Pair
 
 
 class Wrappers(Part):
@@ -37,7 +36,7 @@ class Wrappers(Part):
         super().__init__(shared)
         self._weights, self._masters, self._losses = weights, masters, losses
         self.before_forward = self._note_around
-        self._moving: list[tuple[MasterGradients, list[Pair]]] = []  # in the forward pass that runs
+        self._moving: list[Callable[[], None]] = []  # in the forward pass that runs
 
     def install(self) -> None:
         """Has `DistributedDataParallel` report new wrappers."""
@@ -98,7 +97,7 @@ class Wrappers(Part):
             full = conversion.kept_float32_values(tensor)
             if full is not None:
                 distributed.broadcast_from_rank_0(full, wrapper)
-                conversion.note(tensor, full)
+                conversion.set(tensor, full)
         if self.settings.scale_policy.dynamic:  # rank 0 alone may have loaded a checkpoint
             device = next(wrapper.parameters()).device
             for tensor in [tensor for scaler in self._losses.scalers for tensor in scaler.tensors_on(device)]:
@@ -118,8 +117,7 @@ class Wrappers(Part):
         if distributed.is_about_to_move_gradients(wrapper):
             ids = frozenset(map(id, wrapper.parameters()))
             for record in self.shared.adopted.records:
-                gradients = record.masters.gradients
-                self._moving.append((gradients, gradients.kept(ids)))
+                self._moving.append(record.masters.gradients.shown.moving(ids))
 
     def note_forward(self, wrapper: DistributedDataParallel) -> None:
         """Notes a forward pass of a wrapper: its settings then decide whether the backward pass reduces gradients.
@@ -135,5 +133,5 @@ class Wrappers(Part):
             )
         self.shared.ranks.add(wrapper)
         moving, self._moving = self._moving, []
-        for gradients, pairs in moving:
-            gradients.note_moved(pairs)
+        for note_moved in moving:
+            note_moved()

@@ -6,9 +6,11 @@ Owns the search for weights that were replaced or written to. One optimizer's ma
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -20,7 +22,7 @@ from ampatch.parts.weights import Weights
 from ampatch.patching import cuda_graphs
 from ampatch.scaling.optimizer_step import OptimizerLike
 from ampatch.weights import copies, optimizer_state, untracked_writes
-from ampatch.weights.master_weights import MasterWeights, dropping_sums
+from ampatch.weights.master_weights import MasterWeights
 from ampatch.weights.replaced_parameters import ReplacedParameters
 from ampatch.weights.temporary_masters import TemporaryMasters
 
@@ -51,8 +53,7 @@ class Masters(Part):
         """Has torch report what concerns masters: copies, cleared gradients, replaced weights, uncounted writes."""
         settings, ledger = self.settings, self.ledger
         if settings.has_masters:
-            in_use = self.while_active(self._all)
-            ledger.set(nn.Module, "zero_grad", dropping_sums(nn.Module.zero_grad, lambda: in_use() or ()))
+            self._follow_zero_grad()
             note = self.while_active(self._replaced.note)
             ledger.on_undo(register_module_parameter_registration_hook(note).remove)
             self._replaced.watch_optimizers(ledger)
@@ -64,6 +65,22 @@ class Masters(Part):
         cuda_graphs.announce(ledger, before_capture)
         cuda_graphs.accept_adopted_models(ledger, before_capture)
 
+    def _follow_zero_grad(self) -> None:
+        """Has `torch.nn.Module.zero_grad` drop the masters' sums of the module's parameters, too.
+
+        Inside a block the half gradients are zeros, and masters hold the sums of earlier blocks. Writing zeros onto
+        zeros leaves no trace, so amp would miss ``zero_grad(set_to_none=False)`` without the wrapper.
+        """
+        original, in_use = nn.Module.zero_grad, self.while_active(self._all)
+
+        @functools.wraps(original)
+        def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            for masters in in_use() or ():
+                masters.gradients.drop_sums(set(map(id, module.parameters())))
+
+        self.ledger.set(nn.Module, "zero_grad", zero_grad)
+
     def begin_for(self, optimizer: OptimizerLike) -> MasterWeights:
         """Returns the masters of an optimizer that is about to be adopted; their `install` makes them.
 
@@ -73,8 +90,9 @@ class Masters(Part):
             UsageError: it updates masters of another optimizer.
         """
         self._replaced.follow(optimizer)
+        updated = list(optimizer_state.parameters_of(optimizer))
         for masters in self._all():
-            if any(masters.is_master(parameter) for parameter in optimizer_state.parameters_of(optimizer)):
+            if len(masters.parameters_without_master(updated)) < len(updated):
                 raise UsageError(
                     f"this {type(optimizer).__name__} updates float32 masters that belong to another optimizer. Hand "
                     "only one of the two to amp.initialize: the outer one, if one is wrapped around the other."
@@ -99,7 +117,7 @@ class Masters(Part):
         """
         self._conversion.forget_unclaimed()
         for masters in self._all():
-            masters.search_replaced(self._replaced)
+            self._replaced.search(masters)
         for optimizer in optimizers:
             mastered = self.shared.adopted.record_of(optimizer).exchange.ids()
             optimizer_state.cast_state(optimizer, self._conversion.dtype_before, but=mastered)
@@ -148,7 +166,7 @@ class Masters(Part):
 
     def before_step(self, masters: MasterWeights) -> None:
         """Gives an optimizer that is about to step the masters of what the models have now."""
-        masters.search_replaced(self._replaced)
+        self._replaced.search(masters)
         self.decide_replaced()
         self._widen_written()
         self._replaced.warn_of_put_back()
@@ -184,8 +202,9 @@ class Masters(Part):
 
     def _widen_written(self) -> None:
         """Makes half weights without a master float32 that were written to, and tells of them."""
-        self._conversion.without_master.check_left()
-        widened = self._conversion.widen_written()
+        without_master = self._conversion.without_master
+        without_master.check_left()
+        widened = without_master.widen_written()
         if widened:
             others = f" and {len(widened) - 1} more" if widened[1:] else ""
             logger.info(

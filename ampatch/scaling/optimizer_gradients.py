@@ -392,7 +392,7 @@ class OptimizerGradients:
         if self._counts_non_finite and last.overflowed:
             last.non_finite = self.non_finite()
         kernels.zero_after_overflow_(grads, last.found_inf)
-        self.masters.gradients.note_masters()
+        self.masters.gradients.shown.note_masters()
 
     def forget_if_cleared(self) -> None:
         """Forgets the verdicts of blocks if all gradients are gone."""

@@ -396,16 +396,9 @@ class ScaledBlock(Generic[_L]):
                 replicas.note_existing()
 
     def _leave_to_wrapper(self, gradients: MasterGradients) -> None:
-        """Does what `_clear_for_backward` does, but leaves to DDP, scaled, what it has not reduced.
-
-        DDP reduces existing gradients together with new ones.
-        """
-        gradients.copy_edits(takes_new=False)
+        """Does what `_clear_for_backward` does, but leaves to DDP, scaled, what it has not reduced."""
         unreduced = self._replicas.unreduced() if self._replicas is not None else set()
-        if unreduced:  # added to those of earlier blocks
-            gradients.return_to_half(unreduced, self.scale_use.scale)
-        gradients.clear_for_backward()
-        self._blocks.ranks.note_unreduced(gradients.scale_added(self.scale_use.scale))
+        self._blocks.ranks.note_unreduced(gradients.leave_to_reduction(unreduced, self.scale_use.scale))
 
     # Backward passes from other losses
 

@@ -1,8 +1,8 @@
 """Converts a model's tensors to another type, keeps their float32 values, and undoes the conversion.
 
-Owns the previous type of every converted tensor. Also owns its float32 values as long as they are needed: the master
-that an optimizer updates, or a buffer's values before it was narrowed. Tensors stay the same objects, so that shared
-tensors stay shared. Must know optimizers only as owners of masters.
+Owns the previous type of every converted tensor, and how long its float32 values are kept: the master that an optimizer
+updates, or a buffer's values before it was narrowed. Tensors stay the same objects, so that shared tensors stay shared.
+Must know optimizers only as owners of masters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,193 +22,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
 from ampatch.weights.conversion_plan import Plan, own_tensors
-from ampatch.weights.exchange import exchange
-from ampatch.weights.split_weights import SplitWeight, check_as_converted
-from ampatch.weights.untracked_writes import data_of, moments_of
+from ampatch.weights.kept_values import Kept
+from ampatch.weights.split_weights import SplitWeight
+from ampatch.weights.untracked_writes import data_of
 from ampatch.weights.written_halves import WrittenHalves
-
-
-class Mark:
-    """A tensor's address and version counter at one moment, to detect later writes that torch counts."""
-
-    __slots__ = ("_data", "_place", "_versions", "address")
-
-    def __init__(self, tensor: Tensor) -> None:
-        # Keeps the memory alive, so that torch cannot reuse its address for other data.
-        self._data = data_of(tensor)
-        self.address = tensor.data_ptr()
-        self._versions, self._place = [tensor._version], 0
-
-    @property
-    def version(self) -> int:
-        """Version counter at that moment."""
-        return self._versions[self._place]
-
-    def share(self, versions: list[int], place: int) -> None:
-        """From now on keeps the version in a list, so that its owner renews many versions together."""
-        versions[place] = self.version
-        self._versions, self._place = versions, place
-
-    def is_now(self, tensor: Tensor) -> bool:
-        """Returns True if the version counter and the address are unchanged."""
-        return tensor._version == self.version and tensor.data_ptr() == self.address
-
-    def renew(self, tensor: Tensor) -> None:
-        """Records the present version counter and memory."""
-        if tensor.data_ptr() != self.address:
-            self._data, self.address = data_of(tensor), tensor.data_ptr()
-        self._versions[self._place] = tensor._version
-
-
-class Marks:
-    """Marks of many tensors, renewed and compared together.
-
-    Code that has written to one tensor may also renew the mark of that tensor alone.
-
-    Args:
-        marks: one mark for each tensor.
-        tensors: the tensors, in the same order.
-    """
-
-    __slots__ = ("_addresses", "_marks", "_tensors", "_versions")
-
-    def __init__(self, marks: list[Mark], tensors: list[Tensor]) -> None:
-        self._marks, self._tensors = marks, tensors
-        self._versions = [0] * len(marks)  # each mark reads and renews its own
-        self._addresses: list[int] = []
-        for place, mark in enumerate(marks):
-            mark.share(self._versions, place)
-
-    def are_now(self, count: int | None = None) -> bool:
-        """Returns True if no version counter and no address of the first tensors has changed since `renew`.
-
-        Args:
-            count: how many tensors; None: all.
-        """
-        return moments_of(self._tensors[:count]) == (self._versions[:count], self._addresses[:count])
-
-    def renew(self) -> bool:
-        """Records the present versions and addresses; returns True if the address of any tensor changed."""
-        before = self._addresses
-        self._versions[:], self._addresses = moments_of(self._tensors)
-        if self._addresses == before:
-            return False
-        for mark, tensor in zip(self._marks, self._tensors, strict=True):
-            mark.renew(tensor)
-        return True
-
-
-class Kept:
-    """The float32 values of a half tensor, and marks that detect writes to either.
-
-    Args:
-        half: the half tensor, which equals the rounded values.
-        full: the values; the master if an optimizer updates the parameter.
-        dtype: type of the tensor since the conversion.
-
-    Attributes:
-        full: the argument ``full``.
-        half_mark: mark of the half tensor when it last was ``full``, rounded.
-        full_mark: mark of ``full`` at that moment.
-    """
-
-    __slots__ = ("dtype", "full", "full_mark", "half_mark")
-
-    def __init__(self, half: Tensor, full: Tensor, dtype: torch.dtype) -> None:
-        self.full, self.dtype = full, dtype
-        self.half_mark, self.full_mark = Mark(half), Mark(full)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of the values."""
-        return self.full.shape
-
-    def note(self, half: Tensor) -> None:
-        """Records that the half tensor now equals the rounded float32 values."""
-        self.half_mark.renew(half)
-        self.full_mark.renew(self.full)
-
-    def is_in_sync(self, half: Tensor) -> bool:
-        """Returns True if torch has counted no write to either tensor since `note`, and the type is unchanged."""
-        return self.half_mark.is_now(half) and self.full_mark.is_now(self.full) and half.dtype is self.dtype
-
-    def may_be_edited(self, half: Tensor) -> bool:
-        """Returns True if a half tensor is where it was at `note`, and torch has counted no write to ``full`` since."""
-        return not self.was_updated and half.data_ptr() == self.half_mark.address and half.dtype is self.dtype
-
-    @property
-    def was_updated(self) -> bool:
-        """True if torch has counted a write to the float32 values since `note`."""
-        return not self.full_mark.is_now(self.full)
-
-    @torch.no_grad()
-    def synchronise(self, half: Tensor) -> None:
-        """Copies user writes since `note` from the half tensor to the float32 values, or the other way round.
-
-        If torch has counted a write to the float32 values, and none to the half tensor, the float32 values count.
-        Otherwise the half tensor counts. A float32 value that still rounds to its half element keeps all its bits.
-
-        Raises:
-            UsageError: the half tensor was given another type or shape.
-        """
-        check_as_converted(half, self.dtype, self.full.shape)
-        if self.full.device != half.device:
-            self.full.data = data_of(self.full).to(half.device)
-        if self.was_updated and self.half_mark.is_now(half):
-            half.copy_(self.full)
-        elif self.half_mark.address != half.data_ptr():
-            # The half tensor has other memory now. A state dict saved before must keep its values, as in plain torch,
-            # so `full` gets other memory too.
-            self.full.data = self.values(half)
-        else:
-            self.full.copy_(self.values(half))
-        self.note(half)
-
-    @torch.no_grad()
-    def values(self, tensor: Tensor) -> Tensor:
-        """Returns a tensor's values; takes an element from ``full`` if that still rounds to the tensor's element.
-
-        Args:
-            tensor: the half tensor, also after the user converted it to another type; has the shape of ``full``.
-
-        Returns:
-            A tensor of the wider type of the two, at least float32.
-        """
-        return unrounded(tensor, self.full, [self.dtype])
-
-    @torch.no_grad()
-    def load(self, half: Tensor, values: Tensor) -> None:
-        """Copies loaded values to ``full``, except where the half tensor holds something else than them, rounded.
-
-        Args:
-            half: the half tensor, after the load.
-            values: the values that were loaded into it, before rounding.
-        """
-        if values.shape == (1,) and half.dim() == 0:  # old versions of torch saved scalars in this shape
-            values = values[0]
-        if values.shape == half.shape == self.full.shape and half.dtype is self.dtype:
-            values = values.to(half.device)
-            was_loaded = values.to(half.dtype).view(torch.int16) == half.view(torch.int16)
-            self.full.copy_(torch.where(was_loaded, values.float(), self.values(half)))
-            self.note(half)
-
-
-@torch.no_grad()
-def unrounded(tensor: Tensor, full: Tensor, dtypes: Iterable[torch.dtype]) -> Tensor:
-    """Returns a tensor's values; takes an element from ``full`` if that rounds to the tensor's element.
-
-    Args:
-        tensor: the rounded values, some of which user code may have changed; of any type now.
-        full: the values before they were rounded, of the same shape.
-        dtypes: the types that they may have been rounded to.
-
-    Returns:
-        A tensor of the wider type of the two.
-    """
-    full = full.to(tensor.device)
-    dtype = torch.promote_types(full.dtype, tensor.dtype)
-    is_same = torch.stack([full.to(each).to(tensor.dtype) == tensor for each in dtypes]).any(dim=0)
-    return torch.where(is_same, full.to(dtype), tensor.to(dtype))
 
 
 @dataclass(slots=True, eq=False)
@@ -232,6 +49,25 @@ class ConvertedTensor:
     owner: weakref.ref[object] | None = None
     is_rounded: bool = False
 
+    def live_owner(self) -> Any:
+        """Returns the owner; None if there is none, or it was deleted."""
+        return None if self.owner is None else self.owner()
+
+    def full(self, tensor: Tensor, kept: Kept | SplitWeight) -> Tensor:
+        """Returns the kept float32 values of the tensor, after it copied user writes between the two."""
+        owner = self.live_owner()
+        if owner is not None:
+            owner.synchronise_one(tensor)
+        elif not isinstance(tensor, nn.Parameter) or not kept.is_in_sync(tensor):
+            kept.synchronise(tensor)
+        return kept.full
+
+    def note_with_owner(self, tensor: Tensor, kept: Kept | SplitWeight) -> None:
+        """Has the owner record that the tensor equals its float32 values, rounded, if it does."""
+        owner = self.live_owner()
+        if owner is not None and kept.is_in_sync(tensor):
+            owner.note_one(tensor)
+
 
 class Conversion:
     """The converted tensors of a session, and their float32 values.
@@ -253,9 +89,8 @@ class Conversion:
         self, is_of_model: Callable[[Tensor], bool] = lambda _: False, *, watches_writes: bool = False
     ) -> None:
         self._is_of_model, self._watches_writes = is_of_model, watches_writes
-        self._narrowed_buffers: list[tuple[weakref.ref[Tensor], Kept]] = []
-        self.without_master = WrittenHalves(self._widen)
         self._converted = WeakTensorKeyDictionary()
+        self.without_master = WrittenHalves(self._converted.__delitem__)
         self._buffers: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[int, torch.dtype]]]
         self._buffers = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
@@ -280,23 +115,11 @@ class Conversion:
                     known.setdefault(name, (next(self._numbers), module._buffers[name].dtype))  # type: ignore[union-attr]
             for tensor, dtype in planned.dtypes.values():
                 if tensor not in self._converted:
-                    converted = self._record(tensor, dtype)
-                    if tensor.dtype is not dtype:
-                        _set_dtype(tensor, dtype, converted)
-                        if isinstance(converted.kept, Kept) and not isinstance(tensor, nn.Parameter):
-                            self._narrowed_buffers.append((weakref.ref(tensor), converted.kept))
-
-    def _widen(self, tensor: Tensor, values: Tensor) -> Tensor:
-        """Makes a half weight without a master float32; returns a tensor that stands for its half memory.
-
-        By an exchange, so that the weight has a version counter of its own: tensors of the half memory keep theirs.
-        """
-        wide = nn.Parameter(values, tensor.requires_grad)
-        if tensor.grad is not None:
-            wide.grad = tensor.grad.float()
-        exchange([tensor], [wide])
-        del self._converted[tensor]
-        return wide
+                    before = tensor.dtype
+                    kept = None if before is dtype else _set_dtype(tensor, dtype)
+                    self._converted[tensor] = ConvertedTensor(next(self._numbers), before, dtype, kept)
+                    if kept is not None and not isinstance(tensor, nn.Parameter):
+                        self.without_master.watch_buffer(tensor, kept)
 
     def dtype_before(self, tensor: Tensor) -> torch.dtype | None:
         """Returns the type of a tensor before it was converted; None if it was not converted."""
@@ -353,8 +176,7 @@ class Conversion:
         kept = converted.kept
         if kept is not None:
             kept.synchronise(parameter)
-            if kept.full.grad is not None:
-                parameter.grad = kept.full.grad.to(parameter.dtype)
+            _give_gradient(parameter, kept.take_gradient())
         if splits and not isinstance(kept, SplitWeight):
             with torch.inference_mode(False):
                 full = parameter.detach().float() if kept is None else kept.full
@@ -367,9 +189,9 @@ class Conversion:
     def _unowned(self, parameter: nn.Parameter, owner: object) -> ConvertedTensor:
         """Returns the record of a half parameter that no other optimizer updates."""
         converted = self._converted.get(parameter) or self._record_late(parameter)
-        if converted.owner is not None and converted.owner() is not owner:
+        if converted.owner is not None and converted.live_owner() is not owner:
             gc.collect()  # an adopted optimizer is in a reference cycle, and outlives its last reference for a while
-            if converted.owner() is not None:
+            if converted.live_owner() is not None:
                 raise UsageError(
                     f"a parameter of shape {tuple(parameter.shape)} is in two optimizers, which would update two "
                     "float32 masters of it. Put it into one of them only: hand in the outer one, if one is wrapped "
@@ -377,7 +199,7 @@ class Conversion:
                     "delete the old one first, with its LR schedulers."
                 )
             if converted.kept is not None:
-                converted.kept.full.grad = None  # a gradient of an optimizer that was deleted
+                converted.kept.take_gradient()  # of an optimizer that was deleted
         return converted
 
     def release(self, parameter: nn.Parameter) -> torch.dtype:
@@ -393,7 +215,7 @@ class Conversion:
     def has_master(self, tensor: Tensor) -> bool:
         """Returns True if a tensor is a half parameter that an owner has claimed."""
         converted = self._converted.get(tensor)
-        return converted is not None and converted.owner is not None and converted.owner() is not None
+        return converted is not None and converted.live_owner() is not None
 
     def forget_unclaimed(self) -> None:
         """Drops the float32 values of parameters without an owner, to free the memory that half weights save.
@@ -405,8 +227,7 @@ class Conversion:
             is_dropped = converted.owner is None or converted.is_rounded
             if kept is not None and isinstance(tensor, nn.Parameter) and is_dropped:
                 converted.kept = None
-                if kept.full.grad is not None:
-                    tensor.grad = kept.full.grad.to(tensor.dtype)
+                _give_gradient(tensor, kept.take_gradient())
         if self._watches_writes:
             self.without_master.watch(
                 tensor
@@ -429,11 +250,12 @@ class Conversion:
             The kept float32 values themselves, such as the master; or float32 values. None if the tensor was not
             converted; or if it was half before `initialize`, and no float32 values are kept.
         """
-        converted = self._converted.get(tensor)
+        converted: ConvertedTensor | None = self._converted.get(tensor)
         if converted is None:  # the module may have replaced its buffer
             is_replaced = name in self._buffers.get(module, {})
-            return self.without_master.float32_copy_of(tensor) if is_replaced or self._is_late(tensor) else None
-        kept: Kept | SplitWeight | None = converted.kept
+            is_late = tensor.dtype in HALVES and self._is_of_model(tensor)
+            return self.without_master.float32_copy_of(tensor) if is_replaced or is_late else None
+        kept = converted.kept
         if kept is None and converted.owner is not None and tensor.dtype in HALVES:
             return tensor.detach().float()
         if kept is None or kept.shape != tensor.shape:
@@ -443,16 +265,12 @@ class Conversion:
         if tensor.dtype is not converted.dtype:  # the user converted it again
             values = kept.values(tensor)
             return kept.full if values.dtype is kept.full.dtype and torch.equal(values, kept.full) else values
-        return self._in_step(tensor, converted, kept)
-
-    def _is_late(self, tensor: Tensor) -> bool:
-        return tensor.dtype in HALVES and tensor not in self._converted and self._is_of_model(tensor)
+        return converted.full(tensor, kept)
 
     def _record_late(self, tensor: Tensor) -> ConvertedTensor:
         """Records a half tensor that was not converted; `restore` makes it float32 if it is of a converted model."""
-        converted = self._record(tensor, tensor.dtype)
-        if self._is_of_model(tensor):
-            converted.before = torch.float32
+        before = torch.float32 if self._is_of_model(tensor) else tensor.dtype
+        converted = self._converted[tensor] = ConvertedTensor(next(self._numbers), before, tensor.dtype)
         return converted
 
     def record_late(self, module: nn.Module) -> None:
@@ -461,35 +279,14 @@ class Conversion:
             if tensor.dtype in HALVES and tensor not in self._converted and not self._buffers.get(module, {}).get(name):
                 self._record_late(tensor)
 
-    def widen_written(self) -> list[Tensor]:
-        """Makes half weights without a master float32 if they were written to, and copies writes to buffers' values.
-
-        Returns:
-            The weights that have become float32.
-        """
-        for reference, kept in self._narrowed_buffers:
-            buffer = reference()
-            if buffer is not None and kept.was_updated and buffer.dtype is kept.dtype:
-                kept.synchronise(buffer)
-        return self.without_master.widen_written()
-
     def full_of(self, tensor: Tensor) -> Tensor | None:
         """Returns the float32 values of a tensor that was converted from float32 to half; None for any other."""
-        converted = self._converted.get(tensor)
+        converted: ConvertedTensor | None = self._converted.get(tensor)
         if converted is None or converted.before is not torch.float32 or tensor.dtype is not converted.dtype:
             return None
         if converted.kept is None:
             return tensor.detach().float() if tensor.dtype in HALVES else None
-        return self._in_step(tensor, converted, converted.kept)
-
-    def _in_step(self, tensor: Tensor, converted: ConvertedTensor, kept: Kept | SplitWeight) -> Tensor:
-        """Returns the kept float32 values of a half tensor, after it copied user writes between the two."""
-        owner: Any = None if converted.owner is None else converted.owner()
-        if owner is not None:
-            owner.synchronise_one(tensor)
-        elif not isinstance(tensor, nn.Parameter) or not kept.is_in_sync(tensor):
-            kept.synchronise(tensor)
-        return kept.full
+        return converted.full(tensor, converted.kept)
 
     def load(self, tensor: Tensor, values: Tensor) -> None:
         """Copies values that ``load_state_dict`` just loaded into a half tensor to its float32 values, unrounded."""
@@ -497,7 +294,7 @@ class Conversion:
         if converted is not None:
             if converted.kept is not None:
                 converted.kept.load(tensor, values)
-                self._note_with_owner(tensor, converted, converted.kept)
+                converted.note_with_owner(tensor, converted.kept)
             self.without_master.note_loaded(tensor, values)
 
     def kept_float32_values(self, tensor: Tensor) -> Tensor | None:
@@ -505,18 +302,11 @@ class Conversion:
         converted = self._converted.get(tensor)
         return None if converted is None or converted.kept is None else converted.kept.full
 
-    def note(self, tensor: Tensor, full: Tensor) -> None:
-        """Records that a tensor now equals its `kept_float32_values`, rounded, to which user code has written."""
+    def set(self, tensor: Tensor, full: Tensor) -> None:
+        """Takes float32 values that a tensor equals, rounded: its `kept_float32_values`, after code wrote to them."""
         converted = self._converted[tensor]
-        if isinstance(converted.kept, SplitWeight):
-            converted.kept.set(tensor, full)
-        converted.kept.note(tensor)
-        self._note_with_owner(tensor, converted, converted.kept)
-
-    def _note_with_owner(self, tensor: Tensor, converted: ConvertedTensor, kept: Kept | SplitWeight) -> None:
-        owner: Any = None if converted.owner is None else converted.owner()
-        if owner is not None and kept.is_in_sync(tensor):
-            owner.note_one(tensor)
+        converted.kept.set(tensor, full)
+        converted.note_with_owner(tensor, converted.kept)
 
     def mark(self) -> int:
         """Returns a number for `restore`, which then undoes only later conversions."""
@@ -531,7 +321,7 @@ class Conversion:
             since: number from `mark`; tensors converted before it stay as they are.
         """
         with torch.inference_mode(False), contextlib.ExitStack() as all_of_it:
-            self.widen_written()
+            self.without_master.widen_written()
             for module, names in list(self._buffers.items()):
                 for name, (number, before) in list(names.items()):
                     if number >= since:
@@ -545,40 +335,40 @@ class Conversion:
                     del self._converted[tensor]
                     all_of_it.callback(_restore, tensor, converted)
 
-    def _record(self, tensor: Tensor, dtype: torch.dtype) -> ConvertedTensor:
-        converted = self._converted[tensor] = ConvertedTensor(next(self._numbers), tensor.dtype, dtype)
-        return converted
 
-
-def _set_dtype(tensor: Tensor, dtype: torch.dtype, converted: ConvertedTensor) -> None:
+def _set_dtype(tensor: Tensor, dtype: torch.dtype) -> Kept | None:
+    """Converts a tensor; returns its float32 values if they are to be kept."""
     full, grad = data_of(tensor), tensor.grad  # not detach(): its result would share the version counter
     _replace(tensor, full.to(dtype))
-    if full.dtype is torch.float32 and dtype in HALVES:
-        full = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
-        full.grad = grad
-        converted.kept = Kept(tensor, full, dtype)
-    elif grad is not None:
-        tensor.grad = grad.to(dtype)
+    if full.dtype is not torch.float32 or dtype not in HALVES:
+        _give_gradient(tensor, grad)
+        return None
+    full = nn.Parameter(full, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else full
+    full.grad = grad
+    return Kept(tensor, full, dtype)
+
+
+def _give_gradient(tensor: Tensor, grad: Tensor | None) -> None:
+    """Gives a tensor a gradient in its own type, if there is one."""
+    if grad is not None:
+        tensor.grad = grad.to(tensor.dtype)
 
 
 def _restore(tensor: Tensor, converted: ConvertedTensor) -> None:
     values, grad, kept = data_of(tensor), tensor.grad, converted.kept
     if kept is not None and tensor.shape == kept.shape:
         if tensor.dtype is converted.dtype:
-            if not (isinstance(tensor, nn.Parameter) and kept.is_in_sync(tensor)):
-                kept.synchronise(tensor)
-            values = data_of(kept.full)
+            values = data_of(converted.full(tensor, kept))
         elif tensor.is_floating_point():  # the user converted it again
             values = kept.values(tensor)
         # If the optimizer was deleted, only the half parameter's gradient counts.
         if grad is None and converted.owner is None:
-            grad = kept.full.grad
+            grad = kept.take_gradient()
     if tensor.dtype is not converted.dtype:  # the user's type stays
         tensor.data = values.to(tensor.dtype)
     elif tensor.dtype is not converted.before:
         _replace(tensor, values.to(converted.before))
-    if grad is not None:
-        tensor.grad = grad.to(tensor.dtype)
+    _give_gradient(tensor, grad)
 
 
 def _replace(tensor: Tensor, data: Tensor) -> None:

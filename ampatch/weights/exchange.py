@@ -12,37 +12,98 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import copy
+import functools
+import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ampatch.casting.nested import attributes_of
+from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
 from ampatch.torch_private.tensors import swap_tensor_impl
+from ampatch.weights import copies, optimizer_state
 
 _ORDINARY = frozenset({Tensor, nn.Parameter})
 _NOTHING = contextlib.nullcontext()
+# Methods of optimizers that amp replaces by others, or that touch no parameter.
+_KNOWN_METHODS = frozenset({"step", "zero_grad", "add_param_group", "state_dict"})
+
+
+class Releases(Protocol):
+    """Records which optimizer owns a half parameter; see `ampatch.weights.conversion.Conversion`."""
+
+    def release(self, parameter: nn.Parameter) -> torch.dtype:
+        """Ends the ownership; returns the type that the parameter had before."""
 
 
 class ExchangedMasters(abc.ABC):
     """Masters for which the parameters of one optimizer stand while code of the optimizer's class runs.
 
+    Args:
+        optimizer: the user's optimizer; held weakly.
+        owners: records that the parameters have masters here.
+        name_of: function that returns the name of a model's parameter, for messages.
+
     Attributes:
         wanted: False if there are none, ever.
         are_in_place: True while the parameters stand for them.
+        state_type: type of the optimizer's float32 state between steps, if it is not float32 then.
+        name_of: as given.
     """
 
     wanted = True
     are_in_place = False
+    state_type = torch.float32
 
-    @abc.abstractmethod
+    def __init__(self, optimizer: Any, owners: Releases, name_of: Callable[[Tensor], str]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._owners = owners
+        self.name_of = name_of
+        self._known: dict[int, nn.Parameter] = {}  # the parameters that have masters, by id
+        self._state: object = None  # the optimizer's, when all of it had the right type
+
     def install(self, ledger: PatchLedger) -> None:
-        """Takes the optimizer's parameters, and patches its methods that read or write them."""
+        """Takes the optimizer's parameters, and patches its methods that read or write them.
 
-    @abc.abstractmethod
+        Raises:
+            UsageError: a parameter is in two optimizers.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        ledger.on_undo(self._forget, optimizer)
+        self.make_missing()
+        for name in _own_methods(optimizer):
+            replace_method(ledger, optimizer, name, self._run_method)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            replace_method(ledger, optimizer, "load_state_dict", self._with_masters)
+            replace_method(ledger, optimizer, "__getstate__", self._getstate)
+
+    def _forget(self) -> None:
+        """Forgets the masters; `Conversion.restore` gives their values back to the parameters."""
+        optimizer = self._optimizer()
+        for parameter in self._known.values():
+            before = self._owners.release(parameter)
+            if optimizer is not None:
+                optimizer_state.retype(optimizer, parameter, self.state_type, torch.float32)
+                optimizer_state.retype(optimizer, parameter, torch.float32, before)
+        self._known.clear()
+
+    def parameters(self) -> Collection[nn.Parameter]:
+        """Returns the parameters that have masters."""
+        return self._known.values()
+
     def ids(self) -> Collection[int]:
         """Returns the ids of the parameters that have masters."""
+        return self._known.keys()
+
+    def has(self, parameter: Tensor) -> bool:
+        """Returns True if a parameter has a master."""
+        return id(parameter) in self._known
 
     @abc.abstractmethod
     def on_access(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
@@ -51,6 +112,23 @@ class ExchangedMasters(abc.ABC):
     @abc.abstractmethod
     def make_missing(self) -> None:
         """Has masters for parameters that the optimizer has got, or that were unfrozen, since the last call."""
+
+    def _without_master(self, given: Iterable[Tensor]) -> list[nn.Parameter]:
+        """Returns those of the optimizer's parameters that are to get masters, each once: trained half ones."""
+        new = {id(each): each for each in given if each.dtype in HALVES and id(each) not in self._known}
+        return [each for each in new.values() if each.requires_grad and isinstance(each, nn.Parameter)]
+
+    def _has_other_state(self) -> bool:
+        """Returns True if the optimizer's state is another object than at the last call, and so of any types."""
+        before, self._state = self._state, getattr(self._optimizer(), "state", None)
+        return self._state is not before
+
+    def _widen_state(self) -> None:
+        """Makes half state float32: of parameters that came half, or if it was loaded past amp."""
+        optimizer = self._optimizer()
+        if self._has_other_state():
+            for parameter in self._known.values():
+                optimizer_state.retype(optimizer, parameter, parameter.dtype, torch.float32)
 
     @abc.abstractmethod
     def run(self, step: Callable[[Callable[[], object]], Any], is_whole: Callable[[], bool]) -> Any:
@@ -62,6 +140,10 @@ class ExchangedMasters(abc.ABC):
         """
 
     @abc.abstractmethod
+    def swap_in(self) -> None:
+        """Has all parameters stand for their masters."""
+
+    @abc.abstractmethod
     def swap_out(self, *, stepped: bool = True) -> None:
         """Has the parameters that stand for masters be half again, with the masters' values.
 
@@ -69,9 +151,22 @@ class ExchangedMasters(abc.ABC):
             stepped: whether the optimizer has stepped, so that masters with gradients count as updated.
         """
 
-    @abc.abstractmethod
-    def for_methods(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def for_methods(self) -> Iterator[None]:
         """Context for methods of the optimizer's class, which may read and write its parameters: on the masters."""
+        if self.are_in_place:
+            yield
+            return
+        self._prepare()
+        self.swap_in()
+        try:
+            yield
+        finally:
+            self.swap_out(stepped=False)
+
+    @abc.abstractmethod
+    def _prepare(self) -> None:
+        """Has missing masters, and takes what user code has written to parameters and gradients since the last step."""
 
     def swapped_out(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for the user's code during a step: it sees half weights, rounded, and may write to them."""
@@ -81,10 +176,50 @@ class ExchangedMasters(abc.ABC):
     def _aside(self) -> contextlib.AbstractContextManager[None]:
         """Context of `swapped_out`."""
 
+    # Patched methods of the optimizer
+
     def _with_masters(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the optimizer's class on the masters."""
         with self.for_methods():
             return original(*args, **kwargs)
+
+    #: Calls a public method that the optimizer's class adds to torch's.
+    _run_method = _with_masters
+
+    def _getstate(self, original: Callable[..., Any]) -> Any:
+        """Returns the state for a copy, whose parameters are float32; or for a pickle, whose are half."""
+        state, is_copied = dict(original()), copies.is_copying()
+        state["state"] = states = copy.copy(state["state"])  # keeps its class: torch's optimizers use a defaultdict
+        for parameter in self._known.values():
+            if parameter in states:
+                before, now = (self.state_type, torch.float32) if is_copied else (torch.float32, parameter.dtype)
+                states[parameter] = optimizer_state.retyped(states[parameter], before, now, parameter)
+        return state
+
+
+def replace_method(ledger: PatchLedger, optimizer: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Replaces a method of an optimizer on the object; ``replacement`` gets the original, then its arguments."""
+    original, reference = getattr(optimizer, name), weakref.ref(optimizer)
+
+    @functools.wraps(original)
+    def method(me: Any, *args: Any, **kwargs: Any) -> Any:
+        if me is not reference():  # `me` is a deep copy, of an optimizer whose class copies every attribute
+            return getattr(type(me), name)(me, *args, **kwargs)
+        return replacement(original, *args, **kwargs)
+
+    method.__name__ = name
+    ledger.set(optimizer, name, types.MethodType(method, optimizer))
+
+
+def _own_methods(optimizer: object) -> list[str]:
+    """Returns the names of public methods that classes other than torch's give an optimizer, but known ones."""
+    methods = {
+        name: value
+        for kind in reversed(type(optimizer).__mro__)
+        for name, value in vars(kind).items()
+        if isinstance(value, types.FunctionType) and kind.__module__.partition(".")[0] != "torch"
+    }
+    return [name for name in methods if not name.startswith("_") and name not in _KNOWN_METHODS]
 
 
 def exchange(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:

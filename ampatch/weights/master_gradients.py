@@ -12,8 +12,9 @@ Owns the gradients of the pairs between two blocks. Must know neither scales nor
 from __future__ import annotations
 
 import enum
+import functools
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -26,7 +27,7 @@ from ampatch.native import calls, kernels
 from ampatch.native.host_copy import HostCopy, stacked
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
-from ampatch.weights.conversion import Kept
+from ampatch.weights.kept_values import Kept
 
 # For `map` over all pairs: a line of Python for each pair takes several times as long.
 _GRAD = operator.attrgetter("grad")
@@ -165,35 +166,154 @@ class _Shown:
         return _Shown(pairs, _half_gradients(pairs), fulls, fingerprints, versions)
 
 
-class MasterGradients:
-    """The gradients of one optimizer's pairs.
+class ShownGradients:
+    """Which half gradients show the gradients of their masters, and what the user has changed of either since.
 
     Args:
         pairs: pairs by id of the half parameter; a dict that its owner updates.
         halves: half parameters of these pairs, under any keys; also updated by its owner.
     """
 
-    def __init__(self, pairs: dict[int, Pair], halves: dict[int, nn.Parameter]) -> None:
-        self._pairs = pairs
-        self._halves = halves
-        self._is_clear = True  # no pair has recorded a gradient
+    def __init__(self, pairs: Mapping[int, Pair], halves: Mapping[int, nn.Parameter]) -> None:
+        self._pairs, self._halves = pairs, halves
         self._shown: list[_Shown] = []
-        # Pairs whose masters have sums of blocks before a delayed one, with the fingerprint of the half gradient that
-        # the delayed block left.
-        self._scaled: list[tuple[Pair, Tensor]] = []
         # Numbers of all half gradients and masters' gradients, if kernels can compare all of them. Pairs keep the
         # gradients alive.
         self._left: list[int] = []
         # Messages, each with numbers on their way to the host; amp warns if one of the numbers is not 0.
         self._to_tell: list[tuple[HostCopy, str]] = []
 
+    def note(self) -> None:
+        """Records fingerprints of all shown half gradients, and the ids of all gradients."""
+        shown = _of(self._pairs, _Gradient.SHOWN)
+        pairs = [pair for pair in shown if _is_plain(pair.left) and pair.parameter.numel()]
+        self._shown = list(map(_Shown.of, by_device(pairs)))
+        self._left = self._identities() if len(pairs) == len(shown) else []
+
+    def note_usual(self, pairs: list[Pair], grads: list[Tensor], fulls: list[Tensor]) -> None:
+        """Does what `note` does, for all pairs: with gradients that kernels take as they are, on one device."""
+        if all(map(Tensor.numel, grads)):
+            self._shown = [_Shown(pairs, grads, fulls, kernels.fingerprints(grads), list(map(_VERSION, fulls)))]
+            self._left = self._identities()
+        else:
+            self.note()
+
+    def add(self, pairs: Iterable[Pair]) -> None:
+        """Records fingerprints of the half gradients of new pairs."""
+        self._left = []
+        self._shown += map(_Shown.of, by_device(pairs))
+
+    def forget(self) -> None:
+        """Forgets all gradients."""
+        self._shown, self._left = [], []
+
+    def note_masters(self) -> None:
+        """Records that amp itself has written to the masters' gradients, so that this does not count as an edit."""
+        for shown in self._shown:
+            shown.versions = list(map(_VERSION, shown.fulls))
+
+    def note_moved(self, pairs: Iterable[Pair]) -> None:
+        """Records half gradients that other code than the user's has replaced by equal ones."""
+        for pair in pairs:
+            if pair.parameter.grad is not None and pair.parameter.grad is not pair.left:
+                pair.record(pair.gradient)
+                self._left = []
+
+    def moving(self, ids: Collection[int]) -> Callable[[], None]:
+        """Returns a function that records the half gradients that were replaced by equal ones since.
+
+        Args:
+            ids: ids of half parameters whose gradients other code than the user's is about to replace.
+        """
+        pairs = [pair for pair in self._pairs.values() if pair.left is not None and id(pair.parameter) in ids]
+        return functools.partial(self.note_moved, [pair for pair in pairs if pair.parameter.grad is pair.left])
+
+    def are_all(self) -> bool:
+        """Returns True if all gradients, half and masters', are the tensors that were recorded, so that none is new."""
+        return bool(self._left) and self._identities() == self._left
+
+    def copy_edits(self) -> None:
+        """Copies edited elements of shown half gradients to the masters' gradients; warns later if both were edited."""
+        for shown in self._shown:
+            both = shown.copy_edits()
+            if both is not None:
+                self.tell_if(both, _BOTH_CHANGED)
+
+    def tell_if(self, flags: Tensor, message: str) -> None:
+        """Has `warn_if_arrived` warn if one of some numbers on a device is not 0."""
+        if not is_capturing():
+            self._to_tell.append((HostCopy(flags), message))
+
+    def warn_if_arrived(self) -> None:
+        """Warns of what has arrived from the device since, without a sync."""
+        if not self._to_tell or is_capturing():
+            return
+        arrived = [each for each in self._to_tell if each[0].has_arrived]
+        self._to_tell = [each for each in self._to_tell if not each[0].has_arrived]
+        for message in dict.fromkeys(message for copied, message in arrived if any(copied.values)):
+            warn(message)
+
+    def copy_replaced(self) -> None:
+        """Applies replacements of shown half gradients, and of their masters' gradients, by other tensors or None."""
+        self._left = []  # tensors with these ids may be freed from here on
+        dense = self._replaced()
+        self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
+        self.copy_edits()
+        for pairs in by_device(dense):
+            numbers = torch.zeros(len(pairs), dtype=torch.float64, device=pairs[0].master.device)
+            grads, fulls = _half_gradients(pairs), _full_gradients(pairs)
+            kernels.copy_edits(grads, fulls, numbers, numbers + 1, of_gradients=True)
+            for pair in pairs:
+                pair.record(_Gradient.SHOWN)
+        if dense:
+            self.note()
+
+    def _replaced(self) -> list[Pair]:
+        """Returns pairs with another dense half gradient, to be copied by element; applies all other replacements."""
+        dense: list[Pair] = []
+        for pair in _of(self._pairs, _Gradient.SHOWN):
+            grad, full = pair.parameter.grad, pair.master.grad
+            if grad is None:
+                continue
+            if full is None and not pair.was_written:
+                pair.clear()  # the master's was set to None
+            elif _is_plain(grad) and _is_plain(full):
+                if grad is not pair.left and grad.numel():
+                    dense.append(pair)
+            elif pair.was_written:  # kernels cannot compare elements, so the whole gradient is new
+                pair.master.grad, pair.gradient = None, _Gradient.NEW
+        return dense
+
+    def _identities(self) -> list[int]:
+        """Returns a number for each half gradient, then for each master's gradient, which is its own while it lives."""
+        parameters = [*self._halves.values(), *map(_MASTER, self._pairs.values())]
+        compiled = calls.compiled()
+        found = None if compiled is None else compiled.identities_of_gradients(parameters)
+        return list(map(id, map(_GRAD, parameters))) if found is None else found
+
+
+class MasterGradients:
+    """The gradients of one optimizer's pairs.
+
+    Args:
+        pairs: pairs by id of the half parameter; a dict that its owner updates.
+        halves: half parameters of these pairs, under any keys; also updated by its owner.
+
+    Attributes:
+        shown: which half gradients show the masters' gradients.
+    """
+
+    def __init__(self, pairs: Mapping[int, Pair], halves: Mapping[int, nn.Parameter]) -> None:
+        self._pairs, self._halves = pairs, halves
+        self._is_clear = True  # no pair has recorded a gradient
+        self.shown = ShownGradients(pairs, halves)
+        # Pairs whose masters have sums of blocks before a delayed one, with the fingerprint of the half gradient that
+        # the delayed block left.
+        self._scaled: list[tuple[Pair, Tensor]] = []
+
     def are_clear(self) -> bool:
         """Returns True if no half parameter has a gradient and none is recorded; ignores the masters' gradients."""
-        return self._is_clear and self.have_no_gradients()
-
-    def have_no_gradients(self) -> bool:
-        """Returns True if no half parameter has a gradient."""
-        return optimizer_state.have_no_gradients(self._halves.values())
+        return self._is_clear and optimizer_state.have_no_gradients(self._halves.values())
 
     def shows(self, parameter: Tensor) -> bool:
         """Returns True if a parameter's gradient shows its master's gradient, which is unscaled."""
@@ -203,15 +323,12 @@ class MasterGradients:
     def take_initial(self, pairs: Iterable[Pair]) -> None:
         """Shows the gradients that masters of new pairs have from before `initialize`."""
         shown = [pair for pair in pairs if pair.master.grad is not None]
-        for pair in shown:
-            pair.parameter.grad = _gradient_of(pair.master).to(pair.parameter.dtype)
-        dense = [pair for pair in shown if _is_plain(pair.master.grad) and pair.parameter.numel()]
-        kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
-        for pair in shown:
-            pair.record(_Gradient.SHOWN)
         if shown:
-            self._is_clear, self._left = False, []
-            self._shown += map(_Shown.of, by_device(dense))
+            for pair in shown:
+                pair.parameter.grad = _gradient_of(pair.master).to(pair.parameter.dtype)
+            _show(shown)
+            self._is_clear = False
+            self.shown.add(pair for pair in shown if _is_plain(pair.left) and pair.parameter.numel())
 
     # At the end of a block
 
@@ -222,8 +339,10 @@ class MasterGradients:
             inv_scale: factor for the half gradients, a 0-dimensional float32 tensor; None: 1.
             found_inf: 0-dimensional float32 tensor, set to 1 if a half gradient is not finite; None: not checked.
         """
-        usual = self._all_new_and_usual()
-        pairs = list(self._pairs.values()) if usual else self._with_new()
+        usual: list[Tensor] | None = None  # the half gradients, in nearly every step: it needs no look at each pair
+        if self._is_clear and optimizer_state.have_no_gradients(map(_MASTER, self._pairs.values())):
+            usual = optimizer_state.usual_gradients_of(self._halves.values())
+        pairs = list(self._pairs.values()) if usual else _with_new(self._pairs)
         if not pairs:
             return
         self._is_clear = False
@@ -231,63 +350,15 @@ class MasterGradients:
         factor = torch.ones((), dtype=torch.float32, device=device) if inv_scale is None else inv_scale
         found_inf = torch.zeros((), dtype=torch.float32, device=device) if found_inf is None else found_inf
         if usual:
-            self._unscale_usual(pairs, usual, factor, found_inf)
+            fulls = kernels.float32_like(usual)
+            kernels.unscale_copy(usual, fulls, factor, found_inf, write_back=True)
+            for pair, grad, full in zip(pairs, usual, fulls, strict=True):
+                pair.master.grad = full
+                pair.gradient, pair.left, pair.left_version = _Gradient.SHOWN, grad, grad._version
+            self.shown.note_usual(pairs, usual, fulls)
         else:
-            self._unscale_each(pairs, inv_scale, factor, found_inf)
-
-    def _all_new_and_usual(self) -> list[Tensor] | None:
-        """Returns the half gradients if all pairs have new ones that kernels take as they are, and no master has one.
-
-        Otherwise returns None. Nearly every step has such gradients, and needs no look at each pair.
-        """
-        masters = map(_MASTER, self._pairs.values())
-        if not self._is_clear or not self._pairs or not optimizer_state.have_no_gradients(masters):
-            return None
-        return optimizer_state.usual_gradients_of(self._halves.values())
-
-    def _unscale_usual(self, pairs: list[Pair], grads: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
-        """Does what `unscale_to_masters` does, for the result of `_all_new_and_usual`."""
-        fulls = kernels.float32_like(grads)
-        kernels.unscale_copy(grads, fulls, factor, found_inf, write_back=True)
-        for pair, grad, full in zip(pairs, grads, fulls, strict=True):
-            pair.master.grad = full
-            pair.gradient, pair.left, pair.left_version = _Gradient.SHOWN, grad, grad._version
-        if all(map(Tensor.numel, grads)):
-            self._shown = [_Shown(pairs, grads, fulls, kernels.fingerprints(grads), list(map(_VERSION, fulls)))]
-            self._left = self._identities()
-        else:
-            self._note_shown()
-
-    def _unscale_each(self, pairs: list[Pair], inv_scale: Tensor | None, factor: Tensor, found_inf: Tensor) -> None:
-        """Does what `unscale_to_masters` does, for gradients of any kind."""
-        first: list[Tensor] = []
-        without: list[nn.Parameter] = []  # masters that have no gradient yet
-        later: list[Tensor] = []
-        later_full: list[Tensor] = []
-        strided = torch.strided
-        for pair in pairs:
-            grad, full = _gradient_of(pair.parameter), pair.master.grad
-            if grad.requires_grad or grad.layout is not strided or not (full is None or full.layout is strided):
-                _take(pair, inv_scale, found_inf)
-                continue
-            if not grad.is_contiguous():
-                grad = optimizer_state.writable_gradient(pair.parameter)
-            if full is None:
-                first.append(grad)
-                without.append(pair.master)
-            else:
-                later.append(grad)
-                later_full.append(full)
-        if first:
-            full_grads = kernels.float32_like(first)
-            kernels.unscale_copy(first, full_grads, factor, found_inf, write_back=True)
-            for master, full in zip(without, full_grads, strict=True):
-                master.grad = full
-        if later:
-            kernels.unscale_add(later, later_full, factor, found_inf, write_back=True)
-        for pair in pairs:
-            pair.record(_Gradient.SHOWN)
-        self._note_shown()
+            _unscale_each(pairs, inv_scale, factor, found_inf)
+            self.shown.note()
 
     def has_sums(self) -> bool:
         """Returns True if any master has a gradient: before `unscale_to_masters`, a sum of earlier blocks."""
@@ -295,16 +366,7 @@ class MasterGradients:
 
     def new(self) -> list[Tensor]:
         """Returns the half gradients that `unscale_to_masters` would add to the masters' gradients."""
-        return [_gradient_of(pair.parameter) for pair in self._with_new()]
-
-    def _of(self, gradient: _Gradient) -> list[Pair]:
-        """Returns the pairs whose half gradient has a meaning."""
-        return [pair for pair in self._pairs.values() if pair.gradient is gradient]
-
-    def _with_new(self) -> list[Pair]:
-        """Returns the pairs whose half gradient is not yet in the master's gradient."""
-        shown = _Gradient.SHOWN
-        return [pair for pair in self._pairs.values() if pair.gradient is not shown and pair.parameter.grad is not None]
+        return [_gradient_of(pair.parameter) for pair in _with_new(self._pairs)]
 
     # Between blocks
 
@@ -324,11 +386,21 @@ class MasterGradients:
         """
         if self.are_clear():
             return []
-        is_all_shown = self._copy_edits_of_shown()
-        self._warn_if_arrived()
-        if is_all_shown or not takes_new:
+        is_all_shown = self.shown.are_all()
+        if is_all_shown:
+            self.shown.copy_edits()
+        else:
+            self.note_cleared()
+            self.shown.copy_replaced()
+        self.shown.warn_if_arrived()
+        if is_all_shown:
             return []
-        new = self._with_new()
+        if optimizer_state.have_no_gradients(self._halves.values()) and not _of(self._pairs, _Gradient.BASE):
+            self.shown.forget()
+            self._is_clear = True
+        if not takes_new:
+            return []
+        new = _with_new(self._pairs)
         by_hand = [pair for pair in new if pair.gradient is _Gradient.NEW and pair.master.grad is not None]
         for pair in by_hand:
             pair.record(_Gradient.SHOWN)
@@ -343,69 +415,9 @@ class MasterGradients:
             self.copy_to_half()
         return [pair.parameter for pair in new]
 
-    def note_masters(self) -> None:
-        """Records that amp itself has written to the masters' gradients, so that this does not count as an edit."""
-        for shown in self._shown:
-            shown.versions = list(map(_VERSION, shown.fulls))
-
-    def _warn_if_arrived(self) -> None:
-        if not self._to_tell or is_capturing():
-            return
-        arrived = [each for each in self._to_tell if each[0].has_arrived]
-        self._to_tell = [each for each in self._to_tell if not each[0].has_arrived]
-        for message in dict.fromkeys(message for copied, message in arrived if any(copied.values)):
-            warn(message)
-
     def were_written(self) -> bool:
         """Returns True if torch has counted a write to any half gradient, or one is another tensor now."""
         return any(pair.was_written for pair in self._pairs.values())
-
-    def _copy_edits_of_shown(self) -> bool:
-        """Copies the user's changes of shown half gradients to the masters' gradients.
-
-        Returns:
-            True if all gradients, half and masters', are the tensors that amp recorded, so that none is new.
-        """
-        is_all_shown = bool(self._left) and self._identities() == self._left
-        replaced: list[Pair] = []
-        if not is_all_shown:
-            self._left = []  # tensors with these ids may be freed from here on
-            self.note_cleared()
-            replaced = self._copy_replaced()
-            self._shown = [part for shown in self._shown if (part := shown.part()) is not None]
-        for shown in self._shown:
-            both = shown.copy_edits()
-            if both is not None and not is_capturing():
-                self._to_tell.append((HostCopy(both), _BOTH_CHANGED))
-        if replaced:
-            for pairs in by_device(replaced):
-                numbers = torch.zeros(len(pairs), dtype=torch.float64, device=pairs[0].master.device)
-                grads, fulls = _half_gradients(pairs), _full_gradients(pairs)
-                kernels.copy_edits(grads, fulls, numbers, numbers + 1, of_gradients=True)
-                for pair in pairs:
-                    pair.record(_Gradient.SHOWN)
-            self._note_shown()
-        return is_all_shown
-
-    def _copy_replaced(self) -> list[Pair]:
-        """Applies replacements of shown half gradients, or of their masters' gradients, by other tensors or None.
-
-        Returns:
-            Pairs with another dense half gradient, which the caller copies to the master's gradient by element.
-        """
-        dense: list[Pair] = []
-        for pair in self._pairs.values():
-            grad, full = pair.parameter.grad, pair.master.grad
-            if grad is None or pair.gradient is not _Gradient.SHOWN:
-                continue
-            if full is None and not pair.was_written:
-                pair.clear()  # the master's was set to None
-            elif _is_plain(grad) and _is_plain(full):
-                if grad is not pair.left and grad.numel():
-                    dense.append(pair)
-            elif pair.was_written:  # kernels cannot compare elements, so the whole gradient is new
-                pair.master.grad, pair.gradient = None, _Gradient.NEW
-        return dense
 
     def note_cleared(self) -> None:
         """Drops masters' gradients whose half gradients the user has set to None.
@@ -430,22 +442,6 @@ class MasterGradients:
                 "place; to clear them, model.zero_grad()."
             )
 
-    def kept(self, ids: Collection[int]) -> list[Pair]:
-        """Returns the pairs of these parameters that have the half gradient that amp left.
-
-        Args:
-            ids: ids of half parameters whose gradients other code than the user's is about to replace by equal ones.
-        """
-        pairs = [] if self._is_clear else [pair for pair in self._pairs.values() if pair.left is not None]
-        return [pair for pair in pairs if pair.parameter.grad is pair.left and id(pair.parameter) in ids]
-
-    def note_moved(self, pairs: Iterable[Pair]) -> None:
-        """Records half gradients that other code than the user's has replaced by equal ones."""
-        for pair in pairs:
-            if pair.parameter.grad is not None and pair.parameter.grad is not pair.left:
-                pair.record(pair.gradient)
-                self._left = []
-
     def note_moved_to_buckets(self, ids: Collection[int]) -> None:
         """Records half gradients that a backward pass of DDP may have replaced, also where it has added nothing.
 
@@ -453,7 +449,7 @@ class MasterGradients:
             ids: ids of half parameters that DDP reduced.
         """
         if not self._is_clear:
-            self.note_moved(pair for pair in self._of(_Gradient.BASE) if id(pair.parameter) in ids)
+            self.shown.note_moved(pair for pair in _of(self._pairs, _Gradient.BASE) if id(pair.parameter) in ids)
 
     def drop_sums(self, ids: Collection[int]) -> None:
         """Drops the masters' sums of earlier blocks for half parameters that the user has just cleared.
@@ -463,53 +459,19 @@ class MasterGradients:
         """
         if self._is_clear:
             return
-        for pair in self._of(_Gradient.BASE):
+        for pair in _of(self._pairs, _Gradient.BASE):
             if id(pair.parameter) in ids:
                 pair.master.grad = None
                 pair.record(_Gradient.NEW if pair.parameter.grad is None else _Gradient.BASE)
 
-    def note_zero_grad(self) -> None:
-        """Applies what the optimizer's ``zero_grad`` has done to the half gradients."""
-        self.drop_sums(self._pairs.keys())
-        self.copy_edits(takes_new=False)
-        if self.have_no_gradients():
-            self._forget_shown()
-            self._is_clear = True
-
     def copy_to_half(self) -> None:
         """Writes the masters' gradients, rounded, to the half gradients again, after the masters' were changed."""
-        dense: list[Pair] = []
         for pair in self._pairs.values():
             if pair.master.grad is None:
                 pair.clear()
-            elif pair.gradient is _Gradient.SHOWN and not _gradient_of(pair.parameter).requires_grad:
-                if _is_plain(pair.parameter.grad) and _is_plain(pair.master.grad):
-                    optimizer_state.writable_gradient(pair.parameter)
-                    dense.append(pair)
-                else:
-                    pair.parameter.grad = pair.master.grad.to(pair.parameter.dtype)
-                    pair.record(_Gradient.SHOWN)
-        kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
-        for pair in dense:
-            pair.record(_Gradient.SHOWN)
-        self._note_shown()
-
-    def _note_shown(self) -> None:
-        """Records fingerprints of all shown half gradients, and the ids of all gradients."""
-        shown = self._of(_Gradient.SHOWN)
-        pairs = [pair for pair in shown if _is_plain(pair.left) and pair.parameter.numel()]
-        self._shown = list(map(_Shown.of, by_device(pairs)))
-        self._left = self._identities() if len(pairs) == len(shown) else []
-
-    def _forget_shown(self) -> None:
-        self._shown, self._left = [], []
-
-    def _identities(self) -> list[int]:
-        """Returns a number for each half gradient, then for each master's gradient, which is its own while it lives."""
-        parameters = [*self._halves.values(), *map(_MASTER, self._pairs.values())]
-        compiled = calls.compiled()
-        found = None if compiled is None else compiled.identities_of_gradients(parameters)
-        return list(map(id, map(_GRAD, parameters))) if found is None else found
+        shown = _of(self._pairs, _Gradient.SHOWN)
+        _show([pair for pair in shown if not _gradient_of(pair.parameter).requires_grad])
+        self.shown.note()
 
     # In a block
 
@@ -518,7 +480,7 @@ class MasterGradients:
 
         Zeros are used instead of None so that amp can see if the user clears gradients inside of the block.
         """
-        shown = self._of(_Gradient.SHOWN)
+        shown = _of(self._pairs, _Gradient.SHOWN)
         for pair in shown:
             grad = _gradient_of(pair.parameter)
             if pair.master.grad is None or grad.layout is not torch.strided or grad.requires_grad:
@@ -527,16 +489,22 @@ class MasterGradients:
                 optimizer_state.writable_gradient(pair.parameter).zero_()
         for pair in shown:  # in a second loop: gradients that are views of one storage share a version counter
             pair.record(_Gradient.BASE)
-        self._forget_shown()
+        self.shown.forget()
 
-    def return_to_half(self, ids: Collection[int], scale: Tensor) -> None:
-        """Moves shown gradients from the masters to the half parameters, scaled, so that DDP reduces them there.
+    def leave_to_reduction(self, ids: Collection[int], scale: Tensor) -> list[nn.Parameter]:
+        """Does what `copy_edits` and `clear_for_backward` do, but leaves to DDP, scaled, what it has not reduced.
+
+        DDP reduces existing half gradients together with new ones.
 
         Args:
-            ids: ids of half parameters.
+            ids: ids of half parameters whose gradients of earlier blocks it has not reduced; they leave the masters.
             scale: 0-dimensional float32 tensor.
+
+        Returns:
+            The half parameters with gradients of backward passes outside of blocks, which are scaled now, too.
         """
-        shown = self._of(_Gradient.SHOWN)
+        self.copy_edits(takes_new=False)
+        shown = _of(self._pairs, _Gradient.SHOWN)
         returned = [pair for pair in shown if pair.master.grad is not None and id(pair.parameter) in ids]
         for pair in returned:
             grad, full = _gradient_of(pair.parameter), _gradient_of(pair.master)
@@ -548,19 +516,8 @@ class MasterGradients:
             pair.master.grad = None
         for pair in returned:  # in a second loop: gradients that are views of one storage share a version counter
             pair.record(_Gradient.BASE)
-        if returned:
-            self._forget_shown()
-
-    def scale_added(self, scale: Tensor) -> list[nn.Parameter]:
-        """Multiplies half gradients of backward passes outside of blocks, so that scaled ones can be added to them.
-
-        Args:
-            scale: 0-dimensional float32 tensor.
-
-        Returns:
-            The half parameters.
-        """
-        new = [pair for pair in self._with_new() if pair.gradient is _Gradient.NEW]
+        self.clear_for_backward()
+        new = [pair for pair in _with_new(self._pairs) if pair.gradient is _Gradient.NEW]
         kernels.multiply_(optimizer_state.gradients_of(pair.parameter for pair in new), scale)
         for pair in new:
             pair.record(_Gradient.BASE)
@@ -581,8 +538,8 @@ class MasterGradients:
                 changed, left = kernels.fingerprints([values])[0] != before, values.any()
                 full.masked_fill_(changed & ~left, 0)
                 edited.append(changed & left)
-        if edited and not is_capturing():
-            self._to_tell.append((HostCopy(stacked(edited)), _EDITED_WHILE_SCALED))
+        if edited:
+            self.shown.tell_if(stacked(edited), _EDITED_WHILE_SCALED)
 
     def note_left_scaled(self) -> None:
         """Records gradients that stay scaled for a later block, so that amp can see if the user clears them."""
@@ -591,7 +548,7 @@ class MasterGradients:
         for pair in self._pairs.values():
             if pair.gradient is not _Gradient.SHOWN:
                 pair.record(_Gradient.BASE)
-        base = self._of(_Gradient.BASE)
+        base = _of(self._pairs, _Gradient.BASE)
         with_sums = [pair for pair in base if _is_plain(pair.left) and _is_plain(pair.master.grad)]
         self._scaled = []
         for pairs in by_device(pair for pair in with_sums if pair.parameter.numel()):
@@ -605,22 +562,76 @@ class MasterGradients:
         Args:
             scale: loss scale of the new half gradients; the masters' sums are multiplied by it first. None: unscaled.
         """
-        self._copy_edits_of_shown()
+        self.copy_edits(takes_new=False)
         if scale is not None:
             grads = (pair.master.grad for pair in self._pairs.values())
             kernels.multiply_([grad for grad in grads if grad is not None], scale)
         self.unscale_to_masters()
         for pair in self._pairs.values():
             pair.clear()
-        self._forget_shown()
+        self.shown.forget()
 
     def clear(self) -> None:
         """Sets the gradients of masters and half parameters to None."""
         for pair in self._pairs.values():  # as `Pair.clear` does: a call for each would take as long again
             pair.master.grad = pair.parameter.grad = None
             pair.gradient, pair.left, pair.left_version = _Gradient.NEW, None, 0
-        self._forget_shown()
+        self.shown.forget()
         self._is_clear = True
+
+
+def _of(pairs: Mapping[int, Pair], gradient: _Gradient) -> list[Pair]:
+    """Returns the pairs whose half gradient has a meaning."""
+    return [pair for pair in pairs.values() if pair.gradient is gradient]
+
+
+def _with_new(pairs: Mapping[int, Pair]) -> list[Pair]:
+    """Returns the pairs whose half gradient is not yet in the master's gradient."""
+    shown = _Gradient.SHOWN
+    return [pair for pair in pairs.values() if pair.gradient is not shown and pair.parameter.grad is not None]
+
+
+def _show(pairs: list[Pair]) -> None:
+    """Writes the masters' gradients, rounded, to the half gradients that are there."""
+    dense = [pair for pair in pairs if _is_plain(pair.parameter.grad) and _is_plain(pair.master.grad)]
+    for pair in dense:
+        optimizer_state.writable_gradient(pair.parameter)
+    kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
+    for pair in pairs:
+        if not (_is_plain(pair.parameter.grad) and _is_plain(pair.master.grad)):
+            pair.parameter.grad = _gradient_of(pair.master).to(pair.parameter.dtype)
+        pair.record(_Gradient.SHOWN)
+
+
+def _unscale_each(pairs: list[Pair], inv_scale: Tensor | None, factor: Tensor, found_inf: Tensor) -> None:
+    """Does what `MasterGradients.unscale_to_masters` does, for gradients of any kind."""
+    first: list[Tensor] = []
+    without: list[nn.Parameter] = []  # masters that have no gradient yet
+    later: list[Tensor] = []
+    later_full: list[Tensor] = []
+    strided = torch.strided
+    for pair in pairs:
+        grad, full = _gradient_of(pair.parameter), pair.master.grad
+        if grad.requires_grad or grad.layout is not strided or not (full is None or full.layout is strided):
+            _take(pair, inv_scale, found_inf)
+            continue
+        if not grad.is_contiguous():
+            grad = optimizer_state.writable_gradient(pair.parameter)
+        if full is None:
+            first.append(grad)
+            without.append(pair.master)
+        else:
+            later.append(grad)
+            later_full.append(full)
+    if first:
+        full_grads = kernels.float32_like(first)
+        kernels.unscale_copy(first, full_grads, factor, found_inf, write_back=True)
+        for master, full in zip(without, full_grads, strict=True):
+            master.grad = full
+    if later:
+        kernels.unscale_add(later, later_full, factor, found_inf, write_back=True)
+    for pair in pairs:
+        pair.record(_Gradient.SHOWN)
 
 
 def _gradient_of(parameter: Tensor) -> Tensor:

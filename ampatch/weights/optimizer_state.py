@@ -161,24 +161,6 @@ def cast(value: Any, with_type: Callable[[Tensor], Tensor]) -> Any:
     return cast_tensors(value, with_type)
 
 
-def states_retyped(
-    states: Mapping[Tensor, Any], parameters: Iterable[Tensor], before: torch.dtype, now: torch.dtype | None = None
-) -> Any:
-    """Returns a copy of an optimizer's state, with that of some parameters cast to another type.
-
-    Args:
-        states: the state by parameter; its class stays, as torch's optimizers use a defaultdict.
-        parameters: the parameters.
-        before: type of the tensors to cast.
-        now: the type that they get; None: their parameter's.
-    """
-    copied: Any = copy.copy(states)
-    for parameter in parameters:
-        if parameter in copied:
-            copied[parameter] = retyped(copied[parameter], before, now or parameter.dtype, parameter)
-    return copied
-
-
 def evaluates_first(optimizer: object) -> bool:
     """Returns True if a step calls its closure once, before it changes anything: torch's optimizers except LBFGS."""
     kind = type(optimizer)

@@ -25,6 +25,7 @@ from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
 from ampatch.weights.conversion import Conversion
 from ampatch.weights.conversion_plan import Plan
+from ampatch.weights.exchange import ExchangedMasters
 from ampatch.weights.untracked_writes import data_of, has_memory
 
 # For `map` over a list of modules: a line of Python for each takes several times as long.
@@ -61,11 +62,16 @@ class Places:
 
     Args:
         found: modules with the name that each has for a parameter, and the parameter, which the caller keeps alive.
+        searched: the number of parameters that were searched for.
+
+    Attributes:
+        searched: as given.
     """
 
-    __slots__ = ("_ids", "_modules", "_names")
+    __slots__ = ("_ids", "_modules", "_names", "searched")
 
-    def __init__(self, found: Sequence[tuple[nn.Module, str, Tensor]]) -> None:
+    def __init__(self, found: Sequence[tuple[nn.Module, str, Tensor]], searched: int) -> None:
+        self.searched = searched
         self._modules = [weakref.ref(module) for module, _, _ in found]
         self._names = [name for _, name, _ in found]
         self._ids = [id(parameter) for _, _, parameter in found]
@@ -107,6 +113,7 @@ class ReplacedParameters:
     ) -> None:
         self._conversion, self._modules = conversion, modules
         self._adopted, self._names = adopted, names
+        self._places = weakref.WeakKeyDictionary[ExchangedMasters, Places]()  # as `search` found them last
         self._noted: dict[tuple[int, str], _Place] = {}  # by id of the module and name; to be decided on
         self._given: dict[int, weakref.ref[Any]] = {}  # torch's optimizers that were given parameters lately, by id
         self._taken_out = WeakTensorKeyDictionary()  # new parameters that amp took out of a model -> their places
@@ -160,29 +167,23 @@ class ReplacedParameters:
             self._noted[id(module), name] = _Place.of(module, name, old, new)
         return has_master
 
-    def places_of(self, parameters: Iterable[Tensor]) -> Places:
-        """Returns the places in the models that hold any of these parameters."""
-        wanted = set(map(id, parameters))
-        return Places(
-            [
-                (module, name, each)
-                for module in self._modules
-                for name, each in module._parameters.items()
-                if each is not None and id(each) in wanted
-            ]
-        )
-
-    def search(self, places: Places, parameters: Iterable[Tensor]) -> None:
-        """Notes the places that hold another parameter now, by whatever means it got there, for `decide`.
+    def search(self, masters: ExchangedMasters) -> None:
+        """Looks for half parameters that user code has replaced in the models since the last call, by any means.
 
         Args:
-            places: where the parameters were.
-            parameters: the half parameters of an optimizer that have masters.
+            masters: the masters of one optimizer's parameters.
         """
+        places, parameters = self._places.get(masters), masters.parameters()
+        is_as_before = places is not None and places.hold()
+        if places is not None and is_as_before and places.searched == len(parameters):
+            return
         by_id = {id(parameter): parameter for parameter in parameters}
-        for module, name, key in places.changed():
+        for module, name, key in places.changed() if places is not None and not is_as_before else ():
             if key in by_id:
                 self._note(module, name, by_id[key], module._parameters.get(name))
+        held = ((module, *item) for module in self._modules for item in module._parameters.items())
+        found = [(module, name, each) for module, name, each in held if each is not None and id(each) in by_id]
+        self._places[masters] = Places(found, len(by_id))
 
     def decide(self, given: Iterable[Any] = ()) -> bool:
         """Decides on all parameters that were replaced since the last call.

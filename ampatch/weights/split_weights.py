@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ampatch.errors import UsageError, warn
+from ampatch.errors import warn
 from ampatch.grouping import grouped
 from ampatch.native import kernels
 from ampatch.tracing import is_capturing
-from ampatch.weights.untracked_writes import is_shared, moments_of
+from ampatch.weights.kept_values import check_as_converted, moments_of
+from ampatch.weights.untracked_writes import is_shared
 
 _MOST_TIMES = 3  # that user code may write between steps before it is warned
 
@@ -27,7 +28,7 @@ _MOST_TIMES = 3  # that user code may write between steps before it is warned
 class SplitWeight:
     """The float32 value of one bfloat16 parameter.
 
-    Takes the place of `ampatch.weights.conversion.Kept`, which keeps float32 values as a tensor.
+    Takes the place of `ampatch.weights.kept_values.Kept`, which keeps float32 values as a tensor.
 
     Args:
         half: the parameter; held weakly.
@@ -36,11 +37,12 @@ class SplitWeight:
     Attributes:
         remainder: what the parameter lacks, int16.
         fingerprint: of the parameter when the remainder last was its own: 1-dimensional, 1 element.
+        moment: the parameter's version counter and address at that moment.
         may_be_written: True if user code can write to the parameter in ways that torch does not count.
         is_unannounced: True if nothing tells whether it can.
     """
 
-    __slots__ = ("_counted", "_half", "fingerprint", "is_unannounced", "may_be_written", "remainder")
+    __slots__ = ("_half", "fingerprint", "is_unannounced", "may_be_written", "moment", "remainder")
 
     dtype = torch.bfloat16
 
@@ -61,9 +63,12 @@ class SplitWeight:
         kernels.split([full.detach()], [half.detach()], [self.remainder])
         self.note(half)
 
+    def take_gradient(self) -> None:
+        """Returns None: a float32 value that is no tensor has no gradient."""
+
     def note(self, half: Tensor, fingerprint: Tensor | None = None) -> None:
         """Records that the remainder is the parameter's own; ``fingerprint`` is the parameter's, if it is known."""
-        self._counted = half._version, half.data_ptr()
+        self.moment = half._version, half.data_ptr()
         self.fingerprint = fingerprint_of(half) if fingerprint is None else fingerprint
 
     @torch.inference_mode(False)
@@ -86,7 +91,7 @@ class SplitWeight:
 
     def is_in_sync(self, half: Tensor) -> bool:
         """Returns True if the parameter has the values that it had at `note`; may sync with the device."""
-        if not self.may_be_written and self._counted == (half._version, half.data_ptr()):
+        if not self.may_be_written and self.moment == (half._version, half.data_ptr()):
             return True
         if half.dtype is not self.dtype:
             return False
@@ -148,30 +153,78 @@ class SplitWeight:
             self.set(half, torch.where(values.to(self.dtype) == half, values.float(), full))
 
 
-class SplitWeights:
-    """The split parameters of one optimizer: looks for what user code has written to them.
+class Split:
+    """Masters of which an int16 remainder is left beside each parameter: the two are the master, bit for bit.
 
     Args:
         name_of: function that returns a parameter's name, for messages.
+        hears_writes: whether `note_access` is called for all writes that torch does not count.
     """
 
-    def __init__(self, name_of: Callable[[Tensor], str]) -> None:
-        self._name_of = name_of
-        self._all: list[tuple[Tensor, SplitWeight]] = []
-        self._moments: tuple[list[int], list[int]] = [], []  # of the parameters when remainders last were their own
+    def __init__(self, name_of: Callable[[Tensor], str], hears_writes: bool) -> None:
+        self._name_of, self._hears_writes = name_of, hears_writes
+        self._splits: dict[int, tuple[Tensor, SplitWeight]] = {}  # by id of the parameter: itself, and its remainder
+        self._filled: list[tuple[Tensor, SplitWeight]] = []  # those that have elements
         self._times_written = 0  # looks that found writes
 
-    def add(self, half: Tensor, split: SplitWeight) -> None:
+    def add(self, half: Tensor, split: SplitWeight | None) -> None:
         """Adds a parameter, which has its remainder."""
-        self._all.append((half, split))
+        assert split is not None
+        split.may_be_written = split.is_unannounced = not self._hears_writes
+        self._splits[id(half)] = half, split
+        if half.numel():
+            self._filled.append((half, split))
 
     def clear(self) -> None:
         """Forgets all parameters."""
-        self._all.clear()
+        self._splits.clear()
+        self._filled.clear()
 
-    def note(self) -> None:
-        """Records that remainders are the parameters' own."""
-        self._moments = moments_of([half for half, _ in self._all])
+    def full_of(self, half: Tensor) -> Tensor:
+        """Returns a parameter's float32 value, as a new tensor."""
+        _, split = self._splits[id(half)]
+        if half.dtype is torch.bfloat16:
+            split.synchronise(half)
+        return split.values(half)
+
+    def set(self, half: Tensor, full: Tensor) -> None:
+        """Gives a parameter a float32 value."""
+        self._splits[id(half)][1].set(half, full.to(half.device).float())
+
+    def join(self, halves: list[Tensor], masters: list[Tensor]) -> None:
+        """Puts masters together."""
+        kernels.join(halves, [self._splits[id(half)][1].remainder for half in halves], masters)
+
+    def write(self, masters: list[Tensor], memory: list[Tensor], halves: list[Tensor], *, to_nearest: bool) -> None:  # noqa: ARG002
+        """Writes masters to their parameters and remainders."""
+        pairs = [self._splits[id(half)] for half in halves]
+        try:
+            kernels.split(masters, memory, [split.remainder for _, split in pairs])
+        finally:  # also after Ctrl-C: otherwise the remainders would seem to be of other values
+            for some in _by_device(pairs):
+                prints = kernels.fingerprints([half for half, _ in some])
+                for (half, split), own in zip(some, prints.split(1), strict=True):
+                    split.note(half, own)
+
+    def rounded(self, master: Tensor) -> Tensor:
+        """Returns what `write` writes of a master."""
+        half = torch.empty_like(master, dtype=torch.bfloat16)
+        kernels.split([master], [half], [torch.empty_like(half, dtype=torch.int16)])
+        return half
+
+    # What user code writes to parameters
+
+    def note_access(self, tensor: Tensor) -> None:
+        """Notes that user code may write to a tensor without being counted."""
+        if id(tensor) in self._splits:
+            self._splits[id(tensor)][1].may_be_written = True
+
+    def note_one(self, half: Tensor) -> None:
+        """Does nothing: a parameter that was loaded has its remainder."""
+
+    def synchronise_one(self, half: Tensor) -> None:
+        """Drops the remainder of a parameter that user code has written to."""
+        self._splits[id(half)][1].synchronise(half)
 
     def take_writes(self) -> None:
         """Drops the remainders of parameters that user code has written to; syncs if it has read their ``data``.
@@ -184,14 +237,13 @@ class SplitWeights:
         """
         if is_capturing():  # nothing can be read from the device; it was looked at before the capture
             return
-        watched = [each for each in self._all if each[1].may_be_written]
-        is_same = moments_of([half for half, _ in self._all]) == self._moments and not (watched and _differ(watched))
-        written = [] if is_same else [half for half, split in self._all if split.synchronise(half)]
+        pairs = self._filled
+        watched = [pair for pair in pairs if pair[1].may_be_written]
+        moments = list(zip(*moments_of([half for half, _ in pairs]), strict=True))
+        is_same = moments == [split.moment for _, split in pairs] and not (watched and _differ(watched))
+        written = [] if is_same else [half for half, split in pairs if split.synchronise(half)]
         for half, split in watched:  # to those whose ``data`` user code has dropped, torch counts every write again
             split.may_be_written = split.is_unannounced or is_shared(half)
-        if is_same:
-            return
-        self.note()
         self._times_written += bool(written)
         if written and self._times_written == _MOST_TIMES:
             warn(
@@ -200,16 +252,9 @@ class SplitWeights:
                 "which keeps the masters; or load values by load_state_dict."
             )
 
-    def note_step(self, stepped: list[tuple[Tensor, SplitWeight]]) -> None:
-        """Records that the remainders of some parameters, which were just split, are their own."""
-        for pairs in _by_device(stepped):
-            prints = kernels.fingerprints([half for half, _ in pairs])
-            for (half, split), own in zip(pairs, prints.split(1), strict=True):
-                split.note(half, own)
-
 
 def _differ(pairs: list[tuple[Tensor, SplitWeight]]) -> bool:
-    """Returns True if the values of a parameter have changed since `note`; reads each device once."""
+    """Returns True if the values of a parameter have changed since `SplitWeight.note`; reads each device once."""
     for some in _by_device(pairs):
         now = kernels.fingerprints([half.detach() for half, _ in some])
         if not torch.equal(now, torch.cat([split.fingerprint.to(now.device) for _, split in some])):
@@ -220,19 +265,6 @@ def _differ(pairs: list[tuple[Tensor, SplitWeight]]) -> bool:
 def _by_device(pairs: Iterable[tuple[Tensor, SplitWeight]]) -> Iterable[list[tuple[Tensor, SplitWeight]]]:
     """Returns the parameters that have elements, with their remainders, by device."""
     return grouped((half.device, (half, split)) for half, split in pairs if half.numel()).values()
-
-
-def check_as_converted(
-    half: Tensor, dtype: torch.dtype, shape: torch.Size, name_of: Callable[[Tensor], str] | None = None
-) -> None:
-    """Raises `UsageError` if a half tensor has another type or shape than when amp began to keep what it lacks."""
-    if half.dtype is not dtype or half.shape != shape:
-        name = "" if name_of is None else f"{name_of(half)}: "
-        raise UsageError(
-            f"{name}a half tensor of shape {tuple(shape)} became {half.dtype} of shape {tuple(half.shape)} "
-            "after amp.initialize, which keeps float32 values of it. Type amp.deinitialize() before converting a "
-            "model, and amp.initialize afterwards."
-        )
 
 
 def fingerprint_of(half: Tensor) -> Tensor:

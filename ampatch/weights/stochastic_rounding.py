@@ -21,8 +21,11 @@ from torch import Tensor
 from ampatch.errors import UsageError
 from ampatch.grouping import grouped
 from ampatch.native import kernels
+from ampatch.native.torch_kernels import key_of
+from ampatch.torch_private import foreach
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
+from ampatch.weights.split_weights import SplitWeight
 
 #: The option of an optimizer's first group with the number of the step: it travels with the state dict. It stays in the
 #: group when amp ends, so that a checkpoint saved later has it.
@@ -32,9 +35,14 @@ _SLOTS = 64  # numbers of each parameter: its own, and those of its state
 
 
 class Rounding:
-    """The random numbers of one optimizer."""
+    """The random numbers of one optimizer.
 
-    def __init__(self) -> None:
+    Args:
+        is_used: False if nothing is rounded; then no step is counted.
+    """
+
+    def __init__(self, *, is_used: bool) -> None:
+        self._is_used = is_used
         self._step: int | None = None
         self._places: dict[int, int] = {}  # by id of the parameter: its place in the optimizer
 
@@ -44,6 +52,8 @@ class Rounding:
         Raises:
             UsageError: a CUDA graph is captured, whose replays would all have the same numbers.
         """
+        if not self._is_used:
+            return
         if is_capturing():
             raise UsageError(
                 "a CUDA graph captures this step, whose stochastic rounding would have the same random numbers in each "
@@ -95,7 +105,71 @@ class Rounding:
 
     def _round(self, fulls: list[Tensor], halves: list[Tensor], slots: list[int]) -> None:
         step = 0 if self._step is None else self._step
-        kernels.round_stochastically(fulls, halves, [_key(step, slot) for slot in slots])
+        kernels.round_stochastically(fulls, halves, [key_of(step, slot) for slot in slots])
+
+
+class Rounded:
+    """Masters of which nothing is left between steps but the parameters: they were rounded up or down at random.
+
+    Has the methods of `ampatch.weights.split_weights.Split`, for `ampatch.weights.temporary_masters`.
+
+    Args:
+        rounding: the random numbers.
+    """
+
+    def __init__(self, rounding: Rounding) -> None:
+        self._rounding = rounding
+
+    def add(self, half: Tensor, split: SplitWeight | None) -> None:
+        """Adds a parameter; ``split`` is its remainder, if masters have one."""
+
+    def clear(self) -> None:
+        """Forgets all parameters."""
+
+    def full_of(self, half: Tensor) -> Tensor:
+        """Returns a parameter's float32 value, as a new tensor."""
+        return half.detach().float()
+
+    def set(self, half: Tensor, full: Tensor) -> None:
+        """Gives a parameter a float32 value."""
+        half.copy_(full)
+
+    def join(self, halves: list[Tensor], masters: list[Tensor]) -> None:
+        """Puts masters together."""
+        if masters:
+            foreach.copy_(masters, halves)
+
+    def write(self, masters: list[Tensor], memory: list[Tensor], halves: list[Tensor], *, to_nearest: bool) -> None:
+        """Writes masters to their parameters.
+
+        Args:
+            masters: float32 tensors.
+            memory: the parameters, or tensors of their memory, to which torch counts no writes.
+            halves: the parameters.
+            to_nearest: whether masters are written within a step, which goes on with the masters afterwards.
+        """
+        if to_nearest:
+            foreach.copy_(memory, masters)
+        else:
+            self._rounding.round_weights(masters, memory, halves)
+
+    def rounded(self, master: Tensor) -> Tensor:
+        """Returns what `write` writes of a master within a step."""
+        return master.to(torch.bfloat16)
+
+    # What user code writes to parameters
+
+    def note_access(self, tensor: Tensor) -> None:
+        """Notes that user code may write to a tensor without being counted."""
+
+    def synchronise_one(self, half: Tensor) -> None:
+        """Takes what user code has written to a parameter."""
+
+    def note_one(self, half: Tensor) -> None:
+        """Does nothing: a parameter that was loaded has its remainder, if it has one."""
+
+    def take_writes(self) -> None:
+        """Takes what user code has written to all parameters."""
 
 
 def _hash_of(optimizer: Any) -> int:
@@ -103,12 +177,4 @@ def _hash_of(optimizer: Any) -> int:
     weights = [each for each in optimizer_state.parameters_of(optimizer) if each.dtype is torch.bfloat16]
     by_device = grouped((each.device, each.detach()) for each in weights if each.numel())
     sums = [int(kernels.fingerprints(some).sum().item()) for some in by_device.values()]
-    return _key(sum(sums), 0) >> 1
-
-
-def _key(count: int, number: int) -> int:
-    """Returns a hash of 32 bits, by the steps of `random_bits` in csrc/operations.h."""
-    word = (count * 0x9E3779B1 + number * 0x85EBCA6B) % 2**32
-    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
-        word = (word ^ word >> shift) * factor % 2**32
-    return word ^ word >> 15
+    return key_of(sum(sums), 0) >> 1

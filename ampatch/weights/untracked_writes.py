@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,12 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from ampatch.ledger import PatchLedger
-from ampatch.native import calls
 from ampatch.torch_private.modes import is_functorch_wrapped_tensor
 from ampatch.torch_private.tensors import DATA, storage_id, storage_use_count
-
-# For `map` over a list of tensors: a line of Python for each tensor takes several times as long.
-_VERSION = operator.attrgetter("_version")
 
 #: A tensor at one moment: itself, and its version counter.
 Moment = tuple[Tensor | None, int]
@@ -113,13 +108,6 @@ def moment_of(tensor: Tensor | None) -> Moment:
 def is_since(moment: Moment, tensor: Tensor | None) -> bool:
     """Returns True if a tensor is the one of an earlier moment, and torch has counted no write to it since."""
     return moment[0] is tensor and (tensor is None or moment[1] == tensor._version)
-
-
-def moments_of(tensors: list[Tensor]) -> tuple[list[int], list[int]]:
-    """Returns the version counters and the addresses of tensors, which change with each write that torch counts."""
-    compiled = calls.compiled()
-    found = None if compiled is None else compiled.moments_of(tensors)
-    return (list(map(_VERSION, tensors)), list(map(Tensor.data_ptr, tensors))) if found is None else found
 
 
 def announce(ledger: PatchLedger, on_access: OnAccess) -> None:

@@ -18,12 +18,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ampatch.errors import UsageError
 from ampatch.half_types import HALVES
 from ampatch.torch_private.modules import APPLY_CODE
-from ampatch.weights.untracked_writes import GivenData, has_memory, is_shared, moments_of
+from ampatch.weights.exchange import exchange
+from ampatch.weights.kept_values import Kept, moments_of
+from ampatch.weights.untracked_writes import GivenData, has_memory, is_shared
 
 _MOST_FRAMES = 8  # between `data` and a module that is being moved
 
@@ -66,12 +68,12 @@ class WrittenHalves:
     """The half weights without a master that are watched.
 
     Args:
-        make_float32: function that makes a half weight float32, with the given float32 values, and returns a tensor
-            that stands for its half memory.
+        note_float32: called with a weight that has become float32.
     """
 
-    def __init__(self, make_float32: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._make_float32 = make_float32
+    def __init__(self, note_float32: Callable[[Tensor], object]) -> None:
+        self._note_float32 = note_float32
+        self._buffers: list[tuple[weakref.ref[Tensor], Kept]] = []
         self._widened: list[Tensor] = []  # until the caller of `widen_written` has them
         self._watched: dict[int, _Watched] = {}  # by id of the weight
         self._moments: tuple[list[int], list[int]] = [], []
@@ -85,6 +87,10 @@ class WrittenHalves:
             if self._of(each) is None and has_memory(each) and each.numel():
                 self._watched[id(each)] = _Watched(each)
         self._moments = [], []  # each is looked at once more
+
+    def watch_buffer(self, buffer: Tensor, kept: Kept) -> None:
+        """Copies writes to the float32 values of a half buffer to the buffer from now on, in `widen_written`."""
+        self._buffers.append((weakref.ref(buffer), kept))
 
     def _of(self, tensor: Tensor) -> _Watched | None:
         found = self._watched.get(id(tensor))
@@ -114,6 +120,10 @@ class WrittenHalves:
         Returns:
             The weights that have become float32 since the last call.
         """
+        for reference, kept in self._buffers:
+            buffer = reference()
+            if buffer is not None and kept.was_updated and buffer.dtype is kept.dtype:
+                kept.synchronise(buffer)
         if not (self._watched or self._copies or self._widened):
             return []
         alive = [weight for each in self._watched.values() if (weight := each.weight()) is not None]
@@ -145,9 +155,17 @@ class WrittenHalves:
         self._heard = [each for each in self._watched.values() if each.given is not None]
 
     def _widen(self, tensor: Tensor, values: Tensor) -> None:
+        """Makes a weight float32.
+
+        By an exchange, so that the weight has a version counter of its own: tensors of the half memory keep theirs.
+        """
         self.forget(tensor)
-        half = self._make_float32(tensor, values)
-        self._left.append((half, half._version))
+        other = nn.Parameter(values, tensor.requires_grad)
+        if tensor.grad is not None:
+            other.grad = tensor.grad.float()
+        exchange([tensor], [other])
+        self._note_float32(tensor)
+        self._left.append((other, other._version))
         self._widened.append(tensor)
 
     def check_left(self) -> None:

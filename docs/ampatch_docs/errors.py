@@ -36,8 +36,8 @@ PASSED_ON = {
     ("patching/function_patches.py", "FunctionPatches._patch_imported_rule"),
     ("patching/wrappers.py", "explain"),
     ("scaling/loss_scaler.py", "load_states"),
-    ("weights/master_gradients.py", "MasterGradients._warn_if_arrived"),
-    ("weights/master_weights.py", "MasterWeights._synchronise"),
+    ("weights/master_gradients.py", "ShownGradients.warn_if_arrived"),
+    ("weights/master_values.py", "MasterValues._synchronise"),
     ("weights/ruled_parts.py", "check_entries"),
 }
 #: Classes whose messages say what an argument was, and what is expected instead.

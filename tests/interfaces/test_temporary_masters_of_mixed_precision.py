@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ampatch import GradScaler, MixedPrecision
 from ampatch.errors import OptionError, UsageError
-from ampatch.weights import temporary_masters
+from ampatch.weights import step_parts
 
 EACH_KIND = pytest.mark.parametrize("kind", ["split", "stochastic"])
 
@@ -52,7 +52,7 @@ def assert_all_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 class TestSteps:
     def test_split_masters_are_those_that_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(temporary_masters, "_LEAST", 1)
+        monkeypatch.setattr(step_parts, "_LEAST", 1)
         found = []
         for kind in ("split", True):
             model, optimizer = trainable(kind)
@@ -177,7 +177,7 @@ class TestOptions:
         assert len(optimizer.param_groups) == 1
 
     def test_a_step_that_the_user_has_replaced_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(temporary_masters, "_LEAST", 1)
+        monkeypatch.setattr(step_parts, "_LEAST", 1)
         model, optimizer = trainable("split")
         calls, inside = [], optimizer.optimizer.step
         monkeypatch.setattr(optimizer.optimizer, "step", lambda *args: calls.append(inside(*args)))

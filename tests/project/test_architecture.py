@@ -118,10 +118,6 @@ LARGE_CLASSES = {
     "ampatch.scaling.optimizer_step.AdoptedOptimizer": 33,
     "ampatch.scaling.scale_use.ScaleUse": 25,
     "ampatch.scaling.scaled_block.ScaledBlock": 24,
-    "ampatch.weights.conversion.Conversion": 26,
-    "ampatch.weights.master_gradients.MasterGradients": 36,
-    "ampatch.weights.master_weights.MasterWeights": 36,
-    "ampatch.weights.temporary_masters.TemporaryMasters": 33,
 }
 MODULES_WITH_MANY_IMPORTS = {
     "ampatch.doctor": 16,

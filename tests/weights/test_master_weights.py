@@ -22,7 +22,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from helpers import HALF_DTYPES, assert_same_bits, assert_same_state, dtype_name
-from optimizers import MOMENTUM, OPTIMIZERS, OVERFLOW, SGD, Larc, backward
+from optimizers import MOMENTUM, OPTIMIZERS, OVERFLOW, SGD, Larc, WithTuples, backward
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -1250,14 +1250,6 @@ class TestSetUp:
         with pytest.raises(OptionError, match=r"made under torch\.inference_mode"):
             initialize(model)
         assert model[0].weight.dtype is torch.float32
-
-
-class WithTuples(Larc):
-    """Has groups that cannot be written to."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return [{**group, "params": tuple(group["params"])} for group in self.optim.param_groups]
 
 
 class WithoutConstructor(torch.optim.Optimizer):

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import assert_same_bits, assert_same_state, check_rows
-from optimizers import MOMENTUM, OPTIMIZERS, OVERFLOW, SGD, Larc, backward
+from optimizers import MOMENTUM, OPTIMIZERS, OVERFLOW, SGD, Larc, WithTuples, backward
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
@@ -32,7 +32,7 @@ from workers import Workers
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.runtime import runtime
-from ampatch.weights import exchange, stochastic_rounding, temporary_masters
+from ampatch.weights import exchange, step_parts, stochastic_rounding
 
 KINDS = ["split", "stochastic"]
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -130,6 +130,15 @@ class Sam(torch.optim.Optimizer):
         closure()
         self.second_step()
         return loss
+
+
+class ByMethod(torch.optim.SGD):
+    """Updates its parameters by a method other than its step."""
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
 
 
 def matrices(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
@@ -233,7 +242,7 @@ def state_of(optimizer: Any, parameter: Tensor) -> list[Tensor]:
 
 
 def parts_of(optimizer: Any) -> int:
-    return len(runtime.live.adopted.record_of(optimizer).exchange._parts(whole=False))
+    return len(step_parts.parts_of(optimizer, runtime.live.adopted.record_of(optimizer).exchange.parameters()))
 
 
 def assert_is_between_steps(model: nn.Module) -> None:
@@ -244,7 +253,7 @@ def assert_is_between_steps(model: nn.Module) -> None:
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gives each parameter a part of its own."""
-    monkeypatch.setattr(temporary_masters, "_LEAST", 1)
+    monkeypatch.setattr(step_parts, "_LEAST", 1)
 
 
 class TestSplitWeights:
@@ -253,7 +262,7 @@ class TestSplitWeights:
     def test_masters_and_state_have_the_bits_of_float32_training(self, make, in_parts, monkeypatch):
         """Of which masters that are kept have the bits as well: see `TestParameters`."""
         if in_parts:
-            monkeypatch.setattr(temporary_masters, "_LEAST", 1)
+            monkeypatch.setattr(step_parts, "_LEAST", 1)
         model, other = network(), network()
         optimizer, plain = make(model.parameters()), make(other.parameters())
         if "Muon" in type(optimizer).__name__:  # a bias that no optimizer updates has no master
@@ -266,24 +275,10 @@ class TestSplitWeights:
             plain.step()
             assert_same_state(full(model), full(other))
             assert_same_state(states(model, optimizer), states(other, plain))
+            for parameter, values in zip(model.parameters(), full(model), strict=True):
+                is_tie = (values.view(torch.int32) & 0xFFFF) == 0x8000
+                assert (torch.eq(parameter.float(), values.to(parameter.dtype).float()) | is_tie).all()
         assert not torch.equal(full(model)[0], network()[0].weight)
-
-    @EACH_OF_MOST
-    def test_masters_and_state_have_the_bits_of_masters_that_are_kept(self, make):
-        found = []
-        for kind in ("split", True):
-            model, optimizer = trainable(kind, make)
-            for index in range(3):
-                step(model, optimizer, index)
-                found += [full(model), states(model, optimizer)]
-            amp.deinitialize()
-        assert_same_state(found[:6], found[6:])
-
-    def test_initialize_changes_no_master(self):
-        model = network()
-        before = copy.deepcopy(model.state_dict())
-        trainable(model=model)
-        assert_same_state(model.state_dict(), before)
 
     def test_half_weights_are_the_nearest_and_ties_are_rounded_away_from_zero(self):
         model = nn.Linear(4, 1, bias=False)
@@ -294,14 +289,6 @@ class TestSplitWeights:
         up = 1 + 2**-7
         assert model.weight.flatten().tolist() == [up, -up, 1, torch.tensor(0.3, dtype=HALF).item()]
         assert_same_bits(model.state_dict()["weight"], before)
-
-    def test_half_weights_that_are_no_ties_are_those_of_masters_that_are_kept(self):
-        model, optimizer = trainable()
-        for index in range(3):
-            step(model, optimizer, index)
-            for parameter, values in zip(model.parameters(), full(model), strict=True):
-                is_tie = (values.view(torch.int32) & 0xFFFF) == 0x8000
-                assert (torch.eq(parameter.float(), values.to(parameter.dtype).float()) | is_tie).all()
 
     def test_unusual_values_keep_every_bit(self):
         values = [0.0, -0.0, 1e-45, -1e-40, 3.4e38, -3.4e38, math.inf, -math.inf, 1.17549435e-38, math.pi]
@@ -342,7 +329,7 @@ class TestParts:
     def test_stochastic_parts_are_rounded_as_one_part(self, make, state, monkeypatch):
         found = []
         for least in (1, 2**20):
-            monkeypatch.setattr(temporary_masters, "_LEAST", least)
+            monkeypatch.setattr(step_parts, "_LEAST", least)
             model, optimizer = with_state("stochastic", state, make)
             for index in range(3):
                 step(model, optimizer, index)
@@ -409,43 +396,23 @@ class TestParts:
 
 
 class TestStochasticRounding:
-    def drifted(self, make: Callable[..., Any], update: str = "step") -> Tensor:
-        """Returns weights after 400 updates of a sixtieth of the distance between two bfloat16 numbers."""
+    @pytest.mark.parametrize(
+        ("make", "update"),
+        [(SGD, "step"), (lambda parameters, lr: WithTuples(SGD(parameters, lr=2 * lr)), "step"), (ByMethod, "update")],
+        ids=["step", "groups made anew each time", "own method"],
+    )
+    def test_small_updates_add_up_in_every_element(self, make, update):
+        """400 updates of a sixtieth of the distance between two bfloat16 numbers."""
         model = nn.Linear(64, 32, bias=False)
         nn.init.ones_(model.weight)
-        _, optimizer = trainable("stochastic", make, model)
+        _, optimizer = trainable("stochastic", functools.partial(make, lr=2**-7 / 60 * 0.96), model)
         for _ in range(400):
             model.weight.grad = -torch.ones_like(model.weight)
             getattr(optimizer, update)()
-        return full(model)[0]
-
-    def assert_is_unbiased(self, weights: Tensor) -> None:
-        """Independent numbers have each element within some standard deviations (0.02) of the mean, 1.05."""
+        weights = full(model)[0]
+        # Independent numbers have each element within some standard deviations (0.02) of the mean.
         assert weights.mean().item() == pytest.approx(1.05, abs=0.003)
         assert weights.std().item() < 0.03
-
-    def test_small_updates_add_up_in_every_element(self):
-        self.assert_is_unbiased(self.drifted(functools.partial(SGD, lr=2**-7 / 60 * 0.96)))
-
-    def test_small_updates_add_up_if_groups_are_made_anew_each_time(self):
-        class WithTuples(Larc):
-            @property
-            def param_groups(self) -> list[dict[str, Any]]:
-                return [{**group, "params": tuple(group["params"])} for group in self.optim.param_groups]
-
-            def step(self) -> Any:
-                return self.optim.step()
-
-        self.assert_is_unbiased(self.drifted(lambda parameters: WithTuples(SGD(parameters, lr=2**-7 / 60 * 0.96))))
-
-    def test_small_updates_by_an_own_method_add_up(self):
-        class ByMethod(torch.optim.SGD):
-            @torch.no_grad()
-            def update(self) -> None:
-                for parameter in self.param_groups[0]["params"]:
-                    parameter.sub_(parameter.grad, alpha=self.param_groups[0]["lr"])
-
-        self.assert_is_unbiased(self.drifted(functools.partial(ByMethod, lr=2**-7 / 60 * 0.96), "update"))
 
     @EACH_STATE
     def test_the_users_seeds_are_neither_used_nor_changed(self, state):
@@ -474,13 +441,6 @@ class TestStochasticRounding:
             found += full(model)
         for one, other in itertools.combinations(found, 2):
             assert (one != other).float().mean() > 0.2
-
-    def test_weights_that_no_step_updates_stay(self):
-        model, optimizer = trainable("stochastic")
-        loss = loss_of(model)
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        loss.backward()  # nor has their version changed
 
 
 def _trained_on_ranks(kind: str, state: str, seeds: bool) -> list[Tensor]:
@@ -621,7 +581,7 @@ class TestClosures:
     )
     def test_split_masters_have_the_bits_of_masters_that_are_kept(self, make, in_parts, monkeypatch):
         if in_parts:
-            monkeypatch.setattr(temporary_masters, "_LEAST", 1)
+            monkeypatch.setattr(step_parts, "_LEAST", 1)
         assert_same_state(self.stepped("split", make), self.stepped(True, make))
 
     @pytest.mark.slow
@@ -732,9 +692,11 @@ class TestOwnMethods:
 
 
 class TestResume:
-    def continued(
-        self, kind: str, state: str, make: Callable[..., Any], when: str, transfer: Callable[[Any], Any] = copy.deepcopy
-    ) -> None:
+    @pytest.mark.parametrize("when", ["before", "after"])
+    @EACH_STATE
+    @EACH_KIND
+    @EACH_OF_MOST
+    def test_a_run_goes_on_with_every_bit(self, make, kind, state, when):
         model, optimizer = with_state(kind, state, make)
         for index in range(3):
             step(model, optimizer, index)
@@ -759,13 +721,6 @@ class TestResume:
         for index in range(3, 6):
             step(model, optimizer, index)
         assert_same_state(everything(model, optimizer), wanted)
-
-    @pytest.mark.parametrize("when", ["before", "after"])
-    @EACH_STATE
-    @EACH_KIND
-    @EACH_OF_MOST
-    def test_a_run_goes_on_with_every_bit(self, make, kind, state, when):
-        self.continued(kind, state, make, when)
 
     @EACH_KIND
     def test_a_run_goes_on_with_every_bit_after_a_parameter_was_unfrozen(self, kind):
@@ -830,20 +785,6 @@ class TestResume:
             torch.testing.assert_close(full(model), weights, rtol=2**-8, atol=1e-30)
         step(model, optimizer, 3)
         assert optimizer.state[model[0].weight]["step"].item() == 4
-
-    @pytest.mark.slow
-    def test_a_checkpoint_of_kept_masters_goes_on_split(self):
-        model, optimizer = trainable(True, ADAMW)
-        step(model, optimizer)
-        saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-        step(model, optimizer, 1)
-        wanted = full(model)
-        amp.deinitialize()
-        model, optimizer = trainable("split", ADAMW, network(1))
-        model.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        step(model, optimizer, 1)
-        assert_same_state(full(model), wanted)
 
     @pytest.mark.parametrize("make", [ADAMW, Lion], ids=["AdamW", "Lion"])
     def test_deinitialize_and_initialize_again_goes_on_with_every_bit(self, make):
@@ -1359,26 +1300,18 @@ class TestSkippedSteps:
         step(model, optimizer)
         assert not amp.step_was_skipped(optimizer)
 
-    @pytest.mark.parametrize("delays", [False, True])
-    def test_clipped_gradients_are_stepped_with(self, delays):
+    @pytest.mark.parametrize("how", ["by amp", "by amp, delayed", "by torch"])
+    def test_clipped_gradients_are_stepped_with(self, how):
         model, optimizer = trainable("split", **DYNAMIC)
         before = full(model)
-        backward(loss_of(model), optimizer, delay_unscale=delays)
-        norm = amp.clip_grad_norm_(optimizer, 1e-3)
+        backward(loss_of(model), optimizer, delay_unscale=how == "by amp, delayed")
+        if how == "by torch":
+            norm = nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3)
+        else:
+            norm = amp.clip_grad_norm_(optimizer, 1e-3)
         optimizer.step()
         moved = [one - other for one, other in zip(before, full(model), strict=True)]
         assert norm.item() > 1e-2
-        assert nn.utils.get_total_norm(moved).item() == pytest.approx(1e-4, rel=1e-2)
-
-    def test_the_parameters_to_clip_are_those_that_have_the_gradients(self):
-        model, optimizer = trainable()
-        given = give(model)
-        found = [parameter.grad for parameter in amp.master_params(optimizer)]
-        assert list(map(id, found)) == list(map(id, given))
-        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1e-3)
-        before = full(model)
-        optimizer.step()
-        moved = [one - other for one, other in zip(before, full(model), strict=True)]
         assert nn.utils.get_total_norm(moved).item() == pytest.approx(1e-4, rel=1e-2)
 
     def test_gradients_of_micro_batches_add_up(self):
@@ -1691,10 +1624,13 @@ class TestLayouts:
         state = optimizer.state[model[0].weight]
         assert state["a"] is state["b"]
 
-    def test_loading_state_leaves_graphs_that_use_the_weights(self):
-        model, optimizer = trainable("split", ADAMW)
+    @EACH_KIND
+    def test_a_step_without_gradients_and_loading_state_leave_graphs_that_use_the_weights(self, kind):
+        model, optimizer = trainable(kind, ADAMW)
         step(model, optimizer)
         loss = loss_of(model)
+        optimizer.zero_grad()
+        optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         loss.backward()
 

@@ -229,7 +229,7 @@ def _send_parameters(module: nn.Module) -> None:
     behind = {parameter: full for parameter, full in values.items() if full is not None}
     flat_dist_call([*parameters, *behind.values()], dist.broadcast, (0,))
     for parameter, full in behind.items():
-        session.weights.conversion.note(parameter, full)
+        session.weights.conversion.set(parameter, full)
 
 
 @torch.no_grad()
