@@ -114,7 +114,6 @@ LARGE_CLASSES = {
     "ampatch.diagnostics.recorder.recorder.Recorder": 23,
     "ampatch.diagnostics.report.calls.CallRecorder": 23,
     "ampatch.distributed.Ranks": 23,
-    "ampatch.integrations.trainer_session.TrainerSession": 26,
     "ampatch.interfaces.grad_scaler.GradScaler": 22,
     "ampatch.interfaces.mixed_precision.MixedPrecision": 31,
     "ampatch.patching.adapters.Adapters": 30,
