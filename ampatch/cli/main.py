@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from ampatch import __version__
 from ampatch.cli.run import run
-from ampatch.errors import AmpError, did_you_mean
+from ampatch.errors import AmpError, did_you_mean, faults
 
 _FAULT = 1  # argparse exits with 2 if the command line is wrong
 # Exit statuses that a shell reports for a program ended by a signal: 128 + SIGINT, 128 + SIGPIPE.
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # None after the shell's `>&-`
                 sys.stdout.flush()
     except AmpError as error:
-        from ampatch.cast_lists import list_reports
-
-        for line in list_reports.faults(error):
+        for line in faults(error):
             _print_error(line)
         return _FAULT
     except KeyboardInterrupt:

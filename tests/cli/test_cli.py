@@ -530,9 +530,9 @@ class TestDoctor:
         assert runtime.live is None
 
     @pytest.mark.slow
-    def test_the_current_folder_is_searched_however_it_is_started(self, tmp_path: Path) -> None:
+    def test_the_current_folder_is_searched_however_it_is_started(self, fresh: Fresh, tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text("print('imported')\n")
-        done = python("-P", "-c", IN_FOLDER.format(tmp_path), "doctor", "mine")
+        done = fresh.run(IN_FOLDER.format(tmp_path), "doctor", "mine")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("imported\nVersions\n")
 

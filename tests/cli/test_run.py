@@ -422,9 +422,15 @@ class TestCommandLine:
         assert found.stderr.startswith("usage: ampatch run")
         assert told in found.stderr
 
-    def test_the_command_imports_no_torch(self, tmp_path: Path) -> None:
-        program = "import ampatch.cli.main, sys; assert 'torch' not in sys.modules"
-        assert python(["-c", program], tmp_path).returncode == 0
+    def test_the_command_and_its_errors_import_no_torch(self, tmp_path: Path) -> None:
+        program = (
+            "import sys\n"
+            "from ampatch.cli.main import main\n"
+            "assert main(['run', '--report', 'report.txt', 'train.py']) == 1\n"
+            "assert 'torch' not in sys.modules\n"
+        )
+        found = python(["-c", program], tmp_path)
+        assert (found.returncode, found.stderr[:15]) == (0, "ampatch: error:")
 
     @pytest.mark.slow
     @pytest.mark.parametrize("option", ["-E", "-I", "-S"])
