@@ -21,11 +21,10 @@ import torch
 import wrapt
 
 from ampatch import __version__
-from ampatch.cast_lists import list_reports
 from ampatch.cast_lists.annotations import shipped_entries
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find_owner_or
-from ampatch.errors import AmpError, CastListError
+from ampatch.errors import AmpError, CastListError, faults
 from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
 from ampatch.ledger import MISSING, bindings, loaded_modules
 from ampatch.native import calls, kernels
@@ -194,7 +193,7 @@ def _shipped_paths() -> tuple[list[Path], list[str]]:
         return sorted({path for path, _ in shipped().rules}), []
     except CastListError as error:
         # A replaced function lacks an argument that its rule needs. Read the paths only, to report the replacement.
-        return sorted({entry.path for entry in shipped_entries()}), list_reports.faults(error)
+        return sorted({entry.path for entry in shipped_entries()}), faults(error)
 
 
 def _look_up(path: Path) -> _Listed | None:

@@ -1,4 +1,4 @@
-"""The errors and warnings of ampatch, and the wording of "Did you mean ...?" hints.
+"""The errors and warnings of ampatch, their text as lines, and the wording of "Did you mean ...?" hints.
 
 Every error says what was found, what was expected and what to type. Must not import another module of the package.
 """
@@ -106,6 +106,17 @@ class CastListError(AmpError, ValueError):
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.faults))
+
+
+def faults(error: AmpError) -> list[str]:
+    """Returns the text of an error, one line per fault, even if the fault quotes several lines."""
+    parts: Iterable[object] = error.faults if isinstance(error, CastListError) else [error]
+    return [one_line(str(part)) for part in parts]
+
+
+def one_line(text: str) -> str:
+    """Returns a text without the ends of its lines and what indents them."""
+    return " ".join(line.strip() for line in text.splitlines())
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:

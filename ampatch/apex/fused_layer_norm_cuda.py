@@ -6,6 +6,7 @@ pass. Must not cast by the lists: a result has the same dtype as from Apex's ker
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -102,10 +103,8 @@ def backward(
     Raises:
         OptionError: ``memory_efficient`` is set, in which case Apex passes the output as ``input``.
     """
-    (grad,) = _gradients(
-        lambda input: fused_layer_norm(input, normalized_shape, eps), grad_output, memory_efficient, input
-    )
-    return grad
+    normalize = functools.partial(fused_layer_norm, normalized_shape=normalized_shape, eps=eps)
+    return _gradients(normalize, grad_output, memory_efficient, input)[0]
 
 
 def backward_affine(
@@ -124,10 +123,7 @@ def backward_affine(
     Raises:
         OptionError: ``memory_efficient`` is set.
     """
-
-    def normalize(input: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return mixed_dtype_fused_layer_norm_affine(input, weight, bias, normalized_shape, eps)
-
+    normalize = functools.partial(mixed_dtype_fused_layer_norm_affine, normalized_shape=normalized_shape, eps=eps)
     return _gradients(normalize, grad_output, memory_efficient, input, weight, bias)
 
 
@@ -144,10 +140,8 @@ def rms_backward(
     Raises:
         OptionError: ``memory_efficient`` is set.
     """
-    (grad,) = _gradients(
-        lambda input: fused_rms_norm(input, normalized_shape, eps), grad_output, memory_efficient, input
-    )
-    return grad
+    normalize = functools.partial(fused_rms_norm, normalized_shape=normalized_shape, eps=eps)
+    return _gradients(normalize, grad_output, memory_efficient, input)[0]
 
 
 def rms_backward_affine(
@@ -164,10 +158,7 @@ def rms_backward_affine(
     Raises:
         OptionError: ``memory_efficient`` is set.
     """
-
-    def normalize(input: Tensor, weight: Tensor) -> Tensor:
-        return mixed_dtype_fused_rms_norm_affine(input, weight, normalized_shape, eps)
-
+    normalize = functools.partial(mixed_dtype_fused_rms_norm_affine, normalized_shape=normalized_shape, eps=eps)
     return _gradients(normalize, grad_output, memory_efficient, input, weight)
 
 

@@ -22,7 +22,7 @@ from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path, find_or, function_key, identity, is_importable
 from ampatch.cast_lists.rules import FLOAT32, UNLISTED, Rule, Treatment, typed_options
 from ampatch.cast_lists.spellings import NAMESPACES, method_of_operator
-from ampatch.errors import AmpError, CastListError, OptionError, did_you_mean
+from ampatch.errors import OptionError, did_you_mean, one_line
 from ampatch.grouping import grouped
 from ampatch.half_types import HALF_DTYPES
 from ampatch.opt_levels import dtype_name
@@ -154,12 +154,6 @@ def _unlisted(name: str, listed: Sequence[Path]) -> str:
     )
 
 
-def faults(error: AmpError) -> list[str]:
-    """Returns the text of an error, one line per fault, even if the fault quotes several lines."""
-    parts: Iterable[object] = error.faults if isinstance(error, CastListError) else [error]
-    return [_one_line(str(part)) for part in parts]
-
-
 @dataclass(frozen=True, slots=True)
 class Checked:
     """The report on a cast-list file that could be read without faults.
@@ -196,7 +190,7 @@ def checked(file: str, before: CastLists, after: CastLists) -> Checked:
     nothing = "changes nothing, as it has no entries, or only such as the shipped lists have"
     verdict = f"{file} {sound}: it {', and '.join(effects) or nothing}."
     lines = [*undone, *list_edits.left_out(after), *list_edits.in_modules(after, list_edits.left_out), verdict]
-    return Checked(list(map(_one_line, lines)), bool(undone))
+    return Checked(list(map(one_line, lines)), bool(undone))
 
 
 def difference(theirs: CastLists, ours: CastLists, name: str, half_dtypes: Sequence[torch.dtype] = BOTH) -> list[str]:
@@ -312,7 +306,7 @@ def _compared(
     listed_by = Counter((any(left), any(right)) for left, right in differing.values())
     numbers = [listed_by[by] for by in ((True, True), (True, False), (False, True))]
     told = ", ".join(f"{number} {kind}" for number, kind in zip(numbers, kinds, strict=True))
-    return [_one_line(legend), *_aligned(rows), f"{counted}: {told}."]
+    return [one_line(legend), *_aligned(rows), f"{counted}: {told}."]
 
 
 def _decision(rule: Rule | None) -> _Decision | None:
@@ -364,10 +358,6 @@ def _paths(count: int) -> str:
 
 def _aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     """Returns rows as lines, every column except the last padded to its widest cell."""
-    cells = [[_one_line(cell) for cell in row] for row in rows]
+    cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(line.strip() for line in text.splitlines())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ampatch.cli.users_errors import in_one_error
-from ampatch.errors import CastListError, KernelError, OptionError, did_you_mean
+from ampatch.errors import CastListError, KernelError, OptionError, did_you_mean, faults
 
 if TYPE_CHECKING:
     import torch
@@ -122,7 +122,7 @@ def _check(arguments: argparse.Namespace) -> int:
             with _searching_here():
                 changed = shipped().overlaid(file)  # must read it only once: it may be a pipe
         except CastListError as error:
-            _print(list_reports.faults(error))
+            _print(faults(error))
             status = _FAULT
             continue
         checked = list_reports.checked(file, shipped(), changed)

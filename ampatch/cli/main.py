@@ -13,11 +13,11 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ampatch import __version__
 from ampatch.cli.run import run
-from ampatch.errors import AmpError, did_you_mean
+from ampatch.errors import AmpError, did_you_mean, faults
 
 _FAULT = 1  # argparse exits with 2 if the command line is wrong
 # Exit statuses that a shell reports for a program ended by a signal: 128 + SIGINT, 128 + SIGPIPE.
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:  # None after the shell's `>&-`
                 sys.stdout.flush()
     except AmpError as error:
-        from ampatch.cast_lists import list_reports
-
-        for line in list_reports.faults(error):
+        for line in faults(error):
             _print_error(line)
         return _FAULT
     except KeyboardInterrupt:
@@ -64,10 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     own, of_script = _split(arguments)
-    parser = _parser(own)
-    parsed, unknown = parser.parse_known_args(own, argparse.Namespace(arguments=of_script, refuse=parser.error))
-    if unknown:
-        parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+    parsed = _parser(own).parse_args(own, argparse.Namespace(arguments=of_script))
     return int(parsed.run(parsed))
 
 
@@ -88,7 +83,19 @@ _WITH_VALUE = ("--report",)
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that says which choice was meant."""
+    """A parser that says which choice or option was meant."""
+
+    #: What follows the error if an unknown argument resembles no option of this command.
+    advice = ""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses unknown arguments in the command's own parser, which knows what could have been meant."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            hint = did_you_mean(unknown[0].partition("=")[0], re.findall(r"--[\w-]+", self.format_usage()))
+            told = hint or self.advice
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{'.' if told else ''}{told}")
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         """Prints the usage and an error, and exits with 2."""
@@ -120,7 +127,7 @@ _RUN = (
 _RUN_USAGE = "ampatch run [-h] [--cpu] [--force] [--trace-overflow] [--report FILE] (SCRIPT | -m MODULE) ..."
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def _add_run(parser: _Parser) -> None:
     parser.add_argument(
         "--cpu",
         action="store_true",
@@ -142,11 +149,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target", type=_not_empty, metavar="SCRIPT | MODULE", help="script or module to run, and then its arguments"
     )
-
-    def refuse(message: str) -> None:
-        parser.error(f"{message}. Python's own go in front: python -u -m ampatch run SCRIPT ...")
-
-    parser.set_defaults(run=run, refuse=refuse)
+    parser.advice = " Python's own go in front: python -u -m ampatch run SCRIPT ..."
+    parser.set_defaults(run=run)
 
 
 def _not_empty(text: str) -> str:

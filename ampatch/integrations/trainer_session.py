@@ -7,12 +7,10 @@ backward pass in a training step. Must not know any framework.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import inspect
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from ampatch import GradScaler, amp
+from ampatch import amp
 from ampatch.casting.nested import tensors_in
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.grouping import grouped
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.integrations import other_leaves
+from ampatch.integrations.given_scaler import GivenScaler, without_scale
 from ampatch.integrations.other_leaves import OtherLeaves
 from ampatch.integrations.shared_patches import put_around
 from ampatch.ledger import PatchLedger
@@ -37,7 +36,7 @@ from ampatch.runtime import runtime
 from ampatch.scaling.scale_use import has_scaled
 from ampatch.torch_private.autograd import FORWARD_CLASS, current_graph_task_id
 from ampatch.torch_private.modules import COMPILED_CALL, COMPILED_ORIGINAL
-from ampatch.weights.optimizer_state import has_gradients, parameters_of
+from ampatch.weights.optimizer_state import parameters_of
 
 
 class _Thread(threading.local):
@@ -177,7 +176,6 @@ class TrainerSession:
         optimizers: given optimizers; empty for predictions.
         is_training: True if optimizers were given.
         is_in_step: True while a training step runs.
-        step_was_skipped: True if an optimizer skipped its step in the last training step, after an overflow.
     """
 
     def __init__(
@@ -193,14 +191,14 @@ class TrainerSession:
         self.models = [model for model in models if id(model) not in inner]
         self.optimizers = list(optimizers or ())
         self.is_training = optimizers is not None
-        self._options = dict(options) if scaler is None else _without_scale(options)
+        self._options = dict(options) if scaler is None else without_scale(options)
         self._wording = wording
-        self._scaler = scaler
+        self._scaler = None if scaler is None else GivenScaler(scaler, self.optimizers)
         self._precise: list[tuple[Tensor, Tensor, torch.dtype]] = []
         self._updaters: dict[int, list[Any]] = {}  # optimizers by the ids of the parameters that they update
         self._may_skip = self._is_one = self._warned_of_no_optimizer = False
         self._steps = PatchLedger()
-        self.is_in_step = self._is_unscaled = self._has_stepped = self.step_was_skipped = False
+        self.is_in_step = self._has_skipped = False
         self._unproven = self._has_run_backward = False
         self._session: Any = None
 
@@ -219,7 +217,7 @@ class TrainerSession:
         with _shared.lock:
             others = list(_shared.users)
             if others:
-                self._initialize([], [], joins=True)  # raises if settings differ, and names them
+                _initialize([], [], self._options, joins=True)  # raises if settings differ, and names them
                 self._check_may_join(others)
             elif amp.is_on():
                 raise UsageError(
@@ -233,7 +231,7 @@ class TrainerSession:
             optimizers = [] if self._scaler is not None else self.optimizers
             # The session still knows an optimizer that trained in it before.
             new = [each for each in optimizers if session is None or not session.adopted.has(each)]
-            self._initialize(self.models, new, joins=bool(others))
+            _initialize(self.models, new, self._options, joins=bool(others))
             self._session = runtime.live
             updated = {id(each) for optimizer in self.optimizers for each in parameters_of(optimizer)}
             if self._session is not None:
@@ -244,17 +242,6 @@ class TrainerSession:
             except BaseException:
                 self.close()
                 raise
-
-    def _initialize(self, models: Sequence[nn.Module], optimizers: Sequence[Any], *, joins: bool) -> None:
-        try:
-            amp.initialize(list(models), list(optimizers), **self._options)
-        except UsageError as error:
-            if not joins:
-                raise
-            raise UsageError(
-                "amp is on in this process for another fit or prediction, and torch's functions belong to the process. "
-                f"Run one after the other, or each in a process of its own, or give both the same settings. {error}"
-            ) from error
 
     def _check_may_join(self, others: Sequence[TrainerSession]) -> None:
         live = amp.settings()
@@ -297,7 +284,7 @@ class TrainerSession:
             if self._scaler is None:
                 self._session.adopted.record_of(optimizer).scaled_backward = self._wording.backward
             else:
-                self._steps.set(optimizer, "step", self._scaled_step(optimizer, optimizer.step))
+                self._steps.set(optimizer, "step", self._scaler.step_of(optimizer))
 
     def close(self) -> None:
         """Leaves the session. The last trainer takes amp down, and its weights are float32 again."""
@@ -333,6 +320,11 @@ class TrainerSession:
 
     # Steps
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """True if an optimizer skipped its step in the last training step, after an overflow."""
+        return self._has_skipped if self._scaler is None else self._scaler.has_skipped
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Runs a training step: scales the backward passes of this thread, and notes whether a step was skipped.
@@ -345,13 +337,14 @@ class TrainerSession:
         """
         with self.scaled_backward():
             skipped = self._skipped_steps()
-            self.step_was_skipped = False
+            if self._scaler is not None:
+                self._scaler.has_skipped = False
             yield
         self._warn_if_idle()
-        if self._has_stepped:
-            self._end_iteration()
-        elif self._scaler is None and self._may_skip:
-            self.step_was_skipped = self._skipped_steps() > skipped
+        if self._scaler is None:
+            self._has_skipped = self._skipped_steps() > skipped
+        elif self._scaler.has_stepped:
+            self._scaler.end_iteration()
 
     @contextlib.contextmanager
     def scaled_backward(self) -> Iterator[None]:
@@ -434,24 +427,24 @@ class TrainerSession:
             return
         inputs = args[4] if len(args) > 4 else kwargs.get("inputs")
         leaves, is_all = self._leaves(tensors, inputs)
-        ours = self._ours(leaves)
+        ours, scaler = self._ours(leaves), self._scaler
         # Without `inputs` it may reach parameters that are no leaves of this graph, as in a checkpointed region.
-        is_anothers = not ours and bool(leaves) and (inputs is not None or self._is_unscaled)
+        is_anothers = not ours and bool(leaves) and (inputs is not None or (scaler is not None and scaler.is_unscaled))
         if is_anothers or self._is_scaled_by_hand():
             original(tensors, *args, **kwargs)
             return
         with casts_on():
-            if self._scaler is None:
-                block: Any = amp.scale_loss(tensors, self._updating(ours) if is_all else self.optimizers)
+            if scaler is None:
+                reached = {id(optimizer) for key in ours for optimizer in self._updaters[key]} if is_all else ()
+                updating = [each for each in self.optimizers if not reached or id(each) in reached]
+                block: Any = amp.scale_loss(tensors, updating)
                 # An accumulation goes on at the scale that it began with, so the block knows the scale.
                 with block as scaled, self._others_unscaled(leaves, lambda _: block.scale_use.scale):
                     original(scaled, *args, **kwargs)
             else:
-                if self._has_stepped:
-                    self._end_iteration()
-                scaler = self._scaler
-                with self._others_unscaled(leaves, lambda leaf: scaler.scale(torch.ones((), device=leaf.device))):
-                    self._scaled_backward(original, tensors, args, kwargs)
+                scaler.begin_backward()
+                with self._others_unscaled(leaves, scaler.scale_for):
+                    scaler.backward(original, tensors, args, kwargs)
 
     def _others_unscaled(
         self, leaves: Mapping[int, Tensor], scale_for: Callable[[Tensor], Tensor]
@@ -480,20 +473,9 @@ class TrainerSession:
     def _ours(self, leaves: Mapping[int, Tensor]) -> set[int]:
         """Returns the ids of those leaves that the optimizers update, also if optimizers got new parameters since."""
         if not leaves.keys() <= self._updaters.keys():
-            pairs = ((id(each), optimizer) for optimizer in self.optimizers for each in self._updated_by(optimizer))
+            pairs = ((id(each), optimizer) for optimizer in self.optimizers for each in parameters_of(optimizer))
             self._updaters = grouped(pairs)
         return self._updaters.keys() & leaves.keys()
-
-    def _updated_by(self, optimizer: Any) -> Iterable[Tensor]:
-        session = runtime.live
-        if session is None or self._scaler is not None:
-            return parameters_of(optimizer)
-        return session.adopted.record_of(optimizer).gradients.model_parameters()
-
-    def _updating(self, ours: set[int]) -> list[Any]:
-        """Returns the optimizers that update any of these leaves; all if there are none."""
-        found = {id(optimizer) for key in ours for optimizer in self._updaters[key]}
-        return [each for each in self.optimizers if not found or id(each) in found]
 
     def _is_scaled_by_hand(self) -> bool:
         """Returns True if this backward pass runs inside the user's own ``amp.scale_loss`` block."""
@@ -502,78 +484,6 @@ class TrainerSession:
             return False
         uses = (session.adopted.record_of(optimizer).gradients.scaled_by for optimizer in self.optimizers)
         return any(each is not None and each.is_open for each in uses)
-
-    # Scalers given by the user
-
-    def _scaled_backward(self, original: Callable[..., None], tensors: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        with_gradients = [each for each in self.optimizers if has_gradients(parameters_of(each))]
-        if self._is_unscaled and with_gradients:
-            raise UsageError(
-                f"a second backward pass adds to gradients that this {type(self._scaler).__name__} has unscaled, but "
-                "it can unscale only once per step. Step, or clear the gradients, in between; or leave the scaler out: "
-                "amp's own scale lets gradients accumulate."
-            )
-        if self._is_unscaled:  # the gradients were cleared since, without a step
-            self._end_iteration()
-        original(self._scaler.scale(tensors), *args, **kwargs)
-        for optimizer in self.optimizers:
-            if has_gradients(parameters_of(optimizer)):
-                self._scaler.unscale_(optimizer)
-                self._is_unscaled = True
-
-    def _scaled_step(self, optimizer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a ``step`` for an optimizer that calls the scaler's ``step``."""
-        inside = False
-        has_run = False
-
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal inside, has_run
-            if inside:  # called by the scaler
-                has_run = True
-                return original(*args, **kwargs)
-            closure = args[0] if args else kwargs.get("closure")
-            inside, has_run = True, False
-            try:
-                return self._step_by_scaler(optimizer, original, closure)
-            finally:
-                inside = False
-                self.step_was_skipped |= not has_run
-
-        return step
-
-    def _step_by_scaler(self, optimizer: Any, original: Callable[..., Any], closure: Any) -> Any:
-        scaler = self._scaler
-        if closure is None:
-            self._has_stepped = True
-            return scaler.step(optimizer) if has_gradients(parameters_of(optimizer)) else original()
-        if self._has_stepped or self._is_unscaled:  # another optimizer's step has run its closure
-            self._end_iteration()
-
-        def evaluate() -> Any:
-            self._is_unscaled = False
-            return closure()
-
-        if isinstance(scaler, GradScaler) or not scaler.is_enabled():
-            result = scaler.step(optimizer, evaluate)
-        else:
-            parameter = inspect.signature(original).parameters.get("closure")
-            if parameter is not None and parameter.default is parameter.empty:
-                raise UsageError(
-                    f"{type(optimizer).__name__} evaluates its closure several times in a step, and "
-                    f"{type(scaler).__module__}.{type(scaler).__name__} takes no closures. Use ampatch.GradScaler, or "
-                    "leave the scaler out."
-                )
-            result = evaluate()
-            scaler.step(optimizer)
-        self._has_stepped = True
-        return result
-
-    def _end_iteration(self) -> None:
-        before = self._scaler.get_scale()
-        self._scaler.update()
-        self.step_was_skipped |= self._scaler.get_scale() < before
-        self._has_stepped = self._is_unscaled = False
 
 
 def _may_hide_leaves(node: Node) -> bool:
@@ -604,16 +514,18 @@ def _backward_of_steps(original: Callable[..., None], *args: Any, **kwargs: Any)
         live.backward(original, tensors, args, kwargs)
 
 
-def _without_scale(options: Mapping[str, Any]) -> dict[str, Any]:
-    of_scale = ("loss_scale", "init_scale", "scale_factor", "growth_factor", "backoff_factor", "scale_window")
-    of_bounds = ("hysteresis", "min_loss_scale", "max_loss_scale", "scaler")
-    given = [name for name in (*of_scale, *of_bounds, "on_overflow", "check_finite") if name in options]
-    if given:
-        raise OptionError(
-            f"a scaler replaces amp's own scale and decides which steps are skipped, so that {' and '.join(given)} "
-            "would have no effect. Leave one of the two out; ampatch.GradScaler takes on_overflow itself."
-        )
-    return {**options, "loss_scale": 1.0}
+def _initialize(
+    models: Sequence[nn.Module], optimizers: Sequence[Any], options: Mapping[str, Any], *, joins: bool
+) -> None:
+    try:
+        amp.initialize(list(models), list(optimizers), **options)
+    except UsageError as error:
+        if not joins:
+            raise
+        raise UsageError(
+            "amp is on in this process for another fit or prediction, and torch's functions belong to the process. "
+            f"Run one after the other, or each in a process of its own, or give both the same settings. {error}"
+        ) from error
 
 
 def may_convert(options: Mapping[str, Any]) -> bool:

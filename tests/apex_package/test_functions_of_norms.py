@@ -44,6 +44,16 @@ def assert_close(actual: Tensor, reference: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(actual.double(), reference.double(), rtol=tolerance, atol=tolerance)
 
 
+def assert_computed(output: Tensor, leaves: list[Tensor], dtype: torch.dtype, *, is_rms: bool) -> None:
+    """The norm of the first leaf, by the others if there are any; with gradients."""
+    reference = expected(*leaves, *[None] * (3 - len(leaves)), is_rms=is_rms)
+    assert output.dtype is dtype
+    assert_close(output, reference, dtype)
+    for actual, wanted in zip(gradients(output, leaves), gradients(reference, leaves), strict=True):
+        assert actual.dtype is wanted.dtype
+        assert_close(actual, wanted, dtype)
+
+
 FUNCTIONS: dict[str, tuple[Any, str, bool]] = {
     "layer norm": (of_apex.FusedLayerNormFunction, "x", False),
     "affine layer norm": (of_apex.FusedLayerNormAffineFunction, "xwb", False),
@@ -65,19 +75,13 @@ class TestFunctions:
         function, taken, is_rms = FUNCTIONS[name]
         leaves = list(inputs(dtype, device)[: len(taken)])
         output = function.apply(*leaves, torch.Size([8]), EPS, *memory_efficient)
-        reference = expected(*leaves, *[None] * (3 - len(leaves)), is_rms=is_rms)
-        assert output.dtype is dtype
-        assert_close(output, reference, dtype)
-        for actual, wanted in zip(gradients(output, leaves), gradients(reference, leaves), strict=True):
-            assert_close(actual, wanted, dtype)
+        assert_computed(output, leaves, dtype, is_rms=is_rms)
 
     @pytest.mark.parametrize("name", [name for name in FUNCTIONS if "mixed" in name])
     def test_that_are_mixed_give_the_type_of_the_weight(self, name: str, device: str) -> None:
         function, taken, is_rms = FUNCTIONS[name]
         leaves = list(inputs(torch.float16, device, weights=torch.float32)[: len(taken)])
-        output = function.apply(*leaves, (8,), EPS)
-        assert output.dtype is torch.float32
-        assert_close(output, expected(*leaves, *[None] * (3 - len(leaves)), is_rms=is_rms), torch.float32)
+        assert_computed(function.apply(*leaves, (8,), EPS), leaves, torch.float32, is_rms=is_rms)
 
     def test_a_norm_of_a_project_trains_at_o1(self, device: str) -> None:
         class Norm(torch.nn.Module):
@@ -138,13 +142,7 @@ class TestKernels:
     def test_serve_functions_of_projects(self, function: Any, dtype: torch.dtype, device: str) -> None:
         is_rms = function is OwnRMSNorm
         leaves = list(inputs(dtype, device)[: 2 if is_rms else 3])
-        output = function.apply(*leaves)
-        reference = expected(*leaves, *[None] * (3 - len(leaves)), is_rms=is_rms)
-        assert output.dtype is dtype
-        assert_close(output, reference, dtype)
-        for actual, wanted in zip(gradients(output, leaves), gradients(reference, leaves), strict=True):
-            assert actual.dtype is dtype
-            assert_close(actual, wanted, dtype)
+        assert_computed(function.apply(*leaves), leaves, dtype, is_rms=is_rms)
 
     def test_take_half_inputs_with_float32_weights_under_casts(self, device: str) -> None:
         x, weight, bias = inputs(torch.float16, device, weights=torch.float32)

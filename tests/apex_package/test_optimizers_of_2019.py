@@ -33,6 +33,11 @@ def parameters(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[
     return [nn.Parameter(each) for each in drawn(0, device, dtype)]
 
 
+def give(trained: list[nn.Parameter], grads: list[Tensor]) -> None:
+    for parameter, grad in zip(trained, grads, strict=True):
+        parameter.grad = grad
+
+
 def norm(tensors: list[Tensor]) -> Tensor:
     return torch.stack([each.float().norm() for each in tensors]).norm()
 
@@ -42,8 +47,7 @@ def reference(steps: int, device: str, max_norm: float = 0.0) -> list[Tensor]:
     trained = parameters(device)
     optimizer = optimizers.FusedAdam(trained, **OPTIONS)
     for step in range(1, steps + 1):
-        for parameter, grad in zip(trained, drawn(step, device), strict=True):
-            parameter.grad = grad
+        give(trained, drawn(step, device))
         if max_norm:
             nn.utils.clip_grad_norm_(trained, max_norm)
         optimizer.step()
@@ -70,8 +74,7 @@ class TestFusedAdam:
         trained = parameters(device)
         optimizer = kind(trained, max_grad_norm=max_norm, **OPTIONS)
         for step in range(1, 4):
-            for parameter, grad in zip(trained, drawn(step, device), strict=True):
-                parameter.grad = grad
+            give(trained, drawn(step, device))
             optimizer.step()
         torch.testing.assert_close(detached(trained), reference(3, device, max_norm))
 
@@ -82,10 +85,8 @@ class TestFusedAdam:
             [{"params": trained[:2], "max_grad_norm": 0.5}, {"params": trained[2:]}], max_grad_norm=0.0, **OPTIONS
         )
         one = FusedAdam(alone, max_grad_norm=0.5, **OPTIONS)
-        for p, q in zip(trained, drawn(1, device), strict=True):
-            p.grad = q
-        for p, q in zip(alone, drawn(1, device)[:2], strict=True):
-            p.grad = q
+        give(trained, drawn(1, device))
+        give(alone, drawn(1, device)[:2])
         both.step()
         one.step()
         torch.testing.assert_close(detached(trained[:2]), detached(alone))
@@ -123,8 +124,7 @@ class TestFusedAdam:
     def test_uses_own_gradients_where_none_are_given(self, device: str) -> None:
         trained, other = parameters(device), parameters(device)
         grads = drawn(1, device)
-        for parameter, grad in zip(trained, grads, strict=True):
-            parameter.grad = 4 * grad
+        give(trained, [4 * grad for grad in grads])
         kept = [parameter.grad for parameter in trained]
         FusedAdam(trained, **OPTIONS).step(grads=[4 * grads[0], None, None], scale=4.0)
         assert all(parameter.grad is grad for parameter, grad in zip(trained, kept, strict=True))
@@ -311,8 +311,7 @@ class TestFusedMixedPrecisionLamb:
         lamb = FusedMixedPrecisionLamb(ours, lr=0.05, betas=(0.8, 0.9), weight_decay=0.1, max_grad_norm=0.5)
         for optimizer in (lamb, FusedLAMB(theirs, lr=0.05, betas=(0.8, 0.9), weight_decay=0.1, max_grad_norm=0.5)):
             for step in range(1, 4):
-                for parameter, grad in zip(optimizer.param_groups[0]["params"], drawn(step, device), strict=True):
-                    parameter.grad = grad
+                give(optimizer.param_groups[0]["params"], drawn(step, device))
                 optimizer.step()
         assert all(map(torch.equal, ours, theirs))
         assert lamb.state[ours[0]].keys() == {"step", "exp_avg", "exp_avg_sq"}
@@ -352,8 +351,7 @@ class TestFusedMixedPrecisionLamb:
             scaler.step(mixed)
             scaler.update()
             if factor == 1:
-                for full, grad in zip(wide, grads, strict=True):
-                    full.grad = grad.float()
+                give(wide, [grad.float() for grad in grads])
                 full_lamb.step()
         for half, full in zip(halves, wide, strict=True):
             torch.testing.assert_close(mixed.state[half]["master"], full.detach(), rtol=1e-3, atol=1e-4)
@@ -381,8 +379,7 @@ class TestFusedMixedPrecisionLamb:
         optimizers_ = [
             FusedMixedPrecisionLamb(each, lr=1e-5, reduced_precision_dtype=torch.half) for each in (halves, other)
         ]
-        for parameter, grad in zip(halves, drawn(1, device, torch.float16), strict=True):
-            parameter.grad = grad
+        give(halves, drawn(1, device, torch.float16))
         optimizers_[0].step()
         optimizers_[1].load_state_dict(optimizers_[0].state_dict())
         for ours, theirs in zip(halves, other, strict=True):

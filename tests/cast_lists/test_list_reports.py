@@ -14,7 +14,7 @@ from ampatch.cast_lists.coverage import Coverage, Reason
 from ampatch.cast_lists.lists import PEERS, CastLists, peer, shipped
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Treatment
-from ampatch.errors import AmpError, CastListError, Fault, OptionError
+from ampatch.errors import AmpError, CastListError, Fault, OptionError, faults
 
 pytestmark = pytest.mark.once  # the compiled libraries have no part in it
 
@@ -171,8 +171,8 @@ class TestPolicyOfNames:
 def test_each_fault_and_each_other_error_is_one_line() -> None:
     error = CastListError([Fault("a.yaml:1", "one\n  in two lines\r\n"), Fault("b\n.yaml", "two")])
 
-    assert list_reports.faults(error) == ["a.yaml:1: one in two lines", "b .yaml: two"]
-    assert list_reports.faults(AmpError("first,\nsecond")) == ["first, second"]
+    assert faults(error) == ["a.yaml:1: one in two lines", "b .yaml: two"]
+    assert faults(AmpError("first,\nsecond")) == ["first, second"]
 
 
 class TestVerdict:

@@ -97,7 +97,7 @@ class TestCommandLine:
             ),
             (["lists", "check"], "ampatch lists check: error: the following arguments are required: FILE"),
             (["lists", "check", ""], "ampatch lists check: error: argument FILE: the name of a file is empty"),
-            (["lists", "diff", "apex", "b"], "ampatch: error: unrecognized arguments: b"),
+            (["lists", "diff", "apex", "b"], "ampatch lists diff: error: unrecognized arguments: b"),
             (
                 ["lists", "diff", "apx"],
                 "ampatch lists diff: error: argument SYSTEM | FILE: 'apx' is neither one of apex, torch_autocast_cuda,",
@@ -124,10 +124,17 @@ class TestCommandLine:
 
     @pytest.mark.parametrize(
         ("arguments", "meant"),
-        [(["list"], "lists"), (["lists", "chek"], "check"), (["build", "--device", "cudaa"], "cuda")],
-        ids=" ".join,
+        [
+            (["list"], "lists"),
+            (["lists", "chek"], "check"),
+            (["build", "--device", "cudaa"], "cuda"),
+            (["run", "--reprot", "amp.html", "train.py"], "--report"),
+            (["run", "--trace-overflows", "train.py"], "--trace-overflow"),
+            (["doctor", "--devise-check"], "--device-check"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_a_misspelled_choice_is_asked_about(self, arguments: list[str], meant: str) -> None:
+    def test_a_misspelled_choice_or_option_is_asked_about(self, arguments: list[str], meant: str) -> None:
         _, _, err = ampatch(*arguments)
         assert err.splitlines()[-1].endswith(f" Did you mean {meant!r}?")
 
@@ -523,9 +530,9 @@ class TestDoctor:
         assert runtime.live is None
 
     @pytest.mark.slow
-    def test_the_current_folder_is_searched_however_it_is_started(self, tmp_path: Path) -> None:
+    def test_the_current_folder_is_searched_however_it_is_started(self, fresh: Fresh, tmp_path: Path) -> None:
         (tmp_path / "mine.py").write_text("print('imported')\n")
-        done = python("-P", "-c", IN_FOLDER.format(tmp_path), "doctor", "mine")
+        done = fresh.run(IN_FOLDER.format(tmp_path), "doctor", "mine")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith("imported\nVersions\n")
 

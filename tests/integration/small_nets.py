@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, dtype_name
+from helpers import DEVICES, HALF_DTYPES, dtype_name
 from torch import Tensor, nn
 
 X = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long() + (X[:, 1] > 0).long()
 
+EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EACH_LEVEL = pytest.mark.parametrize("level", ["O1", "O2"])
 EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
@@ -44,3 +45,12 @@ def norm(parameters: Iterable[Tensor]) -> float:
     """The norm of the gradients of all of these parameters; 0 without any."""
     squares = [each.grad.float().square().sum().item() for each in parameters if each.grad is not None]
     return sum(squares) ** 0.5
+
+
+def assert_close(actual: list[Tensor], expected: list[Tensor], part: float) -> None:
+    """Up to a part of the largest value of each tensor."""
+    assert len(actual) == len(expected) > 0
+    for one, other in zip(actual, expected, strict=True):
+        assert one.shape == other.shape
+        room = part * float(other.float().abs().max()) + 1e-6
+        assert float((one.float() - other.float()).abs().max()) <= room

@@ -758,16 +758,16 @@ class TestProcesses:
             assert (result["skipped"], result["epochs"]) == (plain["skipped"], plain["epochs"])
 
     @pytest.mark.once
-    def test_amp_replaces_the_precision_of_accelerate_launch_and_of_its_config_file(self, tmp_path: Path) -> None:
+    def test_amp_replaces_the_precision_of_a_config_file_of_accelerate_launch(self, tmp_path: Path) -> None:
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
         launch += ["--num_machines", "1", "--dynamo_backend", "no"]
         example = str(Path(__file__).parents[2] / "examples" / "accelerate_digits.py")
         config = tmp_path / "config.yaml"
         config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: bf16\n")
-        for given, warned in (("--mixed_precision", "no"), ("--config_file", str(config))):
-            done = completed([*launch, given, warned, example, "--epochs", "3"], cwd=tmp_path, env=ENVIRONMENT)
-            assert "accuracy: 9" in done.stdout, done.stderr
-            assert ("has mixed_precision='bf16'. amp replaces it" in done.stderr) is (given == "--config_file")
+        command = [*launch, "--config_file", str(config), example, "--epochs", "3"]
+        done = completed(command, cwd=tmp_path, env=ENVIRONMENT)
+        assert "accuracy: 9" in done.stdout, done.stderr
+        assert "has mixed_precision='bf16'. amp replaces it" in done.stderr
 
 
 class TestPrecisionOfTheLauncher:
@@ -818,13 +818,10 @@ class TestBadInput:
         ("given", "message"),
         [
             ({"opt_level": "O7"}, "opt_level is 'O7'"),
-            ({"opt_level": "o1"}, "capital letter O"),
             ({"opt_levle": "O1"}, "unknown argument 'opt_levle'. Did you mean 'opt_level'"),
             ({"device_placment": [True]}, "Did you mean 'device_placement'"),
             ({"optimizers": []}, "unknown argument 'optimizers'"),
-            ({"half_dtype": "float8"}, "half_dtype is 'float8'"),
             ({"opt_level": "O1", "master_weights": True}, "contradicts opt_level='O1'"),
-            ({"loss_scale": "dynamical"}, "loss_scale is 'dynamical'"),
             ({"scale_window": 0}, "scale_window"),
             ({"verbosity": "x"}, "verbosity is 'x'; expected a whole number"),
         ],

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, HALF_DTYPES, assert_same_bits, casts_on, dtype_name
+from helpers import HALF_DTYPES, assert_same_bits, casts_on, dtype_name
 from optimizers import backward
-from small_nets import EACH_HALF
+from small_nets import EACH_DEVICE, EACH_HALF
 from torch import Tensor, nn
 from torch.amp import GradScaler, custom_bwd, custom_fwd
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 from ampatch import amp
 from ampatch.errors import UsageError
 
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EACH_REGION = pytest.mark.parametrize("region", HALF_DTYPES, ids=lambda dtype: f"autocast-{dtype_name(dtype)}")
 
 
@@ -194,20 +193,6 @@ class Product(torch.autograd.Function):
         return (grad @ w.t()).to(x.dtype), (x.t() @ grad).to(w.dtype)
 
 
-class Exact(torch.autograd.Function):
-    """Written for autocast, to compute in float32 under it."""
-
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.exp()
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
 @EACH_HALF
 class TestFunctionsWrittenForAutocast:
     def test_functions_with_custom_fwd_compute_in_half(self, half):
@@ -231,9 +216,9 @@ class TestFunctionsWrittenForAutocast:
         assert set(casts.seen) == {(torch.float32, region)}
 
     def test_functions_with_cast_inputs_get_float32_in_a_region(self, half):
-        x = operands("cpu")[0].to(half)
+        x, w = operands("cpu")
         with casts_on(half), torch.autocast("cpu", half):
-            assert Exact.apply(x).dtype is torch.float32
+            assert ByTorch.apply(x.to(half), w).dtype is torch.float32
 
 
 def problem(device: str, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:

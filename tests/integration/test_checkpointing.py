@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, assert_same_state
+from helpers import assert_same_state
 from optimizers import backward
-from small_nets import EACH_HALF, EACH_LEVEL
+from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -25,8 +25,6 @@ from ampatch import amp
 
 aten = torch.ops.aten
 Checkpoint = Callable[[nn.Module, Tensor], Tensor]
-
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 class Block(nn.Module):

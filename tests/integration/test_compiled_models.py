@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from helpers import DEVICES, casts_on, check_rows, dtype_name, together
-from small_nets import EACH_HALF, EACH_LEVEL
+from helpers import casts_on, check_rows, dtype_name, together
+from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -36,7 +36,6 @@ RESTORES_AUTOCAST = pytest.mark.skipif(
     reason="torch 2.10 and 2.11 leave autocast on where a graph that runs as it was traced raises inside of it",
 )
 EACH_BACKEND = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)

@@ -130,6 +130,11 @@ def moments(
     return found
 
 
+def assert_replays(*args: Any, **options: Any) -> None:
+    """Asserts that replayed steps have the bits of steps; takes the arguments of `moments`."""
+    assert_same_state(moments(*args, graphed=True, **options), moments(*args, graphed=False, **options))
+
+
 def clipped_step(loop: Loop) -> None:
     loop.optimizer.zero_grad(set_to_none=True)
     backward(loop.loss(), loop.optimizer, delay_unscale=True)
@@ -180,26 +185,15 @@ class TestSteps:
     @EACH_HALF
     @EACH_LEVEL
     def test_a_replayed_step_has_the_bits_of_a_step(self, device, level, half, make):
-        run, replayed = (
-            moments(device, make, graphed=graphed, opt_level=level, half_dtype=half) for graphed in (False, True)
-        )
-        assert_same_state(replayed, run)
+        assert_replays(device, make, opt_level=level, half_dtype=half)
 
     @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
     @EACH_LEVEL
     def test_replayed_steps_of_other_forms_have_the_bits_of_steps(self, device, step, level):
-        options = {"opt_level": level, "half_dtype": torch.float16, "num_losses": 2}
-        run, replayed = (
-            moments(device, OPTIMIZERS["Adam"], step, graphed=graphed, **options) for graphed in (False, True)
-        )
-        assert_same_state(replayed, run)
+        assert_replays(device, OPTIMIZERS["Adam"], step, opt_level=level, half_dtype=torch.float16, num_losses=2)
 
     def test_optimizers_that_cannot_skip_replay_under_a_static_scale(self, device):
-        options = {"half_dtype": torch.float16, "loss_scale": 128.0}
-        run, replayed = (
-            moments(device, WITHOUT_SKIPPING[device], graphed=graphed, **options) for graphed in (False, True)
-        )
-        assert_same_state(replayed, run)
+        assert_replays(device, WITHOUT_SKIPPING[device], half_dtype=torch.float16, loss_scale=128.0)
 
     def test_a_scale_loaded_after_the_capture_counts_in_replays(self, device):
         loop = Loop(OPTIMIZERS["Adam"], device, half_dtype=torch.float16)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, assert_same_bits
+from helpers import assert_same_bits
 from optimizers import backward
-from small_nets import EACH_HALF, EACH_LEVEL
+from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -105,7 +105,7 @@ def adopt(device: str = "cpu", half: torch.dtype = torch.bfloat16, level: str = 
 
 
 class TestForkedWorkers:
-    @pytest.mark.parametrize("device", DEVICES)
+    @EACH_DEVICE
     @EACH_HALF
     @EACH_LEVEL
     @pytest.mark.covering(1)

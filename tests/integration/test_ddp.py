@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICES, assert_same_state
+from helpers import assert_same_state
 from optimizers import backward
 from round_numbers import MICRO_BATCHES, SCALE, data, round_weights
-from small_nets import EACH_HALF, EACH_LEVEL
+from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from workers import Workers
 
 from ampatch import amp
-
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 class Exact(nn.Module):

@@ -23,8 +23,12 @@ from small_nets import EACH_LEVEL, ENVIRONMENT, TORCHRUN
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-UNDER_TORCHRUN = [
-    *((script, "--opt-level", level) for script in ("ddp", "accelerate_digits") for level in ("O1", "O2")),
+# Adapters that start two processes; other scripts need torchrun.
+BY_THEMSELVES = {"lightning_digits": "--devices=2", "ignite_digits": "--processes=2"}
+
+IN_TWO_PROCESSES = [
+    *((name, "--opt-level", level) for name in ("ddp", "accelerate_digits") for level in ("O1", "O2")),
+    *((name, two, "--opt-level", level) for name, two in BY_THEMSELVES.items() for level in ("O1", "O2")),
     ("fsdp2",),
 ]
 
@@ -33,21 +37,13 @@ NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a
 # Of frameworks' adapters; each learns the digits, and resumes to the same bits.
 ADAPTERS = ["skorch_digits", "lightning_digits", "ignite_digits", "peft_lora"]
 
-SCRIPTS = [
-    "low_rank_adapters",
-    "accumulation",
-    pytest.param("compile", marks=NEEDS_COMPILER),
-    "convert_model",
-    "gan",
-    "grad_scaler",
-    "mixed_precision",
-    "gradient_penalty",
-    "report",
-    "single_process",
-    "transformers_digits",
-    "accelerate_digits",
-    "timm_digits",
-    *ADAPTERS,
+OF_LEVELS = [*ADAPTERS, "accumulation", "single_process", "transformers_digits", "accelerate_digits", "timm_digits"]
+
+ALONE = [
+    *((name,) for name in ("low_rank_adapters", "convert_model", "gan", "grad_scaler", "mixed_precision")),
+    *((name,) for name in ("gradient_penalty", "report", *OF_LEVELS)),
+    *((name, "--opt-level", "O2") for name in OF_LEVELS),  # O1 is what they train at by default
+    pytest.param(("compile",), marks=NEEDS_COMPILER),
 ]
 
 # What comes before the path of a script that needs it.
@@ -81,30 +77,15 @@ def typed(command: str, where: Path) -> str:
 
 @pytest.mark.slow
 class TestExamples:
-    @pytest.mark.parametrize("script", SCRIPTS)
-    def test_loss_falls(self, script, tmp_path):
-        first, last = first_and_last(run(script, where=tmp_path, launcher=LAUNCHERS.get(script, ())))
+    @pytest.mark.parametrize("command", ALONE, ids=" ".join)
+    def test_loss_falls(self, command, tmp_path):
+        first, last = first_and_last(run(*command, where=tmp_path, launcher=LAUNCHERS.get(command[0], ())))
         assert last < first / 2
 
-    @pytest.mark.parametrize(
-        "script",
-        [*ADAPTERS, "accumulation", "single_process", "transformers_digits", "accelerate_digits", "timm_digits"],
-    )
-    def test_loss_falls_with_half_weights(self, script, tmp_path):
-        launcher = LAUNCHERS.get(script, ())
-        first, last = first_and_last(run(script, "--opt-level", "O2", where=tmp_path, launcher=launcher))
-        assert last < first / 2
-
-    @EACH_LEVEL
-    @pytest.mark.parametrize("command", [("lightning_digits", "--devices"), ("ignite_digits", "--processes")], ids=str)
-    def test_loss_falls_in_two_processes_of_the_framework(self, command, level, tmp_path):
-        printed = run(*command, "2", "--opt-level", level, where=tmp_path)
-        first, last = first_and_last(printed)
-        assert last < first / 2
-
-    @pytest.mark.parametrize("command", UNDER_TORCHRUN, ids=" ".join)
+    @pytest.mark.parametrize("command", IN_TWO_PROCESSES, ids=" ".join)
     def test_loss_falls_in_two_processes(self, command, tmp_path):
-        first, last = first_and_last(run(*command, where=tmp_path, launcher=TORCHRUN))
+        launcher = () if command[0] in BY_THEMSELVES else TORCHRUN
+        first, last = first_and_last(run(*command, where=tmp_path, launcher=launcher))
         assert last < first / 2
 
 
@@ -242,8 +223,7 @@ class TestTune:
 
 
 def test_every_example_is_run() -> None:
-    run_here = {getattr(script, "values", [script])[0] for script in SCRIPTS} | {name for name, *_ in UNDER_TORCHRUN}
-    run_here.add("tune")
+    run_here = {"compile", "tune", *(command[0] for command in (*ALONE[:-1], *IN_TWO_PROCESSES))}
     page = (EXAMPLES.parent / "docs" / "guide" / "find_an_overflow.md").read_text(encoding="utf-8")
     run_here |= set(re.findall(r"^ *python examples/(\w+)\.py", page, re.MULTILINE))  # by test_pages.py
     assert {path.stem for path in EXAMPLES.iterdir() if path.suffix == ".py"} == run_here

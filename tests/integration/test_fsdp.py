@@ -59,10 +59,15 @@ def sharded(model: nn.Module, kind: str, device: str) -> nn.Module:
 
 
 @contextlib.contextmanager
-def postponed(model: Any) -> Iterator[None]:
+def postponed(model: Any, kind: str = "") -> Iterator[None]:
+    """Has backward passes reduce nothing; on a mesh, has them reduce over pieces and not over replicas."""
     if isinstance(model, FullyShardedDataParallel):
         with model.no_sync():
             yield
+    elif kind.startswith("mesh"):
+        model.set_requires_all_reduce(False)
+        yield
+        model.set_requires_all_reduce(True)
     else:
         model.set_requires_gradient_sync(False)
         yield
@@ -341,7 +346,7 @@ def test_a_resumed_run_ends_with_the_same_bits(two, kind, device, tmp_path: Path
 def raised_after_a_postponed_pass(kind: str) -> Any:
     model, optimizer = set_up(kind, torch.float16, "cpu")
     batch = data("cpu", dist.get_rank())[0]
-    with postponed(model):
+    with postponed(model, kind):
         backward(model(batch).float().sum(), optimizer)
     with contextlib.suppress(KeyError), amp.scale_loss(torch.zeros(()), optimizer):
         raise KeyError
@@ -495,29 +500,12 @@ def test_the_norm_counts_whole_weights_beside_pieces_once(two, how):
 
 def step_after_a_postponed_pass(kind: str) -> None:
     model, optimizer = set_up(kind, torch.float16, "cpu")
-    if kind.startswith("mesh"):
-        model.set_requires_all_reduce(False)
+    with postponed(model, kind):
         backward(model(data("cpu", dist.get_rank())[0]).float().sum(), optimizer)
-        model.set_requires_all_reduce(True)
-    else:
-        with postponed(model):
-            backward(model(data("cpu", dist.get_rank())[0]).float().sum(), optimizer)
     with pytest.raises(amp.UsageError, match="under no_sync"):
         amp.clip_grad_norm_(optimizer, 1.0)
     with pytest.raises(amp.UsageError, match="under no_sync"):
         optimizer.step()
-
-
-def raised_after_a_half_reduced_pass() -> Any:
-    model, optimizer = set_up("mesh 2 2", torch.float16, "cpu")
-    batch = data("cpu", dist.get_rank())[0]
-    model.set_requires_all_reduce(False)
-    backward(model(batch).float().sum(), optimizer)
-    model.set_requires_all_reduce(True)
-    with contextlib.suppress(KeyError), amp.scale_loss(torch.zeros(()), optimizer):
-        raise KeyError
-    backward(model(batch).float().sum(), optimizer)
-    return pieces(p.grad for p in model.parameters())
 
 
 def sharded_after_conversion() -> None:
@@ -541,7 +529,7 @@ class TestPostponedPasses:
     @pytest.mark.slow
     @pytest.mark.either_way
     def test_a_block_that_raises_forgets_a_pass_without_all_reduce(self, four):
-        assert_same_state(four.run(raised_after_a_half_reduced_pass), four.run(one_pass, "mesh 2 2"))
+        assert_same_state(four.run(raised_after_a_postponed_pass, "mesh 2 2"), four.run(one_pass, "mesh 2 2"))
 
 
 def test_sharding_a_converted_model_raises(two):

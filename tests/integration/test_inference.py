@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import DEVICES, assert_same_bits, assert_same_state
+from helpers import assert_same_bits, assert_same_state
 from optimizers import backward
-from small_nets import EACH_HALF
+from small_nets import EACH_DEVICE, EACH_HALF
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -53,7 +53,7 @@ def kept() -> int:
     return len(runtime.live.cache)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@EACH_DEVICE
 @EACH_HALF
 @pytest.mark.parametrize("without_grad", [torch.no_grad, torch.inference_mode])
 def test_frozen_weights_are_cast_once_and_give_the_same_bits(device, half, without_grad):
@@ -67,7 +67,7 @@ def test_frozen_weights_are_cast_once_and_give_the_same_bits(device, half, witho
         assert_same_bits(model(batch(device)), expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@EACH_DEVICE
 class TestFrozenWeights:
     def test_casts_are_kept_until_the_block_ends(self, device):
         model = adopt(device)
@@ -138,7 +138,7 @@ class Holds(nn.Module):
 
 
 class TestModels:
-    @pytest.mark.parametrize("device", DEVICES)
+    @EACH_DEVICE
     @pytest.mark.parametrize("wrap", [Holds, replicated])
     def test_wrapped_models_are_frozen(self, wrap, device):
         if wrap is replicated and device == "cpu" and torch.cuda.is_available():

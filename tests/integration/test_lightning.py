@@ -656,15 +656,6 @@ def test_a_result_of_the_optimizers_own_step_is_returned() -> None:
     fit("O1", Manual(), max_epochs=1)
 
 
-@pytest.mark.parametrize(("half", "has_state"), [("bfloat16", False), ("float16", True)])
-def test_a_checkpoint_has_a_state_of_amp_if_there_is_a_loss_scale(half: str, has_state: bool) -> None:
-    class Saving(Lit):
-        def on_train_end(self) -> None:
-            self.saved = self.trainer._checkpoint_connector.dump_checkpoint()
-
-    assert ("AmpatchPrecision" in fit("O1", Saving(), half=half, max_epochs=1).saved) is has_state
-
-
 class TestMonitor:
     class Logger(pl.loggers.logger.DummyLogger):
         def __init__(self) -> None:
@@ -688,12 +679,6 @@ class TestMonitor:
         fit("O1", Exploding(), amp_options={"init_scale": 64.0}, callbacks=LossScaleMonitor(), logger=logger, **options)
         assert logger.logged == [(1, 16.0, 2), (3, 16.0, 2)]
         assert len(reads) == 2 * accumulated
-
-    @pytest.mark.parametrize(("level", "half"), [("O0", "float16"), ("O1", "bfloat16")])
-    def test_it_logs_nothing_without_a_loss_scale(self, level: str, half: str) -> None:
-        logger = self.Logger()
-        fit(level, half=half, callbacks=LossScaleMonitor(), logger=logger, log_every_n_steps=1, max_epochs=1)
-        assert logger.logged == []
 
 
 class TestPackages:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, assert_same_state, completed, dtype_name
+import torch.distributed as dist
+from helpers import assert_same_bits, assert_same_state, dtype_name
 from optimizers import backward
 from peft import (
     AdaLoraConfig,
@@ -35,10 +34,12 @@ from peft import (
 )
 from peft.helpers import disable_input_dtype_casting
 from safetensors.torch import load_file
-from small_nets import EACH_HALF, EACH_LEVEL, ENVIRONMENT, TORCHRUN
+from small_nets import EACH_HALF, EACH_LEVEL
 from small_transformers import llama
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PrinterCallback, TrainingArguments
+from workers import Workers
 
 from ampatch import amp
 from ampatch.diagnostics.peak_memory import peak_allocated
@@ -73,38 +74,6 @@ IN_THE_TYPE_OF_THE_BASE: dict[str, Callable[[], Any]] = {
     "modules_to_save": functools.partial(lora, modules_to_save=["lm_head"]),
     "norms": lambda: LNTuningConfig(task_type=TASK, target_modules=["input_layernorm"]),
 }
-# Runs under torchrun: two ranks train one adapter, and end with the same bits.
-RANKS = """
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from test_peft import BATCHES, adam, adapted, amp, trained_weights
-
-dist.init_process_group("gloo")
-for level in ("O1", "O2"):
-    for half in (torch.float16, torch.bfloat16):
-        model = adapted(half)
-        optimizer = adam(model)
-        amp.initialize(model, optimizer, opt_level=level, half_dtype=half, verbosity=0)
-        replicated = DistributedDataParallel(model)
-        before = trained_weights(model)
-        for step in range(4):
-            batch = BATCHES[(step + dist.get_rank()) % 4]
-            with amp.scale_loss(replicated(input_ids=batch, labels=batch).loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        after = trained_weights(model)
-        assert {each.dtype for each in after.values()} == {torch.float32}
-        assert all(not torch.equal(before[name], each) for name, each in after.items() if ".lora_B." in name)
-        mine = torch.cat([each.flatten() for each in after.values()])
-        of_all = [torch.zeros_like(mine) for _ in range(2)]
-        dist.all_gather(of_all, mine)
-        assert torch.equal(*of_all)
-        amp.deinitialize()
-print("alike", flush=True)
-dist.destroy_process_group()
-"""
 EACH_BASE = pytest.mark.parametrize("half_base", [True, False], ids=["half-base", "float32-base"])
 
 pytestmark = [
@@ -162,6 +131,20 @@ def logits(model: nn.Module) -> Tensor:
 
 def types_of_those(model: nn.Module, *, trained: bool) -> set[torch.dtype]:
     return {each.dtype for each in model.parameters() if each.requires_grad is trained}
+
+
+def trained_as_rank(level: str, half: torch.dtype) -> dict[str, Tensor]:
+    model = adapted(half)
+    optimizer = initialize(model, level, half)
+    replicated, before = DistributedDataParallel(model), trained_weights(model)
+    for step in range(4):
+        batch = BATCHES[(step + dist.get_rank()) % 4]
+        backward(replicated(input_ids=batch, labels=batch).loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    after = trained_weights(model)
+    assert all(not torch.equal(before[name], each) for name, each in after.items() if ".lora_B." in name)
+    return after
 
 
 class TestTraining:
@@ -305,13 +288,12 @@ class TestTraining:
         assert sum(ranks) == 4
 
     @pytest.mark.slow
-    def test_two_ranks_end_with_the_same_bits(self, tmp_path: Path) -> None:
-        script = tmp_path / "ranks.py"
-        script.write_text(RANKS)
-        environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = completed([sys.executable, *TORCHRUN, str(script)], cwd=tmp_path, env=environment)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.count("alike") == 2
+    @EACH_LEVEL
+    @EACH_HALF
+    def test_two_ranks_end_with_the_same_bits(self, level: str, half: torch.dtype, two: Workers) -> None:
+        first, second = two.run(trained_as_rank, level, half)
+        assert_same_state(first, second)
+        assert {each.dtype for each in first.values()} == {torch.float32}
 
 
 class TestSaving:

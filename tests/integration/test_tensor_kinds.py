@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, assert_same_bits, assert_same_state, casts_on
+from helpers import assert_same_bits, assert_same_state, casts_on
 from optimizers import backward
-from small_nets import EACH_HALF, EACH_LEVEL
+from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL, assert_close
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.masked import masked_tensor
@@ -37,7 +37,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.ao.quantization",
 )
 
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 # Of the largest value of a tensor.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 4e-2}
@@ -72,14 +71,6 @@ def trained(model: nn.Module, x: Any, level: str | None, half: torch.dtype, **op
     weights = [p.detach().clone() for p in (amp.master_params(optimizer) if level else model.parameters())]
     amp.deinitialize()
     return weights
-
-
-def assert_close(actual: list[Tensor], expected: list[Tensor], half: torch.dtype) -> None:
-    assert len(actual) == len(expected) > 0
-    for one, other in zip(actual, expected, strict=True):
-        assert one.shape == other.shape
-        room = TOLERANCE[half] * float(other.float().abs().max()) + 1e-6
-        assert float((one.float() - other.float()).abs().max()) <= room
 
 
 class Named(Tensor):
@@ -190,7 +181,7 @@ def test_models_and_inputs_of_every_kind_train_as_in_float32(kind, level, half, 
         return make().to(device)
 
     x = make_inputs(device)
-    assert_close(trained(model(), x, level, half), trained(model(), x, None, half), half)
+    assert_close(trained(model(), x, level, half), trained(model(), x, None, half), TOLERANCE[half])
 
 
 @EACH_LEVEL
@@ -202,7 +193,7 @@ def test_inputs_that_wrap_a_tensor_give_outputs_that_do(level, half, device):
     out = model(Wrapped(inputs(device)))
     assert type(out) is Wrapped
     assert set(model.seen) == {half}
-    assert_close([out.held.detach()], [expected.detach()], half)
+    assert_close([out.held.detach()], [expected.detach()], TOLERANCE[half])
 
 
 @EACH_HALF
@@ -221,7 +212,7 @@ class TestWrappedWeights:
         model(Wrapped(inputs(device))).float().pow(2).mean().backward()
         found = [model.first.weight.grad.held, model.last.weight.grad.held]
         assert set(model.seen) == {half}
-        assert_close(found, [plain.first.weight.grad, plain.last.weight.grad], half)
+        assert_close(found, [plain.first.weight.grad, plain.last.weight.grad], TOLERANCE[half])
 
     def test_wrapped_weights_cannot_be_converted(self, half, device):
         with pytest.raises(OptionError, match=r"'first\.weight' is a Wrapped"):
@@ -310,7 +301,7 @@ def test_training_within_a_mode_ends_with_the_same_bits(mode, level, half, devic
     if device == "cpu":
         assert_same_state(found, expected)
     else:
-        assert_close(found, expected, half)
+        assert_close(found, expected, TOLERANCE[half])
 
 
 @EACH_HALF
@@ -354,14 +345,14 @@ class TestNestedTensors:
         found = model()
         assert found.dtype is half
         for one, other in zip(found.unbind(), expected.unbind(), strict=True):
-            assert_close([one], [other], half)
+            assert_close([one], [other], TOLERANCE[half])
 
     def test_blacklisted_functions_of_nested_tensors_are_in_float32(self, layout, half, device):
         value = nested(layout, device).to(half)
         with casts_on(half):
             found = torch.softmax(value, -1)
         assert found.dtype is torch.float32
-        assert_close([dense(found)], [dense(torch.softmax(value.float(), -1))], half)
+        assert_close([dense(found)], [dense(torch.softmax(value.float(), -1))], TOLERANCE[half])
 
 
 @EACH_HALF
@@ -451,7 +442,7 @@ class TestQuantizedTensors:
         expected = model()(inputs())
         amp.register_float_function(torch.ao.nn.quantized.dynamic.Linear, "forward")
         found = amp.initialize(model(), half_dtype=half, verbosity=0)(inputs())
-        assert_close([found.detach()], [expected.detach()], torch.bfloat16)
+        assert_close([found.detach()], [expected.detach()], TOLERANCE[torch.bfloat16])
 
 
 @EACH_HALF

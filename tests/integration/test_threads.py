@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import DEVICES, assert_same_bits, assert_same_state, is_thorough, together
+from helpers import assert_same_bits, assert_same_state, is_thorough, together
 from optimizers import backward
-from small_nets import EACH_HALF, EACH_LEVEL
+from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 
 from ampatch import amp
@@ -107,14 +107,14 @@ def train_side_by_side(device: str, seconds: float, **options: object) -> None:
 
 
 class TestThreads:
-    @pytest.mark.parametrize("device", DEVICES)
+    @EACH_DEVICE
     @EACH_HALF
     @EACH_LEVEL
     @pytest.mark.covering(1)
     def test_models_trained_in_threads_have_the_bits_of_each_alone(self, device, half, level):
         train_side_by_side(device, 3.0 if is_thorough() else 0.4, half_dtype=half, opt_level=level)
 
-    @pytest.mark.parametrize("device", DEVICES)
+    @EACH_DEVICE
     def test_a_forward_pass_leaves_the_masters_of_another_model(self, device):
         one, other = (Trainer(index, device, opt_level="O2", half_dtype=torch.float16) for index in range(2))
         (master, *_) = amp.master_params(other.optimizer)

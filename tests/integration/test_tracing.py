@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICES, assert_same_bits, assert_same_state
-from small_nets import EACH_HALF, EACH_LEVEL
+from helpers import assert_same_bits, assert_same_state
+from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -27,8 +27,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The given buffer is not writable:UserWarning",
     "ignore:The tensor attributes .*_flat_weights:UserWarning",
 )
-
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 class Mixed(nn.Module):

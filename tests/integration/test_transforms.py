@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from helpers import DEVICES, assert_same_state
-from small_nets import EACH_HALF
+from helpers import assert_same_state
+from small_nets import EACH_DEVICE, EACH_HALF, assert_close
 from torch import Tensor, nn
 from torch.func import (
     functional_call,
@@ -33,8 +33,6 @@ from ampatch import amp
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*deprecated:DeprecationWarning", "ignore:Attempted to insert a get_attr Node:UserWarning"
 )
-
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 
 class Network(nn.Module):
@@ -139,15 +137,6 @@ def leaves(value: Any) -> list[Tensor]:
     return [leaf.detach() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def assert_close(actual: list[Tensor], expected: list[Tensor], half: torch.dtype) -> None:
-    """Up to a part of the largest value of each tensor."""
-    assert len(actual) == len(expected) > 0
-    for one, other in zip(actual, expected, strict=True):
-        assert one.shape == other.shape
-        room = TOLERANCE[half] * float(other.abs().max()) + 1e-6
-        assert float((one.float() - other.float()).abs().max()) <= room
-
-
 @EACH_HALF
 @EACH_DEVICE
 @pytest.mark.parametrize("case", CASES)
@@ -160,7 +149,7 @@ class TestTransforms:
         model = amp.initialize(Network(device), half_dtype=half, verbosity=0)
         found = leaves(CASES[case](model, model.values(), x))
         assert set(model.products) == {half}
-        assert_close(found, expected, half)
+        assert_close(found, expected, TOLERANCE[half])
 
     @pytest.mark.slow_on_cpu
     @pytest.mark.covering(1)
@@ -212,7 +201,7 @@ class TestHalfWeights:
         masters = [master.detach().clone() for master in amp.master_params(optimizer)]
         with torch.no_grad():
             next(amp.master_params(optimizer)).mul_(1.0)  # so that there is something to be brought into step
-        assert_close(leaves(CASES[case](model, model.values(), x)), expected, half)
+        assert_close(leaves(CASES[case](model, model.values(), x)), expected, TOLERANCE[half])
         assert_same_state(list(amp.master_params(optimizer)), masters)
 
     @pytest.mark.parametrize(

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import DEVICES, assert_same_state
+from helpers import assert_same_state
 from optimizers import backward
-from small_nets import EACH_HALF, EACH_LEVEL, net
+from small_nets import EACH_DEVICE, EACH_HALF, EACH_LEVEL, net
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampatch import amp
-
-EACH_DEVICE = pytest.mark.parametrize("device", DEVICES)
 
 SCALE = {"loss_scale": "dynamic", "init_scale": 2.0**10, "verbosity": 0}
 OVERFLOWS = {2: 0, 5: 1}  # by step, the rank in which it happens

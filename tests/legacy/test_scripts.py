@@ -33,6 +33,7 @@ class Training:
         always: options of every run.
         processes: how many torchrun starts; 0 without it.
         in_group: whether the only process is one of a process group.
+        says: what a run prints or logs, as patterns, by the name of the run.
     """
 
     script: str
@@ -43,6 +44,7 @@ class Training:
     always: Sequence[str] = ()
     processes: int = 0
     in_group: bool = False
+    says: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, options: Sequence[str], where: Path) -> Run:
         return Run(
@@ -60,6 +62,7 @@ TRAININGS = [
         "bert_pretraining",
         halves={"O1": ("--opt-level", "O1"), "O2": ("--opt-level", "O2", "--cast_model_outputs")},
         processes=2,
+        says={"O1": r'"dtype": "torch\.float32"', "O2": r'"dtype": "torch\.float16"'},
     ),
     Training(
         "dcgan",
@@ -83,10 +86,13 @@ TRAININGS = [
     Training("language_model", always=("--tied",)),
     Training("manual_master_params", float32=(), halves={"static scale": ("--fp16", "--static-loss-scale", "128")}),
     Training("reducer", processes=2),
-    Training("segmentation", in_group=True),
     Training("swav", processes=2),
-    Training("text_to_speech"),
-    Training("wgan_gp"),
+    # The script takes softmax off the blacklist.
+    Training("text_to_speech", says={"O1": r"Alignments: .* torch\.float16"}),
+    Training(
+        "wgan_gp",
+        says={"O1": r"Gradient overflow\. Skipping step, loss scaler 0 reducing loss scale to 32768\.0"},
+    ),
 ]
 
 
@@ -97,7 +103,10 @@ def losses(folder: Path) -> list[float]:
 def follow_float32(training: Training, where: Path) -> list[subprocess.CompletedProcess[str]]:
     """Runs a script in each of its ways, whose losses have to be those of float32; gives what it printed each time."""
     options = {"float32": training.float32, **training.halves}
-    done = carry_out_all([training.run(options[name], where / name) for name in options])
+    runs = carry_out_all([training.run(options[name], where / name) for name in options])
+    done = dict(zip(options, runs, strict=True))
+    for name, said in training.says.items():
+        assert re.search(said, done[name].stdout + done[name].stderr + (where / name / "losses").read_text()), name
     curves = {name: losses(where / name) for name in options}
     first, last = statistics.mean(curves["float32"][:SETTLED]), statistics.mean(curves["float32"][-SETTLED:])
     assert first - last > 2 * TOLERANCE * abs(last), "it learns, or the comparison says little"
@@ -105,7 +114,7 @@ def follow_float32(training: Training, where: Path) -> list[subprocess.Completed
         assert len(curves[name]) == len(curves["float32"]) == STEPS
         assert curves[name] != curves["float32"], "something was half"
         assert statistics.mean(curves[name][-SETTLED:]) == pytest.approx(last, rel=TOLERANCE), name
-    return done
+    return runs
 
 
 by_name = operator.attrgetter("script")
@@ -129,15 +138,12 @@ class TestTraining:
     @pytest.mark.parametrize(
         ("script", "common", "whole", "half", "resume"),
         [
-            *(
-                (
-                    "imagenet",
-                    f"--opt-level {level} --deterministic --iters-per-epoch 6 --out losses",
-                    "--epochs 2",
-                    "--epochs 1",
-                    "--resume ../half/checkpoint.pth.tar",
-                )
-                for level in ("O1", "O2")
+            (
+                "imagenet",
+                "--opt-level O2 --deterministic --iters-per-epoch 6 --out losses",
+                "--epochs 2",
+                "--epochs 1",
+                "--resume ../half/checkpoint.pth.tar",
             ),
             (
                 "fp16_optimizer",
@@ -147,7 +153,7 @@ class TestTraining:
                 "--start-iter 6 --load ../half/model.pt",
             ),
         ],
-        ids=["imagenet-O1", "imagenet-O2", "fp16_optimizer"],
+        ids=["imagenet", "fp16_optimizer"],
     )
     def test_script_resumes_from_a_checkpoint_as_if_uninterrupted(self, script, common, whole, half, resume, tmp_path):
         def run(name: str, options: str) -> Run:
@@ -157,13 +163,6 @@ class TestTraining:
         carry_out(run("resumed", f"{whole} {resume}"))
         assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")[6:]
 
-    def test_overflows_are_logged(self, tmp_path):
-        done = carry_out(Run(SCRIPTS / "wgan_gp.py", ["--n_iters", "10"], tmp_path))
-        assert "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0" in done.stderr
-
-
-@pytest.mark.slow
-class TestTypes:
     def test_inference_at_o3_gives_the_outputs_of_float32(self, tmp_path):
         runs = [
             Run(SCRIPTS / "inference.py", ["--opt-level", level, "--out", "outputs"], tmp_path / level)
@@ -175,17 +174,6 @@ class TestTypes:
         expected, found = (torch.load(run.where / "outputs") for run in runs)
         assert not torch.equal(found, expected)
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
-
-    def test_lists_that_a_script_edits_take_effect(self, tmp_path):
-        done = carry_out(Run(SCRIPTS / "text_to_speech.py", ["--opt-level", "O1", "--iterations", "2"], tmp_path))
-        # The script takes softmax off the blacklist.
-        assert re.search(r"Alignments: .* torch\.float16", done.stdout)
-
-    def test_outputs_have_the_type_that_a_script_asks_for(self, tmp_path):
-        options = ["--opt-level", "O2", "--cast_model_outputs", "--max_steps", "2", "--out", "losses"]
-        carry_out(Run(SCRIPTS / "bert_pretraining.py", options, tmp_path))
-        written = [json.loads(line) for line in (tmp_path / "losses").read_text().splitlines()]
-        assert [line["dtype"] for line in written] == ["torch.float16"] * 2
 
 
 def test_every_script_is_run_and_none_mentions_ampatch():

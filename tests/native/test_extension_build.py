@@ -678,15 +678,6 @@ def test_extension_build_is_imported_by_the_commands_alone() -> None:
     assert [file.name for file in files if importing.search(file.read_text())] == ["commands.py"]
 
 
-@pytest.mark.slow
-def test_extension_build_is_not_imported_with_the_package() -> None:
-    program = "import sys, ampatch.amp; print('ampatch.native.extension_build' in sys.modules)"
-
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-
-    assert done.stdout == "False\n"
-
-
 # GPU code, taken apart
 
 with pytest.MonkeyPatch.context() as patch:

@@ -23,13 +23,6 @@ def not_loaded() -> Chosen[str]:
     raise KernelError("the library is truncated")
 
 
-def test_a_plain_choice_at_first_use_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "ampatch")
-    probes = selection(none_built)
-    assert probes.current() is probes.current()
-    assert caplog.messages == [f"Probes are read by {probes.current().why}."]
-
-
 def test_a_compiled_choice_and_one_that_was_asked_for_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ampatch")
     selection(lambda: Chosen("a library", "it suits")).current()

@@ -108,7 +108,6 @@ LARGE_CLASSES = {
     "ampatch.apex.fp16_utils.fp16_optimizer.FP16_Optimizer": 22,
     "ampatch.diagnostics.recorder.recorder.Recorder": 22,
     "ampatch.distributed.Ranks": 23,
-    "ampatch.integrations.trainer_session.TrainerSession": 26,
     "ampatch.interfaces.grad_scaler.GradScaler": 22,
     "ampatch.interfaces.mixed_precision.MixedPrecision": 31,
     "ampatch.patching.adapters.Adapters": 30,

@@ -44,13 +44,19 @@ class Float32Optimizer(Optimizer):
     Args:
         params: parameters, or groups of them, as for every optimizer of torch.
         set_grad_none: True if ``zero_grad()`` sets gradients to None; False if it sets them to 0.
+        amsgrad: True raises: Apex's optimizers have the argument, and do not support it.
         defaults: options of a group, under Apex's names.
     """
 
     #: Attributes that pickles keep in addition to the options of groups. Each class adds its own.
     _settings: tuple[str, ...] = ("set_grad_none",)
 
-    def __init__(self, params: Iterable[Any], set_grad_none: bool, **defaults: Any) -> None:
+    def __init__(self, params: Iterable[Any], set_grad_none: bool, amsgrad: bool = False, **defaults: Any) -> None:
+        if amsgrad:
+            raise UnsupportedOptionError(
+                f"found amsgrad=True; {type(self).__name__} has no AMSGrad variant, nor has Apex's. Leave it out, or "
+                "use torch.optim.AdamW(params, amsgrad=True)."
+            )
         _check_options(type(self).__name__, **defaults)
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
@@ -264,15 +270,6 @@ def _dtype_of_state(parameter: Tensor) -> torch.dtype:
 def decay_first(values: list[Tensor], group: Group) -> None:
     """Applies only a group's weight decay to values; the update that follows must get a weight decay of 0."""
     foreach.mul_(values, 1 - float(group["lr"]) * group["weight_decay"])
-
-
-def check_no_amsgrad(optimizer: type[Optimizer], amsgrad: bool) -> None:
-    """Raises an `UnsupportedOptionError` for AMSGrad, an argument that Apex's optimizers have but do not support."""
-    if amsgrad:
-        raise UnsupportedOptionError(
-            f"found amsgrad=True; {optimizer.__name__} has no AMSGrad variant, nor has Apex's. Leave it out, or use "
-            "torch.optim.AdamW(params, amsgrad=True)."
-        )
 
 
 def _check_options(optimizer: str, betas: tuple[float, float] = (0.0, 0.0), **options: Any) -> None:

@@ -49,14 +49,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
         dynamic_loss_args = dynamic_loss_args or {"scale_window": 1000, "min_loss_scale": 1.0}
         super().__init__(init_optimizer, static_loss_scale, dynamic_loss_scale, dynamic_loss_args, verbose)
 
-    @property
-    def cur_scale(self) -> float:
-        """Factor of losses."""
-        return self.loss_scale
-
-    @cur_scale.setter
-    def cur_scale(self, scale: float) -> None:
-        self.loss_scale = scale
+    cur_scale = fp16_utils.FP16_Optimizer.loss_scale
 
     @property
     def fp32_groups(self) -> list[list[Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from ampatch.apex import amp_C
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, UnsupportedOptionError, check_no_amsgrad
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, UnsupportedOptionError
 from ampatch.native import kernels
 from ampatch.native.host_copy import for_fused_step
 
@@ -72,7 +72,6 @@ class FusedAdam(Float32Optimizer):
         use_mt: bool = False,
         amp_scale_adjustment: float = 1.0,
     ) -> None:
-        check_no_amsgrad(type(self), amsgrad)
         if eps_inside_sqrt:
             raise UnsupportedOptionError(
                 "found eps_inside_sqrt=True; FusedAdam adds eps to the root, as torch.optim.Adam does. Leave it out; "
@@ -92,6 +91,7 @@ class FusedAdam(Float32Optimizer):
         super().__init__(
             params,
             set_grad_none,
+            amsgrad,
             lr=lr,
             bias_correction=bias_correction,
             betas=betas,

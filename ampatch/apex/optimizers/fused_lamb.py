@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, Tensors, check_no_amsgrad
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, Tensors
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device
 from ampatch.torch_private import foreach
@@ -55,11 +55,11 @@ class FusedLAMB(Float32Optimizer):
         max_grad_norm: float | None = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        check_no_amsgrad(type(self), amsgrad)
         self.adam_w_mode, self.use_nvlamb = adam_w_mode, use_nvlamb
         super().__init__(
             params,
             set_grad_none,
+            amsgrad,
             lr=lr,
             bias_correction=bias_correction,
             betas=betas,

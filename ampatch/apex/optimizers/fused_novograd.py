@@ -9,13 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampatch.apex.optimizers._float32_optimizer import (
-    Float32Optimizer,
-    Group,
-    Tensors,
-    UnsupportedOptionError,
-    check_no_amsgrad,
-)
+from ampatch.apex.optimizers._float32_optimizer import Float32Optimizer, Group, Tensors, UnsupportedOptionError
 from ampatch.torch_private import foreach
 
 
@@ -65,13 +59,13 @@ class FusedNovoGrad(Float32Optimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        check_no_amsgrad(type(self), amsgrad)
         if norm_type not in (0, 2):
             raise UnsupportedOptionError(f"found norm_type={norm_type}; expected 2, or 0 for the greatest magnitude.")
         self.reg_inside_moment = reg_inside_moment
         super().__init__(
             params,
             set_grad_none,
+            amsgrad,
             lr=lr,
             bias_correction=bias_correction,
             betas=betas,

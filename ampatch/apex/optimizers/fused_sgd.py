@@ -54,10 +54,11 @@ class FusedSGD(Float32Optimizer):
                 f"found nesterov=True with momentum={momentum} and dampening={dampening}; expected a momentum above 0 "
                 "and no dampening. Type FusedSGD(params, lr, momentum=0.9, nesterov=True)."
             )
-        options = {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
         self.wd_after_momentum, self.materialize_master_grads = wd_after_momentum, materialize_master_grads
         # Leave out None: it would become the learning rate of groups that have none.
-        super().__init__(params, set_grad_none, **({} if lr is None else {"lr": lr}), **options)
+        options: dict[str, Any] = {} if lr is None else {"lr": lr}
+        options |= {"momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov}
+        super().__init__(params, set_grad_none, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group.

@@ -36,41 +36,29 @@ def gelu(x):
 
 
 class BertLayer(nn.Module):
-    def __init__(self, hidden, heads):
+    def __init__(self, hidden):
         super(BertLayer, self).__init__()
-        self.heads = heads
-        self.query = nn.Linear(hidden, hidden)
-        self.key = nn.Linear(hidden, hidden)
-        self.value = nn.Linear(hidden, hidden)
-        self.output = nn.Linear(hidden, hidden)
+        self.projections = nn.ModuleList([nn.Linear(hidden, hidden) for _ in range(3)])
         self.attention_norm = BertLayerNorm(hidden, eps=1e-12)
         self.intermediate = nn.Linear(hidden, 4 * hidden)
         self.dense = nn.Linear(4 * hidden, hidden)
         self.output_norm = BertLayerNorm(hidden, eps=1e-12)
 
-    def transpose_for_scores(self, x):
-        x = x.view(*(x.size()[:-1] + (self.heads, x.size(-1) // self.heads)))
-        return x.permute(0, 2, 1, 3)
-
     def forward(self, hidden_states, attention_mask):
-        q = self.transpose_for_scores(self.query(hidden_states))
-        k = self.transpose_for_scores(self.key(hidden_states))
-        v = self.transpose_for_scores(self.value(hidden_states))
+        q, k, v = [projection(hidden_states) for projection in self.projections]
         scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))
         probs = nn.Softmax(dim=-1)(scores + attention_mask)
-        context = torch.matmul(probs, v).permute(0, 2, 1, 3).contiguous()
-        context = context.view(*(context.size()[:-2] + (-1,)))
-        hidden_states = self.attention_norm(self.output(context) + hidden_states)
+        hidden_states = self.attention_norm(torch.matmul(probs, v) + hidden_states)
         return self.output_norm(self.dense(gelu(self.intermediate(hidden_states))) + hidden_states)
 
 
 class BertForMaskedLM(nn.Module):
-    def __init__(self, hidden=32, heads=4, layers=2, length=16):
+    def __init__(self, hidden=32, layers=2, length=16):
         super(BertForMaskedLM, self).__init__()
         self.words = nn.Embedding(VOCAB, hidden, padding_idx=0)
         self.positions = nn.Embedding(length, hidden)
         self.norm = BertLayerNorm(hidden, eps=1e-12)
-        self.layers = nn.ModuleList([BertLayer(hidden, heads) for _ in range(layers)])
+        self.layers = nn.ModuleList([BertLayer(hidden) for _ in range(layers)])
         self.decoder = nn.Linear(hidden, VOCAB, bias=False)
         self.decoder.weight = self.words.weight
         self.bias = nn.Parameter(torch.zeros(VOCAB))
@@ -79,11 +67,9 @@ class BertForMaskedLM(nn.Module):
     def init_weights(self, module):
         if isinstance(module, (nn.Linear, nn.Embedding)):
             module.weight.data.normal_(mean=0.0, std=0.05)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            module.bias.data.zero_()
 
-    def forward(self, input_ids, attention_mask, masked_lm_labels=None):
-        mask = attention_mask.unsqueeze(1).unsqueeze(2)
+    def forward(self, input_ids, attention_mask, masked_lm_labels):
+        mask = attention_mask.unsqueeze(1)
         mask = mask.to(dtype=next(self.parameters()).dtype)  # fp16 compatibility
         mask = (1.0 - mask) * -10000.0
         position_ids = torch.arange(input_ids.size(1), dtype=torch.long, device=input_ids.device)
@@ -91,8 +77,6 @@ class BertForMaskedLM(nn.Module):
         for layer in self.layers:
             x = layer(x, mask)
         scores = self.decoder(x) + self.bias
-        if masked_lm_labels is None:
-            return scores
         return F.cross_entropy(scores.view(-1, VOCAB).float(), masked_lm_labels.view(-1), ignore_index=IGNORE)
 
 
@@ -200,7 +184,6 @@ def main():
     stats.close()
     checksum = sum(p.double().sum().item() for p in model.parameters())
     print("rank {} checksum {:.12f}".format(max(args.local_rank, 0), checksum))
-
 
 
 if __name__ == "__main__":
