@@ -56,7 +56,9 @@ def _in_blocks(values: Tensor, format: Format) -> Tensor:
     shape = values.shape
     rows = values.reshape(-1, shape[-1] if shape else 1)
     width = rows.shape[1]
-    blocks = torch.nn.functional.pad(rows, (0, -width % _BLOCK)).reshape(len(rows), -1, _BLOCK)
+    if width % _BLOCK:
+        rows = torch.nn.functional.pad(rows, (0, -width % _BLOCK))
+    blocks = rows.reshape(len(rows), -1, _BLOCK)
     power = _powers(torch.linalg.vector_norm(blocks, math.inf, -1, keepdim=True))
     # The scale is a number of E8M0: no less than 2**-127, and 1 for a block of zeros, or with inf or NaN.
     scale = (math.ldexp(1.0, format.most_exponent) / power).clamp(max=math.ldexp(1.0, 127))
