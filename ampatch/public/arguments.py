@@ -88,8 +88,8 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
     """
     level = properties.opt_level
     converts = properties.cast_model_type in HALVES
+    has_formats = any(entry.formats for entry in lists.modules)  # then an empty entry takes a part out again
     if converts:
-        has_formats = any(entry.formats for entry in lists.modules)  # then an empty entry takes a part out again
         own = next((entry for entry in lists.modules if entry.changes or not (entry.is_float32 or has_formats)), None)
         if own is not None:
             raise OptionError(
@@ -97,8 +97,8 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
                 f"applies no lists. Give it {rules.FLOAT32} or a format, which hold at this level too, leave it out, "
                 "or type opt_level='O1'."
             )
-    is_the_same = converts or all(entry.is_float32 for entry in lists.modules)
-    if lists.modules and is_the_same and not list_edits.difference(shipped(), replace(lists, modules=())):
+    may_be_without_effect = converts or not has_formats
+    if lists.modules and may_be_without_effect and not list_edits.difference(shipped(), replace(lists, modules=())):
         return  # parts in float32 are in float32 here, too
     if not converts:
         raise OptionError(

@@ -121,6 +121,17 @@ def test_a_part_of_a_model_computes_in_its_format_and_the_rest_does_not(opt_leve
     assert torch.equal(seen[1].to(BFLOAT16), second)
 
 
+def test_parts_have_a_format_each() -> None:
+    model, given = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), inputs()
+    found = []
+    for names in (("e2m1", "e3m5"), ("e2m1", "e2m1"), ("e3m5", "e3m5")):
+        parts = {str(place): {"format": name} for place, name in enumerate(names)}
+        found.append(set_up(copy.deepcopy(model), {"modules": parts})(given))
+        amp.deinitialize()
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
 def test_a_functions_own_format_comes_before_that_of_the_part() -> None:
     part = {"format": "e2m1", "whitelist": {"torch.nn.functional": [{"name": "linear", "format": "e3m5"}]}}
     model = net()
