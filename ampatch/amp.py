@@ -40,7 +40,7 @@ from ampatch.public.casts import (
     register_promote_function,
 )
 from ampatch.public.setting_up import Handle, deinitialize, init, initialize, is_on, settings
-from ampatch.public.tools import compare, explain, preflight, replay, report, tune
+from ampatch.public.tools import compare, explain, preflight, replay, report, tune, what_if
 from ampatch.public.training import (
     clip_grad_norm_,
     get_loss_scale,
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ampatch.diagnostics.replay.result import Replay
     from ampatch.diagnostics.report.report import Report
     from ampatch.diagnostics.tune.result import Tuning
+    from ampatch.diagnostics.what_if.result import FormatNoise, WhatIf
 
 __all__ = [
     "AmpError",
@@ -74,6 +75,7 @@ __all__ = [
     "CastListError",
     "Comparison",
     "Explanation",
+    "FormatNoise",
     "GradientOverflowError",
     "Handle",
     "IntegrationError",
@@ -93,6 +95,7 @@ __all__ = [
     "Tuning",
     "UnknownOptionError",
     "UsageError",
+    "WhatIf",
     "bfloat16_function",
     "cast_counts",
     "clear_cache",
@@ -129,6 +132,7 @@ __all__ = [
     "step_was_skipped",
     "tune",
     "unscale_",
+    "what_if",
 ]
 
 
@@ -140,11 +144,13 @@ def __dir__() -> list[str]:
 _IMPORTED_ON_USE = {
     "Comparison": "compare.result",
     "Explanation": "explain.result",
+    "FormatNoise": "what_if.result",
     "LevelVerdict": "preflight.result",
     "Preflight": "preflight.result",
     "Replay": "replay.result",
     "Report": "report.report",
     "Tuning": "tune.result",
+    "WhatIf": "what_if.result",
 }
 
 

@@ -1,4 +1,4 @@
-"""Explains, reports and tests what amp does: `amp.explain`, `report`, `preflight`, `compare`, `tune` and `replay`.
+"""Explains, reports and tests: `amp.explain`, `report`, `preflight`, `what_if`, `compare`, `tune` and `replay`.
 
 The functions import `ampatch.diagnostics` only when they are called.
 """
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ampatch.diagnostics.report.report import Report
     from ampatch.diagnostics.trial_steps.steps import Setup
     from ampatch.diagnostics.tune.result import Tuning
+    from ampatch.diagnostics.what_if.result import WhatIf
 
 
 def explain(function_or_name: Any, /, *args: Any, **kwargs: Any) -> Explanation:
@@ -140,6 +141,63 @@ def preflight(
 
     note_own_steps("amp.preflight")
     return preflights.preflight(checked, inputs, loss_fn, checked_levels(levels), bound, as_flag("measure", measure))
+
+
+def what_if(
+    model: nn.Module,
+    inputs: Any,
+    loss_fn: Callable[[Any], Tensor],
+    *,
+    formats: Sequence[str | Mapping[str, str]],
+    cast_lists: Overlay | None = None,
+) -> WhatIf:
+    """Says what number formats would do to each function and module of a model, from one float32 step of a copy.
+
+    ::
+
+        result = amp.what_if(model, batch, lambda output: F.cross_entropy(output, labels), formats=["float8_e4m3"])
+        print(result)
+        result.save("casts.yaml", "float8_e4m3")
+
+    Each call of a whitelisted function runs as it is, and then once for each format, with its arguments rounded as amp
+    rounds them for a ``format`` in cast lists. Gradients of its results are rounded when they arrive. The result counts
+    values that become zero, are beyond the format's range, or lose a digit otherwise.
+
+    Rows are ranked by noise, an estimate of the relative error that the format adds to the step. It joins, as the root
+    of the sum of squares over all calls, |result of rounded arguments - result| / |result|, and the same for the
+    gradients of arguments. The error of a gradient counts by the share that the parameters before the call have in the
+    squared norm of all gradients: only those learn from it. Errors of what a call computes count, and not those of what
+    it gets: a bias may lose all its digits without harm, and the same small loss in each row of a batch adds up.
+
+    The gradients are those of a loss scale of 1. The model, its gradients, its buffers and the random numbers stay as
+    they are. Compiled parts run uncompiled.
+
+    Args:
+        model: float32, on the CPU or a GPU, as it would be passed to `initialize`.
+        inputs: one tensor; a tuple or list of the forward's arguments; or a mapping of its keyword arguments.
+        loss_fn: returns the loss, a scalar tensor, for the model's output.
+        formats: formats as in cast lists: "float8_e4m3", "e3m4", ``{"name": "float8_e4m3", "scale": "row"}``.
+        cast_lists: as for `initialize`: functions on the whitelist are judged.
+
+    Returns:
+        The rows, and the cast lists that follow; it prints as tables.
+
+    Raises:
+        UsageError: amp is set up.
+        OptionError: an argument has a value that is not allowed; the model cannot be copied; or ``loss_fn`` returns no
+            scalar that depends on a parameter.
+        CastListError: the cast lists have faults.
+        Exception: what the model or ``loss_fn`` raises, with a note that says so.
+    """
+    checked = adopted_model.check_model(model)
+    _check_loss_fn(loss_fn)
+    from ampatch.diagnostics.report.report import note_own_steps
+    from ampatch.diagnostics.what_if import what_if as steps
+    from ampatch.diagnostics.what_if.given import checked_formats
+
+    lists = shipped() if cast_lists is None else shipped().overlaid(cast_lists)
+    note_own_steps("amp.what_if")
+    return steps.what_if(checked, inputs, loss_fn, checked_formats(formats), lists.expanded())
 
 
 def compare(

@@ -97,7 +97,8 @@ def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_us
     folders = {name.partition(".")[0] for name in names if "." in name}
     assert names - folders == {
         *("compare.result", "explain.result", "overflow.trace", "preflight.result", "replay.result", "tune.result"),
-        *("report.numbers", "report.report", "trial_steps.levels", "json_files", "shown_names", "tables"),
+        *("what_if.given", "what_if.result", "report.numbers", "report.report", "trial_steps.levels"),
+        *("json_files", "shown_names", "tables"),
     }
 
 
