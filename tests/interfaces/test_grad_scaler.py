@@ -21,7 +21,6 @@ from helpers import DEVICES, HALF_DTYPES, assert_same_bits, assert_same_state, d
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
 import ampatch
 from ampatch import amp
@@ -501,14 +500,6 @@ class TestStep:
         parameter, _ = with_gradients(1.0)
         model, used = nn.Linear(1, 1), begun(kind)
         assert used.step(Told([parameter], lr=1.0), model) is model
-
-    def test_a_skipped_step_returns_none_and_satisfies_a_scheduler(self):
-        parameter, optimizer = with_gradients(math.inf)
-        scheduler = lr_scheduler.StepLR(optimizer, 1)
-        used = begun()
-        assert used.step(optimizer) is None
-        assert parameter.item() == 1.0
-        scheduler.step()  # would warn
 
     def test_an_optimizer_that_takes_the_scaler_gets_it(self):
         class Old(torch.optim.SGD):

@@ -14,16 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_state, dtype_name
 from optimizers import MOMENTUM, backward, initialize
-from stepping import (
-    closure_of,
-    distance,  # noqa: F401
-    everything,
-    loss_of,
-    network,
-    nothing_changes,
-    train,
-    weights,
-)
+from stepping import closure_of, distance, everything, loss_of, network, nothing_changes, train, weights  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -161,9 +161,10 @@ class TestAgainstTorch:
         assert amp.clip_grad_norm_(optimizer, MAX_NORM).item() == 0
         optimizer.step()
 
-    def test_clipping_twice_clips_what_is_there(self):
+    @pytest.mark.parametrize("clip", [amp.clip_grad_norm_, clip_by_torch], ids=["amp", "torch"])
+    def test_clipping_twice_clips_what_is_there(self, clip):
         _, optimizer = clipped()
-        assert amp.clip_grad_norm_(optimizer, MAX_NORM / 2).item() == pytest.approx(MAX_NORM, rel=1e-4)
+        assert clip(optimizer, MAX_NORM / 2).item() == pytest.approx(MAX_NORM, rel=1e-4)
         assert_norm(optimizer, MAX_NORM / 2)
 
     def test_sparse_gradients_count_with_their_sums(self):
@@ -287,26 +288,6 @@ class TestFusedOptimizers:
         _, optimizer = clipped()
         amp.deinitialize()
         assert_norm(optimizer)
-
-    def test_step_that_overrides_torchs_own_finds_clipped_gradients(self):
-        seen: list[float] = []
-
-        class Own(torch.optim.Adam):
-            def step(self, closure: Any = None) -> Any:
-                seen.append(norm_of([p.grad for group in self.param_groups for p in group["params"]]))
-                return super().step(closure)
-
-        _, optimizer = clipped(functools.partial(Own, lr=0.01, fused=True))
-        seen.clear()
-        optimizer.step()
-        assert seen == [pytest.approx(MAX_NORM, rel=1e-4)]
-
-    def test_torchs_own_clipping_finds_clipped_gradients(self):
-        model, optimizer = clipped()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM / 2)
-        assert norm.item() == pytest.approx(MAX_NORM, rel=1e-4)
-        assert_norm(optimizer, MAX_NORM / 2)
-        optimizer.step()
 
     def test_step_of_another_optimizer_with_the_same_parameters_finds_clipped_gradients(self):
         model, optimizer = started(FUSED)

@@ -16,17 +16,7 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_state, dtype_name
 from optimizers import MOMENTUM, SGD, backward, initialize
-from stepping import (
-    LEVELS,
-    SCALE,
-    distance,  # noqa: F401
-    everything,
-    loss_of,
-    network,
-    nothing_changes,
-    o1_and_o2,
-    train,
-)
+from stepping import LEVELS, SCALE, distance, everything, loss_of, network, nothing_changes, o1_and_o2, train  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
