@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor, nn
 from ampatch.errors import OptionError, UsageError
 from ampatch.interfaces.own_masters import MASTER, StateMasters, StepMasters
 from ampatch.native import kernels
-from ampatch.native.host_copy import for_fused_step
-from ampatch.opt_levels import TEMPORARY, dtype_of, state_type
+from ampatch.opt_levels import TEMPORARY, check_dtype, state_type
 from ampatch.runtime import runtime
 from ampatch.scaling.optimizer_step import OptimizerLike, check_optimizer
+from ampatch.scaling.step_gate import skipping_by_itself
 from ampatch.scaling.widened_gradients import WidenedGradient
 from ampatch.switch import WithoutCasts
 from ampatch.torch_private import optimizers
@@ -108,7 +109,8 @@ class MixedPrecision(torch.optim.Optimizer):
     ) -> None:
         check_optimizer(optimizer)
         _check_composition(optimizer)
-        self._dtype = _master_type(dtype)
+        expected = "torch.float32 or torch.float64, or its name, for the masters"
+        self._dtype = check_dtype("dtype", dtype, (torch.float32, torch.float64), expected)
         kind = _kind_of(masters, self._dtype)
         narrow = state_type(optimizer_state, kind or True) == "bfloat16"
         self.optimizer = optimizer
@@ -249,18 +251,15 @@ class MixedPrecision(torch.optim.Optimizer):
                 self._divide_gradients(grad_scale)
             else:
                 closure = functools.partial(self._masters.evaluate, closure)
-            if found_inf is not None and not (closure is None and _skips_by_itself(inside)):
-                if bool(found_inf):
-                    return None
-                found_inf = None
-            if found_inf is not None:
-                inside.grad_scale = None
-                inside.found_inf = for_fused_step(found_inf, self._parameters())
+            told: AbstractContextManager[Any] = nullcontext()
+            if found_inf is not None and closure is None and _skips_by_itself(inside):
+                told = skipping_by_itself(inside, self._parameters(), None, found_inf)
+            elif found_inf is not None and bool(found_inf):
+                return None
             try:
-                return self._masters.step(inside.step, args if closure is None else (closure, *args), kwargs)
+                with told:
+                    return self._masters.step(inside.step, args if closure is None else (closure, *args), kwargs)
             finally:
-                if found_inf is not None:
-                    del inside.grad_scale, inside.found_inf
                 self._narrow()
 
     @torch.no_grad()
@@ -389,13 +388,6 @@ def _check_composition(optimizer: object) -> None:
                 f"amp.initialize gives this {kind} float32 masters, at opt_level="
                 f"{live.settings.properties.opt_level!r}. Leave MixedPrecision out, or type master_weights=False there."
             )
-
-
-def _master_type(dtype: object) -> torch.dtype:
-    found = dtype_of(dtype)
-    if found in (torch.float32, torch.float64):
-        return found
-    raise OptionError(f"dtype is {dtype!r}; expected torch.float32 or torch.float64, or its name, for the masters.")
 
 
 def _values(masters_from: Any, optimizer: Any) -> list[Tensor]:

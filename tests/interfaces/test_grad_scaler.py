@@ -715,10 +715,8 @@ class TestFloor:
 
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "growth of 1": ({"growth_factor": 1.0}, "growth_factor is 1.0; expected a number above 1"),
-    "backoff of 1": ({"backoff_factor": 1.0}, "backoff_factor is 1.0; expected a number below 1"),
     "no backoff": ({"backoff_factor": 0}, "backoff_factor is 0"),
     "no interval": ({"growth_interval": 0}, "growth_interval is 0"),
-    "a negative scale": ({"init_scale": -1.0}, "init_scale is -1.0"),
     "text": ({"init_scale": "big"}, "init_scale is 'big'"),
     "floor above ceiling": ({"min_loss_scale": 2, "max_loss_scale": 1}, "is above max_loss_scale"),
     "no hysteresis": ({"hysteresis": 0}, "hysteresis is 0"),
@@ -804,14 +802,11 @@ class TestSaving:
         ("saved", "message"),
         [
             ({**SAVED, "scale": 0.0}, "scale is 0.0"),
-            ({**SAVED, "scale": "8"}, "scale is '8'"),
             ({**SAVED, "growth_factor": 0.5}, "growth_factor is 0.5"),
             ({**SAVED, "_growth_tracker": -1}, "_growth_tracker is -1"),
             ({**SAVED, "unknown": 1}, "unexpected keys"),
             (amp.LossScaler(1.0).state_dict(), "of a static loss scale"),
             (None, "as the state of a loss scaler"),
-            (3, "as the state of a loss scaler"),
-            ([], "as the state of a loss scaler"),
             ({}, "The source state dict is empty"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
