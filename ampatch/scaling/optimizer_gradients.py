@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -55,22 +55,22 @@ class UpdatedModels:
     """The models of which an optimizer updates a parameter.
 
     Args:
-        parameters: returns the model's parameters in the optimizer's groups.
+        optimizer: the optimizer; held weakly.
     """
 
-    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
-        self._parameters = parameters
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
         self._count = 0  # of the parameters, for which the answers hold
         self._answers: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
     def __contains__(self, model: nn.Module) -> bool:
-        count = sum(1 for _ in self._parameters())
-        if count != self._count:
+        optimizer = self._optimizer()
+        own = [] if optimizer is None else list(map(id, optimizer_state.parameters_of(optimizer)))
+        if len(own) != self._count:
             self._answers.clear()
-            self._count = count
+            self._count = len(own)
         if model not in self._answers:
-            ids = set(map(id, self._parameters()))
-            self._answers[model] = any(id(parameter) in ids for parameter in model.parameters())
+            self._answers[model] = not set(own).isdisjoint(map(id, model.parameters()))
         return self._answers[model]
 
 
@@ -112,7 +112,7 @@ class OptimizerGradients:
         self._counts_non_finite = counts_non_finite
         self._widened: list[WidenedGradient] = []
         self._left_scaled: Sequence[Mapping[str, Any]] = ()  # the optimizer's groups, which outlive it here
-        self.models = UpdatedModels(self.model_parameters)
+        self.models = UpdatedModels(optimizer)
         self._mixed_where: Tensor | None = None  # see `mark_mixed`
 
     @property
