@@ -120,7 +120,7 @@ class MixedPrecision(torch.optim.Optimizer):
         given = dict(zip(map(id, self._parameters()), values, strict=False))
         self._masters: StateMasters | StepMasters
         if kind is None:
-            self._masters = StateMasters(optimizer, self._dtype)
+            self._masters = StateMasters(self, self._dtype)
             self._masters.begin(given)
         else:
             self._masters = StepMasters(optimizer, kind, narrow, given)
@@ -152,10 +152,10 @@ class MixedPrecision(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         plain = state.get("_temporary")
         super().__setstate__({name: state[name] for name in ("optimizer", "_dtype", "_widened")})
-        if plain is None:
-            self._masters = StateMasters(self.optimizer, self._dtype)
-        else:
+        if isinstance(plain, Mapping):
             self._masters = StepMasters.of_plain_data(self.optimizer, plain)
+        else:
+            self._masters = StateMasters(self, self._dtype, plain or ())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, and makes masters for its half parameters."""
@@ -219,7 +219,7 @@ class MixedPrecision(torch.optim.Optimizer):
         for parameter in self._parameters():
             grad = parameter.grad
             if grad is not None and grad.dtype is not self._dtype and self._masters.widens(parameter):
-                self._widened.append(WidenedGradient(parameter, self._dtype))
+                self._widened.append(WidenedGradient(parameter, self._dtype, fixes_type=False))
 
     def _narrow(self) -> None:
         """Undoes `widen_gradients`."""

@@ -7,6 +7,7 @@ and its master in the state were last equal. Must not know gradient scales, nor 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -51,14 +52,19 @@ class StateMasters:
     """Masters that are entries of an optimizer's state, except while it steps or loads.
 
     Args:
-        optimizer: the optimizer.
+        owner: keeps the optimizer as its attribute ``optimizer``, which users may replace; held weakly.
         dtype: type of the masters.
+        in_place: pairs of parameter and master, of a copy that was made during a step: it cannot step.
     """
 
-    def __init__(self, optimizer: Any, dtype: torch.dtype) -> None:
-        self._optimizer, self._dtype = optimizer, dtype
+    def __init__(self, owner: Any, dtype: torch.dtype, in_place: Iterable[tuple[Tensor, Tensor]] = ()) -> None:
+        self._owner, self._dtype = weakref.ref(owner), dtype
         self._synced: dict[int, _Synced] = {}  # by id of the parameter
-        self._in_place: dict[int, tuple[Tensor, Tensor]] = {}  # by id of the parameter, during a step
+        self._in_place = {id(pair[0]): pair for pair in in_place}  # by id of the parameter, during a step
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._owner().optimizer  # type: ignore[union-attr]
 
     @torch.no_grad()
     def begin(self, values: Mapping[int, Tensor]) -> None:
@@ -70,8 +76,9 @@ class StateMasters:
                 parameter.copy_(master)
         self.synchronise()
 
-    def as_plain_data(self) -> None:
-        """Returns nothing: the optimizer's state has the masters."""
+    def as_plain_data(self) -> list[tuple[Tensor, Tensor]]:
+        """Returns pairs of parameter and master, during a step; otherwise the optimizer's state has the masters."""
+        return list(self._in_place.values())
 
     @property
     def are_in_place(self) -> bool:

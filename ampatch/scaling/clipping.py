@@ -118,7 +118,7 @@ def watch(ledger: PatchLedger, check: Callable[[Sequence[Tensor]], object]) -> N
 
 
 def warn_of_scaled(gradients: OptimizerGradients, clipped: Iterable[Tensor]) -> None:
-    """Warns, once for each block, if torch is about to clip scaled gradients of an optimizer, or to take their norm.
+    """Warns, once for each block of an optimizer, if torch is about to clip its scaled gradients, or to take their norm.
 
     Args:
         gradients: the optimizer's gradients.
@@ -126,7 +126,7 @@ def warn_of_scaled(gradients: OptimizerGradients, clipped: Iterable[Tensor]) -> 
             before the half gradients are unscaled.
     """
     scaled_by, masters = gradients.scaled_by, gradients.masters
-    if scaled_by is None or scaled_by.is_one or scaled_by.done.clipped:
+    if scaled_by is None or scaled_by.is_one or scaled_by is gradients.warned_of_clipping:
         return
     ids = set(map(id, clipped))
     scaled = [
@@ -138,7 +138,7 @@ def warn_of_scaled(gradients: OptimizerGradients, clipped: Iterable[Tensor]) -> 
         what = "and the float32 masters have none yet, so that nothing is clipped"
     else:
         return
-    scaled_by.done.clipped = True  # torch may call this several times for one norm
+    gradients.warned_of_clipping = scaled_by  # torch may call this several times for one norm
     warn(
         f"gradients are clipped, or their norm is taken, where amp.scale_loss has them scaled still, {what}. Do it "
         "behind the block, without delay_unscale=True; or type amp.clip_grad_norm_(optimizer, max_norm) there."

@@ -91,6 +91,7 @@ class OptimizerGradients:
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
         dropped: uses since the last step whose gradients were cleared, so that no step has them.
         models: the models that the optimizer updates.
+        warned_of_clipping: the use of a scale for which the user was told that scaled gradients were clipped.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class OptimizerGradients:
         self.ranks = ranks
         self.pending: list[ScaleUse] = []
         self.scaled_by: ScaleUse | None = None
+        self.warned_of_clipping: ScaleUse | None = None
         self.dropped: deque[ScaleUse] = deque(maxlen=_MOST_DROPPED)
         self._thread: weakref.ref[threading.Thread] | None = None  # of the last block that was handed the optimizer
         self._optimizer = weakref.ref(optimizer)
@@ -204,7 +206,7 @@ class OptimizerGradients:
             but: ids of parameters to leave out.
         """
         half = (each for each in self.with_half_gradients() if id(each) not in but)
-        self._widened += [WidenedGradient(each, torch.float32) for each in half]
+        self._widened += [WidenedGradient(each, torch.float32, fixes_type=True) for each in half]
 
     def note_scaled(self) -> None:
         """Remembers the parameters, which keep scaled gradients after the block, in case the optimizer is deleted."""

@@ -64,14 +64,12 @@ class _Done:
         counted: True if its overflow was counted in the scaler.
         announced: True if the skipped step was logged.
         named: True if an optimizer of this rank had gradients of it that are inf or NaN.
-        clipped: True if the user was told that its gradients were clipped while they are scaled.
     """
 
     reacted = False
     counted = False
     announced = False
     named = False
-    clipped = False
 
 
 class ScaleUse:

@@ -15,22 +15,26 @@ class WidenedGradient:
     Args:
         parameter: the parameter, with a gradient.
         dtype: the new type of the gradient.
+        fixes_type: whether later gradients of the parameter have its present type, also after ``model.float()``, and
+            also if a function computes them in another one. False: they have the type in which they are computed.
+            torch has no way back to the state before, in which they follow the parameter.
     """
 
-    def __init__(self, parameter: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, parameter: Tensor, dtype: torch.dtype, *, fixes_type: bool) -> None:
         grad = parameter.grad
         assert grad is not None
         self._parameter, self._own, self._before = parameter, parameter.dtype, grad.dtype
         allowed = parameter.grad_dtype
-        # The present type would stay fixed, and would be wrong after model.float(). None allows any type.
-        self._allowed = None if allowed is self._own else allowed
+        self._allowed = allowed if fixes_type or allowed is not self._own else None
         _set_gradient(parameter, grad.to(dtype), dtype)
 
     def narrow(self) -> None:
         """Restores the type; if the parameter was converted meanwhile, the gradient gets the parameter's."""
-        parameter, is_same = self._parameter, self._parameter.dtype is self._own
-        grad, dtype = parameter.grad, self._before if is_same else parameter.dtype
-        _set_gradient(parameter, None if grad is None else grad.to(dtype), self._allowed if is_same else None)
+        parameter, dtype, allowed = self._parameter, self._before, self._allowed
+        if parameter.dtype is not self._own:  # as by amp.deinitialize inside the block
+            dtype = parameter.dtype
+            allowed = None if allowed is None else dtype
+        _set_gradient(parameter, None if parameter.grad is None else parameter.grad.to(dtype), allowed)
 
 
 def _set_gradient(parameter: Tensor, grad: Tensor | None, allowed: torch.dtype | None) -> None:

@@ -27,6 +27,9 @@ EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
 WITHOUT_MUON = {name: make for name, make in OPTIMIZERS.items() if name != "Muon"}  # the network has biases
 EACH_OPTIMIZER = pytest.mark.parametrize("make", WITHOUT_MUON.values(), ids=WITHOUT_MUON)
+EACH_WAY_TO_COPY = pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))], ids=["copy", "pickle"]
+)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
@@ -424,6 +427,30 @@ class TestUnusualOptimizers:
             optimizer.step(change)
         assert_same_state(optimizer.state_dict(), before)
 
+    @EACH_WAY_TO_COPY
+    def test_a_copy_made_in_a_closure_has_the_masters_and_cannot_step(self, way):
+        model, optimizer = wrapped()
+        train(model, optimizer, 0)
+        masters = copy.deepcopy(list(optimizer.master_params()))
+        copies: list[MixedPrecision] = []
+        optimizer.step(lambda: copies.append(way(optimizer)))
+        assert_same_state(list(copies[0].master_params()), masters)
+        with pytest.raises(UsageError, match="is under way"):
+            copies[0].step()
+
+    def test_another_optimizer_may_take_the_place_of_the_wrapped_one(self):
+        model, optimizer = wrapped()
+        train(model, optimizer, 0)
+        other = SGD(model.parameters())
+        other.load_state_dict(optimizer.optimizer.state_dict())
+        other.state = optimizer.optimizer.state
+        optimizer.optimizer = other
+        train(model, optimizer, 1)
+        expected_model, expected = wrapped()
+        train(expected_model, expected, 0, 1)
+        assert_same_state(optimizer.state_dict(), expected.state_dict())
+        assert_same_state(list(optimizer.master_params()), list(expected.master_params()))
+
     def test_a_parameter_listed_twice_has_one_master(self):
         parameter, _ = single()
         with pytest.warns(UserWarning, match="duplicate parameters"):
@@ -602,9 +629,7 @@ class TestSaving:
         resumed.load_state_dict(optimizer.state_dict())
         assert_same_state(list(precise.parameters())[:2], list(optimizer.master_params())[:2])
 
-    @pytest.mark.parametrize(
-        "way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
-    )
+    @EACH_WAY_TO_COPY
     def test_copies_train_apart_to_the_same_bits(self, way):
         model, optimizer = wrapped(ADAMW)
         lr_scheduler.StepLR(optimizer, 1)  # wraps its step

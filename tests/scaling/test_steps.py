@@ -14,7 +14,7 @@ import pytest
 import stepping
 import torch
 from helpers import assert_same_state
-from optimizers import SGD, backward
+from optimizers import SGD, backward, initialize
 from stepping import closure_of, every_half, loss_of, network, o1_and_o2, train, weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -390,6 +390,19 @@ class TestClippingByTorch:
             pytest.warns(AmpWarning, match="masters have none yet, so that nothing is clipped"),
         ):
             torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+
+    def test_clipping_in_one_block_is_warned_of_once_for_each_optimizer(self):
+        models = [network(), network()]
+        optimizers = [SGD(model.parameters()) for model in models]
+        initialize(models, optimizers, init_scale=1024.0)
+        loss = loss_of(models[0]) + loss_of(models[1])
+        with amp.scale_loss(loss, optimizers) as scaled_loss:
+            scaled_loss.backward()
+            for model in models:
+                with pytest.warns(AmpWarning, match="gradients are clipped") as warned:
+                    for _ in range(2):
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                assert len(warned) == 1
 
     def test_clipping_masters_without_gradients_by_value_warns_before_torch_raises(self):
         with (
