@@ -118,7 +118,7 @@ def watch(ledger: PatchLedger, check: Callable[[Sequence[Tensor]], object]) -> N
 
 
 def warn_of_scaled(gradients: OptimizerGradients, clipped: Iterable[Tensor]) -> None:
-    """Warns, once for each block of an optimizer, if torch is about to clip its scaled gradients, or to take their norm.
+    """Warns, once for each optimizer of a block, if torch is about to clip scaled gradients, or to take their norm.
 
     Args:
         gradients: the optimizer's gradients.

@@ -46,26 +46,14 @@ class StepOutcomes:
         self._gradients, self._handler, self._announces = gradients, handler, announces
         self._warned_of_loss = False
 
-    @property
-    def step_was_skipped(self) -> bool:
-        """True if the last step was skipped; syncs with the device."""
-        self.read()
-        return self.skips.in_a_row > 0
-
-    @property
-    def skipped_steps(self) -> int:
-        """Number of steps skipped so far; syncs with the device."""
-        self.read()
-        return self.skips.total
-
-    def read(self, wait: bool = True) -> None:
-        """Reads the verdicts of earlier steps, in their order.
+    def read(self, wait: bool = True) -> SkippedSteps:
+        """Reads the verdicts of earlier steps, in their order; returns the counts.
 
         Args:
             wait: whether to sync with the device; otherwise stops at the first verdict that has not arrived.
         """
         if not self.unread or is_capturing():  # a capturing stream must not be queried
-            return
+            return self.skips
         while self.unread and (wait or all(scale_use.has_arrived for scale_use in self.unread[0][0])):
             uses, buffers = self.unread.popleft()
             overflowed = list(filter(OVERFLOWED, uses))
@@ -81,6 +69,7 @@ class StepOutcomes:
             self._announce(overflowed)
             self._warn_of_loss(overflowed)
             self._explain(overflowed, None)
+        return self.skips
 
     def note_read(self, judged: Sequence[ScaleUse]) -> None:
         """Updates the record of steps before one whose verdict the host has read."""
