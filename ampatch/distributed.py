@@ -48,19 +48,78 @@ class Group:
             tensor.copy_(there)
 
 
+class FsdpModules:
+    """The FSDP modules of a session's models, of both versions, and the gradients that these keep unreduced.
+
+    True if there are any: their layers have whole weights only while they run.
+    """
+
+    def __init__(self) -> None:
+        self._first: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+        self._second: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
+
+    def __bool__(self) -> bool:
+        return bool(self._first) or bool(self._second)
+
+    def add(self, module: nn.Module) -> None:
+        """Records a module if it is one of FSDP's."""
+        fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, there are no such modules
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            self._first[module] = None
+        elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            self._second[module] = None
+
+    def flattened(self) -> dict[int, nn.Module]:
+        """Returns the innermost module of FSDP1 around each of its parameters, by id of the parameter."""
+        # Inner modules come later, and overwrite the outer ones.
+        return {id(each): module for module in list(self._first) for each in module.parameters()}
+
+    def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns True if FSDP has left a gradient of these for a later backward pass to reduce."""
+        if not self:
+            return False
+        parameters = list(parameters)
+        postponed: set[int] = set()
+        for module in list(self._first):
+            if not private.syncs_gradients(module):
+                postponed.update(map(id, module.parameters()))
+        for group in self._groups():
+            if private.is_postponed(group):
+                postponed.update(id(each.sharded_param) for each in group.fsdp_params)
+        return any(id(parameter) in postponed for parameter in parameters) or self.hold_back(parameters)
+
+    def hold_back(self, parameters: Iterable[Tensor]) -> bool:
+        """Returns True if FSDP2 holds gradients of these internally that it has not reduced yet."""
+        return bool(self._second) and any(True for _ in self._holding_back(parameters))
+
+    def drop_held_back(self, parameters: Iterable[Tensor]) -> None:
+        """Drops gradients of these that FSDP2 holds internally."""
+        for group in self._holding_back(parameters):
+            private.drop_held_back(group)
+
+    def _groups(self) -> Iterator[Any]:
+        return (group for module in list(self._second) for group in private.parameter_groups(module))
+
+    def _holding_back(self, parameters: Iterable[Tensor]) -> Iterator[Any]:
+        """Returns FSDP2's parameter groups that hold unreduced gradients and contain any of these parameters."""
+        keeping = list(filter(private.holds_back, self._groups()))
+        ids = set(map(id, parameters)) if keeping else set()
+        return (group for group in keeping if any(id(each.sharded_param) in ids for each in group.fsdp_params))
+
+
 class Ranks:
     """The distributed wrappers of a session's models, and how their parameters are spread over ranks.
 
     Attributes:
         has_wrappers: True if a DDP or FSDP wrapper was found.
+        fsdp: the FSDP modules.
     """
 
     def __init__(self) -> None:
         self.has_wrappers = False
         # In the order in which they were found, outer wrappers first. The order is the same on every rank.
         self._ddp: weakref.WeakKeyDictionary[DistributedDataParallel, _Replica] = weakref.WeakKeyDictionary()
-        self._fsdp1: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP1
-        self._fsdp2: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()  # of FSDP2
+        self.fsdp = FsdpModules()
         self._layouts: dict[tuple[Any, tuple[Any, ...]], _Layout] = {}
 
     def find_wrappers(self, model: nn.Module) -> list[DistributedDataParallel]:
@@ -70,22 +129,14 @@ class Ranks:
             The DDP wrappers, whose forward passes the caller must report.
         """
         replicating = []
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, there are no FSDP wrappers
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
                 self.add(module)
                 replicating.append(module)
-            elif fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
-                self._fsdp1[module] = None
-            elif fsdp is not None and isinstance(module, fsdp.FSDPModule):
-                self._fsdp2[module] = None
-        self.has_wrappers = self.has_wrappers or self.gathers_weights
+            else:
+                self.fsdp.add(module)
+        self.has_wrappers = self.has_wrappers or bool(self.fsdp)
         return replicating
-
-    @property
-    def gathers_weights(self) -> bool:
-        """True if there is an FSDP model, whose layers have whole weights only while they run."""
-        return bool(self._fsdp1) or bool(self._fsdp2)
 
     def add(self, wrapper: DistributedDataParallel) -> None:
         """Records a DDP wrapper, if it is new."""
@@ -158,41 +209,6 @@ class Ranks:
         ids = frozenset().union(*(replica.ids for replica in list(self._ddp.values())))
         return [parameter for parameter in parameters if id(parameter) in ids]
 
-    def is_postponed(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns True if FSDP has left a gradient of these for a later backward pass to reduce."""
-        if not self.gathers_weights:
-            return False
-        parameters = list(parameters)
-        postponed: set[int] = set()
-        for module in list(self._fsdp1):
-            if not private.syncs_gradients(module):
-                postponed.update(map(id, module.parameters()))
-        for module in list(self._fsdp2):
-            for group in private.parameter_groups(module):
-                if private.is_postponed(group):
-                    postponed.update(id(each.sharded_param) for each in group.fsdp_params)
-        return any(id(parameter) in postponed for parameter in parameters) or self.has_held_back(parameters)
-
-    def has_held_back(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns True if FSDP2 holds gradients of these internally that it has not reduced yet."""
-        return any(True for _ in self._held_back(parameters))
-
-    def drop_held_back(self, parameters: Iterable[Tensor]) -> None:
-        """Drops gradients of these that FSDP2 holds internally."""
-        for group in self._held_back(parameters):
-            private.drop_held_back(group)
-
-    def _held_back(self, parameters: Iterable[Tensor]) -> Iterator[Any]:
-        """Returns FSDP2's parameter groups that hold unreduced gradients and contain any of these parameters."""
-        keeping = [
-            group
-            for module in list(self._fsdp2)
-            for group in private.parameter_groups(module)
-            if private.holds_back(group)
-        ]
-        ids = set(map(id, parameters)) if keeping else set()
-        return (group for group in keeping if any(id(each.sharded_param) in ids for each in group.fsdp_params))
-
     def reduce_overflow_(self, found_inf: Tensor, parameters: Iterable[Tensor]) -> None:
         """All-reduces an overflow flag over the ranks that have these parameters or pieces of them.
 
@@ -239,8 +255,7 @@ class Ranks:
         """Yields how each parameter is spread over ranks; nothing if torch.distributed is not initialized."""
         if _is_not_distributed():
             return iter(())
-        # Inner modules come later, and overwrite the outer ones: the innermost FSDP module decides.
-        flat = {id(each): module for module in list(self._fsdp1) for each in module.parameters()}
+        flat = self.fsdp.flattened()
         return (self._layout(parameter, flat) for parameter in parameters)
 
     def _layout(self, parameter: Any, flat: Mapping[int, Any]) -> _Layout:

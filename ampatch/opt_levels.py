@@ -173,11 +173,7 @@ def check_half_dtype(half_dtype: object, name: str = "half_dtype") -> torch.dtyp
     Raises:
         OptionError: the value is not a half dtype.
     """
-    found = dtype_of(half_dtype)
-    if isinstance(found, torch.dtype) and found in HALVES:
-        return found
-    hint = _near_dtypes(half_dtype, HALVES)
-    raise OptionError(f"{name} is {half_dtype!r}; expected torch.float16 or torch.bfloat16, or its name.{hint}")
+    return check_dtype(name, half_dtype, HALVES, "torch.float16 or torch.bfloat16, or its name")
 
 
 def check_model_type(dtype: object) -> torch.dtype | None:
@@ -186,15 +182,10 @@ def check_model_type(dtype: object) -> torch.dtype | None:
     Raises:
         OptionError: the value is not None, False, float32 or a half dtype.
     """
-    if dtype is False:
+    if dtype is False or dtype is None:
         return None
-    found, allowed = dtype_of(dtype), {torch.float32, *HALVES}
-    if found is None or (isinstance(found, torch.dtype) and found in allowed):
-        return found
-    raise OptionError(
-        f"cast_model_type is {dtype!r}; expected torch.float32, torch.float16 or torch.bfloat16, or its name, or None "
-        f"for the level's own.{_near_dtypes(dtype, allowed)}"
-    )
+    expected = "torch.float32, torch.float16 or torch.bfloat16, or its name, or None for the level's own"
+    return check_dtype("cast_model_type", dtype, {torch.float32, *HALVES}, expected)
 
 
 def check_output_type(dtype: object) -> torch.dtype | None:
@@ -203,13 +194,30 @@ def check_output_type(dtype: object) -> torch.dtype | None:
     Raises:
         OptionError: the value is not None or a floating dtype of at least 16 bits.
     """
-    found = dtype_of(dtype)
-    if found is None or (isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1):
+    expected = "a floating type such as torch.float32, or its name, or None for the level's own"
+    return None if dtype is None else check_dtype("cast_model_outputs", dtype, _DTYPE_NAMES.values(), expected)
+
+
+def check_dtype(name: str, given: object, allowed: Collection[torch.dtype], expected: str) -> torch.dtype:
+    """Returns a dtype, given as a dtype or by its name.
+
+    Args:
+        name: name of the argument.
+        given: what the user gave.
+        allowed: the dtypes that it may be.
+        expected: what the error says of these.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    found = dtype_of(given)
+    if isinstance(found, torch.dtype) and found in allowed:
         return found
-    raise OptionError(
-        f"cast_model_outputs is {dtype!r}; expected a floating type such as torch.float32, or its name, or None for "
-        f"the level's own.{_near_dtypes(dtype, _DTYPE_NAMES.values())}"
-    )
+    hint = ""
+    if isinstance(given, str) and found is given:  # no dtype at all
+        names = [name for name, dtype in _DTYPE_NAMES.items() if dtype in allowed]
+        hint = did_you_mean(given.removeprefix("torch.").lower(), names)
+    raise OptionError(f"{name} is {given!r}; expected {expected}.{hint}")
 
 
 def dtype_of(value: object) -> object:
@@ -220,14 +228,6 @@ def dtype_of(value: object) -> object:
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name of a dtype without "torch." in front."""
     return str(dtype).removeprefix("torch.")
-
-
-def _near_dtypes(given: object, allowed: Collection[torch.dtype]) -> str:
-    """Returns a hint with the allowed names close to a misspelled one; empty for a non-string or a valid name."""
-    if not isinstance(given, str) or dtype_of(given) is not given:
-        return ""
-    names = [name for name, dtype in _DTYPE_NAMES.items() if dtype in allowed]
-    return did_you_mean(given.removeprefix("torch.").lower(), names)
 
 
 def check_flag(name: str, value: object) -> bool | None:
@@ -264,9 +264,8 @@ def state_type(given: object, master_weights: object) -> str:
     Raises:
         OptionError: it is another type, or masters do not exist only while the optimizer steps.
     """
-    dtype = dtype_of(given)
-    if dtype is not torch.float32 and dtype is not torch.bfloat16:
-        raise OptionError(f"optimizer_state is {given!r}; expected torch.float32 or torch.bfloat16, or its name.")
+    allowed = (torch.float32, torch.bfloat16)
+    dtype = check_dtype("optimizer_state", given, allowed, "torch.float32 or torch.bfloat16, or its name")
     if dtype is torch.bfloat16 and master_weights not in TEMPORARY:
         raise OptionError(
             f"optimizer_state={given!r} needs masters that exist only while the optimizer steps, as state is widened "
@@ -292,15 +291,16 @@ def check_verbosity(verbosity: object) -> bool:
     raise OptionError(f"verbosity is {verbosity!r}; expected a whole number: 0 is silent, 1 logs skipped steps.")
 
 
-def check_count(name: str, value: object) -> int:
-    """Returns a whole number of at least 1 unchanged.
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """Returns a whole number unchanged.
 
     Raises:
-        OptionError: it is something else.
+        OptionError: it is something else, or less than ``least``, or more than an int32 holds.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31:
         return value
-    raise OptionError(f"{name} is {value!r}; expected a whole number of at least 1.")
+    below = ", below 2**31" if isinstance(value, int) and value >= 2**31 else ""
+    raise OptionError(f"{name} is {value!r}; expected a whole number of at least {least}{below}.")
 
 
 def check_limit(name: str, value: Any, otherwise: str = "") -> float:

@@ -282,7 +282,7 @@ class TrainerSession:
         self.load_state_dict(state)
         for optimizer in self.optimizers:
             if self._scaler is None:
-                self._session.adopted.record_of(optimizer).scaled_backward = self._wording.backward
+                self._session.adopted.record_of(optimizer).missing_scale.scaled_backward = self._wording.backward
             else:
                 self._steps.set(optimizer, "step", self._scaler.step_of(optimizer))
 

@@ -47,7 +47,7 @@ class Wrappers(Part):
         for model in self.shared.adopted.models:
             for wrapper in self.shared.ranks.find_wrappers(model):
                 self._follow_forwards_of(wrapper)
-        if self.shared.ranks.gathers_weights:
+        if self.shared.ranks.fsdp:
             self.shared.cache.disable()
 
     def _note_around(self, _: object) -> None:

@@ -49,7 +49,7 @@ class Gradients(Part):
     def _check_clipped(self, grads: Sequence[Tensor]) -> None:
         """Warns if gradients that torch is about to clip are scaled."""
         for record in self.shared.adopted.records:
-            record.gradients.check_not_scaled_when_clipped(grads)
+            clipping.warn_of_scaled(record.gradients, grads)
 
     def before_scaler_unscales(self, optimizer: OptimizerLike) -> None:
         """Prepares for a `GradScaler`, torch's or ampatch's, that is about to unscale an optimizer's gradients.
@@ -67,7 +67,7 @@ class Gradients(Part):
                 "skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, optimizer) as "
                 "scaled_loss: scaled_loss.backward(), and then optimizer.step()."
             )
-        record.has_other_scale = True
+        record.missing_scale.has_other_scale = True
 
     @with_casts_off
     def replace_verdicts(self, scaler: LossScaler, found_inf: Tensor) -> None:
@@ -84,7 +84,7 @@ class Gradients(Part):
         for record in concerned or everyone:
             pending = record.gradients.pending
             record.gradients.pending = [scale_use for scale_use in pending if scale_use.scaler is not scaler]
-            record.has_other_scale = True
+            record.missing_scale.has_other_scale = True
         scaler.forget()
         scaler.update_by(found_inf)
 

@@ -175,7 +175,7 @@ class Losses(Part):
         if settings.properties.cast_model_type is None and not settings.steps_in_float32:
             warn_of_half_updates(optimizer, adopted, settings.properties.opt_level)
         adopted.by_id[id(optimizer)] = record
-        self._skips.append(record.skips)
+        self._skips.append(record.outcomes.skips)
         finalizer = weakref.finalize(optimizer, adopted.forget_optimizer, id(optimizer))
         self.ledger.on_undo(finalizer.detach, optimizer)
 
@@ -231,7 +231,7 @@ class Losses(Part):
         """Returns the loss scales and the numbers of skipped steps; reads each device once."""
         states = read_states(self.scalers)
         for record in self.shared.adopted.records:
-            record.read_verdicts()
+            record.outcomes.read()
         numbers: dict[str, int | float] = {}
         for index, (scaler, state) in enumerate(zip(self.scalers, states, strict=True)):
             suffix = f"/{index}" if len(self.scalers) > 1 else ""

@@ -94,8 +94,8 @@ def initialize(
     "half" or "fp16"; "bfloat16" or "bf16"; "float32".
 
     Args:
-        models: a module, or a list of modules. They must be neither wrapped for several ranks or devices nor compiled
-            by TorchScript.
+        models: a module, or a list of modules. They must not be wrapped for several ranks or devices, nor compiled by
+            TorchScript.
         optimizers: an optimizer, a list of optimizers, or None. An optimizer is any object with ``param_groups``,
             ``step`` and ``zero_grad``.
         enabled: False returns everything unchanged, and makes every other call a no-op.
@@ -107,34 +107,34 @@ def initialize(
             weights then get masters at O2 and O5.
         patch_torch_functions: whether torch's functions cast by the lists; None: the level's default.
         keep_batchnorm_fp32: whether batch norm stays float32, at levels that convert weights.
-        master_weights: whether the optimizer updates float32 masters, at levels that convert weights. Two more values,
-            for bfloat16 weights, save memory, as masters exist only while the optimizer steps. With "split" a weight
-            and an int16 remainder are the master. With "stochastic" nothing is left of it, and updates are rounded at
-            random.
-        optimizer_state: type of the optimizer's float32 state between steps, with these two values of
-            ``master_weights``: ``torch.float32``, or ``torch.bfloat16``, which is rounded at random as well.
+        master_weights: whether the optimizer updates float32 masters, at levels that convert weights. With bfloat16
+            weights, two more values save memory: masters exist only while the optimizer steps. With "split", a weight
+            and an int16 remainder are the master. With "stochastic", nothing else of the master is kept, and updates
+            are rounded at random.
+        optimizer_state: type of the optimizer's float32 state between steps: ``torch.float32`` or ``torch.bfloat16``.
+            The latter is rounded at random, and needs "split" or "stochastic" as ``master_weights``.
         cast_model_outputs: dtype of the model's outputs; None: float32 at levels that convert weights, else unchanged.
-        half_dtype: ``torch.float16`` or ``torch.bfloat16``; None: the half type that parameters have; if none has one,
-            float16 if the parameters are on a GPU, else bfloat16.
+        half_dtype: ``torch.float16`` or ``torch.bfloat16``. None: the half type that parameters have. If no parameter
+            is half: float16 for parameters on a GPU, else bfloat16.
         patch_torch_functions_type: the name of ``half_dtype`` in ROCm's Apex.
 
     Cast lists and parts of a model:
-        cast_lists: a YAML file, a list of files, or a mapping of the same form; overrides entries of the shipped lists.
-            Under ``modules``, submodules get lists of their own or compute in float32.
+        cast_lists: a YAML file, a list of files, or a mapping of the same form. Its entries override those of the
+            shipped lists. Under ``modules``, submodules get lists of their own or compute in float32.
         keep_fp32: submodules that stay float32: a name, a pattern (``"*.norm"``) or a class, or a list of these. Their
             forward passes get half inputs as float32, and cast nothing inside. At levels that make weights half, their
             weights stay float32, and their outputs are cast to half.
-        float32_outputs: submodules that stay float32 as in ``keep_fp32``, and whose outputs also stay float32 at every
-            level, such as a head with float32 logits. No layer with half weights may follow them.
+        float32_outputs: submodules that stay float32 as with ``keep_fp32``, and whose outputs stay float32 too, at
+            every level. An example is a head with float32 logits. No layer with half weights may follow them.
         cast_buffers: buffers that become half with the weights, at levels that make these half. False: none. True: all
             floating-point buffers. Or names as in ``named_buffers()``, or patterns (``"*.inv_freq"``): one or a list.
-        fused_linear: whether a linear layer is one node of autograd's graph, which computes the gradient of its float32
-            weight in float32, without rounding it to half first. None: at O1 and O4, for layers that the lists cast to
-            half. False: torch's own nodes, with the same bits as Apex and torch.autocast. True: like None, but raises
-            an error if it has no effect. It applies to calls of ``torch.nn.functional.linear`` in eager code whose
-            weight is a trained `torch.nn.Parameter`; other calls are not affected. If torch cannot multiply half
-            matrices with a float32 result (it can on CUDA only), the product is rounded to half. The environment
-            variable AMPATCH_FUSED_LINEAR chooses another product.
+        fused_linear: whether a linear layer is one node of autograd's graph. That node computes the gradient of a
+            float32 weight in float32, without rounding it to half first. None: at O1 and O4, for layers that the lists
+            cast to half. False: torch's own nodes, with the same bits as Apex and torch.autocast. True: like None, but
+            raises an error if it has no effect. Only calls of ``torch.nn.functional.linear`` in eager code are
+            affected, and only if their weight is a trained `torch.nn.Parameter`. torch multiplies half matrices with a
+            float32 result on CUDA only. On other devices the product is rounded to half. The environment variable
+            AMPATCH_FUSED_LINEAR chooses another product.
 
     Loss scale:
         loss_scale: a positive number, or "dynamic"; None: the level's default, and 1 for bfloat16.
@@ -154,25 +154,26 @@ def initialize(
 
     Skipped steps:
         on_overflow: how a skipped step is reported. The step is skipped first, so weights, masters and optimizer state
-            are unchanged. "log" writes a line to the log, at verbosity 1. "explain" also does so, and traces skips that
-            a too high loss scale does not explain: the loss is inf or NaN, the scale is static, or it is the third skip
-            in a row (at the start the eighth). After a first such skip, it notes the next steps, and logs the trace of
-            one that is skipped. "raise" raises `GradientOverflowError` from ``optimizer.step()``. A function is called
-            with the `Overflow`, once for each optimizer that skips. If it raises an error, so does
-            ``optimizer.step()``. "trace" runs the forward passes of a skipped step again, and logs ``str(overflow)`` at
-            any verbosity. The text names the function that first produced inf or NaN. If a second run cannot find it,
-            amp watches the next steps, which take several times as long. ("trace", function) and ("trace", "raise") put
-            the trace into the overflow. At the minimum scale `LossScaleError` is raised instead, with the overflow as
-            its attribute ``overflow``. All values except "log" and "explain" read the overflow flag before every step,
-            as ``exact_hooks`` does. This syncs with the device, and prevents skipping in the optimizer's own kernel.
-        check_finite: whether each step checks its gradients for inf and NaN, and is skipped if there are any, also
-            under a static scale. A static scale keeps its value. The check reads the gradients that the optimizer is
-            about to read: from any backward pass, in a block or not, after clipping and edits. With a closure it reads
-            the gradients of each evaluation. It sees neither gradients that the optimizer's own step hooks write, nor
-            values that the optimizer computes from finite gradients. Optimizers that amp has not adopted are not
-            checked. The check costs one read of all gradients. An optimizer with ``fused=True`` skips in its own
-            kernel. For others the host reads the flag, which syncs with the device. Under a dynamic scale the gradients
-            of blocks are always checked.
+            are unchanged. "log" writes a line to the log, at verbosity 1. "explain" also writes it, and traces skips
+            that a too high loss scale does not explain. These are skips with a loss that is inf or NaN, skips under a
+            static scale, and the third skip in a row. At the start of a run it is the eighth in a row. After a first
+            such skip, it notes the next steps, and logs the trace of one that is skipped. "raise" raises
+            `GradientOverflowError` from ``optimizer.step()``. A function is called with the `Overflow`, once for each
+            optimizer that skips. If it raises an error, so does ``optimizer.step()``. "trace" runs the forward passes
+            of a skipped step again, and logs ``str(overflow)`` at any verbosity. The text names the function that first
+            produced inf or NaN. If a second run cannot find it, amp watches the next steps, which take several times as
+            long. ("trace", function) and ("trace", "raise") put the trace into the overflow. At the minimum scale
+            `LossScaleError` is raised instead, with the overflow as its attribute ``overflow``. All values except "log"
+            and "explain" read the overflow flag before every step, as ``exact_hooks`` does. This syncs with the device,
+            and prevents skipping in the optimizer's own kernel.
+        check_finite: whether each step checks its gradients for inf and NaN, also under a static scale. A step with
+            such gradients is skipped, and a static scale keeps its value. The check reads the gradients that the
+            optimizer is about to read, after clipping and edits. They may come from any backward pass, in a block or
+            not. With a closure it reads the gradients of each evaluation. It sees neither gradients that the
+            optimizer's own step hooks write, nor values that the optimizer computes from finite gradients. Optimizers
+            that amp has not adopted are not checked. The check costs one read of all gradients. An optimizer with
+            ``fused=True`` skips in its own kernel. For others the host reads the flag, which syncs with the device.
+            Under a dynamic scale the gradients of blocks are always checked.
         exact_hooks: whether a skipped step runs none of the optimizer's step hooks. True syncs with the device before
             every step. With False, optimizers with ``fused=True`` skip in their own kernel, and their hooks run.
 

@@ -180,7 +180,7 @@ def step_was_skipped(optimizer: Any) -> bool:
     if runtime.disabled:
         return False
     checked = check_optimizer(optimizer)
-    return runtime.session_of(checked, "amp.step_was_skipped").adopted.record_of(checked).step_was_skipped
+    return runtime.session_of(checked, "amp.step_was_skipped").adopted.record_of(checked).outcomes.read().in_a_row > 0
 
 
 def skipped_steps(optimizer: Any) -> int:
@@ -193,7 +193,7 @@ def skipped_steps(optimizer: Any) -> int:
     if runtime.disabled:
         return 0
     checked = check_optimizer(optimizer)
-    return runtime.session_of(checked, "amp.skipped_steps").adopted.record_of(checked).skipped_steps
+    return runtime.session_of(checked, "amp.skipped_steps").adopted.record_of(checked).outcomes.read().total
 
 
 def master_params(optimizer: Any) -> Iterator[Tensor]:

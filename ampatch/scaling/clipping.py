@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ampatch.distributed import Group, Ranks
-from ampatch.errors import UsageError
+from ampatch.errors import UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
 from ampatch.scaling import step_observers
@@ -117,6 +117,34 @@ def watch(ledger: PatchLedger, check: Callable[[Sequence[Tensor]], object]) -> N
     ledger.before(*GET_TOTAL_NORM, check_if_empty)
 
 
+def warn_of_scaled(gradients: OptimizerGradients, clipped: Iterable[Tensor]) -> None:
+    """Warns, once for each optimizer of a block, if torch is about to clip scaled gradients, or to take their norm.
+
+    Args:
+        gradients: the optimizer's gradients.
+        clipped: the gradients that torch was given. Empty if the user asked for those of masters, which have none
+            before the half gradients are unscaled.
+    """
+    scaled_by, masters = gradients.scaled_by, gradients.masters
+    if scaled_by is None or scaled_by.is_one or scaled_by is gradients.warned_of_clipping:
+        return
+    ids = set(map(id, clipped))
+    scaled = [
+        each for each in gradients.model_parameters() if each.grad is not None and not masters.gradients.shows(each)
+    ]
+    if any(id(each.grad) in ids for each in scaled):
+        what = "so that the norm is too large by the loss scale"
+    elif not ids and masters.wanted and scaled:
+        what = "and the float32 masters have none yet, so that nothing is clipped"
+    else:
+        return
+    gradients.warned_of_clipping = scaled_by  # torch may call this several times for one norm
+    warn(
+        f"gradients are clipped, or their norm is taken, where amp.scale_loss has them scaled still, {what}. Do it "
+        "behind the block, without delay_unscale=True; or type amp.clip_grad_norm_(optimizer, max_norm) there."
+    )
+
+
 def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -> Tensor:
     """Clips the gradients of parameters by the norm of all of them taken together.
 
@@ -148,7 +176,8 @@ def _are_plain(gradients: OptimizerGradients) -> bool:
 def _clip_scaled(gradients: OptimizerGradients, unscaling: Unscaling, max_norm: float) -> Tensor:
     """Unscales and clips at once: reads the gradients once, and writes them once."""
     try:
-        step_observers.tell_unscaling(unscaling.scale_use, unscaling.gradients)
+        for observer in step_observers.observers:
+            observer.unscaling(unscaling.scale_use, unscaling.gradients)
         inv_scale = unscaling.scale_use.scale.reciprocal()
         parts = _parts(gradients.parameters(), gradients.ranks)
         if of_masters := gradients.masters.gradients.new():

@@ -22,7 +22,7 @@ from ampatch.distributed import Ranks
 from ampatch.errors import AmpError, OptionError, UsageError, did_you_mean, warn
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device, read
-from ampatch.opt_levels import LossScale, check_loss_scale
+from ampatch.opt_levels import LossScale, check_count, check_loss_scale
 from ampatch.switch import WithoutCasts
 from ampatch.tracing import is_capturing
 
@@ -126,7 +126,7 @@ def make_policy(
     if floor > ceiling:
         raise OptionError(f"min_loss_scale={floor} is above max_loss_scale={ceiling}; expected it to be at most that.")
     growth, backoff = _factors(scale_factor, growth_factor, backoff_factor)
-    window, left = _count("scale_window", scale_window), _count("hysteresis", hysteresis)
+    window, left = check_count("scale_window", scale_window), check_count("hysteresis", hysteresis)
     start = _checked_scale("init_scale", init_scale)
     first = min(max(start, floor), ceiling) if checked == "dynamic" else _checked_scale("loss_scale", checked)
     return ScalePolicy(checked == "dynamic", first, growth, backoff, window, left, floor, ceiling)
@@ -503,15 +503,16 @@ class LossScaler:
             )
         try:
             scale = _checked_scale(scale_key, state_dict[scale_key])
-            unskipped = _count(unskipped_key, state_dict[unskipped_key], least=0)
-            left = _count("hysteresis_left", state_dict.get("hysteresis_left", self.policy.hysteresis), least=-(2**31))
+            unskipped = check_count(unskipped_key, state_dict[unskipped_key], least=0)
+            left = state_dict.get("hysteresis_left", self.policy.hysteresis)
+            left = min(check_count("hysteresis_left", left, least=-(2**31)), self.policy.hysteresis)
             for key in _GRAD_SCALER_KEYS[2:5]:
                 _checked_scale(key, state_dict.get(key, 1.0))
         except AmpError as error:
             raise OptionError(f"the state of a loss scaler is not sound: {error}") from None
         if self.dynamic:
             scale = min(max(scale, self.policy.min_loss_scale), self.policy.max_loss_scale)
-        return ScaleState(scale, unskipped, min(left, self.policy.hysteresis))
+        return ScaleState(scale, unskipped, left)
 
     def set_state(self, state: ScaleState) -> None:
         """Loads a checked state."""
@@ -726,11 +727,3 @@ def _factor(name: str, value: object) -> float:
 
 def _float32(number: float) -> float:
     return float(torch.tensor(number, dtype=torch.float32, device="cpu"))
-
-
-def _count(name: str, value: object, least: int = 1) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31:
-        return value
-    raise OptionError(
-        f"{name} is {value!r}; expected a whole number of at least {least}{', below 2**31' * isinstance(value, int)}."
-    )

@@ -9,20 +9,21 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ampatch.distributed import Ranks
-from ampatch.errors import UsageError, warn
+from ampatch.errors import UsageError
 from ampatch.half_types import HALVES
 from ampatch.native import kernels
 from ampatch.native.host_copy import on_device, stacked
 from ampatch.scaling import overflows
 from ampatch.scaling.overflows import NonFiniteGradient
 from ampatch.scaling.scale_use import ScaleUse, drop, drop_where
+from ampatch.scaling.widened_gradients import WidenedGradient
 from ampatch.weights import optimizer_state
 from ampatch.weights.master_weights import MasterWeights
 
@@ -50,6 +51,29 @@ class HasGradients(Protocol):
         """Its gradients."""
 
 
+class UpdatedModels:
+    """The models of which an optimizer updates a parameter.
+
+    Args:
+        optimizer: the optimizer; held weakly.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._count = 0  # of the parameters, for which the answers hold
+        self._answers: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+    def __contains__(self, model: nn.Module) -> bool:
+        optimizer = self._optimizer()
+        own = [] if optimizer is None else list(map(id, optimizer_state.parameters_of(optimizer)))
+        if len(own) != self._count:
+            self._answers.clear()
+            self._count = len(own)
+        if model not in self._answers:
+            self._answers[model] = not set(own).isdisjoint(map(id, model.parameters()))
+        return self._answers[model]
+
+
 class OptimizerGradients:
     """The gradients of one optimizer.
 
@@ -66,6 +90,8 @@ class OptimizerGradients:
         pending: the uses of scales by blocks since the last step, with their verdicts, oldest first.
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
         dropped: uses since the last step whose gradients were cleared, so that no step has them.
+        models: the models that the optimizer updates.
+        warned_of_clipping: the use of a scale for which the user was told that scaled gradients were clipped.
     """
 
     def __init__(
@@ -80,16 +106,15 @@ class OptimizerGradients:
         self.ranks = ranks
         self.pending: list[ScaleUse] = []
         self.scaled_by: ScaleUse | None = None
+        self.warned_of_clipping: ScaleUse | None = None
         self.dropped: deque[ScaleUse] = deque(maxlen=_MOST_DROPPED)
         self._thread: weakref.ref[threading.Thread] | None = None  # of the last block that was handed the optimizer
         self._optimizer = weakref.ref(optimizer)
         self._adopted = adopted
         self._counts_non_finite = counts_non_finite
-        self._widened: list[tuple[Tensor, torch.dtype, torch.dtype | None, torch.dtype]] = []
+        self._widened: list[WidenedGradient] = []
         self._left_scaled: Sequence[Mapping[str, Any]] = ()  # the optimizer's groups, which outlive it here
-        self._warned_of_clipping: ScaleUse | None = None
-        self._own_count = 0
-        self._own_models: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self.models = UpdatedModels(optimizer)
         self._mixed_where: Tensor | None = None  # see `mark_mixed`
 
     @property
@@ -120,21 +145,10 @@ class OptimizerGradients:
         """Returns the gradients of the model's parameters, each once."""
         return optimizer_state.gradients_of(self.model_parameters())
 
-    def are_of(self, model: nn.Module) -> bool:
-        """Returns True if the optimizer updates a parameter of a model."""
-        count = sum(1 for _ in self.model_parameters())
-        if count != self._own_count:
-            self._own_models, self._own_count = weakref.WeakKeyDictionary(), count
-        found = self._own_models.get(model)
-        if found is None:
-            ids = set(map(id, self.model_parameters()))
-            found = self._own_models[model] = any(id(parameter) in ids for parameter in model.parameters())
-        return found
-
     def exist(self) -> bool:
         """Returns True if a model's parameter has a gradient, or FSDP2 keeps one that it has not reduced."""
         return optimizer_state.has_gradients(self.model_parameters()) or (
-            self.ranks.has_held_back(self.model_parameters())
+            self.ranks.fsdp.hold_back(self.model_parameters())
         )
 
     def are_clear(self) -> bool:
@@ -151,7 +165,7 @@ class OptimizerGradients:
 
     def drop(self) -> None:
         """Sets all gradients to None."""
-        self.ranks.drop_held_back(self.model_parameters())
+        self.ranks.fsdp.drop_held_back(self.model_parameters())
         for parameter in self.parameters():
             parameter.grad = None
         self.masters.gradients.clear()
@@ -191,11 +205,8 @@ class OptimizerGradients:
         Args:
             but: ids of parameters to leave out.
         """
-        for parameter in self.with_half_gradients():
-            grad = parameter.grad
-            if id(parameter) not in but and grad is not None:
-                self._widened.append((parameter, parameter.dtype, parameter.grad_dtype, grad.dtype))
-                _set_gradient(parameter, grad.float(), torch.float32)
+        half = (each for each in self.with_half_gradients() if id(each) not in but)
+        self._widened += [WidenedGradient(each, torch.float32, fixes_type=True) for each in half]
 
     def note_scaled(self) -> None:
         """Remembers the parameters, which keep scaled gradients after the block, in case the optimizer is deleted."""
@@ -206,10 +217,8 @@ class OptimizerGradients:
         """Notes that the gradients are unscaled or gone; those that `make_float32` changed are half again."""
         self.scaled_by = None
         self._left_scaled = ()
-        for parameter, own, allowed, dtype in self._widened:
-            if parameter.dtype is not own:  # amp.deinitialize was called inside the block, and restored its type
-                continue
-            _set_gradient(parameter, None if parameter.grad is None else parameter.grad.to(dtype), allowed)
+        for each in self._widened:
+            each.narrow()
         self._widened.clear()
 
     def check_unscaled(self, what: str) -> None:
@@ -311,32 +320,6 @@ class OptimizerGradients:
                     "amp.scale_loss."
                 )
 
-    def check_not_scaled_when_clipped(self, grads: Iterable[Tensor]) -> None:
-        """Warns if torch is about to clip scaled gradients, or to take their norm.
-
-        Args:
-            grads: the gradients that torch was given. Empty if the user asked for those of masters, which have none
-                before the half gradients are unscaled.
-
-        Warns:
-            AmpWarning: gradients of this optimizer are among them and scaled; or its masters have none yet.
-        """
-        if self.scaled_by is None or self.scaled_by.is_one or self.scaled_by is self._warned_of_clipping:
-            return
-        clipped, shows = set(map(id, grads)), self.masters.gradients.shows
-        scaled = [each for each in self.model_parameters() if each.grad is not None and not shows(each)]
-        if any(id(each.grad) in clipped for each in scaled):
-            what = "so that the norm is too large by the loss scale"
-        elif not clipped and self.masters.wanted and scaled:
-            what = "and the float32 masters have none yet, so that nothing is clipped"
-        else:
-            return
-        self._warned_of_clipping = self.scaled_by  # torch may call this several times for one norm
-        warn(
-            f"gradients are clipped, or their norm is taken, where amp.scale_loss has them scaled still, {what}. Do it "
-            "behind the block, without delay_unscale=True; or type amp.clip_grad_norm_(optimizer, max_norm) there."
-        )
-
     # Verdicts
 
     def are_finite(self) -> Tensor:
@@ -356,6 +339,16 @@ class OptimizerGradients:
             flag = torch.maximum(flag, on_device(stacked(found).amax(), device) * (squares != 0))
         self.ranks.reduce_overflow_(flag, self.model_parameters())
         return flag == 0
+
+    def found_inf(self, device: torch.device) -> Tensor:
+        """Returns 1 if a gradient that the optimizer reads is inf or NaN, on any rank that shares it, else 0.
+
+        Returns:
+            0-dimensional float32, on the given device.
+        """
+        found_inf, _ = kernels.flag_and_squares(self.tensors(), device)
+        self.ranks.reduce_overflow_(found_inf, self.model_parameters())
+        return found_inf
 
     def add_verdict(self, scale_use: ScaleUse) -> None:
         """Remembers a use of a scale whose overflow skips the next step."""
@@ -462,10 +455,3 @@ class OptimizerGradients:
                 parameter.grad = None
             logger.warning("An optimizer was deleted whose gradients were still scaled: they are None now.")
         self._widened.clear()
-
-
-def _set_gradient(parameter: Tensor, grad: Tensor | None, allowed: torch.dtype | None) -> None:
-    """Replaces a gradient by one of another dtype: torch refuses to change ``grad_dtype`` while there is a gradient."""
-    parameter.grad = None
-    parameter.grad_dtype = allowed
-    parameter.grad = grad

@@ -12,27 +12,25 @@ import operator
 import sys
 import types
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
-from ampatch import distributed
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.ledger import PatchLedger
-from ampatch.native import kernels
 from ampatch.native.host_copy import on_device, stacked
 from ampatch.patching.weight_cache import WeightCache
-from ampatch.scaling import overflows, step_observers
+from ampatch.scaling import step_observers
 from ampatch.scaling.kept_buffers import BuffersBefore, KeptBuffers
 from ampatch.scaling.loss_scaler import LossScaler
+from ampatch.scaling.missing_scale import MissingScale
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
-from ampatch.scaling.overflows import Overflow, OverflowHandler, SkippedSteps
+from ampatch.scaling.overflows import Overflow, OverflowHandler
 from ampatch.scaling.scale_use import ScaleUse, StepCheck, is_scaled, react
-from ampatch.scaling.step_gate import ClosureGate, end_skipped, skipping_by_itself
+from ampatch.scaling.step_gate import ClosureGate, skipping_by_itself
+from ampatch.scaling.step_outcomes import OVERFLOWED, StepOutcomes
 from ampatch.switch import Switch
 from ampatch.torch_private.optimizers import (
     STEP_POST_HOOKS,
@@ -46,24 +44,11 @@ from ampatch.weights import optimizer_state
 from ampatch.weights.exchange import ExchangedMasters
 from ampatch.weights.master_weights import MasterWeights
 
-#: The warning about gradients that no scaler has checked; the placeholders name the step, and what to type.
-NO_SCALE = (
-    "{} that no amp.scale_loss was told of: small ones are lost in half precision, and nobody has looked whether "
-    "others overflowed. Type: {}; or set loss_scale=1 if none is to be scaled."
-)
-
-#: What users of the core type for a backward pass with a scale.
-SCALED_BACKWARD = (
-    "with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward(), with every optimizer that gets "
-    "gradients in it"
-)
-
 #: The attribute that marks amp's own hooks for all optimizers.
 OWN_HOOK = "_is_of_ampatch"
 
 _NO_OPTIONS: dict[str, Any] = {}
 _IS_AT_HAND = operator.attrgetter("is_at_hand")
-_OVERFLOWED = operator.attrgetter("overflowed")
 
 
 class OptimizerLike(Protocol):
@@ -124,9 +109,65 @@ def hooks_of(optimizer: Any) -> list[tuple[Any, int, Any]]:
 
 
 def has_own_step(optimizer: Any) -> bool:
-    """Returns True if user code surrounds an optimizer's step: by hooks, or by a function on the object."""
-    is_own = "step" in vars(optimizer) and not hasattr(optimizer.step, WRAPPED_BY_SCHEDULER)
-    return is_own or bool(hooks_of(optimizer))
+    """Returns True if user code has put a function of its own in place of an optimizer's step, on the object."""
+    return "step" in vars(optimizer) and not hasattr(optimizer.step, WRAPPED_BY_SCHEDULER)
+
+
+class _OwnStep:
+    """An optimizer's own step, on the masters if there are any. Keeps the optimizer alive, so only that may keep it.
+
+    Args:
+        optimizer: the optimizer.
+        exchange: what its parameters stand for while it steps.
+
+    Attributes:
+        original: the method.
+    """
+
+    def __init__(self, optimizer: OptimizerLike, exchange: ExchangedMasters) -> None:
+        self.original = optimizer.step
+        self._optimizer, self._exchange = optimizer, exchange
+        self._is_of_user = has_own_step(optimizer)
+
+    def __call__(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] = _NO_OPTIONS) -> Any:
+        if not self._exchange.wanted:
+            return self.original(*args, **kwargs)
+
+        def step(swap_in: Callable[[], object]) -> Any:
+            with self._masters_in_place(swap_in):
+                return self.original(*args, **kwargs)
+
+        def is_whole() -> bool:
+            has_arguments = any(each is not None for each in (*args, *kwargs.values()))
+            return has_arguments or self._is_of_user or bool(hooks_of(self._optimizer))
+
+        return self._exchange.run(step, is_whole)
+
+    @contextlib.contextmanager
+    def _masters_in_place(self, swap_in: Callable[[], object]) -> Iterator[None]:
+        """Context in which the optimizer's parameters stand for their masters, except in the hooks around its step."""
+        hooks: list[tuple[Any, int, Any, Any]] = [
+            (table, key, hook, functools.partial(self._run_aside, hook))
+            for table, key, hook in hooks_of(self._optimizer)
+        ]
+        try:
+            for table, key, _, aside in hooks:
+                table[key] = aside
+            swap_in()
+            yield
+        finally:
+            try:
+                self._exchange.swap_out()
+            finally:
+                for table, key, hook, aside in hooks:
+                    if table.get(key) is aside:  # the hook has not removed itself
+                        table[key] = hook
+
+    def _run_aside(self, hook: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
+        if optimizer is not self._optimizer:  # one that steps at the same time
+            return hook(optimizer, *args)
+        with self._exchange.swapped_out():
+            return hook(optimizer, *args)
 
 
 class AdoptedOptimizer:
@@ -153,12 +194,9 @@ class AdoptedOptimizer:
         exchange: what its parameters stand for while it steps: the masters, or temporary ones.
         scalers: as given.
         is_at_work: True while its step runs.
-        has_other_scale: True if another scaler judges the gradients of the next step, so that it needs no warning.
-        skips: the number of its skipped steps that the host has read.
-        scaled_backward: what its user types for a backward pass with a scale; adapters of frameworks set it.
+        outcomes: what became of its steps.
+        missing_scale: warns of gradients without a scale.
     """
-
-    scaled_backward = SCALED_BACKWARD
 
     def __init__(
         self,
@@ -186,28 +224,18 @@ class AdoptedOptimizer:
         dynamic = scalers[0].dynamic
         self._may_go_back = dynamic or checks_by is not None  # steps may have to be undone
         self._exact_hooks = exact_hooks or on_overflow.reports
-        self._announce = announce
         self._on_overflow = on_overflow
+        self.outcomes = StepOutcomes(gradients, on_overflow, announce)
+        self.missing_scale = MissingScale(gradients, warns=dynamic)
         self._checks_by = checks_by
         self._kept_buffers = kept_buffers
         self._buffers: BuffersBefore | None = None  # of the buffers before the step that runs
         self._prepare_masters = prepare_masters
         self._overflow: Overflow | None = None  # of a step that was just skipped
         self._gate: ClosureGate | None = None  # of the step with a closure that runs
-        self._warns_of_no_scale = dynamic  # once: a loop without amp.scale_loss lacks it in every step
-        self.has_other_scale = False
-        self._uses_by_hand = LossScaler.uses_by_hand
-        # One gradient from before amp, or of the last step, and its version.
-        self._known_gradient: tuple[TensorWeakRef, int] | None = None
-        self.skips = SkippedSteps()
         self._skips_this_step = False
         self._uses: list[ScaleUse] = []  # that led to the step that runs
-        self._warned_of_loss = False
         self._warns_of_scaled_result = True
-        # Steps whose verdict the host has not read yet, and the buffers before them.
-        self._unread: deque[tuple[list[ScaleUse], BuffersBefore | None]] = deque()
-        self._near_floor = False
-        self._has_own_step = False
 
     def install(self, ledger: PatchLedger) -> None:
         """Replaces ``step`` on the optimizer, and half parameters by masters at levels that have them.
@@ -218,8 +246,8 @@ class AdoptedOptimizer:
         """
         optimizer = self.optimizer
         assert optimizer is not None
+        own_step = _OwnStep(optimizer, self.exchange)
         original, switch, handler, reports = optimizer.step, self._switch, self._on_overflow, self._on_overflow.reports
-        self._has_own_step = has_own_step(optimizer)
         if "step" not in vars(optimizer) and getattr(original, "__self__", optimizer) is not optimizer:
             raise TypeError("its step is that of another object")
 
@@ -233,7 +261,7 @@ class AdoptedOptimizer:
             was_at_work, self.is_at_work = self.is_at_work, True
             try:
                 with switch.suspended(), self.exchange.swapped_out():
-                    result = self.step(original, args, kwargs)
+                    result = self.step(own_step, args, kwargs)
             finally:
                 self.is_at_work = was_at_work
                 overflow, self._overflow = self._overflow, None
@@ -247,27 +275,7 @@ class AdoptedOptimizer:
         step.__name__ = "step"
         ledger.set(optimizer, "step", types.MethodType(step, optimizer))
         self.exchange.install(ledger)
-        self._note_gradient(
-            next((each.grad for each in self.gradients.model_parameters() if each.grad is not None), None)
-        )
-
-    def _note_gradient(self, grad: Tensor | None) -> None:
-        """Remembers one of the gradients that are there, which no block has made."""
-        self._known_gradient = None if grad is None else (TensorWeakRef(grad), grad._version)
-
-    # Results of steps
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """True if the last step was skipped; syncs with the device."""
-        self.read_verdicts()
-        return self.skips.in_a_row > 0
-
-    @property
-    def skipped_steps(self) -> int:
-        """Number of steps skipped so far; syncs with the device."""
-        self.read_verdicts()
-        return self.skips.total
+        self.missing_scale.note_existing()
 
     @property
     def optimizer(self) -> OptimizerLike | None:
@@ -276,21 +284,21 @@ class AdoptedOptimizer:
 
     def release(self) -> bool:
         """Logs the skipped steps that were not logged yet, then calls `OptimizerGradients.release`."""
-        self.read_verdicts()
+        self.outcomes.read()
         return self.gradients.release()
 
     # Steps
 
-    def step(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def step(self, own_step: _OwnStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Steps, or skips the step after an overflow.
 
         Args:
-            original: the optimizer's own ``step``.
-            args: its positional arguments.
+            own_step: the optimizer's own step.
+            args: positional arguments of the optimizer's own step.
             kwargs: its keyword arguments. A closure runs with casts on, and sees half weights that equal the masters.
 
         Returns:
-            The result of ``original``. Of a skipped step: None, or the last result of its closure.
+            The result of the optimizer's own step. Of a skipped step: None, or the last result of its closure.
 
         Raises:
             UsageError: the gradients are still scaled.
@@ -299,7 +307,8 @@ class AdoptedOptimizer:
         Warns:
             AmpWarning: the scale is dynamic, and the gradients came from no ``amp.scale_loss`` block.
         """
-        self.read_verdicts(wait=False)  # first, as these decide whether the optimizer's kernel may skip
+        if self.outcomes.unread:  # first, as these decide whether the optimizer's kernel may skip
+            self.outcomes.read(wait=False)
         if self.gradients.scaled_by is not None:
             self.gradients.check_unscaled("optimizer.step() was called on gradients that are")
         self.gradients.check_shared("optimizer.step() would use")
@@ -307,8 +316,8 @@ class AdoptedOptimizer:
         if args or kwargs:
             args, kwargs = self._with_casts(args, closures), self._with_casts(kwargs, closures)
         self._prepare_step()
-        if self._warns_of_no_scale:
-            self._look_for_scale(before_closure=bool(closures))
+        if self.missing_scale.warns:
+            self.missing_scale.look(before_closure=bool(closures))
         pending, self.gradients.pending = self.gradients.pending, []
         self._uses = pending
         check: StepCheck | None = None
@@ -326,7 +335,7 @@ class AdoptedOptimizer:
             would_wait = not all(map(_IS_AT_HAND, judged))
             if would_wait and self._skips_by_itself(args, kwargs):
                 is_left_to_kernel = True
-                return self._step_or_skip(original, judged)
+                return self._step_or_skip(own_step, judged)
             if would_wait and is_capturing():
                 raise UsageError(
                     "whether this step is to be skipped would have to be read from the device, which cannot be done "
@@ -335,22 +344,25 @@ class AdoptedOptimizer:
                     "loss_scale, without check_finite."
                 )
             overflowed = self._still_overflowed(pending, check)
-            self._note_verdicts_read(judged)
+            self.outcomes.note_read(judged)
             if overflowed:
                 self._skip(overflowed)
                 return None
-            self.skips.note_ran()
-            self._warn_of_loss(judged, ran=True)
-            return self._step(original, args, kwargs, bool(closures))
+            self.outcomes.note_ran(judged)
+            return self._step_with_closure(own_step, args, kwargs) if closures else own_step(args, kwargs)
         finally:
             react(self._uses[len(pending) :])  # those of a closure
-            self._uses, self._buffers = [], None
-            self.gradients.dropped.clear()
-            if self.masters.wanted:
-                self.masters.gradients.clear()
-            self._cache.end_iteration_of(self.gradients.model_parameters)
+            self._end_step()
             skipped = None if is_left_to_kernel else self._skips_this_step
-            step_observers.tell_stepped(self.gradients, judged, skipped)
+            for observer in step_observers.observers:
+                observer.stepped(self.gradients, judged, skipped)
+
+    def _end_step(self) -> None:
+        self._uses, self._buffers = [], None
+        self.gradients.dropped.clear()
+        if self.masters.wanted:
+            self.masters.gradients.clear()
+        self._cache.end_iteration_of(self.gradients.model_parameters)
 
     def _prepare_step(self) -> None:
         if self.exchange.wanted:
@@ -366,7 +378,7 @@ class AdoptedOptimizer:
 
         User code may have put them together from copies of gradients that it cleared, or step twice with the same.
         """
-        steps_again = not pending and (self.skips.in_a_row > 0 or bool(self._unread))
+        steps_again = not pending and (self.outcomes.skips.in_a_row > 0 or bool(self.outcomes.unread))
         return self.scalers[0] if self._may_go_back and (steps_again or self.gradients.dropped) else None
 
     def _check(self, pending: Sequence[ScaleUse], first: LossScaler) -> StepCheck | None:
@@ -386,8 +398,7 @@ class AdoptedOptimizer:
             if parameter is None:
                 return None
             scaler.to(parameter.device)
-        found_inf, _ = kernels.flag_and_squares(self.gradients.tensors(), scaler.numbers[0].device)
-        self.gradients.ranks.reduce_overflow_(found_inf, self.gradients.model_parameters())
+        found_inf = self.gradients.found_inf(scaler.numbers[0].device)
         others = getattr(self.optimizer, "found_inf", None)
         if others is not None:  # a GradScaler has the optimizer skip, and counts that itself
             found_inf.masked_fill_(on_device(others, found_inf.device) != 0, 0)
@@ -400,7 +411,7 @@ class AdoptedOptimizer:
             pending: the blocks since the last step.
             check: check of the gradients themselves, which decides if no block overflowed; None if there is none.
         """
-        overflowed = list(filter(_OVERFLOWED, pending))
+        overflowed = list(filter(OVERFLOWED, pending))
         is_last = len(overflowed) == 1 and overflowed[0] is pending[-1] and not overflowed[0].is_confirmed
         if is_last and not bool(self.gradients.still_exist(overflowed[0], self.gradients.tensors())):
             overflowed = []
@@ -413,16 +424,8 @@ class AdoptedOptimizer:
             return None
         waiting = [each for each in self.gradients.others() if each is not self.gradients and each.pending]
         return self._kept_buffers.before_step(
-            self.gradients.are_of, lambda model: any(each.are_of(model) for each in waiting)
+            self.gradients.models.__contains__, lambda model: any(model in each.models for each in waiting)
         )
-
-    def _note_verdicts_read(self, pending: Sequence[ScaleUse]) -> None:
-        """Updates the record of steps before one whose verdict the host has read."""
-        self.read_verdicts(wait=bool(pending))
-        if self._unread:
-            self._unread.append(([], None))  # behind earlier steps, in their order
-        if self._near_floor and pending:
-            self._near_floor = any(scale_use.ended_at_floor for scale_use in pending)
 
     def _with_casts(self, given: Any, found: list[object]) -> Any:
         """Returns a step's arguments with each closure wrapped, so that it runs with casts on.
@@ -442,19 +445,14 @@ class AdoptedOptimizer:
         found.append(given)
         return functools.partial(self._evaluate, given)
 
-    def _step(
-        self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], has_closure: bool
-    ) -> Any:
-        updated = functools.partial(self._updated, original, args, kwargs)
-        if not has_closure:
-            return updated()
+    def _step_with_closure(self, own_step: _OwnStep, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._gate = gate = ClosureGate(self.optimizer, self._may_go_back, self.exchange.for_methods)
         # An optimizer may leave its closure alone, and use the gradients that are there.
         checks_by = self._checks_by if gate.can_restore else None
         unless_evaluated = None if checks_by is None else self._check((), checks_by)
 
         def step() -> Any:
-            result = updated()
+            result = own_step(args, kwargs)
             if unless_evaluated is not None and not gate.evaluations and unless_evaluated.overflowed:
                 gate.leave([unless_evaluated], None)
             return result
@@ -467,47 +465,6 @@ class AdoptedOptimizer:
         finally:
             self._gate = None  # it has a copy of all parameters
             self._buffers_before()  # the forward passes of the closure were this step's
-
-    def _updated(self, original: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Any = _NO_OPTIONS) -> Any:
-        """Calls the optimizer's own step: on the masters, if there are any."""
-        if not self.exchange.wanted:
-            return original(*args, **kwargs)
-
-        def step(swap_in: Callable[[], object]) -> Any:
-            with self._masters_in_place(swap_in):
-                return original(*args, **kwargs)
-
-        def is_whole() -> bool:
-            has_arguments = any(each is not None for each in (*args, *kwargs.values()))
-            return has_arguments or self._has_own_step or bool(hooks_of(self.optimizer))
-
-        return self.exchange.run(step, is_whole)
-
-    @contextlib.contextmanager
-    def _masters_in_place(self, swap_in: Callable[[], object]) -> Iterator[None]:
-        """Context in which the optimizer's parameters stand for their masters, except in the hooks around its step."""
-        hooks: list[tuple[Any, int, Any, Any]] = [
-            (table, key, hook, functools.partial(self._run_aside, hook))
-            for table, key, hook in hooks_of(self.optimizer)
-        ]
-        try:
-            for table, key, _, aside in hooks:
-                table[key] = aside
-            swap_in()
-            yield
-        finally:
-            try:
-                self.exchange.swap_out()
-            finally:
-                for table, key, hook, aside in hooks:
-                    if table.get(key) is aside:  # the hook has not removed itself
-                        table[key] = hook
-
-    def _run_aside(self, hook: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
-        if optimizer is not self.optimizer:  # one that steps at the same time
-            return hook(optimizer, *args)
-        with self.exchange.swapped_out():
-            return hook(optimizer, *args)
 
     def _check_result(self, result: object) -> None:
         if self._warns_of_scaled_result and is_scaled(result, searches=False):
@@ -532,11 +489,11 @@ class AdoptedOptimizer:
                 result = closure(*args, **kwargs)
             self._check_result(result)
             self.gradients.check_unscaled("the closure of optimizer.step(closure) left gradients that are")
-            if self._warns_of_no_scale:
-                self._look_for_scale()
+            if self.missing_scale.warns:
+                self.missing_scale.look()
         pending, self.gradients.pending = self.gradients.pending, []
         self._uses = [*self._uses, *pending]
-        overflowed = list(filter(_OVERFLOWED, pending))
+        overflowed = list(filter(OVERFLOWED, pending))
         gate.evaluations += 1
         if self._checks_by is not None:
             check = None if overflowed else self._check(pending, self._checks_by)
@@ -546,19 +503,18 @@ class AdoptedOptimizer:
             gate.leave(overflowed, result)
         return result
 
-    def _step_or_skip(self, original: Callable[..., Any], pending: list[ScaleUse]) -> Any:
+    def _step_or_skip(self, own_step: _OwnStep, judged: list[ScaleUse]) -> Any:
         """Calls a step that skips in its own kernel if ``found_inf`` is not 0, without syncing with the device."""
-        optimizer: Any = self.optimizer
-        verdicts = [scale_use.found_inf for scale_use in pending if scale_use.found_inf is not None]
+        verdicts = [scale_use.found_inf for scale_use in judged if scale_use.found_inf is not None]
         found_inf = stacked(verdicts).amax()
         try:
-            with skipping_by_itself(optimizer, self.gradients.parameters(), None, found_inf):
-                return self._updated(original)
+            with skipping_by_itself(self.optimizer, self.gradients.parameters(), None, found_inf):
+                return own_step()
         finally:
             if not is_capturing():  # replays do not run this code
-                for scale_use in pending:
+                for scale_use in judged:
                     scale_use.send()
-                self._unread.append((pending, self._buffers))
+                self.outcomes.unread.append((judged, self._buffers))
 
     def _skips_by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         optimizer = self.optimizer
@@ -566,7 +522,7 @@ class AdoptedOptimizer:
             not args
             and not kwargs
             and not self._exact_hooks
-            and not (self._near_floor or self._on_overflow.is_looking)
+            and not (self.outcomes.is_near_floor or self._on_overflow.is_looking)
             and (self._checks_by is None or getattr(optimizer, "found_inf", None) is None)  # set by a GradScaler
             and getattr(optimizer, "_step_supports_amp_scaling", False)
             and isinstance(optimizer, torch.optim.Optimizer)
@@ -574,166 +530,15 @@ class AdoptedOptimizer:
             and optimizer_state.has_state(optimizer)
         )
 
-    def read_verdicts(self, wait: bool = True) -> None:
-        """Reads the verdicts of earlier steps, in their order.
-
-        Args:
-            wait: whether to sync with the device; otherwise stops at the first verdict that has not arrived.
-        """
-        if not self._unread or is_capturing():  # a capturing stream must not be queried
-            return
-        while self._unread and (wait or all(scale_use.has_arrived for scale_use in self._unread[0][0])):
-            uses, buffers = self._unread.popleft()
-            overflowed = list(filter(_OVERFLOWED, uses))
-            if overflowed and buffers is not None:
-                buffers.restore()
-            if not overflowed:
-                self.skips.note_ran()
-                self._warn_of_loss(uses, ran=True)
-            else:
-                if len(overflowed) > 1 and isinstance(overflowed[-1], StepCheck):
-                    overflowed.pop()  # blocks have found it already
-                self.skips.note_skipped()
-                _count(overflowed)
-                # The next overflow has to raise and to name parameters, which needs their gradients.
-                self._near_floor = any(scale_use.ended_at_floor for scale_use in overflowed)
-                self._announce_skip(overflowed)
-                self._warn_of_loss(overflowed)
-                self._explain(overflowed, None)
-
-    def _look_for_scale(self, before_closure: bool = False) -> None:
-        """Warns once if the next step uses gradients that came from no block and no other scaler.
-
-        Args:
-            before_closure: whether a closure runs first, which may clear the gradients; then they are checked after it.
-        """
-        optimizer = self.optimizer
-        # By a GradScaler, which sets found_inf; or by an amp.LossScaler, which does not know the optimizers.
-        is_judged = (
-            self.has_other_scale
-            or getattr(optimizer, "found_inf", None) is not None
-            or LossScaler.uses_by_hand > self._uses_by_hand
-        )
-        self.has_other_scale, self._uses_by_hand = False, LossScaler.uses_by_hand
-        grad = next((each.grad for each in self.gradients.model_parameters() if each.grad is not None), None)
-        last, self._known_gradient = self._known_gradient, None
-        if grad is None or is_capturing():  # nothing can be read from the device
-            return
-        is_known = is_judged or bool(self.gradients.pending)
-        is_known = is_known or (last is not None and last[0]() is grad and last[1] == grad._version)
-        if before_closure and not is_known:
-            return
-        if not is_known and any(bool(kernels.values_of(each).any()) for each in self.gradients.of_model()):
-            self._warns_of_no_scale = False
-            warn(NO_SCALE.format(f"this {type(optimizer).__name__} steps with gradients", self.scaled_backward))
-        self._note_gradient(grad)
-
     def _skip(self, overflowed: Sequence[ScaleUse]) -> None:
         react(self._uses)
-        self.read_verdicts()
+        self.outcomes.read()
         within = self._buffers_before()
         if self._buffers is not None and within is not None:
             self._buffers.complete(within)
             self._buffers.restore()
         self._skips_this_step = True
-        self.skips.note_skipped()
-        _count(overflowed)
-        self._warn_of_loss(overflowed)
-        self._overflow = end_skipped(
-            self.optimizer,
-            [(scale_use.change, scale_use.floor) for scale_use in overflowed],
-            lambda: self._overflow_of(overflowed),
-            self._on_overflow,
-            lambda: self._announce_skip(overflowed),
-        )
-        self._explain(overflowed, lambda: self._traced(overflowed).get("trace"))
-
-    def _explain(self, overflowed: Sequence[ScaleUse], trace: Callable[[], object] | None) -> None:
-        if self._on_overflow.explains and self._announce:
-            is_certain = any(not use.scaler.dynamic or use.loss_that_is_not_finite is not None for use in overflowed)
-            self._on_overflow.explain(self.skips, is_certain, trace)
-
-    def _overflow_of(self, overflowed: Sequence[ScaleUse]) -> Overflow:
-        """Returns the skipped step as a value, while its gradients are there; syncs with the device."""
-        found = self.gradients.non_finite()
-        names = {each.name for each in found}
-        is_anothers = any(use.was_named for use in overflowed)
-        found += tuple(each for use in overflowed for each in use.non_finite if each.name not in names)
-        if found:
-            for use in overflowed:
-                use.note_named()
-        return Overflow(
-            type(self.optimizer).__name__,
-            tuple(last.change for last in _last_of_each_loss(overflowed)),
-            found,
-            next((loss for use in overflowed if (loss := use.loss_that_is_not_finite) is not None), None),
-            "" if found else overflows.OF_ANOTHER_OPTIMIZER if is_anothers else self._remark(),
-            **self._traced(overflowed),
-        )
-
-    def _traced(self, overflowed: Sequence[ScaleUse]) -> dict[str, Any]:
-        scales = (float(block.scale) for use in overflowed for block in use.blocks)
-        return self._on_overflow.traced(self.gradients.model_parameters(), max(scales, default=1.0))
-
-    def _remark(self) -> str:
-        """Returns why a skipped step has no gradient that is inf or NaN."""
-        others = (each for each in self.gradients.others() if each is not self.gradients)
-        if any(each.non_finite() for each in others):
-            return overflows.OF_ANOTHER_OPTIMIZER
-        return overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CHANGED_SINCE
-
-    def _warn_of_loss(self, uses: Sequence[ScaleUse], *, ran: bool = False) -> None:
-        """Warns once if a loss is inf or NaN, so that no scale would avoid the overflow.
-
-        Args:
-            uses: the uses of scales that led to a step.
-            ran: whether the step ran, as the gradients are finite.
-        """
-        if self._warned_of_loss:
-            return
-        losses = [(loss, each) for each in uses if (loss := each.loss_that_is_not_finite) is not None]
-        if ran:  # without what has overflowed, and was cleared since
-            losses = [(loss, each) for loss, each in losses if not any(map(_OVERFLOWED, each.blocks))]
-        if not losses:
-            return
-        self._warned_of_loss = True
-        loss, scale_use = losses[0]
-        told = f"the loss of a {'step' if ran else 'skipped step'} is {loss}"
-        range_ = "the range of its types"
-        if scale_use.scaler.dynamic:
-            told += "" if ran else " before it is scaled, so that no loss scale can help"
-            range_ = "float16's range: half_dtype=torch.bfloat16 has that of float32"
-        if any(use.overflowed for use in self.gradients.dropped):
-            warn(
-                f"{told}. An earlier block before the same step has overflowed, and its gradients were used or cleared "
-                "without a step. If an optimizer writes to the weights in two halves, as SAM does, the first half has "
-                "written inf or NaN: ask amp.gradients_are_finite(optimizer) before it."
-            )
-        elif ran:
-            warn(
-                f"{told}, and the step has run, since its gradients are finite. Look at how the loss is computed, for "
-                f"values that leave {range_}. amp.float_function makes a function compute in float32."
-            )
-        else:
-            warn(
-                f"{told}. Look for inputs that are not finite, weights that are not (a learning rate that is too "
-                f"high), or values in the forward that leave {range_}."
-            )
-
-    def _announce_skip(self, overflowed: Sequence[ScaleUse]) -> None:
-        if self._announce:
-            for last in _last_of_each_loss(overflowed):
-                last.announce()
-
-
-def _last_of_each_loss(overflowed: Iterable[ScaleUse]) -> Iterable[ScaleUse]:
-    return {scale_use.scaler_id: scale_use for scale_use in overflowed}.values()
-
-
-def _count(overflowed: Iterable[ScaleUse]) -> None:
-    """Counts the overflow of a step in each scaler, once however many blocks it was in."""
-    for scale_use in _last_of_each_loss(overflowed):
-        scale_use.count()
+        self._overflow = self.outcomes.end_skipped(overflowed)
 
 
 def _check_not_captured(judged: Sequence[ScaleUse]) -> None:

@@ -10,7 +10,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -370,11 +370,6 @@ class OverflowHandler:
         if self.tracer is None:
             return {}
         return {"trace": self.tracer.trace_of(parameters, loss_scale), "step": self.tracer.skipped}
-
-    def note_losses(self, losses: Sequence[Tensor]) -> None:
-        """Notes scaled losses, whose backward passes follow."""
-        if self.tracer is not None and self.tracer.notes_steps:
-            self.tracer.note_losses(losses)
 
     def end_step(self, parameters: Iterable[Tensor]) -> None:
         """Ends the tracing of one step."""

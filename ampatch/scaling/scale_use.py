@@ -56,6 +56,22 @@ def _losses_in(loss: Any) -> list[Tensor]:
     return [each for each in found if not is_functorch_wrapped_tensor(each)]
 
 
+class _Done:
+    """What was done about a use of a scale, once for all optimizers that have it.
+
+    Attributes:
+        reacted: True if the scale has reacted.
+        counted: True if its overflow was counted in the scaler.
+        announced: True if the skipped step was logged.
+        named: True if an optimizer of this rank had gradients of it that are inf or NaN.
+    """
+
+    reacted = False
+    counted = False
+    announced = False
+    named = False
+
+
 class ScaleUse:
     """One use of a loss scale.
 
@@ -78,6 +94,7 @@ class ScaleUse:
         is_checked: True if a step may be skipped because of these gradients.
         floor: the least scale.
         scale: snapshot of the scale: 0-dimensional float32, on the device.
+        done: what was done about it once; its copies share it.
         non_finite: the gradients that overflowed, if they were zeroed for a later backward pass and counted before.
         found_inf: 0-dimensional float32, not 0 after an overflow; None before unscaling, and under a static scale.
     """
@@ -106,7 +123,7 @@ class ScaleUse:
         self.is_checked = is_checked or scaler.dynamic
         self.scale = scaler.snapshot()
         self._age, self._loads = scaler.age, loads_of(scaler)
-        self._noted: list[str] = []  # shared with its copies: what has been done for all optimizers that skip
+        self.done = _Done()
         self._losses: list[Tensor] = []
 
     def apply(self, loss: Any) -> tuple[Any, list[Tensor]]:
@@ -162,17 +179,6 @@ class ScaleUse:
         copied.scale, copied._age, copied._losses, copied.main = self.scale, self._age, self._losses, self
         return copied
 
-    def _newly_dropped(self, condition: Tensor) -> Tensor:
-        """Returns 1 where the use has overflowed, a condition is 1, and no other optimizer of the block has said so."""
-        assert self.found_inf is not None
-        dropped = self.found_inf * on_device(condition, self.found_inf.device)
-        original = self.original
-        if not original.is_shared:
-            return dropped
-        earlier = original._dropped
-        original._dropped = dropped if earlier is None else earlier + dropped
-        return dropped if earlier is None else dropped * (earlier == 0)
-
     @property
     def is_of_gradients(self) -> bool:
         """True if the optimizer that remembers it has the gradients, and amp judges these."""
@@ -186,7 +192,7 @@ class ScaleUse:
     @property
     def is_unheard(self) -> bool:
         """True if the scale has not reacted to this use, and no state was loaded into it since."""
-        return "reacted" not in self._noted and self._loads == loads_of(self.scaler)
+        return not self.done.reacted and self._loads == loads_of(self.scaler)
 
     @property
     def original(self) -> ScaleUse:
@@ -254,24 +260,15 @@ class ScaleUse:
 
     def announce(self) -> None:
         """Logs the skipped step, once for all optimizers that skip."""
-        if "announced" not in self._noted:
-            self._noted.append("announced")
+        if not self.done.announced:
+            self.done.announced = True
             change = self.change
             logger.warning(overflows.LINE, change.loss_id, change.verb, change.after)
 
-    def note_named(self) -> None:
-        """Notes that an optimizer has gradients of this block that are inf or NaN."""
-        self._noted.append("named")
-
-    @property
-    def was_named(self) -> bool:
-        """True if an optimizer of this rank had gradients of this block that are inf or NaN."""
-        return "named" in self._noted
-
     def count(self) -> None:
         """Counts the overflow in the scaler, once for all optimizers that skip."""
-        if "counted" not in self._noted:
-            self._noted.append("counted")
+        if not self.done.counted:
+            self.done.counted = True
             self.scaler.overflows += 1
 
     @property
@@ -292,7 +289,7 @@ def react(uses: Sequence[ScaleUse]) -> None:
     if not new:
         return
     for use in new:
-        use._noted.append("reacted")
+        use.done.reacted = True
         use._sent = None
     if len(new) == 1 and new[0].main is None:  # as in most steps
         _react(new[0].scaler, new)
@@ -323,8 +320,20 @@ def drop(uses: Iterable[ScaleUse], kept: Collection[ScaleUse]) -> None:
     originals = {use.original for use in kept}
     for use in uses:
         if use.is_droppable and use.original not in originals:
-            use._noted.append("reacted")
+            use.done.reacted = True
             back_off(use.scaler, use.found_inf)  # type: ignore[arg-type]
+
+
+def _newly_dropped(use: ScaleUse, condition: Tensor) -> Tensor:
+    """Returns 1 where a use has overflowed, a condition is 1, and no other optimizer of the block has said so."""
+    assert use.found_inf is not None
+    dropped = use.found_inf * on_device(condition, use.found_inf.device)
+    original = use.original
+    if not original.is_shared:
+        return dropped
+    earlier = original._dropped
+    original._dropped = dropped if earlier is None else earlier + dropped
+    return dropped if earlier is None else dropped * (earlier == 0)
 
 
 def drop_where(condition: Tensor, uses: Iterable[ScaleUse]) -> None:
@@ -335,7 +344,7 @@ def drop_where(condition: Tensor, uses: Iterable[ScaleUse]) -> None:
         uses: the uses of scales by gradients that may have been cleared.
     """
     for scaler, of_scaler in grouped((use.scaler, use) for use in uses if use.is_droppable).items():
-        dropped = [use._newly_dropped(condition) for use in of_scaler]
+        dropped = [_newly_dropped(use, condition) for use in of_scaler]
         back_off(scaler, dropped[0] if len(dropped) == 1 else stacked(dropped).amax())
 
 
@@ -365,7 +374,7 @@ class StepCheck(ScaleUse):
 
     def count(self) -> None:
         """Counts the overflow in the scaler, unless another optimizer's step has counted that of one of its blocks."""
-        if not any("counted" in block._noted for block in self._blocks):
+        if not any(block.done.counted for block in self._blocks):
             super().count()
             for block in self._blocks:
-                block._noted.append("counted")
+                block.done.counted = True

@@ -83,6 +83,72 @@ class Blocks:
         return [each for each in self.open if each.watched]
 
 
+class _WaitingGradients:
+    """Half gradients with masters, which are cleared when the backward pass of a block begins.
+
+    Until then the user may change or clear them.
+
+    Args:
+        blocks: what all blocks of the session share.
+        scale_use: the block's use of a scale.
+        replicas: what DDP does in the block; None: no model is in a wrapper.
+    """
+
+    def __init__(self, blocks: Blocks, scale_use: ScaleUse, replicas: ReplicasInBlock | None) -> None:
+        self._blocks, self._scale_use, self._replicas = blocks, scale_use, replicas
+        self.gradients: list[MasterGradients] = []
+        self._hooks: list[RemovableHandle] = []  # on the losses
+
+    def wait(self, gradients: Sequence[OptimizerGradients], losses: Sequence[Tensor]) -> None:
+        """Waits for a backward pass from one of the losses; without any, the gradients are cleared at once."""
+        self.gradients = [each.masters.gradients for each in gradients if not each.masters.gradients.are_clear()]
+        if self.gradients:
+            self._hooks = [each.register_hook(self._clear_for_backward) for each in losses if each.requires_grad]
+        if not self._hooks:
+            self._clear_for_backward()
+
+    def stop(self) -> list[MasterGradients]:
+        """Returns the gradients that still wait, and removes the hooks."""
+        waiting, self.gradients = self.gradients, []
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook.remove()
+        return waiting
+
+    def _clear_for_backward(self, *_: object) -> None:
+        """Copies to the masters the half gradients that the user changed, and clears the half ones."""
+        replicas = self._replicas
+        with self._blocks.switch.suspended():
+            for gradients in self.stop():
+                if replicas is None or replicas.were_reduced:
+                    gradients.copy_edits()
+                    gradients.clear_for_backward()
+                else:
+                    self._leave_to_wrapper(gradients, replicas)
+            if replicas is not None:
+                replicas.note_existing()
+
+    def _leave_to_wrapper(self, gradients: MasterGradients, replicas: ReplicasInBlock) -> None:
+        """Does what `_clear_for_backward` does, but leaves to DDP, scaled, what it has not reduced."""
+        unreduced = replicas.unreduced()
+        self._blocks.ranks.note_unreduced(gradients.leave_to_reduction(unreduced, self._scale_use.scale))
+
+    def end(self) -> bool:
+        """Copies changed half gradients to the masters, if no backward pass has begun.
+
+        Returns:
+            True if there are changes, which must be those of a backward pass from another loss.
+        """
+        waiting, replicas = self.stop(), self._replicas
+        were_written = any(gradients.were_written() for gradients in waiting)
+        for gradients in waiting:
+            if replicas is None or replicas.were_reduced or replicas.have_reduced():
+                gradients.copy_edits()
+            else:
+                self._leave_to_wrapper(gradients, replicas)
+        return were_written
+
+
 class ScaledBlock(Generic[_L]):
     """The context manager that ``amp.scale_loss`` returns; to be entered once.
 
@@ -109,6 +175,7 @@ class ScaledBlock(Generic[_L]):
     is_used = True
     has_warned = False
     _replicas: ReplicasInBlock | None = None  # None: no model is in a wrapper
+    _waiting: _WaitingGradients | None = None  # None: the block began without gradients
 
     def __init__(
         self,
@@ -126,8 +193,6 @@ class ScaledBlock(Generic[_L]):
         self._delays_unscaling = delay_unscale
         self._is_judged_elsewhere = delay_overflow_check
         self._before: list[tuple[int, int]] = []  # the gradients that were there on entry
-        self._waiting: list[MasterGradients] = []  # those to clear when the backward pass begins
-        self._hooks: list[RemovableHandle] = []  # on the losses, to notice that
 
     def backward(self, *_: object, **__: object) -> None:
         """Raises: the block has to end before the gradients are unscaled."""
@@ -236,7 +301,8 @@ class ScaledBlock(Generic[_L]):
         """Prepares warnings, and notes the gradients of other optimizers."""
         try:
             self._watch(losses)
-            self._blocks.leaves.check(self._loss_id, losses, self._blocks.updated)
+            if self._loss_id not in self._blocks.leaves.looked:
+                self._blocks.leaves.check(self._loss_id, losses, self._blocks.updated)
             if others:
                 handed = set(map(id, self._unscaling.model_parameters()))
                 self.beside = [Bystander(each, handed) for each in others]
@@ -292,9 +358,6 @@ class ScaledBlock(Generic[_L]):
     def _begin(self, losses: Sequence[Tensor]) -> None:
         """Scales existing gradients, so that the backward pass adds scaled gradients to scaled ones.
 
-        Half gradients of parameters with masters are cleared only when the backward pass begins: until then the user
-        may change or clear them.
-
         Args:
             losses: the scaled losses that take hooks.
 
@@ -323,7 +386,8 @@ class ScaledBlock(Generic[_L]):
                     each.masters.gradients.note_cleared()
                     each.masters.gradients.note_zeroed()
                 each.scaled_by = self.scale_use
-            self._wait_for_backward(unscaled, losses)
+            self._waiting = _WaitingGradients(self._blocks, self.scale_use, self._replicas)
+            self._waiting.wait(unscaled, losses)
             self._before = self._existing()
             if self._replicas is not None:
                 self._replicas.note_existing()
@@ -367,44 +431,13 @@ class ScaledBlock(Generic[_L]):
                 "opt_level='O2', which has float32 masters."
             )
 
-    def _wait_for_backward(self, gradients: Sequence[OptimizerGradients], losses: Sequence[Tensor]) -> None:
-        self._waiting = [each.masters.gradients for each in gradients if not each.masters.gradients.are_clear()]
-        if self._waiting:
-            self._hooks = [each.register_hook(self._clear_for_backward) for each in losses if each.requires_grad]
-        if not self._hooks:
-            self._clear_for_backward()
-
-    def _stop_waiting(self) -> list[MasterGradients]:
-        """Returns the gradients that still wait for the backward pass, and removes the hooks."""
-        waiting, self._waiting = self._waiting, []
-        hooks, self._hooks = self._hooks, []
-        for hook in hooks:
-            hook.remove()
-        return waiting
-
-    def _clear_for_backward(self, *_: object) -> None:
-        """Copies to the masters the half gradients that the user changed, and clears the half ones."""
-        replicas = self._replicas
-        with self._blocks.switch.suspended():
-            for gradients in self._stop_waiting():
-                if replicas is None or replicas.were_reduced:
-                    gradients.copy_edits()
-                    gradients.clear_for_backward()
-                else:
-                    self._leave_to_wrapper(gradients)
-            if replicas is not None:
-                replicas.note_existing()
-
-    def _leave_to_wrapper(self, gradients: MasterGradients) -> None:
-        """Does what `_clear_for_backward` does, but leaves to DDP, scaled, what it has not reduced."""
-        unreduced = self._replicas.unreduced() if self._replicas is not None else set()
-        self._blocks.ranks.note_unreduced(gradients.leave_to_reduction(unreduced, self.scale_use.scale))
-
     # Backward passes from other losses
 
     def _watch(self, losses: Sequence[Tensor]) -> None:
         """Prepares the warning that a backward pass began with another loss."""
-        self._blocks.overflows.note_losses(losses)
+        tracer = self._blocks.overflows.tracer
+        if tracer is not None and tracer.notes_steps:
+            tracer.note_losses(losses)
         if self._loss_id in self._blocks.warned:
             return
         self.watched = tuple(each.grad_fn for each in losses if each.grad_fn is not None)
@@ -423,7 +456,7 @@ class ScaledBlock(Generic[_L]):
             for parameter in (
                 # Half gradients that wait for the backward pass are taken as the user leaves them, unscaled.
                 each.masters.parameters_without_master(each.parameters())
-                if each.masters.gradients in self._waiting
+                if self._waiting is not None and each.masters.gradients in self._waiting.gradients
                 else each.model_parameters()
             )
         )
@@ -448,7 +481,8 @@ class ScaledBlock(Generic[_L]):
             moved = self._replicas.moved()
             for each in self._gradients if moved else ():
                 each.masters.gradients.note_moved_to_buckets(moved)
-        self._follow_unused()
+        if self._waiting is not None and self._waiting.end() and not scale_use.is_one:
+            self.is_used = False
         postponed = self._postponed()
         scale_use.is_postponed = bool(postponed)
         if self._delays_unscaling:
@@ -480,7 +514,7 @@ class ScaledBlock(Generic[_L]):
             each
             for each in self._gradients
             if (not self.scale_use.is_one or each.masters)
-            and (replicas.is_postponed(each.model_parameters()) or ranks.is_postponed(each.model_parameters()))
+            and (replicas.is_postponed(each.model_parameters()) or ranks.fsdp.is_postponed(each.model_parameters()))
         ]
         if len(postponed) not in (0, len(self._gradients)):
             ids = {id(parameter) for each in postponed for parameter in each.model_parameters()}
@@ -489,23 +523,12 @@ class ScaledBlock(Generic[_L]):
                 return self._gradients
         return postponed
 
-    def _follow_unused(self) -> None:
-        """Copies changed half gradients to the masters if no backward pass has begun."""
-        waiting = self._stop_waiting()
-        if not self.scale_use.is_one and any(gradients.were_written() for gradients in waiting):
-            self.is_used = False
-        replicas = self._replicas
-        for gradients in waiting:
-            if replicas is None or replicas.were_reduced or replicas.have_reduced():
-                gradients.copy_edits()
-            else:
-                self._leave_to_wrapper(gradients)
-
     def _abandon(self) -> None:
         """Drops all gradients, after an error in the block or on entry."""
         self.scale_use.is_open = False
         self.watched = ()
-        self._stop_waiting()
+        if self._waiting is not None:
+            self._waiting.stop()
         self._unscaling.abandon()
 
 

@@ -77,18 +77,6 @@ def remove(observer: StepObserver) -> None:
         _ledger.undo()
 
 
-def tell_unscaling(scale_use: ScaleUse, gradients: Sequence[OptimizerGradients]) -> None:
-    """Shows gradients to all observers before they are unscaled."""
-    for observer in observers:
-        observer.unscaling(scale_use, gradients)
-
-
-def tell_stepped(gradients: OptimizerGradients, judged: Sequence[ScaleUse], skipped: bool | None) -> None:
-    """Tells all observers that a step has ended."""
-    for observer in observers:
-        observer.stepped(gradients, judged, skipped)
-
-
 @contextmanager
 def scaler_step(scale: Tensor, optimizer: Any, verdicts: Sequence[Tensor], divisor: Any = None) -> Iterator[None]:
     """Tells all observers that a GradScaler's step begins and ends; see `StepObserver.scaler_stepping`."""

@@ -18,7 +18,8 @@ from ampatch.errors import UsageError, warn
 from ampatch.half_types import HALVES
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.scaling.loss_scaler import LossScaler
-from ampatch.scaling.optimizer_step import NO_SCALE, OWN_HOOK, SCALED_BACKWARD, AdoptedOptimizer
+from ampatch.scaling.missing_scale import NO_SCALE, SCALED_BACKWARD, is_judged
+from ampatch.scaling.optimizer_step import OWN_HOOK, AdoptedOptimizer
 from ampatch.switch import Switch
 from ampatch.weights.optimizer_state import parameters_of
 
@@ -87,10 +88,10 @@ class UnadoptedOptimizers:
             each for each in parameters_of(optimizer) if each.grad is not None and (ids is None or id(each) in ids)
         ]
         name = type(optimizer).__name__
-        is_judged = getattr(optimizer, "found_inf", None) is not None or LossScaler.uses_by_hand > self._uses_by_hand
+        needs_scale = not is_judged(optimizer, self._uses_by_hand)
         if not updated:
             left = next(filter(self.is_left_scaled, parameters_of(optimizer)), None)
-            if left is not None and not is_judged:
+            if left is not None and needs_scale:
                 self.exempt(optimizer)
                 warn(
                     f"this {name} was never handed to amp.initialize, and steps on a tensor of shape "
@@ -108,7 +109,7 @@ class UnadoptedOptimizers:
                 "there are no float32 masters, and small updates are lost. Type: model, optimizer = "
                 "amp.initialize(model, optimizer, ...) with every optimizer in it."
             )
-        if self.is_scaled and not is_judged:
+        if self.is_scaled and needs_scale:
             step = f"this {name} was never handed to amp.initialize, and steps with gradients"
             warn(NO_SCALE.format(step, SCALED_BACKWARD))
 

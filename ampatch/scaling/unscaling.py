@@ -35,7 +35,8 @@ class Unscaling:
     def run(self) -> None:
         """Unscales, and finds overflows."""
         try:
-            step_observers.tell_unscaling(self.scale_use, self.gradients)
+            for observer in step_observers.observers:
+                observer.unscaling(self.scale_use, self.gradients)
             found_inf = self._unscale()
             if found_inf is not None:
                 self._ranks.reduce_overflow_(found_inf, self.model_parameters())

@@ -102,7 +102,7 @@ def way(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def _no_warnings(recwarn, monkeypatch):
     """Warnings are no errors here, and amp does not warn of a loss that is inf: other tests do that."""
-    monkeypatch.setattr("ampatch.scaling.optimizer_step.warn", lambda _: None)
+    monkeypatch.setattr("ampatch.scaling.step_outcomes.warn", lambda _: None)
 
 
 class TestForward:

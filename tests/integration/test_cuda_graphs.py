@@ -23,7 +23,7 @@ from ampatch import amp
 from ampatch.errors import OptionError, UsageError
 from ampatch.patching import weight_cache
 from ampatch.runtime import runtime
-from ampatch.scaling import optimizer_step, scale_use
+from ampatch.scaling import missing_scale, optimizer_step, scale_use, step_outcomes
 
 SCALE = 2.0**8
 
@@ -440,7 +440,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Has amp take what follows for a capture, from the moment that this is called."""
 
     def begin() -> None:
-        for module in (optimizer_step, weight_cache):
+        for module in (missing_scale, optimizer_step, step_outcomes, weight_cache):
             monkeypatch.setattr(module, "is_capturing", lambda: True)
 
     return begin

@@ -21,7 +21,6 @@ from helpers import DEVICES, HALF_DTYPES, assert_same_bits, assert_same_state, d
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
 import ampatch
 from ampatch import amp
@@ -502,14 +501,6 @@ class TestStep:
         model, used = nn.Linear(1, 1), begun(kind)
         assert used.step(Told([parameter], lr=1.0), model) is model
 
-    def test_a_skipped_step_returns_none_and_satisfies_a_scheduler(self):
-        parameter, optimizer = with_gradients(math.inf)
-        scheduler = lr_scheduler.StepLR(optimizer, 1)
-        used = begun()
-        assert used.step(optimizer) is None
-        assert parameter.item() == 1.0
-        scheduler.step()  # would warn
-
     def test_an_optimizer_that_takes_the_scaler_gets_it(self):
         class Old(torch.optim.SGD):
             _step_supports_amp_scaling = True
@@ -591,16 +582,6 @@ class TestClosures:
         used = scaler(growth_interval=1)
         assert_same_state(train(used), train(scaler(enabled=False)))
         assert used.get_scale() == 2.0**19
-
-    @pytest.mark.parametrize("overflow_at", [0, 3], ids=["first-call", "later-call"])
-    def test_an_overflow_in_any_call_of_a_closure_undoes_the_step(self, overflow_at):
-        model = network()
-        optimizer, used = torch.optim.LBFGS(model.parameters(), max_iter=5), scaler()
-        before = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-        used.step(optimizer, closure_of(used, optimizer, model, overflow_at=overflow_at))
-        used.update()
-        assert_same_state([model.state_dict(), optimizer.state_dict()], before)
-        assert used.get_scale() == 2.0**15
 
     def test_an_overflow_whose_error_the_optimizer_catches_undoes_the_step(self):
         class Catches(torch.optim.SGD):
@@ -718,11 +699,6 @@ class TestFloor:
         with pytest.raises(LossScaleError, match=f"(?s)floor of 1 and the gradients still overflow.*{culprit}"):
             self.overflow(used, optimizer, 1)
 
-    def test_an_overflow_at_the_floor_has_the_optimizers_names_of_parameters(self):
-        optimizer = torch.optim.SGD([("layer.weight", nn.Parameter(torch.ones(3)))], lr=1.0)
-        with pytest.raises(LossScaleError, match=r"layer.weight, .*: 1 inf, 1 nan"):
-            self.overflow(scaler(init_scale=1.0, min_loss_scale=1.0), optimizer, 1)
-
     def test_the_scale_without_a_floor_warns_once_and_never_becomes_zero(self):
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=1.0)
         used = scaler(backoff_factor=2.0**-10)
@@ -739,10 +715,8 @@ class TestFloor:
 
 BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "growth of 1": ({"growth_factor": 1.0}, "growth_factor is 1.0; expected a number above 1"),
-    "backoff of 1": ({"backoff_factor": 1.0}, "backoff_factor is 1.0; expected a number below 1"),
     "no backoff": ({"backoff_factor": 0}, "backoff_factor is 0"),
     "no interval": ({"growth_interval": 0}, "growth_interval is 0"),
-    "a negative scale": ({"init_scale": -1.0}, "init_scale is -1.0"),
     "text": ({"init_scale": "big"}, "init_scale is 'big'"),
     "floor above ceiling": ({"min_loss_scale": 2, "max_loss_scale": 1}, "is above max_loss_scale"),
     "no hysteresis": ({"hysteresis": 0}, "hysteresis is 0"),
@@ -828,14 +802,11 @@ class TestSaving:
         ("saved", "message"),
         [
             ({**SAVED, "scale": 0.0}, "scale is 0.0"),
-            ({**SAVED, "scale": "8"}, "scale is '8'"),
             ({**SAVED, "growth_factor": 0.5}, "growth_factor is 0.5"),
             ({**SAVED, "_growth_tracker": -1}, "_growth_tracker is -1"),
             ({**SAVED, "unknown": 1}, "unexpected keys"),
             (amp.LossScaler(1.0).state_dict(), "of a static loss scale"),
             (None, "as the state of a loss scaler"),
-            (3, "as the state of a loss scaler"),
-            ([], "as the state of a loss scaler"),
             ({}, "The source state dict is empty"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",

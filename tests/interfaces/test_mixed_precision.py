@@ -27,6 +27,9 @@ EACH_HALF = pytest.mark.parametrize("half", HALF_DTYPES, ids=dtype_name)
 
 WITHOUT_MUON = {name: make for name, make in OPTIMIZERS.items() if name != "Muon"}  # the network has biases
 EACH_OPTIMIZER = pytest.mark.parametrize("make", WITHOUT_MUON.values(), ids=WITHOUT_MUON)
+EACH_WAY_TO_COPY = pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))], ids=["copy", "pickle"]
+)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
@@ -240,11 +243,6 @@ class TestClosures:
             weights.append(model.state_dict())
         assert_same_state(*weights)
 
-    def test_closures_must_not_step(self):
-        _, optimizer = wrapped()
-        with pytest.raises(UsageError, match="is under way"):
-            optimizer.step(optimizer.step)
-
 
 class TestWrappedOptimizer:
     def test_options_and_attributes_are_those_of_the_wrapped_optimizer(self):
@@ -414,18 +412,44 @@ class TestUnusualOptimizers:
         assert optimizer.state[parameter]["momentum_buffer"].item() == pytest.approx(2.71)
         assert optimizer.master_of(parameter).item() == pytest.approx(0.439)
 
-    @pytest.mark.parametrize("what", ["add groups", "load its state"])
-    def test_closures_must_not_add_groups_or_load_state(self, what):
+    @pytest.mark.parametrize("what", ["step again", "add groups", "load its state", "save its state"])
+    def test_closures_must_not_use_their_optimizer(self, what):
         model, optimizer = wrapped()
         train(model, optimizer, 0)
         before, late = copy.deepcopy(optimizer.state_dict()), nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
         change = {
+            "step again": optimizer.step,
+            "save its state": optimizer.state_dict,
             "add groups": lambda: optimizer.add_param_group({"params": [late]}),
             "load its state": lambda: optimizer.load_state_dict(before),
         }[what]
         with pytest.raises(UsageError, match=f"is under way; {what} before or after it"):
             optimizer.step(change)
         assert_same_state(optimizer.state_dict(), before)
+
+    @EACH_WAY_TO_COPY
+    def test_a_copy_made_in_a_closure_has_the_masters_and_cannot_step(self, way):
+        model, optimizer = wrapped()
+        train(model, optimizer, 0)
+        masters = copy.deepcopy(list(optimizer.master_params()))
+        copies: list[MixedPrecision] = []
+        optimizer.step(lambda: copies.append(way(optimizer)))
+        assert_same_state(list(copies[0].master_params()), masters)
+        with pytest.raises(UsageError, match="is under way"):
+            copies[0].step()
+
+    def test_another_optimizer_may_take_the_place_of_the_wrapped_one(self):
+        results = []
+        for assigns in (False, True):
+            model, optimizer = wrapped()
+            train(model, optimizer, 0)
+            if assigns:
+                optimizer.optimizer = SGD(model.parameters())
+            else:
+                optimizer = MixedPrecision(SGD(model.parameters()))
+            train(model, optimizer, 1)
+            results.append((optimizer.state_dict(), list(optimizer.master_params())))
+        assert_same_state(*results)
 
     def test_a_parameter_listed_twice_has_one_master(self):
         parameter, _ = single()
@@ -605,9 +629,7 @@ class TestSaving:
         resumed.load_state_dict(optimizer.state_dict())
         assert_same_state(list(precise.parameters())[:2], list(optimizer.master_params())[:2])
 
-    @pytest.mark.parametrize(
-        "way", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
-    )
+    @EACH_WAY_TO_COPY
     def test_copies_train_apart_to_the_same_bits(self, way):
         model, optimizer = wrapped(ADAMW)
         lr_scheduler.StepLR(optimizer, 1)  # wraps its step

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import HALF_DTYPES, dtype_name
+from helpers import HALF_DTYPES, assert_same_state, dtype_name
 from optimizers import SGD, backward, initialize
 from torch import Tensor, nn
 
@@ -71,6 +72,19 @@ def train(model: nn.Module, optimizer: Any, *factors: float) -> None:
         optimizer.step()
 
 
+def closure_of(model: nn.Module, optimizer: Any, *factors: float) -> Callable[[], Tensor]:
+    """Returns a closure that makes gradients of a loss with the next of these factors at each call."""
+    following = iter(factors)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model) * next(following)
+        backward(loss, optimizer)
+        return loss.detach()
+
+    return closure
+
+
 def weights(model: nn.Module) -> list[Tensor]:
     """Returns copies of the parameters."""
     return [parameter.detach().clone() for parameter in model.parameters()]
@@ -80,3 +94,11 @@ def everything(model: nn.Module, optimizer: Any) -> Any:
     """Returns copies of weights, of what the optimizer updates and of its state."""
     updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return copy.deepcopy([list(model.parameters()), updated, optimizer.state_dict()])
+
+
+@contextlib.contextmanager
+def nothing_changes(model: nn.Module, optimizer: Any) -> Iterator[None]:
+    """Asserts that neither weights, nor what the optimizer updates, nor its state change in the block."""
+    before = everything(model, optimizer)
+    yield
+    assert_same_state(everything(model, optimizer), before)

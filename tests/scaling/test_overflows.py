@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from helpers import assert_same_state, dtype_name
 from optimizers import MOMENTUM, SGD, backward, initialize
-from stepping import LEVELS, SCALE, distance, everything, loss_of, network, o1_and_o2, train  # noqa: F401
+from stepping import LEVELS, SCALE, distance, everything, loss_of, network, nothing_changes, o1_and_o2, train  # noqa: F401
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -244,9 +244,8 @@ class TestFunctions:
                 overflow(model, optimizer)
             return loss.detach()
 
-        before = everything(model, optimizer)
-        optimizer.step(closure)
-        assert_same_state(everything(model, optimizer), before)
+        with nothing_changes(model, optimizer):
+            optimizer.step(closure)
         assert [each.name for each in seen[0].gradients] == ["0.weight"]
 
     def test_function_is_called_in_a_session_of_init(self, seen):
@@ -419,10 +418,10 @@ class TestChoices:
 
 
 class TestGradScaler:
-    def started(self, on_overflow: Any, make: Callable[..., Any] = MOMENTUM, **options: Any) -> tuple[Any, Any, Any]:
+    def started(self, on_overflow: Any, make: Callable[..., Any] = MOMENTUM) -> tuple[Any, Any, Any]:
         model = network()
         optimizer = make(model.parameters())
-        scaler = ampatch.GradScaler("cpu", init_scale=SCALE, on_overflow=on_overflow, **options)
+        scaler = ampatch.GradScaler("cpu", init_scale=SCALE, on_overflow=on_overflow)
         self.step(model, optimizer, scaler)
         return model, optimizer, scaler
 
@@ -453,11 +452,12 @@ class TestGradScaler:
     @every_optimizer
     def test_step_raises_after_a_clean_skip_and_training_can_go_on(self, make):
         model, optimizer, scaler = self.started("raise", make)
-        before = everything(model, optimizer)
         for _ in range(2):
-            with pytest.raises(amp.GradientOverflowError, match="Skipping step"):
+            with (
+                nothing_changes(model, optimizer),
+                pytest.raises(amp.GradientOverflowError, match="Skipping step"),
+            ):
                 self.step(model, optimizer, scaler, math.inf)
-        assert_same_state(everything(model, optimizer), before)
         assert scaler.get_scale() == SCALE / 4
         self.step(model, optimizer, scaler)
 
@@ -470,16 +470,10 @@ class TestGradScaler:
 
     def test_function_gets_the_event_of_a_closure(self, seen):
         model, optimizer, scaler = self.started(seen.append)
-        before = everything(model, optimizer)
-        scaler.step(optimizer, lambda: scaler.scale(loss_of(model) * math.nan).backward())
+        with nothing_changes(model, optimizer):
+            scaler.step(optimizer, lambda: scaler.scale(loss_of(model) * math.nan).backward())
         scaler.update()
-        assert_same_state(everything(model, optimizer), before)
         assert len(seen[0].gradients) == 4
-
-    def test_error_at_the_floor_has_the_event(self):
-        with pytest.raises(amp.LossScaleError) as caught:
-            self.step(*self.started("raise", min_loss_scale=SCALE), math.nan)
-        assert len(caught.value.overflow.gradients) == 4
 
     def test_choice_of_another_name_is_refused_unless_the_scaler_is_disabled(self):
         with pytest.raises(amp.OptionError, match="on_overflow is 'loud'"):

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from edits import CLEARINGS, GRADIENT_EDITS, REBUILDS, UNSEEN, WEIGHT_EDITS, Run
-from helpers import HALF_DTYPES, dtype_name, is_thorough
+from helpers import HALF_DTYPES, dtype_name
 
 from ampatch import amp
 
@@ -179,20 +179,10 @@ def play(seed: int, opt_level: str, half_dtype: torch.dtype) -> None:
         amp.deinitialize()
 
 
-every_level = pytest.mark.parametrize(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("opt_level", "half_dtype"), LEVELS, ids=[f"{level}-{dtype_name(dtype)}" for level, dtype in LEVELS]
 )
-
-
-@pytest.mark.slow
-@every_level
-def test_few_random_scripts_leave_the_weights_of_plain_torch(opt_level, half_dtype):
-    for seed in range(30 if is_thorough() else 12):
-        play(seed, opt_level, half_dtype)
-
-
-@pytest.mark.slow
-@every_level
-def test_many_random_scripts_leave_the_weights_of_plain_torch(opt_level, half_dtype):
-    for seed in range(30, 160):
+def test_random_scripts_leave_the_weights_of_plain_torch(opt_level, half_dtype):
+    for seed in range(160):
         play(seed, opt_level, half_dtype)

@@ -79,17 +79,19 @@ def test_every_way_skips_then_raises_at_the_floor_with_one_message(way):
     message = str(caught.value)
     assert message.startswith("loss scaler 0 is at its floor of 1 and the gradients still overflow, so no scale")
     assert "0.weight, shape (6, 4), float32: " in message
+    assert len(caught.value.overflow.gradients) == 4
     assert caught.value.overflow.scales == (ScaleChange(0, 1.0, 1.0),)
     assert_same_state(weights(model), before)
     assert not optimizer.state
 
 
+@pytest.mark.parametrize("at", [0, 2], ids=["first-call", "later-call"])
 @pytest.mark.parametrize("way", [by_block, by_grad_scaler, by_trainer])
-def test_every_way_undoes_a_step_whose_closure_overflows(way):
+def test_every_way_undoes_a_step_whose_closure_overflows(way, at):
     # Apex's class evaluates a closure again until nothing overflows.
     model = network()
     optimizer = LBFGS(model.parameters())
-    factors = iter([1.0, 1.0, math.inf])
+    factors = iter([1.0] * at + [math.inf])
     before = everything(model, optimizer)
     for backward, step in way(model, optimizer):
 

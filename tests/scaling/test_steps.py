@@ -14,8 +14,8 @@ import pytest
 import stepping
 import torch
 from helpers import assert_same_state
-from optimizers import SGD, backward
-from stepping import every_half, loss_of, network, o1_and_o2, train, weights
+from optimizers import SGD, backward, initialize
+from stepping import closure_of, every_half, loss_of, network, o1_and_o2, train, weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -107,16 +107,8 @@ class TestClosures:
         model, optimizer = started(lambda parameters: torch.optim.LBFGS(parameters, max_iter=4))
         options = {"lr": torch.tensor(0.1), "lock": threading.Lock(), "nested": {"locks": [threading.Lock()]}}
         optimizer.param_groups[0].update(options)
-        factors = iter([1.0, OVERFLOW, OVERFLOW, OVERFLOW])
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model) * next(factors)
-            backward(loss, optimizer)
-            return loss.detach()
-
         before = weights(model)
-        optimizer.step(closure)
+        optimizer.step(closure_of(model, optimizer, 1.0, OVERFLOW, OVERFLOW, OVERFLOW))
         assert amp.step_was_skipped(optimizer)
         assert_same_state(weights(model), before)
         assert all(optimizer.param_groups[0][name] is options[name] for name in ("lr", "lock"))
@@ -399,6 +391,18 @@ class TestClippingByTorch:
         ):
             torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
 
+    def test_clipping_in_one_block_is_warned_of_once_for_each_optimizer(self):
+        models = [network(), network()]
+        optimizers = [SGD(model.parameters()) for model in models]
+        initialize(models, optimizers, init_scale=1024.0)
+        loss = loss_of(models[0]) + loss_of(models[1])
+        with amp.scale_loss(loss, optimizers) as scaled_loss:
+            scaled_loss.backward()
+            for model in models:
+                with pytest.warns(AmpWarning, match="gradients are clipped"):
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # another warning would be an error
+
     def test_clipping_masters_without_gradients_by_value_warns_before_torch_raises(self):
         with (
             scaled_gradients("inside", opt_level="O2") as (_, optimizer),
@@ -620,14 +624,13 @@ class TestUnscaleByHand:
             amp.deinitialize()
         assert_same_state(*gradients)
 
-    def test_unscale_inside_of_the_block_raises(self):
-        with (
-            scaled_gradients("inside") as (_, optimizer),
-            pytest.raises(UsageError, match=r"amp\.unscale_ stands inside the amp\.scale_loss block"),
-        ):
-            amp.unscale_(optimizer)
+    @pytest.mark.parametrize("function", [amp.unscale_, functools.partial(amp.clip_grad_norm_, max_norm=1.0)])
+    def test_unscaling_and_clipping_inside_of_the_block_raise(self, function):
+        message = r"amp\.\w+ stands inside the amp\.scale_loss block\. Move it behind"
+        with scaled_gradients("inside") as (_, optimizer), pytest.raises(UsageError, match=message):
+            function(optimizer)
 
-    @pytest.mark.parametrize("function", [amp.unscale_, amp.grads_are_unscaled])
+    @pytest.mark.parametrize("function", [amp.unscale_, amp.grads_are_unscaled, amp.gradients_are_finite])
     def test_unscale_of_an_optimizer_that_amp_does_not_know_raises(self, function):
         started()
         with pytest.raises(UsageError, match=r"was never handed to amp\.initialize"):
