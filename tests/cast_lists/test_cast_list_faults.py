@@ -235,8 +235,10 @@ LINES: dict[str, list[str | tuple[str, str]]] = {
         "  torch:",
         (
             "  - {name: mm, dtype: [float16]}",
-            "unknown key 'dtype'; expected name, dtypes, when, since, until, optional, format, grad. Did you mean "
-            "'dtypes'?",
+            (
+                "unknown key 'dtype'; expected name, dtypes, when, since, until, optional, format, grad. "
+                "Did you mean 'dtypes'?"
+            ),
         ),
         ("  - {name: mm, via_dtype: true}", "'via_dtype' has no effect here; only entries of 'blacklist' take it."),
         ("  - {name: bmm, instead: mm}", "'instead' has no effect here; only entries of 'banned' take it."),
