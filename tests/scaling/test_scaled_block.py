@@ -193,7 +193,7 @@ SCENARIOS: list[tuple[Callable[[Training], None], dict[str, Any], list[bool], li
     (gradients_of_masters_by_hand, {}, [False], [False]),
     (a_gradient_of_the_model_by_hand, {}, [True, False], [True, False]),
     # What was found of them is to decide on the step.
-    (cleared_by_hand, {}, [True, True], [True, False]),
+    (cleared_by_hand, {}, [True, True], [True, True]),
     (one_cleared_by_hand, {}, [True, False], [True, False]),
     (overflowed, {}, [True] * 3, [True] * 3),
     (overflowed_and_went_on, {}, [True, False], [True, False]),
