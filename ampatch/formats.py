@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,16 +160,19 @@ def named(name: str) -> Format:
     return Format(name, exponent, mantissa)
 
 
-def chosen(row: Format, choices: dict[str, str]) -> Format:
-    """Returns a row with other values for some of `CHOICES`.
+def chosen(given: Mapping[str, str]) -> Format:
+    """Returns the row with a name, and with other values for some of `CHOICES`.
 
     Raises:
-        AmpError: a choice is unknown, or has an unknown value.
+        AmpError: there is no name, or no such row; or a choice is unknown, or has an unknown value.
     """
+    if "name" not in given:
+        raise AmpError("found a mapping without `name`; expected one such as {name: float8_e4m3, scale: row}.")
+    choices = {name: value for name, value in given.items() if name != "name"}
     for name, value in choices.items():
         if name not in CHOICES:
             raise AmpError(f"found the key {name!r}; expected name, {', '.join(CHOICES)}.{did_you_mean(name, CHOICES)}")
         if value not in CHOICES[name]:
             hint = did_you_mean(value, CHOICES[name])
             raise AmpError(f"found {value!r} for {name}; expected one of {', '.join(CHOICES[name])}.{hint}")
-    return replace(row, **choices)  # type: ignore[arg-type]
+    return replace(named(given["name"]), **choices)  # type: ignore[arg-type]

@@ -611,9 +611,7 @@ def _read_format(node: yaml.Node) -> Format:
             found = f"{described(key)}: {described(value)}"
             raise AmpError(f"found {found}; expected name, {choices}, each once and with text.")
         given[key.value] = value.value
-    if "name" not in given:
-        raise AmpError("found a mapping without `name`; expected one such as {name: float8_e4m3, scale: row}.")
-    return chosen(named(given.pop("name")), given)
+    return chosen(given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,8 +143,7 @@ class Casts(Part):
         self._accelerator.set_device_types(self.shared.device_types)
         if self.settings.patches_any:
             self._functions.rebind_model(model)
-            if self.settings.patches_functions or self._tokens:
-                self._give_rules(model)
+            self._give_rules(model)
             self.regions.run_forward(model, self.ledger)
             if is_new:
                 adopted_model.warn_of_slow_half(model, self.settings.properties.half_dtype)
@@ -161,6 +160,8 @@ class Casts(Part):
         parts = {module: (name, "keep_fp32", None) for module, name in kept.items()}
         for module, part in ruled_parts(model, self.settings.lists.modules).items():
             parts.setdefault(module, (part.name, part.asked, self._tokens.get(part.entry)))
+        if not self.settings.patches_functions:  # there the weights of parts in float32 are float32
+            parts = {module: told for module, told in parts.items() if told[2] is not None}
         give_rules(parts, self.ledger, self.shared.switch)
 
     def finish(self, models: Collection[nn.Module], _: Collection[OptimizerLike]) -> None:

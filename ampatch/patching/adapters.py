@@ -171,6 +171,7 @@ class Adapters:
         # Shared by all functions with the same treatment.
         self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
         self._half_of_all: _Chosen = lambda *_: self.half_dtype
+        self._float32_of_all: _Chosen = lambda *_: torch.float32
         self._to_half = self._make_to_half(self._half_of_all)
         self._chosen = self._half_of_models if self.for_models else self._half_of_all
         self._to_half_listed = self._make_to_half(self._chosen) if self.for_models else self._to_half
@@ -182,12 +183,13 @@ class Adapters:
         Raises:
             CastListError: the rule has a condition on an argument that the function does not have.
         """
-        adapter = (
-            self.for_treatment(rule.treatment, rule.path, original, rule.via_dtype, rule.instead, is_listed=True)
-            if rule.formats is None
-            else self._in_formats(rule, rule.formats, original)
-        )
-        adapter = self._labelled(adapter, rule.path)
+        if rule.formats is None:
+            treated = self.for_treatment(
+                rule.treatment, rule.path, original, rule.via_dtype, rule.instead, is_listed=True
+            )
+            adapter = self._labelled(treated, rule.path)
+        else:
+            adapter = self._in_formats(rule, rule.formats, original)
         if not rule.when:
             return adapter
         adapt = adapter.adapt
@@ -265,11 +267,19 @@ class Adapters:
 
     def _in_formats(self, rule: Rule, formats: Formats, original: Function) -> Adapter:
         """Returns the adapter of a function that computes in a format: torch does, or its calls are emulated."""
+        chosen = self._chosen if self.hears_regions else _beside(self.half_dtype)
+        # With half weights, only functions without half kernels compute in float32.
+        if rule.treatment is Treatment.BLACKLIST and (self.hears_regions or rule.needs_float32):
+            chosen = self._float32_of_all
         format = formats.format
         if format.is_torchs and formats.grad == format:
-            return self._obeying(self._to[format.dtype], original, "to", format.dtype)  # type: ignore[index]
-        # With half weights, only functions without half kernels compute in float32.
-        in_float32 = rule.treatment is Treatment.BLACKLIST and (self.hears_regions or rule.needs_float32)
+            adapter = self.for_registration(rule.path, rule.treatment, format.dtype, original)
+            adapt = adapter.adapt
+            return replace(
+                adapter,
+                adapt=lambda args, kwargs: (args, kwargs) if chosen(args, kwargs) is None else adapt(args, kwargs),
+                plain_cast=None,
+            )
 
         def type_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype | None:
             if tensor.dtype not in CASTABLE or not self._is_cast_here(tensor):
@@ -280,12 +290,13 @@ class Adapters:
             rule,
             formats,
             original,
-            (lambda *_: torch.float32) if in_float32 else self._chosen,
+            chosen,
             type_of,
             lambda tensor, dtype: self._casts[dtype](tensor),
             self.cache.round,
         )
-        return replace(self._obeying(emulation.adapt, original, "to"), plain_cast=None, finish=emulation.finish)
+        adapter = replace(self._obeying(emulation.adapt, original, "to"), plain_cast=None, finish=emulation.finish)
+        return self._labelled(adapter, rule.path)
 
     def in_half(self, treatment: InHalf, path: Path, original: Function) -> Adapter:
         """Returns the adapter of a function for models with half weights."""
@@ -615,6 +626,15 @@ class Adapters:
             return cache.cast(tensor, dtype)
 
         return cast
+
+
+def _beside(half_dtype: torch.dtype) -> _Chosen:
+    """Returns a function that chooses the half type for calls with a half argument; parts kept in float32 have none."""
+
+    def beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+        return half_dtype if any(tensor.dtype in HALVES for tensor in tensors_of_call(args, kwargs)) else None
+
+    return beside
 
 
 def is_looked_up(tensor: Tensor) -> bool:

@@ -57,6 +57,7 @@ class Emulation:
         round: Callable[[Tensor, Format, torch.dtype], Tensor],
     ) -> None:
         self._format, self._grad = formats
+        self._computes_in = {dtype: dtype if self._format.is_within(dtype) else torch.float32 for dtype in CASTABLE}
         self._type_of_call, self._type_of, self._cast, self._round = type_of_call, type_of, cast, round
         self._bias, self._inplace = (argument_reader(original, name) for name in ("bias", "inplace"))
         self._writes = is_in_place(rule.path.name)
@@ -82,9 +83,8 @@ class Emulation:
             wanted = self._type_of(tensor, dtype)
             if wanted is None:
                 return tensor
-            if not format.is_within(wanted):
-                wanted = torch.float32
-            return self._cast(tensor, wanted) if tensor is bias else self._round(tensor, format, wanted)
+            computes_in = self._computes_in[wanted]
+            return self._cast(tensor, computes_in) if tensor is bias else self._round(tensor, format, computes_in)
 
         return tuple([cast_tensors(value, rounded) for value in args]), {
             name: cast_tensors(value, rounded) for name, value in kwargs.items()

@@ -84,7 +84,9 @@ class PatchedFunction(FunctionWrapper):
         adapt, adapted = self.adapter.adapt, None
         try:
             adapted = adapted_for_override(adapt, args, kwargs) if overrides else adapt(args, kwargs)
-            return self._call_adapted((args, kwargs), adapted, in_region)
+            result = self._call_adapted((args, kwargs), adapted, in_region)
+            finish = self.adapter.finish
+            return result if finish is None else finish((args, kwargs), adapted, result)
         except Exception as error:
             explain(error, self.reason, (args, kwargs), adapted)
             raise
@@ -100,11 +102,6 @@ class PatchedFunction(FunctionWrapper):
         return self.original(*args, **kwargs)
 
     def _call_adapted(self, given: Arguments, adapted: Arguments, in_region: bool) -> Any:
-        finish = self.adapter.finish
-        result = self._result_of(given, adapted, in_region)
-        return result if finish is None else finish(given, adapted, result)
-
-    def _result_of(self, given: Arguments, adapted: Arguments, in_region: bool) -> Any:
         if self.adapter.may_write:
             return write_back.call(self.run, given, adapted)
         if self.is_python or is_dynamo_compiling():

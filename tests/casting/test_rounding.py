@@ -222,6 +222,6 @@ def test_a_name_that_is_none_is_refused_with_those_that_are(typed, message) -> N
 
 def test_a_format_is_shown_as_it_is_typed() -> None:
     assert str(named("e3m4")) == "e3m4"
-    row = chosen(named("float8_e4m3"), {"scale": "row", "rounding": "stochastic"})
+    row = chosen({"name": "float8_e4m3", "scale": "row", "rounding": "stochastic"})
     assert str(row) == "{name: float8_e4m3, rounding: stochastic, scale: row}"
     assert (row.scale, row.rounding, row.overflow) == ("row", "stochastic", "saturate")

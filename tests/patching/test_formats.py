@@ -257,6 +257,25 @@ def test_casts_that_are_off_round_nothing() -> None:
         assert torch.equal(F.linear(given, weight), given @ weight.t())
 
 
+@pytest.mark.parametrize("lists", [UNSCALED, {"modules": {"*": {"format": "e3m2"}}}], ids=["function", "part"])
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3", "O4", "O5"])
+def test_parts_kept_in_float32_are_not_rounded(opt_level, lists) -> None:
+    model, seen = set_up(net(), lists, opt_level, keep_fp32=["2"]), []
+    model[2].register_forward_hook(lambda _, given, out: seen.extend([given[0], out]))
+    model(inputs())
+    with amp.disable_casts():
+        expected = F.linear(seen[0].float(), model[2].weight, model[2].bias)
+    assert torch.equal(seen[1].float(), expected.to(seen[1].dtype).float())
+
+
+def test_a_format_of_torchs_writes_in_place_and_leaves_other_code_alone() -> None:
+    set_up(net(), {"whitelist": {"*": [{"name": "add", "format": "float16"}]}})
+    written = torch.ones(3)
+    assert written.add_(torch.ones(3)) is written
+    assert torch.equal(written, torch.full((3,), 2.0))
+    assert (torch.ones(3) + torch.ones(3)).dtype is torch.float32  # no model's
+
+
 @pytest.mark.parametrize("call", [lambda x: F.elu(x, inplace=True), lambda x: x.sigmoid_()], ids=["inplace=", "name"])
 def test_a_call_that_would_write_to_its_argument_is_refused(call) -> None:
     lists = {

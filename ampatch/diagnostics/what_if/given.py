@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from ampatch.errors import AmpError, OptionError
 from ampatch.formats import Format, chosen, named
@@ -32,10 +31,10 @@ def format_of(given: object) -> Format:
     try:
         if isinstance(given, str):
             return named(given)
-        choices: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {}
-        if "name" not in choices or not all(isinstance(each, str) for pair in choices.items() for each in pair):
+        is_text = isinstance(given, Mapping) and all(isinstance(each, str) for pair in given.items() for each in pair)
+        if not isinstance(given, Mapping) or not is_text or "name" not in given:
             example = "{'name': 'float8_e4m3', 'scale': 'row'}"
             raise AmpError(f"found {given!r}; expected a name, or a mapping of text with a name, such as {example}.")
-        return chosen(named(choices.pop("name")), choices)
+        return chosen(given)
     except AmpError as error:
         raise OptionError(f"in formats: {error}") from None
