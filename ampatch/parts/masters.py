@@ -92,7 +92,7 @@ class Masters(Part):
         self._replaced.follow(optimizer)
         updated = list(optimizer_state.parameters_of(optimizer))
         for masters in self._all():
-            if len(masters.parameters_without_master(updated)) < len(updated):
+            if any(masters.parameter_of(each) is not each for each in updated):
                 raise UsageError(
                     f"this {type(optimizer).__name__} updates float32 masters that belong to another optimizer. Hand "
                     "only one of the two to amp.initialize: the outer one, if one is wrapped around the other."

@@ -115,11 +115,12 @@ class Conversion:
                     known.setdefault(name, (next(self._numbers), module._buffers[name].dtype))  # type: ignore[union-attr]
             for tensor, dtype in planned.dtypes.values():
                 if tensor not in self._converted:
-                    before = tensor.dtype
-                    kept = None if before is dtype else _set_dtype(tensor, dtype)
-                    self._converted[tensor] = ConvertedTensor(next(self._numbers), before, dtype, kept)
-                    if kept is not None and not isinstance(tensor, nn.Parameter):
-                        self.without_master.watch_buffer(tensor, kept)
+                    # First the record, by which `restore` gives the type back if the conversion raises.
+                    made = self._converted[tensor] = ConvertedTensor(next(self._numbers), tensor.dtype, dtype)
+                    if tensor.dtype is not dtype:
+                        made.kept = kept = _set_dtype(tensor, dtype)
+                        if kept is not None and not isinstance(tensor, nn.Parameter):
+                            self.without_master.watch_buffer(tensor, kept)
 
     def dtype_before(self, tensor: Tensor) -> torch.dtype | None:
         """Returns the type of a tensor before it was converted; None if it was not converted."""
@@ -252,9 +253,9 @@ class Conversion:
         """
         converted: ConvertedTensor | None = self._converted.get(tensor)
         if converted is None:  # the module may have replaced its buffer
-            is_replaced = name in self._buffers.get(module, {})
-            is_late = tensor.dtype in HALVES and self._is_of_model(tensor)
-            return self.without_master.float32_copy_of(tensor) if is_replaced or is_late else None
+            if name in self._buffers.get(module, {}) or (tensor.dtype in HALVES and self._is_of_model(tensor)):
+                return self.without_master.float32_copy_of(tensor)
+            return None
         kept = converted.kept
         if kept is None and converted.owner is not None and tensor.dtype in HALVES:
             return tensor.detach().float()

@@ -5,7 +5,8 @@ steps, each of these objects stands for its master: float32 data, and the master
 references belong to the object, and stay. Hooks, the nodes of graphs and DDP's buckets belong to the tensor, and see
 nothing of the exchange.
 
-Must not know which parameters have masters, nor when optimizers step.
+Owns also what all kinds of masters share: which parameters have them, and the optimizer's methods that see masters.
+Must not know when optimizers step.
 """
 
 from __future__ import annotations
@@ -115,18 +116,18 @@ class ExchangedMasters(abc.ABC):
 
     def _without_master(self, given: Iterable[Tensor]) -> list[nn.Parameter]:
         """Returns those of the optimizer's parameters that are to get masters, each once: trained half ones."""
-        new = {id(each): each for each in given if each.dtype in HALVES and id(each) not in self._known}
+        new = {id(each): each for each in given if id(each) not in self._known and each.dtype in HALVES}
         return [each for each in new.values() if each.requires_grad and isinstance(each, nn.Parameter)]
 
-    def _has_other_state(self) -> bool:
-        """Returns True if the optimizer's state is another object than at the last call, and so of any types."""
+    def _note_state(self) -> bool:
+        """Records the optimizer's state; returns True if it is another object than before, and so of any types."""
         before, self._state = self._state, getattr(self._optimizer(), "state", None)
         return self._state is not before
 
     def _widen_state(self) -> None:
         """Makes half state float32: of parameters that came half, or if it was loaded past amp."""
         optimizer = self._optimizer()
-        if self._has_other_state():
+        if self._note_state():
             for parameter in self._known.values():
                 optimizer_state.retype(optimizer, parameter, parameter.dtype, torch.float32)
 

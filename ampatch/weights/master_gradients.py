@@ -593,13 +593,15 @@ def _with_new(pairs: Mapping[int, Pair]) -> list[Pair]:
 
 def _show(pairs: list[Pair]) -> None:
     """Writes the masters' gradients, rounded, to the half gradients that are there."""
-    dense = [pair for pair in pairs if _is_plain(pair.parameter.grad) and _is_plain(pair.master.grad)]
-    for pair in dense:
-        optimizer_state.writable_gradient(pair.parameter)
+    dense: list[Pair] = []
+    for pair in pairs:
+        if _is_plain(pair.parameter.grad) and _is_plain(pair.master.grad):
+            optimizer_state.writable_gradient(pair.parameter)
+            dense.append(pair)
+        else:
+            pair.parameter.grad = _gradient_of(pair.master).to(pair.parameter.dtype)
     kernels.copy_to_half_grads(_full_gradients(dense), _half_gradients(dense))
     for pair in pairs:
-        if not (_is_plain(pair.parameter.grad) and _is_plain(pair.master.grad)):
-            pair.parameter.grad = _gradient_of(pair.master).to(pair.parameter.dtype)
         pair.record(_Gradient.SHOWN)
 
 

@@ -78,13 +78,12 @@ class MasterWeights(ExchangedMasters):
         given = [] if optimizer is None else list(optimizer_state.parameters_of(optimizer))
         if self._are_all(given):  # as in nearly every step
             return
-        others = [each for each in given if id(each) not in self._known]
-        if not self._parameters.keys().isdisjoint(map(id, others)):
+        if not self._parameters.keys().isdisjoint(map(id, given)):
             raise UsageError(
                 f"a group of this {type(optimizer).__name__} holds a float32 master. Groups hold the model's "
                 "parameters: put back the parameter that was there."
             )
-        without = self._without_master(others)
+        without = self._without_master(given)
         if not without:
             return
         self._values.synchronise(by_value=True)  # must come before all pairs are recorded again

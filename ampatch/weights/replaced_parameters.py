@@ -94,6 +94,9 @@ class Places:
                 yield module, name, key
 
 
+_NOWHERE = Places((), 0)
+
+
 class ReplacedParameters:
     """The half parameters of a session that user code has replaced in its models.
 
@@ -173,12 +176,11 @@ class ReplacedParameters:
         Args:
             masters: the masters of one optimizer's parameters.
         """
-        places, parameters = self._places.get(masters), masters.parameters()
-        is_as_before = places is not None and places.hold()
-        if places is not None and is_as_before and places.searched == len(parameters):
+        places, parameters = self._places.get(masters, _NOWHERE), masters.parameters()
+        if places.hold() and places.searched == len(parameters):
             return
         by_id = {id(parameter): parameter for parameter in parameters}
-        for module, name, key in places.changed() if places is not None and not is_as_before else ():
+        for module, name, key in places.changed():
             if key in by_id:
                 self._note(module, name, by_id[key], module._parameters.get(name))
         held = ((module, *item) for module in self._modules for item in module._parameters.items())

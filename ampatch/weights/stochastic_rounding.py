@@ -3,7 +3,8 @@
 Owns the number of the step. Every random number follows from it and from the places of the parameter and the element:
 so ranks round alike, a resumed run rounds as the first would have, and torch's generators play no part. The first
 number is a hash of the weights, so that the next optimizer of the same weights does not repeat the numbers of the last
-one: a weight that met the same number in each round would never move. Must not know which parameters have masters.
+one: a weight that met the same number in each round would never move. `Rounded` is the form of masters that it leaves
+between steps. Must not know which parameters have masters.
 
 Stochastic rounding of bfloat16 weights: P. Zamirai et al., "Revisiting BFloat16 Training", 2020.
 """
@@ -166,7 +167,7 @@ class Rounded:
         """Takes what user code has written to a parameter."""
 
     def note_one(self, half: Tensor) -> None:
-        """Does nothing: a parameter that was loaded has its remainder, if it has one."""
+        """Does nothing: beside a parameter, nothing is kept that could differ from it."""
 
     def take_writes(self) -> None:
         """Takes what user code has written to all parameters."""

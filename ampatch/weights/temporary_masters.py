@@ -290,7 +290,7 @@ class TemporaryMasters(ExchangedMasters):
     def _narrow_state(self, part: Iterable[Tensor]) -> None:
         if self._narrows:
             self._rounding.narrow_state(self._optimizer(), part)
-        self._has_other_state()  # the step may have replaced it
+        self._note_state()  # the step may have replaced it
 
 
 def _halves(stands: list[_Stand]) -> list[Tensor]:

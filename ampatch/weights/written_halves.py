@@ -117,6 +117,8 @@ class WrittenHalves:
     def widen_written(self) -> list[Tensor]:
         """Makes the weights float32 that were written to since the last look, also through a copy that was given.
 
+        Copies to half buffers what was written to their float32 values.
+
         Returns:
             The weights that have become float32 since the last call.
         """
