@@ -160,7 +160,10 @@ class MixedPrecision(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the wrapped optimizer, and makes masters for its half parameters."""
         self._check_not_stepping("add groups")
-        self._masters.check_new(param_group.get("params", ()))
+        params = param_group.get("params", ())
+        if isinstance(params, Iterator):  # read twice, here and by the optimizer
+            param_group["params"] = params = list(params)
+        self._masters.check_new(params)
         self.optimizer.add_param_group(param_group)
         self._masters.make_missing()
 
@@ -196,7 +199,8 @@ class MixedPrecision(torch.optim.Optimizer):
                 are.
         """
         self._masters.synchronise()
-        masters = {id(each): self._masters.full_of(each) for each in self._parameters()}
+        full = ((each, self._masters.full_of(each)) for each in self._parameters())
+        masters = {id(each): master for each, master in full if master is not each}
         named = {name: masters.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
         return {
             name: value if named.get(name) is None else named[name].detach().clone()  # type: ignore[union-attr]
@@ -248,7 +252,8 @@ class MixedPrecision(torch.optim.Optimizer):
         with self._masters.stepping():
             if closure is None:
                 self._masters.take_gradients()
-                self._divide_gradients(grad_scale)
+                if grad_scale is not None:
+                    self._divide_gradients(grad_scale)
             else:
                 closure = functools.partial(self._masters.evaluate, closure)
             told: AbstractContextManager[Any] = nullcontext()
@@ -264,11 +269,10 @@ class MixedPrecision(torch.optim.Optimizer):
 
     @torch.no_grad()
     @WithoutCasts()
-    def _divide_gradients(self, grad_scale: Tensor | None) -> None:
-        """Divides the gradients that the step uses by a scale, if one is given."""
-        if grad_scale is not None:
-            grads = optimizer_state.gradients_of(map(self._masters.updated, self._parameters()))
-            kernels.multiply_(grads, grad_scale.float().reciprocal())
+    def _divide_gradients(self, grad_scale: Tensor) -> None:
+        """Divides the gradients that the step uses by a scale."""
+        grads = optimizer_state.gradients_of(map(self._masters.updated, self._parameters()))
+        kernels.multiply_(grads, grad_scale.float().reciprocal())
 
     # Saving
 

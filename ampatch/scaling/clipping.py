@@ -21,7 +21,6 @@ from ampatch.distributed import Group, Ranks
 from ampatch.errors import UsageError, warn
 from ampatch.ledger import PatchLedger
 from ampatch.native import kernels
-from ampatch.scaling import step_observers
 from ampatch.scaling.optimizer_gradients import NOT_REDUCED, OptimizerGradients
 from ampatch.scaling.optimizer_step import AdoptedOptimizer
 from ampatch.scaling.unscaling import Unscaling
@@ -176,8 +175,7 @@ def _are_plain(gradients: OptimizerGradients) -> bool:
 def _clip_scaled(gradients: OptimizerGradients, unscaling: Unscaling, max_norm: float) -> Tensor:
     """Unscales and clips at once: reads the gradients once, and writes them once."""
     try:
-        for observer in step_observers.observers:
-            observer.unscaling(unscaling.scale_use, unscaling.gradients)
+        unscaling.tell_observers()
         inv_scale = unscaling.scale_use.scale.reciprocal()
         parts = _parts(gradients.parameters(), gradients.ranks)
         if of_masters := gradients.masters.gradients.new():

@@ -206,7 +206,8 @@ class OptimizerGradients:
             but: ids of parameters to leave out.
         """
         half = (each for each in self.with_half_gradients() if id(each) not in but)
-        self._widened += [WidenedGradient(each, torch.float32, fixes_type=True) for each in half]
+        # One by one, so that those are narrowed again that were widened before an error.
+        self._widened.extend(WidenedGradient(each, torch.float32, fixes_type=True) for each in half)
 
     def note_scaled(self) -> None:
         """Remembers the parameters, which keep scaled gradients after the block, in case the optimizer is deleted."""

@@ -119,23 +119,20 @@ class _OwnStep:
     Args:
         optimizer: the optimizer.
         exchange: what its parameters stand for while it steps.
-
-    Attributes:
-        original: the method.
     """
 
     def __init__(self, optimizer: OptimizerLike, exchange: ExchangedMasters) -> None:
-        self.original = optimizer.step
+        self._original = optimizer.step
         self._optimizer, self._exchange = optimizer, exchange
         self._is_of_user = has_own_step(optimizer)
 
     def __call__(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] = _NO_OPTIONS) -> Any:
         if not self._exchange.wanted:
-            return self.original(*args, **kwargs)
+            return self._original(*args, **kwargs)
 
         def step(swap_in: Callable[[], object]) -> Any:
             with self._masters_in_place(swap_in):
-                return self.original(*args, **kwargs)
+                return self._original(*args, **kwargs)
 
         def is_whole() -> bool:
             has_arguments = any(each is not None for each in (*args, *kwargs.values()))

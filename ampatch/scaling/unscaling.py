@@ -35,8 +35,7 @@ class Unscaling:
     def run(self) -> None:
         """Unscales, and finds overflows."""
         try:
-            for observer in step_observers.observers:
-                observer.unscaling(self.scale_use, self.gradients)
+            self.tell_observers()
             found_inf = self._unscale()
             if found_inf is not None:
                 self._ranks.reduce_overflow_(found_inf, self.model_parameters())
@@ -44,6 +43,11 @@ class Unscaling:
         except BaseException:
             self.abandon()
             raise
+
+    def tell_observers(self) -> None:
+        """Shows the gradients to all observers before they are unscaled."""
+        for observer in step_observers.observers:
+            observer.unscaling(self.scale_use, self.gradients)
 
     def note_unscaled(self, found_inf: Tensor | None) -> None:
         """Notes that the gradients are unscaled: the verdict decides on the next steps, and the scale reacts there.

@@ -1,4 +1,4 @@
-"""Half gradients that are float32 for as long as they are scaled, since scaled half gradients could overflow.
+"""Gradients that have a wider type than their parameter for a while, since half ones could overflow while scaled.
 
 Owns how a gradient and its parameter's ``grad_dtype`` are changed and restored. Must not know scales.
 """

@@ -674,6 +674,7 @@ class TestSaving:
         precise = network(torch.float32)
         precise.load_state_dict(saved)
         assert_same_state(list(precise.parameters()), list(optimizer.master_params()))
+        assert saved["2.weight"].data_ptr() == model[2].weight.data_ptr()  # without a master, it is left as it is
 
 
 class Lookahead:

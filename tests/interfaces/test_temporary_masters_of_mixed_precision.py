@@ -176,6 +176,13 @@ class TestOptions:
             optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2).half())]})
         assert len(optimizer.param_groups) == 1
 
+    @pytest.mark.parametrize("masters", [True, "split"])
+    def test_a_later_group_may_be_a_generator(self, masters: bool | str) -> None:
+        optimizer = MixedPrecision(adamw(precise().bfloat16()), masters=masters)
+        late = nn.Linear(2, 2).bfloat16()
+        optimizer.add_param_group({"params": late.parameters()})
+        assert list(map(id, optimizer.param_groups[1]["params"])) == list(map(id, late.parameters()))
+
     def test_a_step_that_the_user_has_replaced_runs_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(step_parts, "_LEAST", 1)
         model, optimizer = trainable("split")
