@@ -91,7 +91,7 @@ def typed_need(devices: Sequence[str]) -> list[str]:
 
 
 def typed_options(
-    when: When, via_dtype: bool, needs_float32: Sequence[str], formats: Formats | None = None
+    when: When, via_dtype: bool, needs_float32: Sequence[str], formats: Formats | str | None = None
 ) -> list[str]:
     """Returns the options of a rule as texts."""
     conditions = [f"when {typed_conditions(when)}"] if when else []

@@ -83,8 +83,9 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
     """Raises if a user's lists have no effect at a level that patches no functions by the lists.
 
     Raises:
-        OptionError: the level converts no weights; no entry is for functions that need float32 or has a format; or
-            weights are converted, and an entry under ``modules`` has rules of its own.
+        OptionError: the level converts no weights, and the lists change rules or a part has a format; no entry is for
+            functions that need float32 or has a format; or weights are converted, and an entry under ``modules`` has
+            rules of its own.
     """
     level = properties.opt_level
     converts = properties.cast_model_type in HALVES
@@ -97,9 +98,9 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
                 f"applies no lists. Give it {rules.FLOAT32} or a format, which hold at this level too, leave it out, "
                 "or type opt_level='O1'."
             )
-    may_be_without_effect = converts or not has_formats
-    if lists.modules and may_be_without_effect and not list_edits.difference(shipped(), replace(lists, modules=())):
-        return  # parts in float32 are in float32 here, too
+    only_parts = bool(lists.modules) and not list_edits.difference(shipped(), replace(lists, modules=()))
+    if only_parts and (converts or not has_formats):
+        return  # parts in float32 are in float32 here, too; without half weights, other parts have nothing to change
     if not converts:
         raise OptionError(
             f"cast_lists contradicts opt_level={level!r}, which does not patch torch's functions. Leave cast_lists "

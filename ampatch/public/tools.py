@@ -195,7 +195,7 @@ def what_if(
     from ampatch.diagnostics.what_if import what_if as steps
     from ampatch.diagnostics.what_if.given import checked_formats
 
-    lists = shipped() if cast_lists is None else shipped().overlaid(cast_lists)
+    lists = arguments.lists_of(cast_lists)
     note_own_steps("amp.what_if")
     return steps.what_if(checked, inputs, loss_fn, checked_formats(formats), lists.expanded())
 

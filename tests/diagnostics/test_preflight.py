@@ -506,6 +506,8 @@ class TestFailures:
         assert verdict.error == "ValueError: only float32 here"
         assert "No change was found that mends it" in str(result)
         assert "O1 bfloat16 passes instead." in str(result)
+        by_other_name = flight(Picky(4, 4), torch.randn(2, 4), [("O2", HALF), ("O1", HALF), "O4"])
+        assert "O4 bfloat16 passes instead." in str(by_other_name)
 
 
 class TestSideEffects:

@@ -133,6 +133,13 @@ def test_a_call_that_writes_to_its_argument_is_noted():
     assert "addmm_ writes its result" in result.notes[0]
 
 
+def test_a_call_with_inplace_is_noted_and_not_judged():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True))
+    result = what_if(model, torch.randn(2, 4), cast_lists={"whitelist": {"*": ["elu"]}})
+    assert [row.function for row in result.calls] == ["linear"]
+    assert "elu writes its result" in result.notes[0]
+
+
 # The lists that follow
 
 

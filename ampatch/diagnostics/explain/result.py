@@ -73,9 +73,8 @@ class Ruling:
     def conditions(self) -> list[str]:
         """Conditions and options, each in words."""
         limits = {"to": self.casts_to, "from torch": self.since, "before torch": self.until}
-        options = typed_options(self.when, self.via_dtype, self.needs_float32)
-        formats = [] if self.formats is None else [self.formats]
-        return [*options, *formats, *(f"{word} {limit}" for word, limit in limits.items() if limit)]
+        options = typed_options(self.when, self.via_dtype, self.needs_float32, self.formats)
+        return [*options, *(f"{word} {limit}" for word, limit in limits.items() if limit)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,9 +133,10 @@ class OverflowTracer:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
-        # Unless a graph is captured or traced, or a checkpoint recomputes a forward pass.
-        is_usual = current_graph_task_id() == -1 and not (is_capturing() or is_recording())
-        if self._thread.is_inside or not is_usual:
+        if self._thread.is_inside:
+            return call(*args, **kwargs)
+        # A checkpoint recomputes a forward pass, or a graph is captured or traced.
+        if current_graph_task_id() != -1 or is_capturing() or is_recording():
             return call(*args, **kwargs)
         self._drop_used()
         if not torch.is_grad_enabled():

@@ -16,7 +16,7 @@ from ampatch.diagnostics.json_files import plain
 from ampatch.diagnostics.overflow.trace import NamedOp, OverflowTrace
 from ampatch.diagnostics.shown_names import counted, module_and_line, shown_call, shown_module, shown_place
 from ampatch.diagnostics.tables import Column, Whole, item, number, printed, table
-from ampatch.diagnostics.trial_steps.levels import as_o1_to_o3, call_of, levels_of, name_of
+from ampatch.diagnostics.trial_steps.levels import Level, as_o1_to_o3, call_of, levels_of, name_of
 from ampatch.errors import OptionError
 from ampatch.half_types import HALF_DTYPES
 
@@ -145,7 +145,7 @@ class LevelVerdict:
             change was found.
         tried: number of steps in search of the change.
         milliseconds: median time of a step with the change, or as it is without one; None if not measured.
-        peak_bytes: peak memory of such a step; None if not measured.
+        peak_bytes: peak memory of such a step, on the CPU and GPUs together; None if not measured.
         notes: warnings that amp gave, and why something could not be measured.
     """
 
@@ -229,7 +229,7 @@ class Preflight:
         """
         asked = levels_of(opt_level, half_dtype)
         same = [as_o1_to_o3(each) for each in asked]
-        found = [each for each in self.levels if as_o1_to_o3((each.opt_level, HALF_DTYPES[each.half_dtype])) in same]
+        found = [each for each in self.levels if _plain(each) in same]
         if len(found) == 1:
             return found[0]
         if found:
@@ -328,9 +328,13 @@ def _levels(result: Preflight) -> Iterator[Any]:
     yield ""
 
 
+def _plain(each: LevelVerdict) -> Level:
+    return as_o1_to_o3((each.opt_level, HALF_DTYPES[each.half_dtype]))
+
+
 def _advice(result: Preflight) -> Iterator[Any]:
     passing = [each for each in result.levels if each.verdict == PASSES]
-    best = min(passing, key=lambda each: (each.name != "O1 bfloat16", each.opt_level), default=None)
+    best = min(passing, key=lambda each: (_plain(each) != ("O1", torch.bfloat16), _plain(each)[0]), default=None)
     instead = "No level that was tried passes without a change." if best is None else f"{best.name} passes instead."
     yield from (Whole(f"  {each.call}") for each in passing)
     for each in result.levels:

@@ -379,11 +379,14 @@ class _Call:
 
     def note_hits(self, args: _Args) -> None:
         """Counts half tensors among an operator's arguments that nothing in this call has made."""
+        row, known = self.row, self.known
+        if row is None or known is None:
+            return
         for tensor in tensors_in(args):
-            if self.row is not None and self.known is not None and id(tensor) not in self.known:
-                self.known[id(tensor)] = tensor
+            if id(tensor) not in known:
+                known[id(tensor)] = tensor
                 if tensor.dtype in HALVES and tensor.grad_fn is not None and tensor.grad_fn.name() == _CASTS_BACK:
-                    self.row.numbers.add_hits([tensor])
+                    row.numbers.add_hits([tensor])
 
 
 class _Widened:

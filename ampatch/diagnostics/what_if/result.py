@@ -15,7 +15,7 @@ import yaml
 
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.shown_names import counted, module_and_line, shown_module, shown_place
-from ampatch.diagnostics.tables import ROWS, Column, printed, table
+from ampatch.diagnostics.tables import Column, number, printed, table
 from ampatch.diagnostics.what_if.given import format_of
 from ampatch.errors import OptionError
 from ampatch.grouping import grouped
@@ -168,28 +168,21 @@ class WhatIf:
     def _parts(self) -> Iterator[Any]:
         yield f"What if {self.model} ran in {', '.join(self.formats)}? From a float32 step with loss {self.loss:.5g}."
         yield ""
-        yield from table("Functions, most noise first", [_FORMAT, _FUNCTION, *_NUMBERS], *_first(self.functions))
-        yield from table("Modules", [_FORMAT, _MODULE, *_NUMBERS], *_first(self.modules))
-        yield from table("Calls", [_FORMAT, _FUNCTION, _PLACE, *_NUMBERS], *_first(self.calls))
+        yield from table("Functions, most noise first", [_FORMAT, _FUNCTION, *_NUMBERS], self.functions)
+        yield from table("Modules", [_FORMAT, _MODULE, *_NUMBERS], self.modules)
+        yield from table("Calls", [_FORMAT, _FUNCTION, _PLACE, *_NUMBERS], self.calls)
         yield "Noise: an estimate of the relative error that the step would have."
         yield "0: become zero. max: are beyond the largest number. 10%: lose more than that otherwise."
         yield "Type result.overlay(format) for the cast lists that follow."
         yield from (f"Note: {note}" for note in self.notes)
 
 
-def _first(rows: tuple[FormatNoise, ...]) -> tuple[tuple[FormatNoise, ...], int]:
-    return rows[:ROWS], len(rows)
-
-
 def _share(direction: str, name: str) -> Column:
     head = {"underflow": "0", "overflow": "max", "imprecise": "10%"}[name]
     title = {"forward": "args", "backward": "grads"}[direction]
-
-    def cell(row: FormatNoise) -> str:
-        share = getattr(getattr(row, direction), name)
-        return f"{share:.1%}" if share else "-"
-
-    return Column(f"{title}: {head}" if name == "underflow" else head, cell, is_number=True, rank=1)
+    if name == "underflow":
+        head = f"{title}: {head}"
+    return number(head, lambda row: getattr(getattr(row, direction), name) or None, ".1%", rank=1)
 
 
 _FORMAT = Column("format", lambda row: row.format)
@@ -197,8 +190,8 @@ _FUNCTION = Column("function", lambda row: row.function)
 _MODULE = Column("module", lambda row: shown_module(row.module))
 _PLACE = Column("module and line", lambda row: module_and_line(row.module, row.file, row.line))
 _NUMBERS = (
-    Column("calls", lambda row: str(row.calls), is_number=True, rank=2),
-    Column("noise", lambda row: f"{row.noise:.3f}", is_number=True),
+    number("calls", lambda row: row.calls, rank=2),
+    number("noise", lambda row: row.noise, ".3f"),
     *(_share(direction, name) for direction in ("forward", "backward") for name in _SHARES),
 )
 

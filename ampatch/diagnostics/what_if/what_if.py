@@ -114,8 +114,8 @@ class _Call:
         def changed(tensor: Tensor) -> Tensor:
             return change(tensor) if tensor.dtype in CASTABLE else tensor
 
-        args = [cast_tensors(each, changed) for each in self.args]
-        kwargs = {name: cast_tensors(each, changed) for name, each in self.kwargs.items()}
+        given: Any = cast_tensors((self.args, self.kwargs), changed)
+        args, kwargs = given
         self.before.restore()
         return self.function(*args, **kwargs)
 
@@ -136,8 +136,8 @@ class _Call:
 
         with torch.enable_grad():
             result = self.repeated(leaf)
-            outputs = [each for each in tensors_in(result) if each.requires_grad and each.dtype in CASTABLE]
-            pairs = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, given, strict=True) if grad is not None]
+            made = zip(_with_gradients(result), given, strict=True)
+            pairs = [(out, grad.to(out.dtype)) for out, grad in made if grad is not None]
             outs, grads = zip(*pairs, strict=True)
             found = torch.autograd.grad(outs, leaves, grads, allow_unused=True)
         return [torch.zeros_like(each) if grad is None else grad for each, grad in zip(leaves, found, strict=True)]
@@ -188,7 +188,7 @@ class _Watched(Recorder):
         if name is None or self.is_traced():
             return self._run(function, args, kwargs)
         with unseen():
-            unfit = _unfit(name, args, kwargs)
+            unfit = _unfit(name, function, args, kwargs)
             place = self._place(name, sys._getframe(2))
         if unfit:
             self.missed[f"{name} {unfit}; such calls were not judged."] = None
@@ -199,7 +199,7 @@ class _Watched(Recorder):
         if current_graph_task_id() == -1:
             self._judge(call, result)
         with unseen():
-            results = [each for each in tensors_in(result) if each.requires_grad and each.dtype in CASTABLE]
+            results = _with_gradients(result)
             nodes = [each.grad_fn for each in results if each.grad_fn is not None]
             if nodes:
                 reach = functools.reduce(operator.or_, [self._reach(each) for each in nodes])
@@ -324,9 +324,14 @@ def _lost(found: list[_Found]) -> Lost:
     return Lost(values, underflow / every, overflow / every, imprecise / every, noise)
 
 
-def _unfit(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _with_gradients(result: Any) -> list[Tensor]:
+    return [each for each in tensors_in(result) if each.requires_grad and each.dtype in CASTABLE]
+
+
+def _unfit(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Returns why a call cannot compute in a format, as part of a sentence; empty if it can."""
-    if is_in_place(name) or kwargs.get("out") is not None:
+    inplace = argument_reader(function, "inplace")
+    if is_in_place(name) or kwargs.get("out") is not None or (inplace is not None and inplace(args, kwargs)):
         return "writes its result to a tensor that it is given"
     dense = (each.layout is torch.strided and not each.is_nested for each in tensors_of_call(args, kwargs))
     return "" if all(dense) else "got a sparse or nested tensor"
@@ -356,7 +361,8 @@ def _counts(given: Iterable[tuple[Tensor, Tensor]], format: Format) -> list[int]
         unbounded = found if format == nearest else rounded(exact, nearest, torch.float32)
         zero, beyond = known & (found == 0), known & ~unbounded.isfinite()
         imprecise = known & ~zero & ~beyond & ((found - exact).abs() > _IMPRECISE * exact.abs())
-        sums = [old + int(new.sum()) for old, new in zip(sums, (known, zero, beyond, imprecise), strict=True)]
+        here = torch.stack([each.sum() for each in (known, zero, beyond, imprecise)]).tolist()
+        sums = [old + new for old, new in zip(sums, here, strict=True)]
     return sums
 
 
