@@ -319,11 +319,6 @@ class OverflowHandler:
         """True if the verdict on a step has to be known before it, so that the step can be explained."""
         return self.tracer is not None and self.tracer.notes_steps
 
-    def note_losses(self, losses: Iterable[Tensor]) -> None:
-        """Notes scaled losses, whose backward passes follow."""
-        if self.is_looking:
-            self.tracer.note_losses(losses)  # type: ignore[union-attr]
-
     @property
     def logs_line(self) -> bool:
         """False if a longer text replaces the log line."""

@@ -301,7 +301,8 @@ class ScaledBlock(Generic[_L]):
         """Prepares warnings, and notes the gradients of other optimizers."""
         try:
             self._watch(losses)
-            self._blocks.leaves.check(self._loss_id, losses, self._blocks.updated)
+            if self._loss_id not in self._blocks.leaves.looked:
+                self._blocks.leaves.check(self._loss_id, losses, self._blocks.updated)
             if others:
                 handed = set(map(id, self._unscaling.model_parameters()))
                 self.beside = [Bystander(each, handed) for each in others]
@@ -434,7 +435,9 @@ class ScaledBlock(Generic[_L]):
 
     def _watch(self, losses: Sequence[Tensor]) -> None:
         """Prepares the warning that a backward pass began with another loss."""
-        self._blocks.overflows.note_losses(losses)
+        tracer = self._blocks.overflows.tracer
+        if tracer is not None and tracer.notes_steps:
+            tracer.note_losses(losses)
         if self._loss_id in self._blocks.warned:
             return
         self.watched = tuple(each.grad_fn for each in losses if each.grad_fn is not None)

@@ -24,11 +24,12 @@ class ScaledLeaves:
 
     Attributes:
         are_unscaled: True if an adapter unscales their gradients, too.
+        looked: numbers of the losses whose leaves are known.
     """
 
     def __init__(self) -> None:
         self.are_unscaled = False
-        self._looked: set[int] = set()  # numbers of the losses whose leaves are known
+        self.looked: set[int] = set()
         self._found: dict[int, TensorWeakRef] = {}
 
     def check(self, loss_id: int, losses: Iterable[Tensor], updated: Callable[[], Collection[int]]) -> None:
@@ -42,9 +43,9 @@ class ScaledLeaves:
         Warns:
             AmpWarning: user code has hooked one of the leaves.
         """
-        if loss_id in self._looked or self.are_unscaled:
+        if self.are_unscaled:
             return
-        self._looked.add(loss_id)
+        self.looked.add(loss_id)
         leaves = leaves_among(nodes_of(loss.grad_fn for loss in losses if loss.grad_fn is not None))
         adopted = updated()
         self._found |= {key: TensorWeakRef(leaf) for key, leaf in leaves.items() if key not in adopted}
