@@ -39,7 +39,7 @@ _TRACED = {
     "interfaces": "inference_copy",
     "public": "casts setting_up training",
     "patching": "adapters adopted_forward adopted_model autocast_checks cast_labels casting_mode emulation "
-    "fused_linear half_functions module_rules replaced_forward thread_rules weight_cache wrappers",
+    "fused_linear half_functions module_rules replaced_forward scaled_products thread_rules weight_cache wrappers",
 }
 
 

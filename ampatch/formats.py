@@ -27,6 +27,9 @@ ROUNDINGS = ("nearest", "stochastic", "zero")
 #: What a finite value beyond the largest number becomes: the largest number, or inf (NaN in a format without inf).
 OVERFLOWS = ("saturate", "inf")
 
+#: Who multiplies numbers of a format: float32 or half products of rounded values, or the device's own products.
+PRODUCTS = ("emulated", "device")
+
 #: Which values share a scale: none have one, all of a tensor, each vector along the last dimension, or 32 of such one.
 SCALES = ("none", "tensor", "row", "block")
 
@@ -46,6 +49,8 @@ class Format:
             Microscaling formats of the Open Compute Project (version 1.0, section 6.3); the others are float32.
         dtype: torch's dtype with these numbers; None if it has none.
         computes: True if torch's functions compute in that dtype.
+        multiplies: formats by whose numbers torch can multiply those of this one, with scales; by name.
+        products: who makes products of its numbers; one of `PRODUCTS`.
     """
 
     name: str
@@ -57,6 +62,8 @@ class Format:
     scale: str = "none"
     dtype: torch.dtype | None = None
     computes: bool = False
+    multiplies: tuple[str, ...] = ()
+    products: str = "emulated"
 
     @property
     def bias(self) -> int:
@@ -94,6 +101,18 @@ class Format:
         """True if inf is a number of the format."""
         return self.specials == "inf"
 
+    @property
+    def why_emulated(self) -> str:
+        """Why a device cannot multiply numbers of this row, for an error; empty if some devices can."""
+        if not self.multiplies:
+            able = " and ".join(row.name for row in FORMATS.values() if row.multiplies)
+            return f"no device of torch's multiplies {self.name}; expected {able}"
+        wanted = {"rounding": ("nearest",), "overflow": ("saturate",), "scale": ("tensor", "row")}
+        for choice, values in wanted.items():
+            if getattr(self, choice) not in values:
+                return f"found {choice}: {getattr(self, choice)} with it; expected {' or '.join(values)}"
+        return ""
+
     def is_within(self, dtype: torch.dtype) -> bool:
         """Returns True if a type of torch has all numbers of the format, with whatever scale amp gives them."""
         info = torch.finfo(dtype)
@@ -112,7 +131,7 @@ class Format:
 
 
 #: The values of a row that a cast list can choose, each with what it can be.
-CHOICES = {"rounding": ROUNDINGS, "overflow": OVERFLOWS, "scale": SCALES}
+CHOICES = {"rounding": ROUNDINGS, "overflow": OVERFLOWS, "scale": SCALES, "products": PRODUCTS}
 
 _SCALED: dict[str, Any] = {"overflow": "saturate", "scale": "tensor"}
 _IN_BLOCKS: dict[str, Any] = {"specials": "none", "overflow": "saturate", "scale": "block"}
@@ -124,8 +143,16 @@ _ROWS = (
     Format("tensorfloat32", 8, 10),
     Format("bfloat16", 8, 7, dtype=torch.bfloat16, computes=True),
     Format("float16", 5, 10, dtype=torch.float16, computes=True),
-    Format("float8_e4m3", 4, 3, "nan", dtype=torch.float8_e4m3fn, **_SCALED),
-    Format("float8_e5m2", 5, 2, dtype=torch.float8_e5m2, **_SCALED),
+    Format(
+        "float8_e4m3",
+        4,
+        3,
+        "nan",
+        dtype=torch.float8_e4m3fn,
+        multiplies=("float8_e4m3", "float8_e5m2"),
+        **_SCALED,
+    ),
+    Format("float8_e5m2", 5, 2, dtype=torch.float8_e5m2, multiplies=("float8_e4m3",), **_SCALED),
     Format("float8_e4m3fnuz", 4, 3, "zero", dtype=torch.float8_e4m3fnuz, **_SCALED),
     Format("float8_e5m2fnuz", 5, 2, "zero", dtype=torch.float8_e5m2fnuz, **_SCALED),
     Format("float6_e3m2", 3, 2, **_IN_BLOCKS),
@@ -175,4 +202,7 @@ def chosen(given: Mapping[str, str]) -> Format:
         if value not in CHOICES[name]:
             hint = did_you_mean(value, CHOICES[name])
             raise AmpError(f"found {value!r} for {name}; expected one of {', '.join(CHOICES[name])}.{hint}")
-    return replace(named(given["name"]), **choices)  # type: ignore[arg-type]
+    row = replace(named(given["name"]), **choices)  # type: ignore[arg-type]
+    if row.products == "device" and row.why_emulated:
+        raise AmpError(f"products: device, but {row.why_emulated}; or leave products out, and they are emulated.")
+    return row

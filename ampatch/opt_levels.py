@@ -1,4 +1,4 @@
-"""O0-O5 as a table, and the overrides of its values.
+"""O0-O6 as a table, and the overrides of its values.
 
 Owns only values and checks. Must not touch a model, an optimizer or torch's functions.
 """
@@ -39,7 +39,7 @@ class Properties:
     """The values of an opt level, with its half dtype and the overrides applied.
 
     Attributes:
-        opt_level: "O0" to "O5".
+        opt_level: "O0" to "O6".
         half_dtype: half dtype of casts and weights.
         cast_model_type: dtype that the model's weights are converted to; None leaves them unchanged.
         patch_torch_functions: True if torch's functions cast by the lists.
@@ -82,6 +82,7 @@ class Level:
     master_weights: bool | None
     loss_scale: LossScale
     half_dtype: torch.dtype | None = None  # None: the caller's choice
+    lists: str | None = None  # a file of lists that is laid over the others
 
     @property
     def converts(self) -> bool:
@@ -92,7 +93,8 @@ class Level:
 #: What ``master_weights`` may be beside a flag: masters exist only while the optimizer steps.
 TEMPORARY = ("split", "stochastic")
 
-# Names and values are Apex's. O4 and O5 are O1 and O2 in bfloat16, named as in ROCm's Apex.
+# Names and values are Apex's. O4 and O5 are O1 and O2 in bfloat16, named as in ROCm's Apex. O6, which neither has, is
+# O5 with float8 products.
 LEVELS = {
     "O0": Level("float32", False, None, False, 1.0),
     "O1": Level(None, True, None, None, "dynamic"),
@@ -100,6 +102,7 @@ LEVELS = {
     "O3": Level("half", False, False, False, 1.0),
     "O4": Level(None, True, None, None, 1.0, torch.bfloat16),
     "O5": Level("bfloat16", False, True, True, 1.0, torch.bfloat16),
+    "O6": Level("bfloat16", False, True, True, 1.0, torch.bfloat16, "float8.yaml"),
 }
 
 # The overrides allowed if the level leaves the weights unchanged. Any other value contradicts the level.
@@ -114,8 +117,8 @@ def resolve(opt_level: str, half_dtype: torch.dtype, **overrides: object) -> Pro
     """Returns the properties of a level with the overrides applied.
 
     Args:
-        opt_level: "O0" to "O5", with the letter O.
-        half_dtype: ``torch.float16`` or ``torch.bfloat16``; O4 and O5 ignore it and use bfloat16.
+        opt_level: "O0" to "O6", with the letter O.
+        half_dtype: ``torch.float16`` or ``torch.bfloat16``; O4, O5 and O6 ignore it and use bfloat16.
         overrides: the caller's values in place of the level's, by the names in `OVERRIDES`; None keeps the level's.
 
     Raises:

@@ -6,7 +6,7 @@
 #   benchmarks/on_gpu.sh --dry-run [DIRECTORY]   all three parts on the CPU: small sizes, tests are only collected
 #
 # Part 1: is it right? A probe of the machine, the builds, and the tests side by side. Part 2: how fast is it? Whole
-# steps, kernels and memory, each alone. Part 3, if time is left: Nsight Compute and compute-sanitizer.
+# steps, kernels and memory, each alone. Part 3, if time is left: float8 products, Nsight Compute and compute-sanitizer.
 #
 # Each step has a time limit, and the next one runs even if one fails. A part leaves in DIRECTORY: summary.txt, with a
 # line for each step, the figures as JSON, and logs.tar.gz. The exit status is 1 if a step failed.
@@ -172,6 +172,7 @@ part_3() {
     build 35
     step profile 30 "${ncu[@]}" --csv --page raw --metrics "$metrics" "${profile[@]}"
     step profile-sections 30 "${ncu[@]}" "${sections[@]/#/--section=}" "${profile[@]}"
+    step float8 150 "$PYTHON" benchmarks/float8.py --device "$device" "${quick[@]}"
     # Last, as they may hang. Without torch's memory cache each tensor is an allocation, whose bounds are checked.
     for tool in memcheck racecheck; do
         step "$tool" 60 env AMPATCH_KERNELS=extension PYTORCH_NO_CUDA_MEMORY_CACHING=1 \

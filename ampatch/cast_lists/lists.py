@@ -24,6 +24,7 @@ from ampatch.cast_lists.rules import Change, Changes, Formats, ModuleRules, Rule
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, compose_own, node_of, text_of
 from ampatch.errors import OptionError
 from ampatch.grouping import grouped
+from ampatch.opt_levels import LEVELS
 
 #: Stands among the names of files for an overlay that is a mapping.
 MAPPING = "a mapping"
@@ -128,15 +129,17 @@ class CastLists:
         several = isinstance(overlay, Sequence) and not isinstance(overlay, (str, bytes, PathLike))
         lists = self
         for part in overlay if several else [overlay]:  # type: ignore[union-attr]
-            source, text, changes, modules = _read_overlay(part)
-            named = {entry.name for entry in modules}
-            lists = replace(
-                lists._laid_over(changes),
-                files=(*lists.files, source),
-                texts=(*lists.texts, text),
-                modules=(*(entry for entry in lists.modules if entry.name not in named), *modules),
-            )
+            lists = lists._overlaid(*_read_overlay(part))
         return lists
+
+    def _overlaid(self, source: str, text: str, changes: Changes, modules: Sequence[ModuleRules]) -> CastLists:
+        named = {entry.name for entry in modules}
+        return replace(
+            self._laid_over(changes),
+            files=(*self.files, source),
+            texts=(*self.texts, text),
+            modules=(*(entry for entry in self.modules if entry.name not in named), *modules),
+        )
 
     def of_module(self, entry: ModuleRules) -> CastLists:
         """Returns the lists of a part that has rules of its own: these lists, with its changes laid over them."""
@@ -164,7 +167,7 @@ class CastLists:
 
 
 def _in_formats(rule: Rule, formats: Formats) -> Rule:
-    is_free = rule.treatment is Treatment.WHITELIST and rule.formats is None
+    is_free = rule.treatment is Treatment.WHITELIST and rule.formats is None and formats.fit(rule.path)
     return replace(rule, formats=formats) if is_free else rule
 
 
@@ -186,8 +189,11 @@ def _expanded(changes: Changes, within: Sequence[types.ModuleType] | None) -> Ch
 
 
 @functools.cache
-def shipped() -> CastLists:
-    """Returns the lists that come with ampatch."""
+def shipped(level: str | None = None) -> CastLists:
+    """Returns the lists that come with ampatch; for a level with a file of its own, with that laid over them."""
+    if level is not None:
+        name = LEVELS[level].lists
+        return shipped() if name is None else shipped()._overlaid(*_of_package(name))
     parsed = Reading()
     for treatment in Treatment:
         parsed.source = f"{treatment.value}.yaml"
@@ -204,6 +210,13 @@ def peer(name: str) -> CastLists:
     parsed = Reading(f"{name}.yaml", resolve=False)
     parsed.add_overlay(compose_own(files("ampatch.lists") / "peers" / parsed.source))
     return CastLists(types.MappingProxyType({key: rule for key, rule in parsed.changes() if rule is not None}))
+
+
+def _of_package(name: str) -> tuple[str, str, Changes, list[ModuleRules]]:
+    """Returns what `_read_overlay` does, for a file of the package."""
+    parsed, file = Reading(name), files("ampatch.lists") / name
+    parsed.add_overlay(compose_own(file))
+    return name, file.read_text("utf-8"), parsed.changes(), parsed.modules
 
 
 def _read_overlay(overlay: object) -> tuple[str, str, Changes, list[ModuleRules]]:

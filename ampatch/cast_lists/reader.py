@@ -183,7 +183,7 @@ class Reading:
             if kind_of(value) == "seq":
                 listed = yaml.MappingNode("tag:yaml.org,2002:map", [(every, value)], value.start_mark, value.end_mark)
             inside.add_list(listed, LISTS[list_name.value], f"a list of names, such as [mm, bmm], or {_NAMESPACES}")
-        _join_formats(inside, node, options)
+        _join_formats(inside, node, options, Treatment.WHITELIST)
         self._faults += inside._faults
         return tuple(inside._changes), options.get("formats")
 
@@ -345,7 +345,7 @@ class Reading:
                 self.fault(key, f"{key.value!r} has no effect here; only entries of {names} take it.")
             else:
                 self._read(key.value, value, options)
-        _join_formats(self, node, options)
+        _join_formats(self, node, options, treatment)
         if "name" not in options and len(self._faults) == faults:
             self.fault(node, "an entry without `name`; expected one such as {name: exp, dtypes: [float16]}.")
         return options if len(self._faults) == faults else None
@@ -376,7 +376,7 @@ class Reading:
             self._fault_once(entry.namespace, mistaken)
             return False
         try:
-            conditions = options.get("when", ()), options.get("via_dtype", False)
+            conditions = options.get("when", ()), options.get("via_dtype", False), options.get("formats")
             unfit = rules.unlistable_reason(path, owner, find(path), *conditions)
         except PathError as error:
             if entry.is_optional:
@@ -393,11 +393,16 @@ class Reading:
             self.fault(namespace, message)
 
 
-def _join_formats(reading: Reading, node: yaml.Node, options: dict[str, Any]) -> None:
+def _join_formats(reading: Reading, node: yaml.Node, options: dict[str, Any], treatment: Treatment | None) -> None:
     """Replaces ``format`` and ``grad`` by ``formats``; gradients have the format of arguments if none is named."""
     found = {key: options.pop(key) for key in _FORMATS if key in options}
     if "format" in found:
-        options["formats"] = Formats(found["format"], found.get("grad", found["format"]))
+        options["formats"] = formats = Formats(found["format"], found.get("grad", found["format"]))
+        reason = formats.why_not_devices()
+        if formats.are_devices and treatment is Treatment.BLACKLIST:
+            reason = "blacklisted functions compute in float32; put the entry in the whitelist"
+        if reason:
+            reading.fault(node, f"`products: device`, but {reason}.")
     elif found:
         reading.fault(node, "`grad` without `format`: name the format of the arguments too, such as format: float32.")
 
@@ -507,7 +512,8 @@ def unfit_reason(rule: Rule, path: Path) -> str | None:
     """Returns a sentence on why the rule of a pattern does not fit a function that it matches; None if it does."""
     function: Any = find(path)
     fitting = _fitting({"via_dtype": rule.via_dtype}, path)
-    return rules.unlistable_reason(path, find_owner(path.namespace), function, rule.when, fitting["via_dtype"])
+    owner = find_owner(path.namespace)
+    return rules.unlistable_reason(path, owner, function, rule.when, fitting["via_dtype"], rule.formats)
 
 
 def fitting_rule(rule: Rule, path: Path) -> Rule:

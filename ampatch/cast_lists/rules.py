@@ -36,11 +36,35 @@ UNLISTED = "unlisted"
 When = tuple[tuple[str, tuple[object, ...]], ...]
 
 
+#: The functions of torch whose products a device can make itself, by name.
+MULTIPLYING = ("linear", "matmul", "mm", "__matmul__", "__rmatmul__")
+
+
 class Formats(NamedTuple):
-    """The formats of an emulated function: of its arguments, and of the gradients of its results."""
+    """The formats of a function: of its arguments, and of the gradients of its results."""
 
     format: Format
     grad: Format
+
+    @property
+    def are_devices(self) -> bool:
+        """True if the device is to multiply in the formats."""
+        return self.format.products == "device"
+
+    def why_not_devices(self) -> str:
+        """Returns why no device multiplies in the formats, although it is to; empty if it can, or is not to."""
+        format, grad = self
+        if not self.are_devices:
+            return "only the gradients have it; give it to `format`" if grad.products == "device" else ""
+        if grad.name not in format.multiplies:
+            return f"no device multiplies {format.name} by grad {grad.name}; expected {' or '.join(format.multiplies)}"
+        if grad.scale != format.scale:
+            return f"`format` has the scale of a {format.scale}, and `grad` of a {grad.scale}; give both the same one"
+        return grad.why_emulated
+
+    def fit(self, path: Path) -> bool:
+        """Returns True if a function can compute in the formats: any can, if its products are emulated."""
+        return not self.are_devices or (path.name in MULTIPLYING and path.namespace.partition(".")[0] == "torch")
 
     def __str__(self) -> str:
         return f"format {self.format}" + (f", grad {self.grad}" if self.grad != self.format else "")
@@ -153,7 +177,9 @@ def _as_typed(value: object) -> str:
     return yaml.safe_dump([value], default_flow_style=True, width=float("inf")).strip()[1:-1]
 
 
-def unlistable_reason(path: Path, owner: object, function: Any, when: When = (), via_dtype: bool = False) -> str | None:
+def unlistable_reason(
+    path: Path, owner: object, function: Any, when: When = (), via_dtype: bool = False, formats: Formats | None = None
+) -> str | None:
     """Returns a sentence on why the object at a path cannot be listed with these options; None if it can."""
     if not isinstance(owner, (types.ModuleType, type)):
         return f"{path.namespace!r} is {type(owner).__name__!r}; expected a module or a class."
@@ -165,9 +191,9 @@ def unlistable_reason(path: Path, owner: object, function: Any, when: When = (),
         return f"{path} is a class, not a function; name a method of it, such as `{path}: [forward]`."
     if not callable(function):
         return f"{path} is {type(function).__name__!r}, not a function."
-    if not when and not via_dtype:
-        return None
-    readable = signatures.parameter_names(function)
+    if formats is not None and not formats.fit(path):
+        return f"`products: device` is for torch's {', '.join(MULTIPLYING)}; leave it out, and {path} is emulated."
+    readable = signatures.parameter_names(function) if when or via_dtype else ()  # it takes long
     for argument, _ in when:
         if argument not in readable:
             known = f"expected {', '.join(readable)}.{did_you_mean(argument, readable)}" if readable else "none can."

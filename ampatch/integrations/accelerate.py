@@ -71,7 +71,7 @@ def prepare(
             chose; its half type is the default of ``half_dtype``.
         objects: arguments of ``accelerator.prepare``, with at least one model. Without an optimizer the model is for
             evaluation.
-        opt_level: "O0" to "O5"; "O0" leaves everything to ``accelerator.prepare``.
+        opt_level: "O0" to "O6"; "O0" leaves everything to ``accelerator.prepare``.
         device_placement: as for ``accelerator.prepare``: whether to move each of the objects to the device.
         given: arguments of ``amp.initialize`` by name, except ``models``, ``optimizers`` and ``num_losses``.
             ``cast_model_outputs`` defaults to float32, like the outputs of Accelerate's own mixed precision.

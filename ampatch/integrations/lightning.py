@@ -22,7 +22,7 @@ class AmpatchPrecision(PrecisionPlugin, _Precision):  # type: ignore[misc, valid
         trainer = Trainer(plugins=AmpatchPrecision("O1", half_dtype="float16"))
 
     Args:
-        opt_level: "O0" to "O5", as for ``amp.initialize``.
+        opt_level: "O0" to "O6", as for ``amp.initialize``.
         options: other arguments of ``amp.initialize``, except ``models``, ``optimizers``, ``enabled`` and
             ``num_losses``.
 

@@ -371,7 +371,7 @@ def _converted_parts(module: nn.Module, options: Mapping[str, Any]) -> tuple[lis
         OptionError: there is no such submodule, ``keep_fp32`` or ``float32_outputs`` matches none or cannot be said for
             each by itself, or the cast lists have entries for parts.
     """
-    entries = shipped().overlaid(options.get("cast_lists") or ()).modules
+    entries = shipped(options["opt_level"]).overlaid(options.get("cast_lists") or ()).modules
     if entries:
         raise OptionError(
             f"{entries[0].source}: modules has {entries[0].name!r}, and at opt_level={options['opt_level']!r} amp "

@@ -40,6 +40,7 @@ from ampatch.patching.cast_labels import named
 from ampatch.patching.emulation import Emulation, Rounds
 from ampatch.patching.fused_linear import LinearCalls
 from ampatch.patching.recurrent_weights import Layout
+from ampatch.patching.scaled_products import ScaledProducts
 from ampatch.switch import dtype_in_region, is_in_region, is_set_by_autocast
 from ampatch.torch_private.operators import LINEAR
 
@@ -82,6 +83,8 @@ class Adapter:
             None if the original makes it, with the arguments after ``adapt``. Compiled code calls the original.
         finish: function that returns the call's result, given the arguments before and after ``adapt`` and what the
             call has returned; None if the result stays as it is.
+        instead: function that makes the call in place of everything else, given its arguments; returns None if it
+            cannot make this call. None if the call is always made with the arguments after ``adapt``.
         may_write: True if the function may write to its arguments, so that its writes are copied to the caller's.
     """
 
@@ -89,6 +92,7 @@ class Adapter:
     plain_cast: PlainCast | None = None
     call: Callable[[Arguments, Arguments], Any] | None = None
     finish: Callable[[Arguments, Arguments, Any], Any] | None = None
+    instead: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
     may_write: bool = False
 
 
@@ -192,7 +196,7 @@ class Adapters:
             adapter = self._in_formats(rule, rule.formats, original)
         if not rule.when:
             return adapter
-        adapt = adapter.adapt
+        adapt, instead = adapter.adapt, adapter.instead
         readers: list[tuple[ArgumentReader, tuple[object, ...]]] = []
         for argument, values in rule.when:
             reader = argument_reader(original, argument)
@@ -200,15 +204,22 @@ class Adapters:
                 raise CastListError([Fault(rule.source, f"{rule.path} has no argument {argument!r}.")])
             readers.append((reader, values))
 
-        def where_it_applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        def applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             for reader, values in readers:
                 value = reader(args, kwargs)
                 # Comparing a tensor or an array would compare its elements. It equals none of the rule's values.
                 if isinstance(value, Tensor) or getattr(value, "ndim", False) or value not in values:
-                    return args, kwargs
-            return adapt(args, kwargs)
+                    return False
+            return True
 
-        return replace(adapter, adapt=where_it_applies, plain_cast=None)
+        return replace(
+            adapter,
+            adapt=lambda args, kwargs: adapt(args, kwargs) if applies(args, kwargs) else (args, kwargs),
+            plain_cast=None,
+            instead=None
+            if instead is None
+            else lambda args, kwargs: instead(args, kwargs) if applies(args, kwargs) else None,
+        )
 
     def for_registration(
         self, path: Path, treatment: Treatment, dtype: torch.dtype | None, original: Function
@@ -286,6 +297,15 @@ class Adapters:
                 return None
             return self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype
 
+        if formats.are_devices:
+            # Half weights change without notice, for example when a master is written.
+            kept = self.cache.kept if self.hears_regions else None
+            products = ScaledProducts(rule.path, formats, chosen, type_of, kept)
+            if self.hears_regions:
+                otherwise = self.for_treatment(rule.treatment, rule.path, original, is_listed=True)
+            else:
+                otherwise = self.in_half(InHalf.BESIDE, rule.path, original)
+            return replace(self._labelled(otherwise, rule.path), plain_cast=None, instead=products.call)
         emulation = Emulation(
             rule,
             formats,

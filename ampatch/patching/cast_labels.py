@@ -49,12 +49,12 @@ def named(adapt: Adapt, function: str) -> Adapt:
 class LabellingCache(WeightCache):
     """A weight cache that labels every cast. A cache hit gets no label."""
 
-    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Casts as `WeightCache.cast` does, under a label."""
-        if is_compiling() or self._has(tensor, dtype):
-            return super().cast(tensor, dtype)
+    def kept(self, tensor: Tensor, dtype: torch.dtype | None, make: Callable[[], Tensor]) -> Tensor:
+        """Casts as `WeightCache.kept` does, under a label."""
+        if is_compiling() or dtype is None or self._has(tensor, dtype):
+            return super().kept(tensor, dtype, make)
         with _label("weight" if isinstance(tensor, Parameter) else "argument", _thread.function, dtype):
-            return super().cast(tensor, dtype)
+            return super().kept(tensor, dtype, make)
 
     def cast_together(
         self, weights: Sequence[Tensor], dtype: torch.dtype, layout_of: Callable[[], Layout]

@@ -22,11 +22,15 @@ from ampatch.formats import Format
 
 
 class Rounds(Protocol):
-    """An object that rounds tensors to formats."""
+    """An object that rounds tensors to formats, and may keep what is made of a weight."""
+
+    def kept(self, tensor: Tensor, dtype: torch.dtype | None, make: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
+        """Returns what ``make`` makes of a tensor in ``dtype``; caches may keep that of a weight, but for None."""
+        return make()
 
     def round(self, tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-        """Returns a tensor of a castable type, rounded to a format, in ``dtype``."""
-        return as_argument(tensor, format, dtype)
+        """Returns a tensor of a castable type, rounded to a format, in ``dtype``; no rounded weight is kept."""
+        return self.kept(tensor, None, lambda: as_argument(tensor, format, dtype))
 
 
 class Emulation:

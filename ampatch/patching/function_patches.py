@@ -333,7 +333,7 @@ class FunctionPatches:
                 warnings.warn(f"{rule.source}: {missing}", AmpWarning, stacklevel=2)
             return
         for each in filter(None, self._rules_of(rule).values()):
-            unfit = unlistable_reason(rule.path, owner, getattr(owner, name), each.when, each.via_dtype)
+            unfit = unlistable_reason(rule.path, owner, getattr(owner, name), each.when, each.via_dtype, each.formats)
             if unfit is not None:
                 warnings.warn(f"{each.source}: {unfit}", AmpWarning, stacklevel=2)
                 return
@@ -378,6 +378,7 @@ class FunctionPatches:
             thread_rules.choosing(of_session.adapt, {token: each.adapt for token, each in of_parts.items()}),
             call=call,
             finish=thread_rules.finishing(of_session.finish, {token: each.finish for token, each in of_parts.items()}),
+            instead=thread_rules.trying(of_session.instead, {token: each.instead for token, each in of_parts.items()}),
         )
 
     def _patch(

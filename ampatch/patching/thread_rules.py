@@ -24,6 +24,9 @@ from ampatch.switch import KINDS, RULES, Region
 #: Makes the result of a call of what it has returned; see `ampatch.patching.adapters.Adapter`.
 Finish = Callable[[Arguments, Arguments, Any], Any]
 
+#: Makes a call itself, or returns None; see `ampatch.patching.adapters.Adapter`.
+Instead = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+
 #: Identifies one set of rules.
 Token = torch.dtype
 
@@ -65,6 +68,18 @@ def finishing(finish: Finish | None, of_parts: Mapping[Token, Finish | None]) ->
     def by_rules_in_force(given: Arguments, adapted: Arguments, result: Any) -> Any:
         found = of_parts.get(torch.get_autocast_dtype(RULES), finish)
         return result if found is None else found(given, adapted, result)
+
+    return by_rules_in_force
+
+
+def trying(instead: Instead | None, of_parts: Mapping[Token, Instead | None]) -> Instead | None:
+    """Returns a function that makes calls itself by the rules in force; None if none does. See `choosing`."""
+    if instead is None and not any(of_parts.values()):
+        return None
+
+    def by_rules_in_force(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = of_parts.get(torch.get_autocast_dtype(RULES), instead)
+        return None if found is None else found(args, kwargs)
 
     return by_rules_in_force
 

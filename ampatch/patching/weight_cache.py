@@ -47,9 +47,8 @@ from torch.nn import Parameter
 
 from ampatch.casting import cast_observers
 from ampatch.casting.cast_store import Store
-from ampatch.casting.rounding import as_argument
-from ampatch.formats import Format
 from ampatch.native import calls
+from ampatch.patching.emulation import Rounds
 from ampatch.patching.recurrent_weights import Layout, cast_each
 from ampatch.torch_private import modes
 from ampatch.torch_private.modes import len_dispatch_stack
@@ -83,7 +82,7 @@ class _Thread(threading.local):
     opened_by: weakref.ref[object] | None = None  # the model whose forward the store belongs to
 
 
-class WeightCache:
+class WeightCache(Rounds):
     """Casts tensors and keeps the casts of parameters; counts casts and hits.
 
     Attributes:
@@ -118,14 +117,21 @@ class WeightCache:
         Returns:
             A tensor of the same shape in ``dtype``, linked to ``tensor`` in the graph as by `Tensor.to`.
         """
+        return self.kept(tensor, dtype, lambda: tensor.to(dtype))
+
+    def kept(self, tensor: Tensor, dtype: torch.dtype | None, make: Callable[[], Tensor]) -> Tensor:
+        """Returns what ``make`` makes of a tensor in ``dtype``; of a parameter, what was made before and is valid.
+
+        Nothing is kept without a type.
+        """
         if is_compiling():
-            return tensor.to(dtype)
+            return make()
         store = self._store(tensor) if type(tensor) is Parameter else None
         state = self.state
         observer = cast_observers.observer
-        if store is None:
+        if store is None or dtype is None:
             state.casts += 1
-            return tensor.to(dtype) if observer is None else observer.cast(tensor, lambda: tensor.to(dtype))
+            return make() if observer is None else observer.cast(tensor, make)
         kept = store.find(tensor, dtype)
         if kept is not None:
             state.hits += 1
@@ -134,19 +140,12 @@ class WeightCache:
             return kept
         state.casts += 1
 
-        def make() -> Tensor:
-            return _with_version(lambda: tensor.to(dtype))
+        def with_version() -> Tensor:
+            return _with_version(make)
 
-        cast = make() if observer is None else observer.cast(tensor, make)
+        cast = with_version() if observer is None else observer.cast(tensor, with_version)
         self._keep(store, tensor, cast)
         return cast
-
-    def round(self, tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
-        """Rounds a tensor to a format; no rounded weight is kept."""
-        if is_compiling():
-            return as_argument(tensor, format, dtype)
-        self.state.casts += 1
-        return cast_observers.cast(tensor, lambda: as_argument(tensor, format, dtype))
 
     def cast_together(
         self, weights: Sequence[Tensor], dtype: torch.dtype, layout_of: Callable[[], Layout]

@@ -81,8 +81,11 @@ class PatchedFunction(FunctionWrapper):
         overrides = _may_override(args, kwargs)
         if overrides and self.overridden is not None:
             return self.overridden(self, args, kwargs)
-        adapt, adapted = self.adapter.adapt, None
+        adapt, instead, adapted = self.adapter.adapt, self.adapter.instead, None
         try:
+            result = None if instead is None or overrides else instead(args, kwargs)
+            if result is not None:
+                return result
             adapted = adapted_for_override(adapt, args, kwargs) if overrides else adapt(args, kwargs)
             result = self._call_adapted((args, kwargs), adapted, in_region)
             finish = self.adapter.finish

@@ -74,9 +74,9 @@ def half_dtype_of(
     return default_half(adopted_model.device_types_of(models))
 
 
-def lists_of(overlay: Overlay | None) -> CastLists:
-    """Returns the shipped lists with a user's changes laid over them."""
-    return shipped() if overlay is None else shipped().overlaid(overlay)
+def lists_of(overlay: Overlay | None, opt_level: str | None = None) -> CastLists:
+    """Returns the shipped lists, those of a level, with a user's changes laid over them."""
+    return shipped(opt_level) if overlay is None else shipped(opt_level).overlaid(overlay)
 
 
 def check_have_effect(lists: CastLists, properties: Properties) -> None:
@@ -88,17 +88,19 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
             rules of its own.
     """
     level = properties.opt_level
+    before = shipped(level)
     converts = properties.cast_model_type in HALVES
-    has_formats = any(entry.formats for entry in lists.modules)  # then an empty entry takes a part out again
+    has_formats = any(entry.formats for entry in lists.modules)
     if converts:
-        own = next((entry for entry in lists.modules if entry.changes or not (entry.is_float32 or has_formats)), None)
+        own = _without_effect(lists, before)
         if own is not None:
             raise OptionError(
                 f"cast_lists contradicts opt_level={level!r}: {own.source} has rules for {own.name!r}, and this level "
                 f"applies no lists. Give it {rules.FLOAT32} or a format, which hold at this level too, leave it out, "
                 "or type opt_level='O1'."
             )
-    only_parts = bool(lists.modules) and not list_edits.difference(shipped(), replace(lists, modules=()))
+    of_session = [replace(each, modules=()) for each in (before, lists)]
+    only_parts = bool(lists.modules) and not list_edits.difference(*of_session)
     if only_parts and (converts or not has_formats):
         return  # parts in float32 are in float32 here, too; without half weights, other parts have nothing to change
     if not converts:
@@ -106,12 +108,29 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
             f"cast_lists contradicts opt_level={level!r}, which does not patch torch's functions. Leave cast_lists "
             "out, or type patch_torch_functions=True as well."
         )
-    if lists.at_every_level() == shipped().at_every_level():
+    if lists.at_every_level() == before.at_every_level():
         raise OptionError(
             f"cast_lists contradicts opt_level={level!r}, which applies only entries with needs_float32 or format, and "
             "there are no changes of those in these lists. Leave cast_lists out, or type patch_torch_functions=True as "
             "well."
         )
+
+
+def _without_effect(lists: CastLists, before: CastLists) -> rules.ModuleRules | None:
+    """Returns an entry for parts that has no effect on models with half weights; None if all have one.
+
+    An entry has one if it says float32, or changes only functions that have a format, there or elsewhere. An empty
+    entry has one if it takes a part out of another entry.
+    """
+    known = [before.rules, lists.rules, *(dict(entry.changes or ()) for entry in lists.modules)]
+    formatted = {key for each in known for key, rule in each.items() if rule is not None and rule.formats}
+    has_formats, replaced = any(entry.formats for entry in lists.modules), {entry.name for entry in before.modules}
+    for entry in lists.modules:
+        changed = {key for key, _ in entry.changes or ()}
+        has_effect = changed <= formatted if changed else has_formats or entry.name in replaced
+        if not (has_effect or entry.is_float32):
+            return entry
+    return None
 
 
 def kept_in_float32(argument: str, given: object, properties: Properties) -> conversion_plan.KeepFloat32:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampatch import distributed, opt_levels
-from ampatch.cast_lists.lists import Overlay
+from ampatch.cast_lists.lists import Overlay, shipped
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.interfaces.inference_copy import check_no_copy
 from ampatch.native import calls, kernels
@@ -100,7 +100,7 @@ def initialize(
             ``step`` and ``zero_grad``.
         enabled: False returns everything unchanged, and makes every other call a no-op.
         opt_level: "O0" (float32), "O1" (functions cast by the lists), "O2" (half weights, float32 masters), "O3" (half
-            weights), "O4" and "O5" (O1 and O2 in bfloat16).
+            weights), "O4" and "O5" (O1 and O2 in bfloat16), "O6" (O5 with float8 products in linear layers).
 
     Values of the level:
         cast_model_type: dtype of the weights, at levels that convert them. False leaves all weights as they are; half
@@ -214,7 +214,7 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    lists = arguments.lists_of(cast_lists)
+    lists = arguments.lists_of(cast_lists, opt_level)
     if cast_lists is not None and not properties.patch_torch_functions:
         arguments.check_have_effect(lists, properties)
     verbose = opt_levels.check_verbosity(verbosity)
@@ -255,7 +255,8 @@ def initialize(
     conversion_plan.check_matches(every_model, kept)
     conversion_plan.check_matches(every_model, wide, "float32_outputs")
     conversion_plan.check_matches_buffers(every_model, settings.cast_buffers)
-    check_entries(every_model, lists.modules, settings.keep_fp32)
+    of_user = [entry for entry in lists.modules if entry not in shipped(opt_level).modules]
+    check_entries(every_model, of_user, settings.keep_fp32)
 
     device_types = adopted_model.device_types_of(model_list)
     opened = open_for(settings, device_types, fused_linear) if live is None else live

@@ -332,7 +332,7 @@ def test_cast_observers_and_statistics_see_the_rounding() -> None:
         (linear(format={"scale": "row"}), "found a mapping without `name`"),
         (linear(format={"name": "e3m4", "scales": "row"}), "found the key 'scales'; expected name, rounding"),
         (linear(format={"name": "e3m4", "scale": "rows"}), "Did you mean 'row'?"),
-        (linear(format={"name": "e3m4", "scale": 1}), "expected name, rounding, overflow, scale, each once and with"),
+        (linear(format={"name": "e3m4", "scale": 1}), "expected name, rounding, overflow, scale, products, each once"),
         (linear(format=8), "or a mapping with name, rounding, overflow, scale"),
         (linear(grad="e3m4"), "`grad` without `format`"),
         (

@@ -239,7 +239,7 @@ class TestOnGpu:
     STEPS = (
         *("machine", "probe", "build", "tests-extension", "tests-torchs-kernels", "other-tests"),
         *("machine", "build", "steps", "kernels", "memory"),
-        *("machine", "build", "profile", "profile-sections", "memcheck", "racecheck"),
+        *("machine", "build", "profile", "profile-sections", "float8", "memcheck", "racecheck"),
     )
     LINE = re.compile(r"(\S+) +exit status +(\d+) +\d+ s  (.*)")
 

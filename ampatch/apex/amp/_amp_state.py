@@ -28,7 +28,7 @@ class OptProperties:
 
     Attributes:
         enabled: True if amp is on.
-        opt_level: "O0" to "O5".
+        opt_level: "O0" to "O6".
         half_dtype: half dtype of casts and weights.
         cast_model_type: dtype that the weights were converted to; None if they were not converted.
         patch_torch_functions: True if torch's functions cast.

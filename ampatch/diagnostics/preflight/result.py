@@ -128,7 +128,7 @@ class LevelVerdict:
     """How one step went at an opt level.
 
     Attributes:
-        opt_level: "O1" to "O5", as the user typed it.
+        opt_level: "O1" to "O6", as the user typed it.
         half_dtype: "float16" or "bfloat16".
         verdict: "passes"; "overflows" (inf or NaN that no loss scale avoids); "inaccurate" (the gradient error is above
             `Preflight.gradient_bound`, or the state error above 0.5); or "fails" (it raised).
@@ -221,7 +221,7 @@ class Preflight:
         """Returns the verdict for a level that was tried.
 
         Args:
-            opt_level: "O1" to "O5".
+            opt_level: "O1" to "O6".
             half_dtype: a half type or its name; may be left out for O4, O5, and a level tried with one half type.
 
         Raises:

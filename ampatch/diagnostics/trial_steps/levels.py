@@ -9,7 +9,7 @@ import torch
 
 from ampatch.errors import OptionError
 from ampatch.half_types import HALF_TYPES
-from ampatch.opt_levels import check_half_dtype, check_opt_level, dtype_name
+from ampatch.opt_levels import LEVELS, check_half_dtype, check_opt_level, dtype_name
 
 #: An opt level and its half type.
 Level = tuple[str, torch.dtype]
@@ -26,11 +26,13 @@ def levels_of(opt_level: object, half_dtype: object = None) -> list[Level]:
     """
     level = check_opt_level(opt_level)
     if level == "O0":
-        raise OptionError("O0 is float32, with which every level is compared; expected O1, O2, O3, O4 or O5.")
+        others = ", ".join(each for each in LEVELS if each != level)
+        raise OptionError(f"O0 is float32, with which every level is compared; expected one of {others}.")
     half = None if half_dtype is None else check_half_dtype(half_dtype)
-    halves = (torch.bfloat16,) if level in _IN_BFLOAT16 else HALF_TYPES
+    halves = HALF_TYPES if LEVELS[level].half_dtype is None else (torch.bfloat16,)
     if half not in (None, *halves):
-        raise OptionError(f"{level} is bfloat16, and half_dtype is {half}. Type {_IN_BFLOAT16[level]!r} instead.")
+        other = _IN_BFLOAT16.get(level, "O2")
+        raise OptionError(f"{level} is bfloat16, and half_dtype is {half}. Type {other!r} instead.")
     return [(level, each) for each in halves if half in (None, each)]
 
 
@@ -67,6 +69,6 @@ def name_of(level: str, half_dtype: torch.dtype) -> str:
 
 def call_of(opt_level: str, half_dtype: str, *arguments: str) -> str:
     """Returns a call of ``amp.initialize`` as text to paste."""
-    half = [] if opt_level in _IN_BFLOAT16 else [f'half_dtype="{half_dtype}"']
+    half = [] if LEVELS[opt_level].half_dtype is not None else [f'half_dtype="{half_dtype}"']
     given = ["model", "optimizer", f'opt_level="{opt_level}"', *half, *arguments]
     return f"amp.initialize({', '.join(given)})"

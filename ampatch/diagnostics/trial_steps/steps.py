@@ -95,7 +95,7 @@ class Setup:
     """The arguments of one call of ``amp.initialize``.
 
     Attributes:
-        opt_level: "O0" to "O5".
+        opt_level: "O0" to "O6".
         half_dtype: the half type.
         parts: changes to the level's defaults.
         init_scale: first value of a dynamic scale.
@@ -124,7 +124,7 @@ class Setup:
         properties = self.properties
         return Settings(
             properties,
-            shipped().overlaid(self.overlay).overlaid({"blacklist": self._blacklist()}),
+            shipped(self.opt_level).overlaid(self.overlay).overlaid({"blacklist": self._blacklist()}),
             make_policy(properties.loss_scale, init_scale=self.init_scale),
             keep_fp32=tuple(self._values("keep_fp32")),
             fused_linear=properties.casts_float32_weights,

@@ -1,0 +1,350 @@
+"""Runs products in float8 on the device, by torch's public scaled_mm with scales that follow each tensor.
+
+Decides which calls of a function with `products: device` the device can make, and has the node of autograd that makes
+them: the product of the forward pass, and those of the two gradients. Each operand is cast once for both of its uses,
+in rows and in columns, because the device sums products up along rows only. Calls that the device refuses run in half;
+amp says so once for each reason. Must not round: torch's casts to float8 do. Must not keep a cast: the cache of weights
+does.
+
+Float8 training with a scale for each tensor: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+from torch.nn.functional import ScalingType, scaled_mm
+
+from ampatch.cast_lists.paths import Path
+from ampatch.cast_lists.rules import Formats
+from ampatch.casting.rounding import scale_of
+from ampatch.compilers import constant_while_traced
+from ampatch.errors import UsageError, warn
+from ampatch.formats import Format
+from ampatch.half_types import HALVES
+from ampatch.switch import Switch
+from ampatch.torch_private import modes
+from ampatch.torch_private.operators import UNSAFE_VIEW
+
+#: Devices multiply matrices whose sizes are multiples of this.
+MULTIPLE = 16
+
+#: The first compute capability of GPUs with float8 products.
+_CAPABILITY = (8, 9)
+
+
+class ScaledProducts:
+    """Makes the calls of one function that the device can make in float8.
+
+    Args:
+        path: path of the function, one of `MULTIPLYING`.
+        formats: formats of arguments, and of gradients of results.
+        type_of_call: function that returns the type that a call computes in by the lists; None: it is not cast.
+        type_of: function that returns that type for one tensor, given the type of the call; None: it is not cast.
+        kept: function that keeps what is made of a weight, as `WeightCache.kept`; None: nothing is kept.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        formats: Formats,
+        type_of_call: Callable[[tuple[Any, ...], dict[str, Any]], torch.dtype | None],
+        type_of: Callable[[Tensor, torch.dtype], torch.dtype | None],
+        kept: Callable[[Tensor, torch.dtype, Callable[[], Tensor]], Tensor] | None,
+    ) -> None:
+        self._path, self._formats, self._is_linear = str(path), formats, path.name == "linear"
+        self._type_of_call, self._type_of, self._kept = type_of_call, type_of, kept
+        self._read = _READERS.get(path.name, _of_product)
+        self._devices = _devices()
+        _told.clear()
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """Returns the result of a call, in the half type that it has by the lists; None if the device cannot make it.
+
+        Warns:
+            AmpWarning: says why it cannot, once for each reason.
+        """
+        given = self._read(*args, **kwargs)
+        dtype = None if given is None else self._type_of_call(args, kwargs)
+        if given is None or dtype is None:
+            return None
+        left, right, bias = given
+        dtype = self._type_of(left, dtype)
+        is_half = dtype in HALVES and self._type_of(right, dtype) is not None
+        if not is_half or not left.numel() * right.numel() or not _fit(left, right, bias, self._is_linear):
+            return None  # torch computes it, or says what is wrong
+        refusal = self._refusal(left, right)
+        if refusal is not None:
+            what = f"{self._path} computes in {dtype} instead of {self._formats.format.name}"
+            _tell_once(refusal[0], f"{what}: {' '.join(refusal)}")
+            return None
+        with Switch.disabled():
+            first, second = _operand(left.reshape(-1, left.shape[-1]), self._formats.format), self._operand(right)
+        if not self._is_linear:  # for the device, the second matrix has rows of the length that is summed up
+            second = _Operand(second.columns, second.rows, second.of_columns, second.of_rows)
+        result: Tensor = _ScaledProduct.apply(  # type: ignore[no-untyped-call]
+            left, right, bias, *first, *second, self._formats.grad, dtype, self._is_linear
+        )
+        return result
+
+    def _refusal(self, left: Tensor, right: Tensor) -> tuple[str, str] | None:
+        """Returns why the device cannot make a product, and what was found; None if it can."""
+        if right.dim() != 2 or left.dim() < 1:
+            return "its second argument must be a matrix,", f"and has {right.dim()} dimensions"
+        if left.device not in self._devices:
+            return "the device must have such products,", f"and {left.device} has none"
+        if any(size % MULTIPLE for size in right.shape):
+            shape = " by ".join(map(str, right.shape))
+            return f"the sizes of its second argument must be multiples of {MULTIPLE},", f"and are {shape}"
+        if not all(type(each) in (Tensor, Parameter) and each.layout is torch.strided for each in (left, right)):
+            return "its arguments must be dense tensors,", "and one is sparse, or of a subclass of Tensor"
+        if not is_compiling() and modes.peek_interpreter_stack() is not None:
+            return "no transform may run it,", "and one of torch.func does"
+        return None
+
+    def _operand(self, right: Tensor) -> _Operand:
+        """Returns the casts of a second argument; those of a weight are kept."""
+        format = self._formats.format
+        if self._kept is None or is_compiling() or type(right) is not Parameter:
+            return _operand(right, format)
+        made = self._kept(right, _dtype(format), lambda: _packed(_operand(right, format)))
+        if made.numel() != _packed_size(right, format):  # kept for another format with this type
+            return _operand(right, format)
+        return _unpacked(made, right.shape, format)
+
+
+def _devices() -> frozenset[torch.device]:
+    """Returns the devices that multiply float8 matrices. On a CPU torch does, so that code can be tried there."""
+    count = torch.cuda.device_count() if torch.version.hip is None else 0
+    able = [index for index in range(count) if torch.cuda.get_device_capability(index) >= _CAPABILITY]
+    return frozenset({torch.device("cpu"), *(torch.device("cuda", index) for index in able)})
+
+
+class _Given(NamedTuple):
+    """The arguments of a product."""
+
+    left: Tensor
+    right: Tensor
+    bias: Tensor | None = None
+
+
+def _of_linear(input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> _Given | None:
+    is_read = isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+    return _Given(input, weight, bias) if is_read else None
+
+
+def _of_product(*args: Any, **kwargs: Any) -> _Given | None:
+    is_read = len(args) == 2 and not kwargs and all(isinstance(each, Tensor) for each in args)
+    return _Given(*args) if is_read else None
+
+
+def _fit(left: Tensor, right: Tensor, bias: Tensor | None, is_linear: bool) -> bool:
+    """Returns True unless the shapes of a product with a matrix are wrong."""
+    if right.dim() != 2 or not left.dim():
+        return True
+    results, summed = right.shape if is_linear else right.shape[::-1]
+    return left.shape[-1] == summed and (bias is None or bias.shape == (results,))
+
+
+def _of_reflected(*args: Any, **kwargs: Any) -> _Given | None:
+    return _of_product(*args[::-1], **kwargs)
+
+
+_READERS = {"linear": _of_linear, "__rmatmul__": _of_reflected}
+
+
+@constant_while_traced
+def _tell_once(reason: str, message: str) -> None:
+    if reason not in _told:
+        _told.add(reason)
+        warn(f"{message}. This is said once. Take such calls out of the cast list, or type products: emulated.")
+
+
+_told: set[str] = set()
+
+
+class _Operand(NamedTuple):
+    """A matrix of shape (m, k) in float8.
+
+    Attributes:
+        rows: its numbers, of shape (m, k).
+        columns: its transpose, of shape (k, m), with zeros so that m is a multiple of `MULTIPLE`; contiguous.
+        of_rows: what `rows` are multiplied by to get the values: float32, one number, or one for each row.
+        of_columns: the same for `columns`.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    of_rows: Tensor
+    of_columns: Tensor
+
+
+def _dtype(format: Format) -> torch.dtype:
+    dtype: Any = format.dtype  # those that devices multiply have one
+    return dtype  # type: ignore[no-any-return]
+
+
+def _operand(matrix: Tensor, format: Format) -> _Operand:
+    """Casts a matrix to a format, in rows and in columns; if each row has a scale, each column has one, too."""
+    exact, dtype = matrix.detach().float(), _dtype(format)
+    scale = scale_of(exact, format)
+    rows = (exact * scale).to(dtype)
+    if format.scale == "tensor":
+        return _Operand(rows, _filled_up(rows.t()), scale.reciprocal(), scale.reciprocal())
+    transposed = exact.t()
+    of_columns = scale_of(transposed, format)
+    columns = (transposed * of_columns).to(dtype)
+    return _Operand(rows.contiguous(), _filled_up(columns), scale.reciprocal(), of_columns.reciprocal())
+
+
+def _filled_up(columns: Tensor) -> Tensor:
+    """Returns a matrix with zeros at the end of its rows, up to a multiple of `MULTIPLE`."""
+    missing = -columns.shape[1] % MULTIPLE
+    if missing:  # torch pads no float8; all bits of a zero are 0
+        columns = torch.nn.functional.pad(columns.view(torch.uint8), (0, missing)).view(columns.dtype)
+    return columns.contiguous()
+
+
+def _packed(operand: _Operand) -> Tensor:
+    """Returns the parts of an operand as one tensor of its type, so that the cache keeps it as it keeps a cast."""
+    parts = operand if operand.of_rows.dim() else operand[:3]
+    return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]).view(operand.rows.dtype)
+
+
+def _packed_size(matrix: Tensor, format: Format) -> int:
+    scales = 1 if format.scale == "tensor" else sum(matrix.shape)
+    return 2 * matrix.numel() + 4 * scales
+
+
+def _unpacked(packed: Tensor, shape: torch.Size, format: Format) -> _Operand:
+    (rows, columns), count, packed = shape, shape.numel(), packed.detach()
+    numbers, scales = packed[: 2 * count], packed[2 * count :].view(torch.float32)
+    if format.scale == "tensor":
+        of_rows = of_columns = scales[0]
+    else:
+        of_rows, of_columns = scales[:rows].unsqueeze(1), scales[rows:].unsqueeze(1)
+    return _Operand(numbers[:count].view(rows, columns), numbers[count:].view(columns, rows), of_rows, of_columns)
+
+
+def _multiplied(
+    left: Tensor,
+    of_left: Tensor,
+    right: Tensor,
+    of_right: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    is_fast: bool = False,
+) -> Tensor:
+    """Returns the product of a matrix (m, k) and the transpose of another (n, k), in a type of torch.
+
+    Args:
+        left: float8 matrix.
+        of_left: its scales.
+        right: float8 matrix.
+        of_right: its scales.
+        dtype: type of the product.
+        bias: half vector (n) that is added.
+        is_fast: True if the GPU may sum up with fewer digits than float32 has, as for results, which become half.
+    """
+    recipe, made = ScalingType.TensorWise, dtype
+    if of_left.dim():
+        recipe, of_right = ScalingType.RowWise, of_right.t()
+        made = torch.bfloat16 if left.is_cuda else dtype  # torch has no other kernel
+    product = scaled_mm(
+        left,
+        right.t(),
+        of_left,
+        recipe,
+        of_right,
+        recipe,
+        bias=None if bias is None else bias.to(made),
+        output_dtype=made,
+        use_fast_accum=is_fast and left.is_cuda,
+    )
+    return product.to(dtype)
+
+
+class _Inputs(NamedTuple):
+    """The inputs of the node.
+
+    Attributes:
+        left: tensor of shape (..., k).
+        right: matrix of shape (n, k) in a linear layer, otherwise (k, n).
+        bias: vector of length n, or None.
+        rows: the first four values are the `_Operand` of ``left`` as a matrix.
+        other_rows: these four values are that of ``right``, of shape (n, k).
+        grad: format of the gradient of the result.
+        dtype: type of the result.
+        is_linear: True in a linear layer.
+    """
+
+    left: Tensor
+    right: Tensor
+    bias: Tensor | None
+    rows: Tensor
+    columns: Tensor
+    of_rows: Tensor
+    of_columns: Tensor
+    other_rows: Tensor
+    other_columns: Tensor
+    of_other_rows: Tensor
+    of_other_columns: Tensor
+    grad: Format
+    dtype: torch.dtype
+    is_linear: bool
+
+
+class _ScaledProduct(torch.autograd.Function):
+    """The node. Its backward pass multiplies the gradient, cast to float8, by the casts of the forward pass."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Tensor:
+        """Returns the result, for inputs as in `_Inputs`."""
+        given = _Inputs(*inputs)
+        with Switch.disabled():
+            result = _multiplied(
+                given.rows, given.of_rows, given.other_rows, given.of_other_rows, given.dtype, given.bias, is_fast=True
+            )
+        return UNSAFE_VIEW(result, [*given.left.shape[:-1], result.shape[-1]])  # autograd forbids writing to a view
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004 - an interface
+        """Keeps the casts that the backward pass multiplies by."""
+        given = _Inputs(*inputs)
+        ctx.save_for_backward(given.columns, given.of_columns, given.other_columns, given.of_other_columns)
+        ctx.grad, ctx.is_linear = given.grad, given.is_linear
+        ctx.shape, ctx.left, ctx.right = given.left.shape, given.left.dtype, given.right.dtype
+        ctx.bias = None if given.bias is None else given.bias.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of both factors and the bias, each in its own type.
+
+        Raises:
+            UsageError: the gradients are to have gradients.
+        """
+        if torch.is_grad_enabled():
+            raise UsageError(
+                "found create_graph=True for a product in float8; its gradients have no derivatives. Leave out "
+                "products: device from the cast lists, and it is emulated, with all derivatives."
+            )
+        own_columns, of_own, other_columns, of_other = ctx.saved_tensors
+        needs_left, needs_right, needs_bias = ctx.needs_input_grad[:3]
+        of_left = of_right = of_bias = None
+        with Switch.disabled():
+            rows = grad.reshape(-1, grad.shape[-1])
+            given = _operand(rows, ctx.grad)
+            if needs_left:
+                of_left = _multiplied(given.rows, given.of_rows, other_columns, of_other, ctx.left).reshape(ctx.shape)
+            if needs_right:
+                pairs = [(given.columns, given.of_columns), (own_columns, of_own)]
+                (first, of_first), (second, of_second) = pairs if ctx.is_linear else pairs[::-1]
+                of_right = _multiplied(first, of_first, second, of_second, ctx.right)
+            if needs_bias:
+                of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
+        return of_left, of_right, of_bias, *[None] * 11

@@ -1,0 +1,384 @@
+"""``products: device``: linear layers and matrix products in float8, by torch's scaled_mm."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ampatch import amp
+from ampatch.errors import AmpWarning, CastListError, UsageError
+from ampatch.patching import scaled_products
+
+BFLOAT16 = torch.bfloat16
+BY_LEVEL = pytest.mark.parametrize("opt_level", ["O1", "O2", "O3", "O4", "O5"])
+BY_SCALE = pytest.mark.parametrize("scale", ["tensor", "row"])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def entry(name: str = "linear", products: str = "device", scale: str = "tensor", **options: Any) -> dict[str, Any]:
+    """Returns the entry of a function that computes in float8."""
+    row = {"name": "float8_e4m3", "products": products, "scale": scale}
+    return {"name": name, "format": row, "grad": {"name": "float8_e5m2", "scale": scale}, **options}
+
+
+def lists(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"whitelist": {"*": list(entries or [entry()])}}
+
+
+def set_up(model: nn.Module, given: object, opt_level: str = "O4", **options: Any) -> nn.Module:
+    half = {} if opt_level in ("O4", "O5") else {"half_dtype": "bfloat16"}
+    return amp.initialize(model, opt_level=opt_level, cast_lists=given, verbosity=0, **half, **options)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype]]:
+    """Types of the operands of each product that the device makes."""
+    found: list[tuple[torch.dtype, torch.dtype]] = []
+    multiply = scaled_products.scaled_mm
+
+    def noted(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        found.append((left.dtype, right.dtype))
+        return multiply(left, right, *args, **kwargs)
+
+    monkeypatch.setattr(scaled_products, "scaled_mm", noted)
+    return found
+
+
+class Product(nn.Module):
+    """Multiplies by a matrix, in one of the ways that torch has for it."""
+
+    def __init__(self, how: str, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        shape = (48, 32) if how == "linear" else (32, 48)
+        self.weight = nn.Parameter(torch.randn(shape) / 6)
+        self.bias = nn.Parameter(torch.randn(48)) if bias else None
+        self.how = how
+
+    def forward(self, given: Tensor) -> Tensor:
+        if self.how == "linear":
+            return F.linear(given, self.weight, self.bias)
+        if self.how == "linear by name":
+            return F.linear(input=given, bias=self.bias, weight=self.weight.t())
+        if self.how == "@":
+            return given @ self.weight
+        if self.how == "__rmatmul__":
+            return self.weight.__rmatmul__(given)
+        return getattr(torch, self.how)(given, self.weight)
+
+
+def run(model: nn.Module, given: Tensor, grad: Tensor) -> list[Tensor]:
+    """Returns the result, and the gradients of the input and the parameters."""
+    given = given.clone().requires_grad_()
+    model.zero_grad()
+    out = model(given)
+    out.backward(grad.to(out.dtype))
+    return [out.detach(), given.grad, *(each.grad.clone() for each in model.parameters())]
+
+
+def inputs(*shape: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(*shape, 32).to(BFLOAT16).float(), torch.randn(*shape, 48).exp().to(BFLOAT16).float()
+
+
+def both(model: nn.Module, opt_level: str, given: Tensor, grad: Tensor, **options: Any) -> list[list[Tensor]]:
+    """Returns what `run` does, of the device and as emulated."""
+    found = []
+    for made_by in ("device", "emulated"):
+        names = ["linear"] if "linear" in model.how else ["matmul", "mm"]
+        ways = lists(*(entry(name, made_by, **options) for name in names))
+        found.append(run(set_up(copy.deepcopy(model), ways, opt_level), given, grad))
+        amp.deinitialize()
+    return found
+
+
+@BY_LEVEL
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(7,), (32,), (3, 5), (2, 3, 4)], ids=str)
+def test_a_linear_layer_is_what_the_emulation_is(opt_level, shape, device, products) -> None:
+    given, grad = (each.to(device) for each in inputs(*shape))
+    layer = Product("linear").to(BFLOAT16).float().to(device)
+    found, expected = both(layer, opt_level, given, grad)
+    assert products == [
+        (torch.float8_e4m3fn, torch.float8_e4m3fn),
+        (torch.float8_e5m2, torch.float8_e4m3fn),
+        (torch.float8_e5m2, torch.float8_e4m3fn),
+    ]
+    for mine, other in zip(found[:3], expected[:3], strict=True):  # a bias's gradient is the sum of unrounded ones
+        assert (mine.dtype, mine.shape) == (other.dtype, other.shape)
+        torch.testing.assert_close(mine.float(), other.float(), rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(found[3].float(), grad.flatten(0, -2).sum(0), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("how", ["linear by name", "@", "__rmatmul__", "matmul", "mm"])
+@pytest.mark.parametrize("opt_level", ["O4", "O5"])
+def test_every_way_to_multiply_by_a_matrix_is_made_by_the_device(how, opt_level, products) -> None:
+    given, grad = inputs(20)
+    model = Product(how, bias=how == "linear by name").to(BFLOAT16).float()
+    found, expected = both(model, opt_level, given, grad)
+    assert len(products) == 3
+    for mine, other in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(mine.float(), other.float(), rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_each_row_may_have_its_scale_in_each_of_the_three_products(device) -> None:
+    given, grad = (each.to(device) for each in inputs(12))
+    given = given * torch.logspace(-6, 6, 12, device=device)[:, None]  # what one scale would flush to zero
+    layer = Product("linear").to(device)
+    found = run(set_up(copy.deepcopy(layer), lists(entry(scale="row"))), given, grad)
+    amp.deinitialize()
+    exact = run(layer, given, grad)
+    for mine, other in zip(found, exact, strict=True):
+        assert ((mine - other).norm() / other.norm()).item() < 0.15
+    assert ((found[0] - exact[0]).norm(dim=1) / exact[0].norm(dim=1)).max().item() < 0.1
+
+
+def test_a_weight_is_cast_once_a_step() -> None:
+    layer = nn.Linear(32, 48)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(layer, optimizer, opt_level="O4", cast_lists=lists(), verbosity=0)
+    given, _ = inputs(16)
+
+    def step(count: int) -> Tensor:
+        for _ in range(count):
+            out = model(given)
+            with amp.scale_loss(out.float().square().sum(), optimizer, delay_unscale=False) as scaled:
+                scaled.backward()
+        return out
+
+    with amp.frozen_weights(model), torch.no_grad():
+        model(given)
+        model(given)
+    assert amp.stats()["casts"] == 1
+    assert amp.stats()["cache_hits"] == 1
+    first = step(1)
+    optimizer.step()
+    assert not torch.equal(step(1), first)
+
+
+@BY_SCALE
+def test_a_weight_that_two_parts_cast_with_other_scales_is_right_in_both(scale) -> None:
+    layer = nn.Linear(32, 32)
+    model = nn.Sequential(nn.Sequential(layer), nn.Sequential(layer))
+    other = "row" if scale == "tensor" else "tensor"
+    formats = {part: {"format": entry(scale=each)["format"]} for part, each in (("0", scale), ("1", other))}
+    given, _ = inputs(16)
+    expected: list[Tensor] = []
+    same = copy.deepcopy(model)
+    for part, inner in zip(formats, same, strict=True):
+        one = set_up(inner, {"whitelist": {"*": [{"name": "linear", **formats[part]}]}})
+        given = one(given).detach().float()
+        expected.append(given)
+        amp.deinitialize()
+    given, _ = inputs(16)
+    model = set_up(model, {"modules": formats})
+    seen: list[Tensor] = []
+    for inner in model:
+        inner.register_forward_hook(lambda _, __, out: seen.append(out.detach().float()))
+    model(given)
+    assert torch.equal(seen[0], expected[0])
+    torch.testing.assert_close(seen[1], expected[1], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # in torch's compiler
+@BY_SCALE
+@pytest.mark.parametrize("opt_level", ["O4", "O5"])
+def test_compiled_code_has_one_graph_and_the_same_bits(opt_level, scale) -> None:
+    layer = Product("linear")
+    given, grad = inputs(20)
+    eager = run(set_up(copy.deepcopy(layer), lists(entry(scale=scale)), opt_level), given, grad)
+    amp.deinitialize()
+    model = set_up(copy.deepcopy(layer), lists(entry(scale=scale)), opt_level)
+    compiled = run(torch.compile(model, fullgraph=True, backend="aot_eager"), given, grad)
+    for mine, other in zip(compiled, eager, strict=True):
+        assert torch.equal(mine, other)
+    amp.deinitialize()
+    assert not torch.equal(run(set_up(layer, None, opt_level), given, grad)[0], compiled[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_recomputes_the_same(reentrant) -> None:
+    model = set_up(Product("linear"), lists())
+    given, grad = inputs(20)
+    expected = run(model, given, grad)
+    model.zero_grad()
+    given.requires_grad_()
+    checkpoint(model, given, use_reentrant=reentrant).backward(grad.to(BFLOAT16))
+    assert torch.equal(given.grad, expected[1])
+    assert torch.equal(model.weight.grad, expected[2])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_code_without_gradients_computes_the_same(mode) -> None:
+    model = set_up(Product("linear"), lists())
+    given, _ = inputs(20)
+    expected = model(given).detach()
+    with mode():
+        assert torch.equal(model(given), expected)
+        assert torch.equal(model(given), expected)
+
+
+def test_the_result_may_be_written_to() -> None:
+    model = set_up(Product("linear"), lists())
+    given, _ = inputs(2, 3)
+    model(given).add_(1).sum().backward()
+    assert model.bias.grad.eq(6).all()
+
+
+def test_an_overflow_reaches_the_check() -> None:
+    layer = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    options = {"half_dtype": "float16", "cast_lists": lists(), "verbosity": 0}
+    model, optimizer = amp.initialize(layer, optimizer, opt_level="O1", **options)
+    before = model.weight.detach().clone()
+    for value in (float("inf"), float("nan")):
+        with amp.scale_loss((model(inputs(16)[0]) * value).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        assert torch.equal(model.weight, before)
+
+
+# Calls that the device does not make
+
+
+def warned(model: nn.Module, call: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            call(model)
+    return [str(each.message) for each in caught if issubclass(each.category, AmpWarning)]
+
+
+@pytest.mark.parametrize("opt_level", ["O4", "O5"])
+@pytest.mark.parametrize(
+    ("make", "shape", "message"),
+    [
+        (lambda: nn.Linear(32, 10), (4, 32), "must be multiples of 16, and are 10 by 32"),
+        (lambda: nn.Linear(24, 16), (4, 24), "must be multiples of 16, and are 16 by 24"),
+    ],
+)
+def test_sizes_that_the_device_refuses_compute_in_half_and_are_told_once(opt_level, make, shape, message) -> None:
+    model = make()
+    plain = set_up(copy.deepcopy(model), None, opt_level)
+    given = torch.randn(shape)
+    expected = plain(given)
+    amp.deinitialize()
+    model = set_up(nn.Sequential(model), lists(), opt_level)
+    told = warned(model, lambda model: model(given))
+    assert len(told) == 1
+    assert message in told[0]
+    assert "computes in torch.bfloat16 instead of float8_e4m3" in told[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(model(given), expected)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(given), expected)
+
+
+def test_a_batched_product_and_a_transform_compute_in_half_and_are_told() -> None:
+    model = set_up(Product("linear"), lists(entry(), entry("matmul")))
+    batch = torch.randn(2, 16, 16).requires_grad_()
+    (told,) = warned(model, lambda _: batch @ batch)
+    assert "its second argument must be a matrix, and has 3 dimensions" in told
+    (told,) = warned(model, lambda model: torch.func.vmap(model)(inputs(4)[0]))
+    assert "one of torch.func" in told
+    assert (batch @ batch).dtype is BFLOAT16
+
+
+def test_a_device_without_such_products_computes_in_half(monkeypatch) -> None:
+    monkeypatch.setattr(scaled_products, "_devices", frozenset)
+    model = set_up(Product("linear"), lists())
+    (told,) = warned(model, lambda model: model(inputs(4)[0]))
+    assert "the device must have such products, and cpu has none" in told
+
+
+def test_wrong_shapes_raise_torchs_error_and_empty_batches_pass() -> None:
+    model = set_up(Product("linear"), lists())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(2, 31))
+    assert model(torch.randn(0, 32)).shape == (0, 48)
+    assert model(torch.randn(32)).shape == (48,)
+
+
+def test_casts_that_are_off_multiply_as_torch_does() -> None:
+    model, given = set_up(Product("linear"), lists()), inputs(4)[0]
+    with amp.disable_casts():
+        expected = model(given)
+    assert expected.dtype is torch.float32
+    with torch.autocast("cpu", enabled=False):
+        assert torch.equal(model(given), expected)
+
+
+def test_a_second_derivative_is_refused_and_emulated_products_have_it() -> None:
+    given, _ = inputs(4)
+    model = set_up(Product("linear"), lists())
+    with pytest.raises(UsageError, match=r"found create_graph=True for a product in float8"):
+        torch.autograd.grad(model(given).sum(), model.weight, create_graph=True)
+    amp.deinitialize()
+    model = set_up(Product("linear"), lists(entry(products="emulated")))
+    (grad,) = torch.autograd.grad(model(given).square().sum(), model.weight, create_graph=True)
+    assert torch.autograd.grad(grad.sum(), model.weight)[0].isfinite().all()
+
+
+def test_conditions_hold_for_the_device_too(products) -> None:
+    given = {"whitelist": {"torch.nn.functional": [entry(when={"bias": [None]})]}}
+    model = set_up(nn.Sequential(Product("linear"), nn.Linear(48, 32, bias=False)), given)
+    model(inputs(4)[0])
+    assert len(products) == 1
+
+
+def test_a_part_multiplies_in_float8_and_its_other_functions_in_half(products) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(32, 32)), nn.Linear(32, 32))
+    formats = {key: value for key, value in entry().items() if key != "name"}
+    model = set_up(model, {"modules": {"0": formats}})
+    model(torch.randn(2, 4, 32))
+    assert len(products) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"name": "linear", "format": {"name": "e3m4", "products": "device"}}, "multiplies e3m4; expected float8_e4m3"),
+        ({"name": "linear", "format": {"name": "float8_e4m3", "products": "gpu"}}, "expected one of emulated, device"),
+        (entry(scale="none"), "found scale: none with it; expected tensor or row"),
+        (
+            entry() | {"grad": "bfloat16"},
+            "float8_e4m3 by grad bfloat16; expected float8_e4m3 or float8_e5m2",
+        ),
+        (entry(scale="row") | {"grad": "float8_e5m2"}, "the scale of a row, and `grad` of a tensor"),
+        (entry() | {"grad": {"name": "float8_e5m2", "rounding": "stochastic"}}, "found rounding: stochastic"),
+        (entry(products="emulated") | {"grad": entry()["format"]}, "only the gradients have it"),
+        (entry("conv2d"), "is for torch's linear, matmul, mm"),
+    ],
+)
+def test_a_fault_says_what_to_type(given, message) -> None:
+    with pytest.raises(CastListError) as caught:
+        set_up(nn.Linear(32, 32), {"whitelist": {"torch.nn.functional": [given]}})
+    assert message in str(caught.value)
+
+
+def test_float32_functions_and_others_than_torchs_cannot_multiply_in_float8() -> None:
+    with pytest.raises(CastListError, match="blacklisted functions compute in float32"):
+        set_up(nn.Linear(32, 32), {"blacklist": {"torch.nn.functional": [entry()]}})
+    with pytest.raises(CastListError, match="is for torch's linear"):
+        set_up(nn.Linear(32, 32), {"whitelist": {__name__: [entry()]}})
+
+
+def linear(given: Tensor, weight: Tensor) -> Tensor:
+    """A user's function with the name of torch's."""
+    return given * weight
+
+
+def test_explain_tells_who_multiplies() -> None:
+    set_up(Product("linear"), lists())
+    told = " ".join(str(amp.explain(F.linear)).split())
+    assert "format {name: float8_e4m3, products: device}, grad float8_e5m2" in told
