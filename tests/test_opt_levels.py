@@ -45,6 +45,7 @@ TABLE = {
     ("O3", BFLOAT16): (BFLOAT16, False, False, False, 1.0),
     ("O4", BFLOAT16): (None, True, None, None, 1.0),
     ("O5", BFLOAT16): (BFLOAT16, False, True, True, 1.0),
+    ("O6", BFLOAT16): (BFLOAT16, False, True, True, 1.0),
 }
 
 
@@ -53,9 +54,9 @@ class TestLevels:
     def test_level_has_the_properties_of_the_table(self, level, half_dtype):
         assert resolve(level, half_dtype) == Properties(level, half_dtype, *TABLE[level, half_dtype])
 
-    def test_table_has_every_level_and_o4_and_o5_are_always_bfloat16(self):
+    def test_table_has_every_level_and_o4_to_o6_are_always_bfloat16(self):
         assert set(LEVELS) == {level for level, _ in TABLE}
-        for level in ("O4", "O5"):
+        for level in ("O4", "O5", "O6"):
             assert resolve(level, FLOAT16) == resolve(level, BFLOAT16)
 
     @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
@@ -157,16 +158,16 @@ class TestChecks:
     )
     def test_error_for_a_level_without_the_letter_o_says_what_to_type(self, found, meant):
         assert refused(check_opt_level, found) == (
-            f"opt_level is {found!r}; expected one of O0, O1, O2, O3, O4, O5. It starts with the capital letter O: "
+            f"opt_level is {found!r}; expected one of O0, O1, O2, O3, O4, O5, O6. It starts with the capital letter O: "
             f"type opt_level={meant!r}."
         )
 
     @pytest.mark.parametrize(
-        "found", [None, True, 1.0, "", "6", "O6", "-1", -1, "O1 ", "fp16", ["O1"], FLOAT16], ids=repr
+        "found", [None, True, 1.0, "", "7", "O7", "-1", -1, "O1 ", "fp16", ["O1"], FLOAT16], ids=repr
     )
     def test_error_for_another_level_has_no_suggestion(self, found):
         message = refused(check_opt_level, found)
-        assert message.startswith(f"opt_level is {found!r}; expected one of O0, O1, O2, O3, O4, O5.")
+        assert message.startswith(f"opt_level is {found!r}; expected one of O0, O1, O2, O3, O4, O5, O6.")
         assert "capital" not in message
 
     @pytest.mark.parametrize(

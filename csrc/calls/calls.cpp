@@ -495,7 +495,7 @@ class Arguments {
     const ScalarType found = tensor.scalar_type();
     is_mixed_ = is_mixed_ || (last_ != ScalarType::Undefined && found != last_);
     last_ = found;
-    if (index_of(found) >= 0 && is_here(tensor)) {
+    if (is_promoted(found) && is_here(tensor)) {
       is_wider_ = is_wider_ || (type_ != ScalarType::Undefined && found != type_);
       type_ = type_ == ScalarType::Undefined ? found : c10::promoteTypes(type_, found);
     }

@@ -89,8 +89,10 @@ inline uint32_t version_of(const Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->version_counter().current_version();
 }
 
-// Types that can be cast to have an index. float64 is never cast, but promotion may end in it.
-constexpr int kTypes = 4;
+// Types that can be cast to have an index. float64 is never cast, but promotion may end in it. The float8 types, from
+// kPromoted on, are only kept.
+constexpr int kPromoted = 4;
+constexpr int kTypes = 6;
 
 inline int index_of(ScalarType type) {
   switch (type) {
@@ -102,9 +104,19 @@ inline int index_of(ScalarType type) {
       return 2;
     case ScalarType::Double:
       return 3;
+    case ScalarType::Float8_e4m3fn:
+      return 4;
+    case ScalarType::Float8_e5m2:
+      return 5;
     default:
       return -1;
   }
+}
+
+// True if promotion may begin or end in a type.
+inline bool is_promoted(ScalarType type) {
+  const int index = index_of(type);
+  return index >= 0 && index < kPromoted;
 }
 
 inline bool is_half(ScalarType type) {

@@ -29,7 +29,7 @@ pytest_plugins = ["demo_digits"]
 
 EXPECTED = (
     "is not one of O0, O1:float16, O1:bfloat16, O2:float16, O2:bfloat16, O3:float16, O3:bfloat16, O4:bfloat16, "
-    "O5:bfloat16, or a level alone for all of its half types. Type for example O0,O1"
+    "O5:bfloat16, O6:bfloat16, or a level alone for all of its half types. Type for example O0,O1"
 )
 KEYS = [
     "opt_level",
@@ -143,7 +143,8 @@ class TestArguments:
 
     def test_a_level_alone_runs_in_each_half_type_that_it_has(self) -> None:
         assert names_of(Plan(list(OPT_LEVELS))) == (
-            "O0, O1 float16, O1 bfloat16, O2 float16, O2 bfloat16, O3 float16, O3 bfloat16, O4 bfloat16, O5 bfloat16"
+            "O0, O1 float16, O1 bfloat16, O2 float16, O2 bfloat16, O3 float16, O3 bfloat16, O4 bfloat16, O5 bfloat16, "
+            "O6 bfloat16"
         )
         assert names_of(Plan(["O4", "O0"], ["float16"])) == "O4 bfloat16, O0"
 
