@@ -1,10 +1,9 @@
 """Runs products in float8 on the device, by torch's public scaled_mm with scales that follow each tensor.
 
-Decides which calls of a function with `products: device` the device can make, and has the node of autograd that makes
-them: the product of the forward pass, and those of the two gradients. Each operand is cast once for both of its uses,
-in rows and in columns, because the device sums products up along rows only. Calls that the device refuses run in half;
-amp says so once for each reason. Must not round: torch's casts to float8 do. Must not keep a cast: the cache of weights
-does.
+Decides which calls of a function with `products: device` the device can make. Has the node of autograd that makes them:
+the product of the forward pass, and those of the two gradients. Each operand is cast once for both of its uses, in rows
+and in columns, because the device sums products up along rows only. Calls that the device refuses run in half; amp says
+so once for each reason. Must not round: torch's casts to float8 do. Must not keep a cast: the cache of weights does.
 
 Float8 training with a scale for each tensor: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
 """
@@ -83,8 +82,10 @@ class ScaledProducts:
             what = f"{self._path} computes in {dtype} instead of {self._formats.format.name}"
             _tell_once(refusal[0], f"{what}: {' '.join(refusal)}")
             return None
+        has_gradient = torch.is_grad_enabled() and right.requires_grad
         with Switch.disabled():
-            first, second = _operand(left.reshape(-1, left.shape[-1]), self._formats.format), self._operand(right)
+            first = _operand(left.reshape(-1, left.shape[-1]), self._formats.format, has_gradient)
+            second = self._operand(right)
         if not self._is_linear:  # for the device, the second matrix has rows of the length that is summed up
             second = _Operand(second.columns, second.rows, second.of_columns, second.of_rows)
         result: Tensor = _ScaledProduct.apply(  # type: ignore[no-untyped-call]
@@ -189,17 +190,22 @@ def _dtype(format: Format) -> torch.dtype:
     return dtype  # type: ignore[no-any-return]
 
 
-def _operand(matrix: Tensor, format: Format) -> _Operand:
-    """Casts a matrix to a format, in rows and in columns; if each row has a scale, each column has one, too."""
+def _operand(matrix: Tensor, format: Format, both: bool = True) -> _Operand:
+    """Casts a matrix to a format, in rows and in columns; if each row has a scale, each column has one, too.
+
+    Without ``both``, no columns are cast: those that it has must not be used.
+    """
     exact, dtype = matrix.detach().float(), _dtype(format)
     scale = scale_of(exact, format)
-    rows = (exact * scale).to(dtype)
+    rows = (exact * scale).to(dtype).contiguous()
+    # Twice, as torch.compile refuses a node that gets the same tensor for two inputs.
+    of_rows, of_columns = scale.reciprocal(), scale.reciprocal()
+    if not both:
+        return _Operand(rows, rows.t(), of_rows, of_columns)
     if format.scale == "tensor":
-        return _Operand(rows, _filled_up(rows.t()), scale.reciprocal(), scale.reciprocal())
-    transposed = exact.t()
-    of_columns = scale_of(transposed, format)
-    columns = (transposed * of_columns).to(dtype)
-    return _Operand(rows.contiguous(), _filled_up(columns), scale.reciprocal(), of_columns.reciprocal())
+        return _Operand(rows, _filled_up(rows.t()), of_rows, of_columns)
+    scale = scale_of(exact.t(), format)
+    return _Operand(rows, _filled_up((exact.t() * scale).to(dtype)), of_rows, scale.reciprocal())
 
 
 def _filled_up(columns: Tensor) -> Tensor:
@@ -316,7 +322,9 @@ class _ScaledProduct(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004 - an interface
         """Keeps the casts that the backward pass multiplies by."""
         given = _Inputs(*inputs)
-        ctx.save_for_backward(given.columns, given.of_columns, given.other_columns, given.of_other_columns)
+        own = (given.columns, given.of_columns) if ctx.needs_input_grad[1] else (None, None)
+        others = (given.other_columns, given.of_other_columns) if ctx.needs_input_grad[0] else (None, None)
+        ctx.save_for_backward(*own, *others)
         ctx.grad, ctx.is_linear = given.grad, given.is_linear
         ctx.shape, ctx.left, ctx.right = given.left.shape, given.left.dtype, given.right.dtype
         ctx.bias = None if given.bias is None else given.bias.dtype
