@@ -6,6 +6,7 @@ Must never decide whether a step is skipped.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,8 @@ from ampatch.scaling.overflows import Overflow, OverflowHandler, SkippedSteps
 from ampatch.scaling.scale_use import ScaleUse, StepCheck
 from ampatch.scaling.step_gate import end_skipped
 from ampatch.tracing import is_capturing
+
+logger = logging.getLogger("ampatch")
 
 OVERFLOWED = operator.attrgetter("overflowed")
 
@@ -109,13 +112,19 @@ class StepOutcomes:
     def _count(self, overflowed: Iterable[ScaleUse]) -> None:
         """Counts a skipped step, and its overflow in each scaler, once however many blocks it was in."""
         self.skips.note_skipped()
-        for scale_use in _last_of_each_loss(overflowed):
-            scale_use.count()
+        for last in _last_of_each_loss(overflowed):
+            concerned = [each.done for each in (last, *last.blocks)]  # of which another optimizer's step may have one
+            if not any(done.counted for done in concerned):
+                last.scaler.overflows += 1
+                for done in concerned:
+                    done.counted = True
 
     def _announce(self, overflowed: Iterable[ScaleUse]) -> None:
         if self._announces:
             for last in _last_of_each_loss(overflowed):
-                last.announce()
+                if not last.done.announced:
+                    last.done.announced, change = True, last.change
+                    logger.warning(overflows.LINE, change.loss_id, change.verb, change.after)
 
     def _explain(self, overflowed: Sequence[ScaleUse], trace: Callable[[], object] | None) -> None:
         if self._handler.explains and self._announces:

@@ -112,7 +112,6 @@ LARGE_CLASSES = {
     "ampatch.patching.adapters.Adapters": 30,
     "ampatch.patching.function_patches.FunctionPatches": 22,
     "ampatch.scaling.loss_scaler.LossScaler": 25,
-    "ampatch.scaling.scale_use.ScaleUse": 22,
 }
 MODULES_WITH_MANY_IMPORTS = {
     "ampatch.doctor": 16,
