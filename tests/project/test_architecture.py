@@ -111,7 +111,6 @@ LARGE_CLASSES = {
     "ampatch.interfaces.grad_scaler.GradScaler": 22,
     "ampatch.patching.adapters.Adapters": 30,
     "ampatch.patching.function_patches.FunctionPatches": 22,
-    "ampatch.scaling.loss_scaler.LossScaler": 25,
 }
 MODULES_WITH_MANY_IMPORTS = {
     "ampatch.doctor": 16,
