@@ -108,7 +108,6 @@ MOST_METHODS, MOST_IMPORTS = 20, 15
 LARGE_CLASSES = {
     "ampatch.apex.fp16_utils.fp16_optimizer.FP16_Optimizer": 22,
     "ampatch.diagnostics.recorder.recorder.Recorder": 22,
-    "ampatch.interfaces.grad_scaler.GradScaler": 22,
     "ampatch.patching.adapters.Adapters": 30,
     "ampatch.patching.function_patches.FunctionPatches": 22,
 }
