@@ -167,7 +167,7 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
 
 def _are_plain(gradients: OptimizerGradients) -> bool:
     """Returns True if one factor can unscale and clip all gradients: none is a sum of blocks, and none has a graph."""
-    scaled = [*gradients.updated.gradients(), *gradients.masters.gradients.new()]
+    scaled = [*gradients_of(gradients.updated.parameters()), *gradients.masters.gradients.new()]
     return not gradients.masters.gradients.has_sums() and not any(map(_IS_RECORDED, scaled))
 
 
@@ -180,7 +180,7 @@ def _clip_scaled(gradients: OptimizerGradients, unscaling: Unscaling, max_norm: 
         if of_masters := gradients.masters.gradients.new():
             parts.append(((), of_masters))
         norm, factor, found_inf = _measure(parts, gradients.updated.parameters(), gradients.ranks, inv_scale, max_norm)
-        kernels.multiply_(gradients.updated.gradients(), inv_scale * factor)
+        kernels.multiply_(gradients_of(gradients.updated.parameters()), inv_scale * factor)
         gradients.masters.gradients.unscale_to_masters(inv_scale * factor)
         unscaling.note_unscaled(found_inf)
     except BaseException:

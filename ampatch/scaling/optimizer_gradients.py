@@ -60,20 +60,16 @@ class UpdatedTensors:
         ranks: the ranks that may share its gradients.
 
     Attributes:
+        optimizer: returns the optimizer; None once it is deleted.
         masters: as given.
         ranks: as given.
     """
 
     def __init__(self, optimizer: Any, masters: MasterWeights, ranks: Ranks) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        self.optimizer = weakref.ref(optimizer)
         self.masters, self.ranks = masters, ranks
         self._count = 0  # of the parameters, for which the answers hold
         self._answers: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-
-    @property
-    def optimizer(self) -> Any:
-        """The user's optimizer; None once it is deleted."""
-        return self._optimizer()
 
     def parameters(self) -> Iterator[Tensor]:
         """Returns the tensors that the optimizer updates: masters in place of half parameters."""
@@ -81,22 +77,13 @@ class UpdatedTensors:
 
     def model_parameters(self) -> Iterator[Tensor]:
         """Returns the parameters in the optimizer's groups, which are the model's."""
-        optimizer = self._optimizer()
+        optimizer = self.optimizer()
         return iter(()) if optimizer is None else optimizer_state.parameters_of(optimizer)
-
-    def gradients(self) -> list[Tensor]:
-        """Returns the gradients that the optimizer reads, each once."""
-        return optimizer_state.gradients_of(self.parameters())
-
-    def model_gradients(self) -> list[Tensor]:
-        """Returns the gradients of the model's parameters, each once."""
-        return optimizer_state.gradients_of(self.model_parameters())
 
     def have_gradients(self) -> bool:
         """Returns True if a model's parameter has a gradient, or FSDP2 keeps one that it has not reduced."""
-        return optimizer_state.has_gradients(self.model_parameters()) or (
-            self.ranks.fsdp.hold_back(self.model_parameters())
-        )
+        own = self.model_parameters
+        return optimizer_state.has_gradients(own()) or self.ranks.fsdp.hold_back(own())
 
     def with_half_gradients(self) -> list[Tensor]:
         """Returns the parameters whose gradients are half and dense."""
@@ -122,16 +109,14 @@ class UpdatedTensors:
         Returns:
             0-dimensional float32, on the given device.
         """
-        found_inf, _ = kernels.flag_and_squares(self.gradients(), device)
+        found_inf, _ = kernels.flag_and_squares(optimizer_state.gradients_of(self.parameters()), device)
         self.ranks.reduce_overflow_(found_inf, self.model_parameters())
         return found_inf
 
     def non_finite(self) -> tuple[NonFiniteGradient, ...]:
         """Returns the gradients that the optimizer would read and that are inf or NaN; syncs with the device."""
-        masters = self.masters
-        return overflows.non_finite_gradients(
-            self.parameters(), lambda each: masters.name_of(masters.parameter_of(each))
-        )
+        name_of, parameter_of = self.masters.name_of, self.masters.parameter_of
+        return overflows.non_finite_gradients(self.parameters(), lambda each: name_of(parameter_of(each)))
 
 
 class Verdicts:
@@ -161,17 +146,14 @@ class Verdicts:
             overflowed = {(each.scaler, each.main is None): each for each in self.pending if each.overflowed}
             self.pending = list((last | overflowed).values())
 
-    def zero_overflowed(self) -> bool:
-        """Zeroes the gradients after an overflow; each verdict counts from now on only if they were not zero before.
-
-        Returns:
-            True if there are verdicts on these gradients.
-        """
+    def zero_overflowed(self) -> None:
+        """Zeroes the gradients after an overflow; each verdict counts from now on only if they were not zero before."""
+        of_gradients = (each for each in self.pending if each.found_inf is not None and not each.is_of_others)
         # All of them, since nothing is left of any block if the gradients are zero.
-        judged = [each for each in self.pending if each.is_of_gradients]
+        judged = [each for each in of_gradients if not each.is_judged_elsewhere]
         if not judged:
-            return False
-        grads = self._updated.gradients()
+            return
+        grads = optimizer_state.gradients_of(self._updated.parameters())
         still = self.still_exist(judged[-1], grads)
         drop_where(1 - still, judged)
         revised = {each: each.only_where(still) for each in judged}
@@ -181,7 +163,7 @@ class Verdicts:
         if self._counts_non_finite and last.overflowed:
             last.non_finite = self._updated.non_finite()
         kernels.zero_after_overflow_(grads, last.found_inf)
-        return True
+        self._updated.masters.gradients.shown.note_masters()
 
     def still_exist(self, scale_use: ScaleUse, grads: Sequence[Tensor]) -> Tensor:
         """Returns 1 if any rank still has a gradient other than zero after a block that overflowed, else 0.
@@ -205,9 +187,8 @@ class Verdicts:
     def forget_if_cleared(self) -> None:
         """Forgets the verdicts of blocks if all gradients are gone."""
         updated = self._updated
-        if optimizer_state.have_no_gradients(updated.parameters()) and not (
-            updated.have_gradients() or updated.ranks.are_sharded(updated.parameters())
-        ):
+        is_cleared = optimizer_state.have_no_gradients(updated.parameters()) and not updated.have_gradients()
+        if is_cleared and not updated.ranks.are_sharded(updated.parameters()):
             self.forget([scale_use for scale_use in self.pending if scale_use.is_of_others])
 
     def forget(self, kept: Sequence[ScaleUse] = ()) -> None:
@@ -318,7 +299,7 @@ class OptimizerGradients:
     def note_scaled(self) -> None:
         """Remembers the parameters, which keep scaled gradients after the block, in case the optimizer is deleted."""
         self.masters.gradients.note_left_scaled()
-        self._left_scaled = () if (optimizer := self.updated.optimizer) is None else optimizer.param_groups
+        self._left_scaled = () if (optimizer := self.updated.optimizer()) is None else optimizer.param_groups
 
     def note_unscaled(self) -> None:
         """Notes that the gradients are unscaled or gone; those that `make_float32` changed are half again."""
@@ -378,15 +359,16 @@ class OptimizerGradients:
         """Raises `UsageError` if a block for other optimizers has added scaled gradients to these unscaled ones."""
         if self.scaled_by is None or not self.scaled_by.is_mixed:
             return
-        is_cleared = not any(bool(kernels.values_of(each).any()) for each in self.updated.model_gradients())
+        grads = optimizer_state.gradients_of(self.updated.model_parameters())
+        is_cleared = not any(bool(kernels.values_of(each).any()) for each in grads)
         if is_cleared or (self._mixed_where is not None and not bool(self._mixed_where)):
             self.note_unscaled()
             return
         raise UsageError(
-            f"the gradients of this {type(self.updated.optimizer).__name__} are sums of unscaled ones and scaled ones: "
-            "a block of amp.scale_loss for other optimizers has added to them, as its backward pass reaches parameters "
-            "of this optimizer, too. Type amp.scale_loss(loss, [optimizer, other]) there; or clear these gradients "
-            "before they are used: optimizer.zero_grad()."
+            f"the gradients of this {type(self.updated.optimizer()).__name__} are sums of unscaled ones and scaled "
+            "ones: a block of amp.scale_loss for other optimizers has added to them, as its backward pass reaches "
+            "parameters of this optimizer, too. Type amp.scale_loss(loss, [optimizer, other]) there; or clear these "
+            "gradients before they are used: optimizer.zero_grad()."
         )
 
     def note_dropped_while_scaled(self) -> None:
@@ -429,7 +411,8 @@ class OptimizerGradients:
         self.check_not_mixed()
         self.synchronise()
         self.verdicts.forget_if_cleared()
-        grads = self.updated.gradients() if self.scaled_by is None else self.updated.model_gradients()
+        updated = self.updated.parameters if self.scaled_by is None else self.updated.model_parameters
+        grads = optimizer_state.gradients_of(updated())
         device = grads[0].device if grads else torch.device("cpu")
         flag, squares = kernels.flag_and_squares(grads, device, factor=2.0**64)
         found = [each.found_inf for each in self.verdicts.pending if each.found_inf is not None]
@@ -450,8 +433,7 @@ class OptimizerGradients:
             return
         self.synchronise()
         self.verdicts.forget_if_cleared()
-        if self.verdicts.zero_overflowed():
-            self.masters.gradients.shown.note_masters()
+        self.verdicts.zero_overflowed()
 
     # The end of a session, and of an optimizer
 

@@ -11,7 +11,6 @@ import functools
 import operator
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -214,7 +213,7 @@ class AdoptedOptimizer:
         self.masters = gradients.masters
         self.exchange: ExchangedMasters = temporary or gradients.masters
         self.scalers = scalers
-        self._optimizer = weakref.ref(gradients.updated.optimizer)
+        self._optimizer = gradients.updated.optimizer
         self.is_at_work = False
         self._switch = switch
         self._cache = cache
@@ -411,7 +410,11 @@ class AdoptedOptimizer:
         """
         overflowed = list(filter(OVERFLOWED, pending))
         is_last = len(overflowed) == 1 and overflowed[0] is pending[-1] and not overflowed[0].is_confirmed
-        if is_last and not bool(self.gradients.verdicts.still_exist(overflowed[0], self.gradients.updated.gradients())):
+        if is_last and not bool(
+            self.gradients.verdicts.still_exist(
+                overflowed[0], optimizer_state.gradients_of(self.gradients.updated.parameters())
+            )
+        ):
             overflowed = []
         if check is not None and not overflowed and check.overflowed:
             return [check]

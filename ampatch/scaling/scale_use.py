@@ -177,11 +177,6 @@ class ScaleUse:
         return copied
 
     @property
-    def is_of_gradients(self) -> bool:
-        """True if the optimizer that remembers it has the gradients, and amp judges these."""
-        return self.found_inf is not None and not self.is_judged_elsewhere and not self.is_of_others
-
-    @property
     def is_droppable(self) -> bool:
         """True if a scale reacts to an overflow of this use even if its gradients are cleared."""
         return self.main is None and self.found_inf is not None and self.is_unheard

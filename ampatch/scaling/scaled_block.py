@@ -67,18 +67,17 @@ class Blocks:
     warned: set[int] = field(default_factory=set)
     open: list[ScaledBlock[Any]] = field(default_factory=list)
 
+    def gradients(self) -> list[OptimizerGradients]:
+        """Returns the gradients of all adopted optimizers."""
+        return [each.gradients for each in list(self.adopted.values())]
+
     def left_scaled(self) -> list[OptimizerGradients]:
         """Returns the gradients that blocks which have ended left scaled, for a later block or a step to unscale."""
-        return [
-            each.gradients
-            for each in list(self.adopted.values())
-            if (scaled_by := each.gradients.scaled_by) is not None and not (scaled_by.is_open or scaled_by.is_mixed)
-        ]
+        return [each for each in self.gradients() if (by := each.scaled_by) and not (by.is_open or by.is_mixed)]
 
     def updated(self) -> set[int]:
         """Returns the ids of the parameters that adopted optimizers update."""
-        everyone = list(self.adopted.values())
-        return {id(each) for known in everyone for each in known.gradients.updated.model_parameters()}
+        return {id(own) for each in self.gradients() for own in each.updated.model_parameters()}
 
     @property
     def watched(self) -> list[ScaledBlock[Any]]:
@@ -292,11 +291,9 @@ class ScaledBlock(Generic[_L]):
         self._tell_outer(ends=True)
         if len(self._blocks.adopted) <= len(self._gradients) or self._scaler.is_one:
             return []
-        adopted = [each.gradients for each in list(self._blocks.adopted.values())]
         # What other threads, and blocks around this one, do with their gradients is their own.
-        others = [
-            each for each in adopted if each not in self._gradients and not each.is_in_block and each.is_of_this_thread
-        ]
+        others = [each for each in self._blocks.gradients() if not each.is_in_block and each.is_of_this_thread]
+        others = [each for each in others if each not in self._gradients]
         taken = reached(others, list(tensors_in(loss)))
         self._gradients += taken
         return [each for each in others if each not in taken]
@@ -417,7 +414,7 @@ class ScaledBlock(Generic[_L]):
             gradients.note_unscaled()
         elif not earlier.is_same_scale(self.scale_use):
             raise UsageError(
-                f"the gradients of this {type(gradients.updated.optimizer).__name__} are scaled by loss scaler "
+                f"the gradients of this {type(gradients.updated.optimizer()).__name__} are scaled by loss scaler "
                 f"{earlier.scaler_id} at {float(earlier.scale):g}, and this amp.scale_loss would add gradients scaled "
                 f"by loss scaler {self.scale_use.scaler_id} at {float(self.scale_use.scale):g}. Leave out "
                 "delay_unscale=True in the previous amp.scale_loss."

@@ -100,7 +100,7 @@ class StepOutcomes:
         self._count(overflowed)
         self._warn_of_loss(overflowed)
         overflow = end_skipped(
-            self._updated.optimizer,
+            self._updated.optimizer(),
             [(scale_use.change, scale_use.floor) for scale_use in overflowed],
             lambda: self._overflow_of(overflowed),
             self._handler,
@@ -141,7 +141,7 @@ class StepOutcomes:
             for use in overflowed:
                 use.done.named = True
         return Overflow(
-            type(self._updated.optimizer).__name__,
+            type(self._updated.optimizer()).__name__,
             tuple(last.change for last in _last_of_each_loss(overflowed)),
             found,
             next((loss for use in overflowed if (loss := use.loss_that_is_not_finite) is not None), None),

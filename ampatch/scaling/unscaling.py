@@ -106,7 +106,7 @@ def without_masters(gradients: Sequence[OptimizerGradients], but: Collection[int
         but: ids of parameters to leave out.
     """
     if len(gradients) == 1 and not but and not gradients[0].masters.wanted:
-        return gradients[0].updated.gradients()
+        return gradients_of(gradients[0].updated.parameters())
     return gradients_of(
         [
             parameter

@@ -159,14 +159,14 @@ class Steps(step_observers.StepObserver):
                 found = list(_unscaled(each, factor, names))
                 counted += found
                 step = _Step(scale_use.scaler_id, scale_use.scale, _sum_of_squares(found))
-                self._open[id(each.updated.optimizer)] = step
+                self._open[id(each.updated.optimizer())] = step
             self._exponents.add(counted)
             self._warn_of_underflow()
 
     @_timed
     def stepped(self, gradients: OptimizerGradients, judged: Sequence[ScaleUse], skipped: bool | None) -> None:
         """Ends the step of an adopted optimizer."""
-        step = self._open.pop(id(gradients.updated.optimizer), None)
+        step = self._open.pop(id(gradients.updated.optimizer()), None)
         if step is None or is_capturing():
             return
         if step.loss_id is None and judged:  # its block ended before the report began
