@@ -102,12 +102,9 @@ def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_us
     }
 
 
-# Limits: a class or module beyond one is listed with its size, which may fall and must not grow.
+# Limits. No class has more methods. A module with more imports is listed with their number, which must not grow.
 
 MOST_METHODS, MOST_IMPORTS = 20, 15
-LARGE_CLASSES = {
-    "ampatch.patching.adapters.Adapters": 30,
-}
 MODULES_WITH_MANY_IMPORTS = {
     "ampatch.doctor": 16,
     "ampatch.integrations.trainer_session": 17,
@@ -143,7 +140,7 @@ def imported() -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("found", "known"), [(methods, LARGE_CLASSES), (imported, MODULES_WITH_MANY_IMPORTS)], ids=["methods", "imports"]
+    ("found", "known"), [(methods, {}), (imported, MODULES_WITH_MANY_IMPORTS)], ids=["methods", "imports"]
 )
 def test_what_is_too_large_is_known_and_does_not_grow(found, known) -> None:
     assert {name: count for name, count in found().items() if count > known.get(name, 0)} == {}
