@@ -36,10 +36,11 @@ def _described(name: str, value: Any) -> Iterator[str]:
     if inspect.ismodule(value):
         return
     if inspect.isclass(value):
-        bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
-        yield f"class {name}({bases})"
-        # What is inherited from torch's class is promised too.
-        inherited = vars(torch.amp.GradScaler) if issubclass(value, torch.amp.GradScaler) else {}
+        bases = [base for base in value.__mro__[1:] if base is torch.amp.GradScaler or base.__name__.startswith("_")]
+        named = (base.__name__ for base in value.__bases__ if base is not object and not base.__name__.startswith("_"))
+        yield f"class {name}({', '.join(named)})"
+        # What is inherited from torch's class, or from a private one, is promised too.
+        inherited = {member: held for base in reversed(bases) for member, held in vars(base).items()}
         for member, held in sorted({**inherited, **vars(value)}.items()):
             if not member.startswith("_") or (member == "__init__" and not dataclasses.is_dataclass(value)):
                 plain = held.__func__ if isinstance(held, classmethod | staticmethod) else held

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
-from ampatch.patching.function_patches import FunctionPatches
+from ampatch.patching.function_patches import Wrappers
 from ampatch.runtime import close_session, open_session, runtime
 
 
@@ -204,7 +204,7 @@ class TestFailedInitialize:
         assert torch.mm(x().bfloat16(), x().t().bfloat16()).dtype is torch.float32
 
     def test_patch_that_fails_undoes_the_others(self, monkeypatch):
-        monkeypatch.setattr(FunctionPatches, "rebind", refuse)
+        monkeypatch.setattr(Wrappers, "rebind", refuse)
         assert_initialize_fails(MemoryError, Net())
 
     def test_hooks_that_fail_on_the_second_model_leave_none_on_the_first(self, monkeypatch):

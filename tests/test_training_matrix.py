@@ -210,7 +210,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """What it updates: at O2 the masters, as they are, for `amp.master_params` copies edits."""
     live = runtime.live
     is_adopted = live is not None and live.adopted.has(optimizer)
-    return list(live.adopted.record_of(optimizer).gradients.parameters()) if is_adopted else held(optimizer)
+    return list(live.adopted.record_of(optimizer).gradients.updated.parameters()) if is_adopted else held(optimizer)
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:

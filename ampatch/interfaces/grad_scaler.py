@@ -220,22 +220,22 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         scales: dict[torch.device, Tensor] = {}
+
+        def scaled(output: Tensor) -> Tensor:
+            if self._loss_scaler is None:
+                self._lazy_init_scale_growth_tracker(output.device)
+            scale = scales.get(output.device)
+            if scale is None:
+                # A copy: autograd saves it, and an update before the backward pass would change the scale in place.
+                scale = scales[output.device] = on_device(self._scaler_or_raise("scale()").snapshot(), output.device)
+            return (output.float() if output.dtype is torch.float16 else output) * scale
+
         if isinstance(outputs, (Tensor, list, tuple, dict)):
             _check_outputs(outputs)
-            return cast_tensors(outputs, lambda each: self._scaled(each, scales))
+            return cast_tensors(outputs, scaled)
         if isinstance(outputs, Iterable):
             return map(self.scale, outputs)
         raise _no_outputs(outputs)
-
-    def _scaled(self, output: Tensor, scales: dict[torch.device, Tensor]) -> Tensor:
-        if self._loss_scaler is None:
-            self._lazy_init_scale_growth_tracker(output.device)
-        scale = scales.get(output.device)
-        if scale is None:
-            # A copy: autograd saves it, and an update before the backward pass would change the scale in place.
-            scale = on_device(self._scaler_or_raise("scale()").snapshot(), output.device)
-            scales[output.device] = scale
-        return (output.float() if output.dtype is torch.float16 else output) * scale
 
     # Gradients
 
@@ -409,18 +409,16 @@ class GradScaler(torch.amp.GradScaler):
             skipping_by_itself(optimizer, parameters, divisor, found_inf) as found_inf,
             step_observers.scaler_step(scaler.snapshot(), optimizer, [found_inf], divisor),
         ):
-            if self._host_must_read(optimizer, found_inf) and bool(found_inf):
+            # A step that could skip by itself: the host reads the overflow if it costs nothing, or if amp must know it.
+            host_reads = self._has_floor or self._overflows.reports or found_inf.device.type in scale_use.AT_HAND
+            if not host_reads:
+                is_looking = runtime.live is not None and runtime.live.losses.overflows.is_looking
+                host_reads = is_looking or (_is_torchs(optimizer) and not optimizer_state.has_state(optimizer))
+            if host_reads and bool(found_inf):
                 self._skip(optimizer)
                 if _is_torchs(optimizer):
                     return None
             return optimizer.step(*args, **kwargs)
-
-    def _host_must_read(self, optimizer: Any, found_inf: Tensor) -> bool:
-        """Returns True if the host must read the overflow flag before a step that could skip by itself."""
-        is_looking = runtime.live is not None and runtime.live.losses.overflows.is_looking
-        if self._has_floor or self._overflows.reports or is_looking or found_inf.device.type in scale_use.AT_HAND:
-            return True
-        return _is_torchs(optimizer) and not optimizer_state.has_state(optimizer)
 
     def _step_with_closure(
         self, optimizer: OptimizerLike, state: dict[str, Any], closure: Callable[..., Any], args: Any, kwargs: Any

@@ -99,7 +99,7 @@ class Adopted:
 
     def parameter_ids(self) -> set[int]:
         """Returns the ids of all parameters of the models, and of their masters."""
-        updated = {id(p) for record in self.records for p in record.gradients.parameters()}
+        updated = {id(p) for record in self.records for p in record.gradients.updated.parameters()}
         return updated | set(self.parameter_names())
 
     def name_of(self, parameter: Tensor) -> str:

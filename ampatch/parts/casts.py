@@ -88,7 +88,7 @@ class Casts(Part):
             return
         compilers.build_torch_tables()
         as_without_amp = functools.partial(adopted_model.as_without_amp, (hooks.before_forward, hooks.after_forward))
-        compilers.prepare_for_patches(ledger, self._functions.original_of, as_without_amp)
+        compilers.prepare_for_patches(ledger, self._functions.wrappers.original_of, as_without_amp)
         replaced_forward.follow_copies(ledger)
         if not settings.patches_functions:
             self._functions.install(settings.lists, (), self.lists_of_parts)
@@ -142,7 +142,7 @@ class Casts(Part):
         self.shared.device_types.update(adopted_model.device_types(model))
         self._accelerator.set_device_types(self.shared.device_types)
         if self.settings.patches_any:
-            self._functions.rebind_model(model)
+            self._functions.wrappers.rebind_model(model)
             self._give_rules(model)
             self.regions.run_forward(model, self.ledger)
             if is_new:
@@ -172,7 +172,7 @@ class Casts(Part):
             tables = [table for model in models for table in half_functions.tables(model)]
             if self._functions.add_tables(tables):
                 for model in self.shared.adopted.models:
-                    self._functions.rebind_model(model)
+                    self._functions.wrappers.rebind_model(model)
 
     def explain(self, _: nn.Module, inputs: object, error: BaseException) -> None:
         """Says of an error in a forward that casts may have caused it; not if the user's own input was half."""
@@ -235,10 +235,11 @@ class Casts(Part):
             "cache_hits": counts.cache_hits,
             "cache_hit_rate": counts.cache_hits / uses if uses else 0.0,
             "cached_bytes": self.shared.cache.nbytes(),
-            "patched_functions": self._functions.count,
+            "patched_functions": len(self._functions.wrappers),
         }
 
     def restore(self) -> None:
         """Puts functions back that models and modules took over from wrappers."""
         if self.settings.patches_any:
-            self._functions.release(module for model in self.shared.adopted.models for module in model.modules())
+            modules = (module for model in self.shared.adopted.models for module in model.modules())
+            self._functions.wrappers.release(modules)

@@ -61,7 +61,7 @@ class Gradients(Part):
         if record is None:
             self._losses.unadopted.exempt(optimizer)
             return
-        if record.masters or any(use.found_inf is not None for use in record.gradients.pending):
+        if record.masters or any(use.found_inf is not None for use in record.gradients.verdicts.pending):
             raise UsageError(
                 f"a GradScaler cannot unscale for this {type(optimizer).__name__}: amp.scale_loss does, and has it "
                 "skip where gradients overflow. Leave the GradScaler out: with amp.scale_loss(loss, optimizer) as "
@@ -80,10 +80,10 @@ class Gradients(Part):
             found_inf: 0-dimensional float32, not 0 after an overflow; the scale reacts, and no step is skipped for it.
         """
         everyone = self.shared.adopted.records
-        concerned = [each for each in everyone if any(use.scaler is scaler for use in each.gradients.pending)]
+        concerned = [each for each in everyone if any(use.scaler is scaler for use in each.gradients.verdicts.pending)]
         for record in concerned or everyone:
-            pending = record.gradients.pending
-            record.gradients.pending = [scale_use for scale_use in pending if scale_use.scaler is not scaler]
+            verdicts = record.gradients.verdicts
+            verdicts.pending = [scale_use for scale_use in verdicts.pending if scale_use.scaler is not scaler]
             record.missing_scale.has_other_scale = True
         scaler.forget()
         scaler.update_by(found_inf)
@@ -98,7 +98,7 @@ class Gradients(Part):
         Returns:
             Pairs of the model's parameter and its master, in the optimizer's order; twice the parameter if it has none.
         """
-        wanted, own = set(map(id, parameters)), self._record_of(optimizer).gradients.model_parameters()
+        wanted, own = set(map(id, parameters)), self._record_of(optimizer).gradients.updated.model_parameters()
         pairs = zip(own, self.master_params(optimizer), strict=True)
         return [(each, full) for each, full in pairs if id(each) in wanted or id(full) in wanted]
 
@@ -108,7 +108,7 @@ class Gradients(Part):
         gradients = self._record_of(optimizer).gradients
         self._masters.decide_replaced()
         gradients.synchronise(weights_too=True)
-        return gradients.parameters()
+        return gradients.updated.parameters()
 
     @with_casts_off
     def are_finite(self, optimizer: OptimizerLike) -> Tensor:

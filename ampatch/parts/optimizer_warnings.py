@@ -44,7 +44,7 @@ def _eps_lost_in(dtype: torch.dtype, optimizer: OptimizerLike) -> float | None:
 
 def warn_of_frozen(optimizers: Iterable[OptimizerLike], adopted: Adopted) -> None:
     """Warns of optimizers that have frozen parameters only, if no optimizer has those that are to be trained."""
-    updated = {id(each) for record in adopted.records for each in record.gradients.model_parameters()}
+    updated = {id(each) for record in adopted.records for each in record.gradients.updated.model_parameters()}
     trained = [each for model in adopted.models for each in model.parameters() if each.requires_grad]
     if not trained or not updated.isdisjoint(map(id, trained)):
         return

@@ -127,7 +127,7 @@ class Weights(Part):
         for module in list(self.modules):
             self.conversion.record_late(module)
         adopted = self.shared.adopted
-        now = {id(p): p.dtype for record in adopted.records for p in record.gradients.parameters()}
+        now = {id(p): p.dtype for record in adopted.records for p in record.gradients.updated.parameters()}
         self.conversion.restore()
         for optimizer in adopted.optimizers:
             optimizer_state.cast_state(optimizer, lambda parameter: now.get(id(parameter)))

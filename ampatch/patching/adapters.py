@@ -10,7 +10,7 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -66,9 +66,9 @@ class InHalf(enum.Enum):
 
     BESIDE = "beside half"  # to the type of a half argument
     PROMOTE = "promote"  # to the widest type
-    NORMALISE = "normalise"  # see `Adapters._normalising`
+    NORMALISE = "normalise"  # see `_MixedArguments.normalising`
     ATTENTION = "attention"  # beside half, but a mask keeps finite values finite
-    ADD_TABLE = "add a table"  # see `Adapters._adding_table`
+    ADD_TABLE = "add a table"  # see `_MixedArguments.adding_table`
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,160 @@ class Casts(Rounds, Protocol):
 
 
 @dataclass(eq=False)
-class Adapters:
+class TensorCasts:
+    """Casts single tensors: decides by its device, and by the region that the thread is in, if a tensor is cast.
+
+    Args:
+        half_dtype: half type of the session.
+        cache: object that casts tensors, and keeps the casts of weights.
+        device_types: device types whose tensors are cast (``"cpu"``, ``"cuda"``); the set may grow.
+        hears_regions: True to cast nothing in regions in which autocast is off.
+    """
+
+    half_dtype: torch.dtype
+    cache: Casts
+    device_types: Set[str]
+    hears_regions: bool = True
+
+    def __post_init__(self) -> None:
+        # Devices of these types, because a set lookup is faster than reading a device's type. All existing devices are
+        # added now, because torch.compile would recompile after the set has grown.
+        self._devices = {
+            torch.device(kind, index)
+            for kind in self.device_types
+            for index in (None, *range(torch.accelerator.device_count() if kind != "cpu" else 0))
+        }
+        # float64 is never cast, but promotion may end in it.
+        self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
+
+    def _tensor_cast(self, dtype: torch.dtype) -> TensorCast:
+        cache, is_cast_here = self.cache, self._is_cast_here
+
+        def cast(tensor: Tensor) -> Tensor:
+            found = tensor.dtype
+            if found is dtype or found not in CASTABLE or not is_cast_here(tensor):
+                return tensor
+            return cache.cast(tensor, dtype)
+
+        return cast
+
+    def _cast_in_region(self, tensor: Tensor) -> Tensor:
+        if tensor.dtype not in CASTABLE or not self._is_cast_on(tensor.device):
+            return tensor
+        dtype = self._half_dtype_for(tensor)
+        return tensor if dtype is None or tensor.dtype is dtype else self.cache.cast(tensor, dtype)
+
+    def _half_dtype_for(self, tensor: Tensor) -> torch.dtype | None:
+        """Returns the half type to cast a tensor to here; None if it is not cast."""
+        dtype = dtype_in_region(tensor.device.type)
+        return self.half_dtype if dtype is None and not (self.hears_regions and is_in_region()) else dtype
+
+    def _is_cast_here(self, tensor: Tensor) -> bool:
+        device = tensor.device
+        return self._is_cast_on(device) and (
+            not self.hears_regions or not is_in_region() or dtype_in_region(device.type) is not None
+        )
+
+    def _is_cast_on(self, device: torch.device) -> bool:
+        if device in self._devices:
+            return True
+        is_new = device.type in self.device_types
+        if is_new:
+            self._devices.add(device)
+        return is_new
+
+    def _is_half(self, tensor: Tensor) -> bool:
+        return tensor.dtype in HALVES and self._is_cast_here(tensor)
+
+
+@dataclass(eq=False)
+class _MixedArguments:
+    """What happens to arguments of several types, in models with half weights: casts of calls, by `InHalf`.
+
+    Args:
+        half_dtype: half type of the session.
+        casts: casts of a tensor, by type.
+        to: casts of all arguments, by type.
+        tables: the tables of models; the list may grow.
+    """
+
+    half_dtype: torch.dtype
+    casts: Mapping[torch.dtype, TensorCast]
+    to: Mapping[torch.dtype, Adapt]
+    tables: Sequence[weakref.ref[Tensor]]
+
+    def beside_half(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts to the half type that an argument has; casts nothing if none has, or all have one type.
+
+        If both half types occur, one argument comes from a part that computes in another type than the model. The
+        arguments of a product with a sparse matrix are cast to float32 if torch has no half kernel for it.
+        """
+        found = tensors_of_call(args, kwargs)
+        dtypes = [tensor.dtype for tensor in found if tensor.dtype in CASTABLE]
+        halves = [dtype for dtype in dtypes if dtype in HALVES]
+        if not halves or all(dtype is dtypes[0] for dtype in dtypes):
+            return args, kwargs
+        dtype = halves[0] if all(half is halves[0] for half in halves) else self.half_dtype
+        if not is_compiling() and any(tensor.layout is not torch.strided for tensor in found):
+            dtype = torch.float32 if any(map(lacks_half_products, found)) else dtype
+        return self.to[dtype](args, kwargs)
+
+    def attending(self, original: Function) -> Adapt:
+        """Returns an adapter for attention, which casts beside half, and keeps the finite values of masks finite.
+
+        Masks often hold float32's lowest number. In half it would be -inf, and a row of such numbers would become NaN.
+        """
+        found = [argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")]
+        readers = [reader for reader in found if reader is not None]
+
+        def attending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            cast = self.beside_half(args, kwargs)
+            for reader in readers:
+                mask: Any = reader(args, kwargs)
+                made: Any = reader(*cast)
+                if made is not mask and mask.dtype is torch.float32:
+                    least = mask.clamp(min=torch.finfo(made.dtype).min).to(made.dtype)
+                    cast = _with_argument(cast, made, torch.where(mask.isneginf(), made, least))
+            return cast
+
+        return attending
+
+    def adding_table(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts a table of a model that is added to looked-up half activations, so that the sum is not float32."""
+        if len(args) == 2 and all(isinstance(each, Tensor) for each in args):
+            for half, other in (args, args[::-1]):
+                is_mixed = half.dtype in HALVES and other.dtype is torch.float32
+                # In compiled code `compilers.trace_additions` handles additions.
+                if is_mixed and is_looked_up(half) and not is_compiling():
+                    base = other if other._base is None else other._base
+                    if any(each() is base for each in self.tables):
+                        return _with_argument((args, kwargs), other, self.casts[half.dtype](other))
+        return args, kwargs
+
+    def normalising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Casts the arguments of a normalisation by statistics, whose kernels take half inputs and float32 weights.
+
+        With half weights the input is cast to their type. If the statistics are float32, the weights are cast to
+        float32. The statistics themselves must not be cast, since the function updates them.
+        """
+        values = [*args, *kwargs.values()]
+        given = args[0] if args else kwargs.get("input")
+        if not isinstance(given, Tensor):
+            return args, kwargs
+        others = [each.dtype for each in values if isinstance(each, Tensor) and each is not given]
+        half = next((dtype for dtype in others if dtype in HALVES), None)
+        if half is None:
+            return args, kwargs
+        of_others = self.casts[half if all(dtype is half for dtype in others) else torch.float32]
+
+        def cast(value: Any) -> Any:
+            return (self.casts[half] if value is given else of_others)(value) if isinstance(value, Tensor) else value
+
+        return tuple([cast(value) for value in args]), {name: cast(value) for name, value in kwargs.items()}
+
+
+@dataclass(eq=False)
+class Adapters(TensorCasts):
     """Makes adapters for one half dtype.
 
     Args:
@@ -152,28 +305,17 @@ class Adapters:
         tables: the tables of models with half weights.
     """
 
-    half_dtype: torch.dtype
-    cache: Casts
-    device_types: Set[str]
     allow_banned: bool = False
     labelled: bool = False
     linear: LinearCalls | None = None
-    hears_regions: bool = True
     for_models: bool = False
 
     def __post_init__(self) -> None:
-        # Devices of these types, because a set lookup is faster than reading a device's type. All existing devices are
-        # added now, because torch.compile would recompile after the set has grown.
-        self._devices = {
-            torch.device(kind, index)
-            for kind in self.device_types
-            for index in (None, *range(torch.accelerator.device_count() if kind != "cpu" else 0))
-        }
+        super().__post_init__()
         self.tables: list[weakref.ref[Tensor]] = []
-        # float64 is never cast, but promotion may end in it.
-        self._casts = {dtype: self._tensor_cast(dtype) for dtype in (*CASTABLE, torch.float64)}
         # Shared by all functions with the same treatment.
         self._to = {dtype: _casting(cast) for dtype, cast in self._casts.items()}
+        self._mixed = _MixedArguments(self.half_dtype, self._casts, self._to, self.tables)
         self._half_of_all: _Chosen = lambda *_: self.half_dtype
         self._float32_of_all: _Chosen = lambda *_: torch.float32
         self._to_half = self._make_to_half(self._half_of_all)
@@ -324,13 +466,13 @@ class Adapters:
         if is_in_place(path.name):
             adapter = Adapter(self._in_place(path, original, refuse_half=False), unmixed)
         elif treatment is InHalf.NORMALISE:
-            adapter = Adapter(self._normalising, PlainCast("normalise", self.half_dtype, for_half=True))
+            adapter = Adapter(self._mixed.normalising, PlainCast("normalise", self.half_dtype, for_half=True))
         elif treatment is InHalf.ATTENTION:
-            adapter = Adapter(self._attending(original), unmixed)
+            adapter = Adapter(self._mixed.attending(original), unmixed)
         elif treatment is InHalf.ADD_TABLE:
-            adapter = Adapter(self._adding_table, unmixed)
+            adapter = Adapter(self._mixed.adding_table, unmixed)
         else:
-            how: tuple[Adapt, Kind, torch.dtype | None] = (self._beside_half, "beside_half", self.half_dtype)
+            how: tuple[Adapt, Kind, torch.dtype | None] = (self._mixed.beside_half, "beside_half", self.half_dtype)
             if treatment is InHalf.PROMOTE:
                 how = self._to_widest, "promote", None
             adapter = self._obeying(how[0], original, *how[1:])
@@ -342,9 +484,8 @@ class Adapters:
     def by_kind(self) -> dict[str, Adapt]:
         """Returns the adapters of decorated functions, by the name of a list or of a half type."""
         decorated = Path("decorated", "function")
-        adapters = {
-            kind.value: self.for_treatment(kind, decorated) for kind in Treatment if kind is not Treatment.BANNED
-        }
+        kinds = (kind for kind in Treatment if kind is not Treatment.BANNED)
+        adapters = {kind.value: self.for_treatment(kind, decorated) for kind in kinds}
         adapters |= {name: self._obeying(self._to[dtype], None, "to", dtype) for name, dtype in HALF_DTYPES.items()}
         return {name: adapter.adapt for name, adapter in adapters.items()}
 
@@ -368,78 +509,6 @@ class Adapters:
 
         return to_half
 
-    def _beside_half(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Casts to the half type that an argument has; casts nothing if none has, or all have one type.
-
-        If both half types occur, one argument comes from a part that computes in another type than the model. The
-        arguments of a product with a sparse matrix are cast to float32 if torch has no half kernel for it.
-        """
-        found = tensors_of_call(args, kwargs)
-        dtypes = [tensor.dtype for tensor in found if tensor.dtype in CASTABLE]
-        halves = [dtype for dtype in dtypes if dtype in HALVES]
-        if not halves or all(dtype is dtypes[0] for dtype in dtypes):
-            return args, kwargs
-        dtype = halves[0] if all(half is halves[0] for half in halves) else self.half_dtype
-        if not is_compiling() and any(tensor.layout is not torch.strided for tensor in found):
-            dtype = torch.float32 if any(map(lacks_half_products, found)) else dtype
-        return self._to[dtype](args, kwargs)
-
-    def _attending(self, original: Function) -> Adapt:
-        """Returns an adapter for attention, which casts beside half, and keeps the finite values of masks finite.
-
-        Masks often hold float32's lowest number. In half it would be -inf, and a row of such numbers would become NaN.
-        """
-        found = [argument_reader(original, name) for name in ("attn_mask", "key_padding_mask")]
-        readers = [reader for reader in found if reader is not None]
-
-        def attending(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            cast = self._beside_half(args, kwargs)
-            for reader in readers:
-                mask: Any = reader(args, kwargs)
-                made: Any = reader(*cast)
-                if made is not mask and mask.dtype is torch.float32:
-                    least = mask.clamp(min=torch.finfo(made.dtype).min).to(made.dtype)
-                    cast = _with_argument(cast, made, torch.where(mask.isneginf(), made, least))
-            return cast
-
-        return attending
-
-    def _adding_table(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Casts a table of a model that is added to looked-up half activations, so that the sum is not float32."""
-        if len(args) == 2 and all(isinstance(each, Tensor) for each in args):
-            for half, other in (args, args[::-1]):
-                is_mixed = half.dtype in HALVES and other.dtype is torch.float32
-                if is_mixed and is_looked_up(half) and self._is_table(other):
-                    return _with_argument((args, kwargs), other, self._casts[half.dtype](other))
-        return args, kwargs
-
-    def _is_table(self, tensor: Tensor) -> bool:
-        if is_compiling():  # `compilers.trace_additions` handles additions
-            return False
-        base = tensor if tensor._base is None else tensor._base
-        return any(each() is base for each in self.tables)
-
-    def _normalising(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        """Casts the arguments of a normalisation by statistics, whose kernels take half inputs and float32 weights.
-
-        With half weights the input is cast to their type. If the statistics are float32, the weights are cast to
-        float32. The statistics themselves must not be cast, since the function updates them.
-        """
-        values = [*args, *kwargs.values()]
-        given = args[0] if args else kwargs.get("input")
-        if not isinstance(given, Tensor):
-            return args, kwargs
-        others = [each.dtype for each in values if isinstance(each, Tensor) and each is not given]
-        half = next((dtype for dtype in others if dtype in HALVES), None)
-        if half is None:
-            return args, kwargs
-        of_others = self._casts[half if all(dtype is half for dtype in others) else torch.float32]
-
-        def cast(value: Any) -> Any:
-            return (self._casts[half] if value is given else of_others)(value) if isinstance(value, Tensor) else value
-
-        return tuple([cast(value) for value in args]), {name: cast(value) for name, value in kwargs.items()}
-
     def _half_of_models(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
         """Returns the half type for a call that belongs to a model; None for other calls.
 
@@ -459,17 +528,6 @@ class Adapters:
         if len(halves) == 1:
             return halves[0]
         return self.half_dtype if halves or is_recorded else None
-
-    def _cast_in_region(self, tensor: Tensor) -> Tensor:
-        if tensor.dtype not in CASTABLE or not self._is_cast_on(tensor.device):
-            return tensor
-        dtype = self._half_dtype_for(tensor)
-        return tensor if dtype is None or tensor.dtype is dtype else self.cache.cast(tensor, dtype)
-
-    def _half_dtype_for(self, tensor: Tensor) -> torch.dtype | None:
-        """Returns the half type to cast a tensor to here; None if it is not cast."""
-        dtype = dtype_in_region(tensor.device.type)
-        return self.half_dtype if dtype is None and not (self.hears_regions and is_in_region()) else dtype
 
     def _with_weights_together(self, to_half: Adapt, original: Function, chosen: _Chosen) -> Adapt:
         """Returns an adapter that casts the weights of a recurrent layer into one buffer, the rest by ``to_half``."""
@@ -535,8 +593,19 @@ class Adapters:
             code = original.__code__
             names = code.co_varnames[: code.co_argcount]
             positions = [names.index(name) for name in ("dtype", "out") if name in names[code.co_posonlyargcount :]]
+
+        def obeying_by_keyword(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            if kwargs:
+                if kwargs.get("dtype") is not None:
+                    return args, kwargs
+                out = kwargs.get("out")
+                written = None if out is None else next(tensors_in(out), None)
+                if written is not None:
+                    return self._as_written(written, args, kwargs)
+            return adapt(args, kwargs)
+
         if adapt not in self._obeying_keywords:
-            self._obeying_keywords[adapt] = Adapter(self._obeying_by_keyword(adapt), PlainCast(kind, dtype))
+            self._obeying_keywords[adapt] = Adapter(obeying_by_keyword, PlainCast(kind, dtype))
         by_keyword = self._obeying_keywords[adapt]
         if not positions:
             return by_keyword
@@ -549,19 +618,6 @@ class Adapters:
             return obeying(args, kwargs)
 
         return Adapter(obeying_by_name, PlainCast(kind, dtype, first))
-
-    def _obeying_by_keyword(self, adapt: Adapt) -> Adapt:
-        def obeying(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            if kwargs:
-                if kwargs.get("dtype") is not None:
-                    return args, kwargs
-                out = kwargs.get("out")
-                written = None if out is None else next(tensors_in(out), None)
-                if written is not None:
-                    return self._as_written(written, args, kwargs)
-            return adapt(args, kwargs)
-
-        return obeying
 
     def _as_written(self, written: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         cast = self._casts.get(written.dtype)
@@ -618,34 +674,6 @@ class Adapters:
             return args, kwargs
 
         return banned
-
-    def _is_cast_here(self, tensor: Tensor) -> bool:
-        device = tensor.device
-        return self._is_cast_on(device) and (
-            not self.hears_regions or not is_in_region() or dtype_in_region(device.type) is not None
-        )
-
-    def _is_cast_on(self, device: torch.device) -> bool:
-        if device in self._devices:
-            return True
-        is_new = device.type in self.device_types
-        if is_new:
-            self._devices.add(device)
-        return is_new
-
-    def _is_half(self, tensor: Tensor) -> bool:
-        return tensor.dtype in HALVES and self._is_cast_here(tensor)
-
-    def _tensor_cast(self, dtype: torch.dtype) -> TensorCast:
-        cache, is_cast_here = self.cache, self._is_cast_here
-
-        def cast(tensor: Tensor) -> Tensor:
-            found = tensor.dtype
-            if found is dtype or found not in CASTABLE or not is_cast_here(tensor):
-                return tensor
-            return cache.cast(tensor, dtype)
-
-        return cast
 
 
 def _beside(half_dtype: torch.dtype) -> _Chosen:

@@ -73,6 +73,97 @@ class Registration:
         return Edit(self.path, unwrapped(getattr(self.owner, self.name)), rule)
 
 
+class Wrappers:
+    """The wrappers that one session has made, and the names that are bound to them.
+
+    Args:
+        ledger: records every name that is bound.
+    """
+
+    def __init__(self, ledger: PatchLedger) -> None:
+        self._ledger = ledger
+        # Wrappers of functions in modules, by the original's id: one for each function, however many names it has.
+        self._of_functions: dict[int, FunctionWrapper] = {}
+        # The latest wrapper of each method, by the original's id.
+        self._of_methods: dict[int, FunctionWrapper] = {}
+        # All wrappers, those of methods included, by their own id.
+        self._installed: dict[int, FunctionWrapper] = {}
+
+    def __len__(self) -> int:
+        """Returns the number of functions that are wrapped, each counted once however many names it has."""
+        return len(self._installed)
+
+    def add(self, original: Function, wrapper: FunctionWrapper, *, is_method: bool) -> None:
+        """Remembers a new wrapper of a function."""
+        self._installed[id(wrapper)] = _alive[id(wrapper)] = wrapper
+        (self._of_methods if is_method else self._of_functions)[id(original)] = wrapper
+
+    def of_function(self, original: object) -> FunctionWrapper | None:
+        """Returns the wrapper of a function in a module; None if it has none."""
+        return self._of_functions.get(id(original))
+
+    def original_of(self, function: object) -> object:
+        """Returns the original of a wrapper of this session, and any other object unchanged."""
+        return unwrapped(function) if self._installed.get(id(function)) is function else function
+
+    def rebind(self, owners: Iterable[object]) -> None:
+        """Binds names in ``owners`` that still hold an original to its wrapper.
+
+        Does the same for names that still hold a wrapper of an earlier session; without a rule they get the original.
+        """
+        kept = {key: wrapper for key, wrapper in list(_alive.items()) if key not in self._installed}
+        wanted = {key: wrapper.original for key, wrapper in (self._of_methods | self._of_functions).items()}
+        for owner, name, found in bindings(owners, {**wanted, **kept}):
+            original = unwrapped(found)
+            if original is not found:
+                setattr(owner, name, original)
+            wrapper = self._of(original)
+            if wrapper is not None:
+                # An owner that does not store its attributes itself keeps the original.
+                with contextlib.suppress(AttributeError, RefusedError):
+                    self._ledger.set(owner, name, wrapper)
+
+    def rebind_model(self, model: nn.Module) -> None:
+        """Rebinds the names in a model's modules, and functions in their containers, partials and traced graphs.
+
+        Also changes containers in the Python modules that define the modules' classes, such as tables of activations.
+        """
+        modules = list(model.modules())
+        self.rebind(modules)
+        homes = {base.__module__ for kind in set(map(type, modules)) for base in kind.__mro__}
+        of_users = (name for name in homes & sys.modules.keys() if name.partition(".")[0] not in _NOT_USERS)
+        for holder in (*modules, *map(sys.modules.__getitem__, of_users)):
+            if replace_in_containers(holder, self._replacement_of):
+                self._ledger.on_undo(functools.partial(_restore, weakref.ref(holder)), holder)
+
+    def _replacement_of(self, value: object) -> object:
+        """Returns the wrapper of a function, and any other value unchanged.
+
+        For a wrapper of an earlier session, returns this session's wrapper of its original, or else the original.
+        """
+        original = unwrapped(value)
+        return self._of(original) or original
+
+    def _of(self, value: object) -> FunctionWrapper | None:
+        return self._of_functions.get(id(value)) or self._of_methods.get(id(value))
+
+    def release(self, owners: Iterable[object]) -> None:
+        """Puts the originals back where ``owners`` and modules still hold wrappers. Call it after the ledger's undo.
+
+        The session drops its wrappers first. If no wrapper is alive after that, no module holds one, and this skips the
+        search.
+        """
+        dropped = list(self._installed)
+        self._of_functions.clear()
+        self._of_methods.clear()
+        self._installed.clear()
+        kept = {key: wrapper for key in dropped if (wrapper := _alive.get(key)) is not None}
+        if kept:
+            for owner, name, held in bindings([*loaded_modules("ampatch"), *owners], kept):
+                setattr(owner, name, unwrapped(held))
+            self._installed.update(kept)
+
+
 @dataclass(eq=False)
 class FunctionPatches:
     """The functions that one session has patched.
@@ -86,6 +177,7 @@ class FunctionPatches:
             casts tensors that meet a half weight.
 
     Attributes:
+        wrappers: the wrappers of these functions.
         fuses_linear: True if linear layers that the lists cast to half may become one node.
     """
 
@@ -97,12 +189,7 @@ class FunctionPatches:
 
     def __post_init__(self) -> None:
         self.fuses_linear = False
-        # Wrappers of functions in modules, by the original's id: one for each function, however many names it has.
-        self._wrappers: dict[int, FunctionWrapper] = {}
-        # The latest wrapper of each method, by the original's id.
-        self._methods: dict[int, FunctionWrapper] = {}
-        # All wrappers, those of methods included, by their own id.
-        self._installed: dict[int, FunctionWrapper] = {}
+        self.wrappers = Wrappers(self.ledger)
         # Rules of modules that are not imported yet, by namespace.
         self._later: dict[str, list[Rule]] = {}
         # The lists whose patterns match functions of modules that are imported later.
@@ -139,9 +226,8 @@ class FunctionPatches:
         half = self.adapters.half_dtype
         rules = lists.for_half(half)
         # A function keeps its first patch. So functions that only parts list come last: they may have other names here.
-        only_in_parts = self._note_differing(
-            rules, {token: each.for_half(half) for token, each in lists_of_parts.items()}
-        )
+        of_parts = {token: each.for_half(half) for token, each in lists_of_parts.items()}
+        only_in_parts = self._note_differing(rules, of_parts)
         in_half = list(half_functions.functions()) if self.for_half_models else []
         for path, treatment in in_half:
             self._half_functions[id(getattr(owner_of(path.namespace), path.name))] = path, treatment
@@ -158,7 +244,7 @@ class FunctionPatches:
         for path, treatment in in_half:
             adapter = functools.partial(self.adapters.in_half, treatment, path)
             self._patch(owner_of(path.namespace), path.name, adapter, _reason_in_half(path))
-        self.rebind(swept_modules())
+        self.wrappers.rebind(swept_modules())
         self._lists, self._lists_of_parts = lists, lists_of_parts
         packages = {namespace.partition(".")[0] for namespace in self._later}
         packages.update(*(each.packages() for each in (lists, *lists_of_parts.values())))
@@ -180,7 +266,7 @@ class FunctionPatches:
             for path in half_functions.ADDITION:
                 adapter = functools.partial(self.adapters.in_half, InHalf.ADD_TABLE, path)
                 self._patch(find_owner(path.namespace), path.name, adapter, _reason_in_half(path))
-            self.rebind(swept_modules())
+            self.wrappers.rebind(swept_modules())
             compilers.trace_additions(self.ledger, is_in_half, is_looked_up, known)
             compilers.forget_compiled()
         known.extend(map(weakref.ref, new))
@@ -210,74 +296,6 @@ class FunctionPatches:
         """Returns True if the session or a part of a model patches the function of a rule."""
         return any(each is not None and self.applies(each) for each in self._rules_of(rule).values())
 
-    @property
-    def count(self) -> int:
-        """Number of functions that are patched now, each counted once however many names it has."""
-        return len(self._installed)
-
-    def rebind(self, owners: Iterable[object]) -> None:
-        """Binds names in ``owners`` that still hold an original to its wrapper.
-
-        Does the same for names that still hold a wrapper of an earlier session; without a rule they get the original.
-        """
-        kept = {key: wrapper for key, wrapper in list(_alive.items()) if key not in self._installed}
-        wanted = {key: wrapper.original for key, wrapper in (self._methods | self._wrappers).items()}
-        for owner, name, found in bindings(owners, {**wanted, **kept}):
-            original = unwrapped(found)
-            if original is not found:
-                setattr(owner, name, original)
-            wrapper = self._wrapper_of(original)
-            if wrapper is not None:
-                # An owner that does not store its attributes itself keeps the original.
-                with contextlib.suppress(AttributeError, RefusedError):
-                    self.ledger.set(owner, name, wrapper)
-
-    def rebind_model(self, model: nn.Module) -> None:
-        """Rebinds the names in a model's modules, and functions in their containers, partials and traced graphs.
-
-        Also changes containers in the Python modules that define the modules' classes, such as tables of activations.
-        """
-        modules = list(model.modules())
-        self.rebind(modules)
-        homes = {base.__module__ for kind in set(map(type, modules)) for base in kind.__mro__}
-        of_users = [
-            sys.modules[name] for name in homes & sys.modules.keys() if name.partition(".")[0] not in _NOT_USERS
-        ]
-        for holder in (*modules, *of_users):
-            if replace_in_containers(holder, self._replacement_of):
-                self.ledger.on_undo(functools.partial(_restore, weakref.ref(holder)), holder)
-
-    def _replacement_of(self, value: object) -> object:
-        """Returns the wrapper of a function, and any other value unchanged.
-
-        For a wrapper of an earlier session, returns this session's wrapper of its original, or else the original.
-        """
-        original = unwrapped(value)
-        return self._wrapper_of(original) or original
-
-    def _wrapper_of(self, value: object) -> FunctionWrapper | None:
-        return self._wrappers.get(id(value)) or self._methods.get(id(value))
-
-    def release(self, owners: Iterable[object]) -> None:
-        """Puts the originals back where ``owners`` and modules still hold wrappers. Call it after the ledger's undo.
-
-        The session drops its wrappers first. If no wrapper is alive after that, no module holds one, and this skips the
-        search.
-        """
-        dropped = list(self._installed)
-        self._wrappers.clear()
-        self._methods.clear()
-        self._installed.clear()
-        kept = {key: wrapper for key in dropped if (wrapper := _alive.get(key)) is not None}
-        if kept:
-            for owner, name, held in bindings([*loaded_modules("ampatch"), *owners], kept):
-                setattr(owner, name, unwrapped(held))
-            self._installed.update(kept)
-
-    def original_of(self, function: object) -> object:
-        """Returns the original of a wrapper of this session, and any other object unchanged."""
-        return unwrapped(function) if self._installed.get(id(function)) is function else function
-
     def patch_imported(self, module: object) -> None:
         """Patches the functions of modules that were imported since `install`.
 
@@ -303,7 +321,7 @@ class FunctionPatches:
                 for rule in self._later.pop(namespace):
                     if rule.path not in by_pattern:
                         self._patch_imported_rule(owner, rule)
-                self.rebind(swept_modules())
+                self.wrappers.rebind(swept_modules())
 
     def _patch_matched(self, module: object) -> Mapping[Path, Rule | None]:
         """Patches the functions of a module that patterns match; returns the rule of each, None for no rule."""
@@ -315,13 +333,12 @@ class FunctionPatches:
             return {}
         found, *others = [each.late_rules(self.adapters.half_dtype, module, matched) for each in every]
         only_in_parts = self._note_differing(found, dict(zip(self._lists_of_parts, others, strict=True)))
-        rules = [
-            rule for rule in (*found.values(), *only_in_parts) if rule is not None and self._applies_anywhere(rule)
-        ]
+        listed = filter(None, (*found.values(), *only_in_parts))
+        rules = list(filter(self._applies_anywhere, listed))
         for rule in rules:
             self._patch_imported_rule(find_owner(rule.path.namespace), rule)
         if rules:
-            self.rebind(swept_modules())
+            self.wrappers.rebind(swept_modules())
         return found
 
     def _patch_imported_rule(self, owner: object, rule: Rule) -> None:
@@ -393,11 +410,11 @@ class FunctionPatches:
         held = inspect.getattr_static(owner, name, None)  # unbound, so that a staticmethod stays one
         kind = type(held) if isinstance(held, (staticmethod, classmethod)) else None
         found = held.__func__ if isinstance(held, (staticmethod, classmethod)) else getattr(owner, name)
-        original: Function = self.original_of(found)  # type: ignore[assignment]
+        original: Function = self.wrappers.original_of(found)  # type: ignore[assignment]
         if found is not original and name in vars(owner):
             return  # patched already: registered, or under another name in its owner
         is_class = isinstance(owner, type)
-        wrapper = None if is_class else self._wrappers.get(id(original))
+        wrapper = None if is_class else self.wrappers.of_function(original)
         if wrapper is None:
             # Under this name pickle finds the wrapper while it is installed, and the original otherwise.
             if isinstance(owner, type):
@@ -408,13 +425,11 @@ class FunctionPatches:
             if name in _WRITING or module.partition(".")[0] != "torch":
                 adapter = replace(adapter, plain_cast=None, may_write=True)
             known_as = Path(f"{module}.{qualified}".removesuffix(f".{name}"), name)
-            needs_block = not self.for_half_models and any(
-                _needs_block(original, known_as, treatment) for treatment in treatments
-            )
+            need_block = (_needs_block(original, known_as, treatment) for treatment in treatments)
+            needs_block = not self.for_half_models and any(need_block)
             wrapper = self._wrapper(original, adapter, reason, needs_float32, needs_block)
             wrapper.__module__, wrapper.__qualname__ = module, qualified
-            self._installed[id(wrapper)] = _alive[id(wrapper)] = wrapper
-            (self._methods if is_class else self._wrappers)[id(original)] = wrapper
+            self.wrappers.add(original, wrapper, is_method=is_class)
         self.ledger.set(owner, name, wrapper if kind is None else kind(wrapper))
 
     def _wrapper(

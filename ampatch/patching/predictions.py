@@ -90,7 +90,7 @@ class Predictor:
     """
 
     def __init__(self, half_dtype: torch.dtype, device_types: Set[str], allow_banned: bool = False) -> None:
-        self._adapters = Adapters(half_dtype, _Stand(), device_types, allow_banned)
+        self._adapters = Adapters(half_dtype, _Stand(), device_types, allow_banned=allow_banned)
 
     def by_rule(self, rule: Rule, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
         """Predicts a call of a listed function.

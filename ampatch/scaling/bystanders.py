@@ -29,11 +29,13 @@ def reached(others: Iterable[OptimizerGradients], losses: Sequence[Tensor]) -> l
         others: gradients of optimizers that the block was not handed.
         losses: the losses.
     """
-    with_gradients = [each for each in others if each.pending and each.scaled_by is None and each.exist()]
-    if not with_gradients or (distributed.has_other_ranks() and with_gradients[0].ranks.has_wrappers):
+    concerned = [
+        each for each in others if each.scaled_by is None and each.verdicts.pending and each.updated.have_gradients()
+    ]
+    if not concerned or (distributed.has_other_ranks() and concerned[0].ranks.has_wrappers):
         return []  # other ranks, whose losses may lead elsewhere, have to take in the same
     leaves = leaves_among(nodes_of(loss.grad_fn for loss in losses if loss.grad_fn is not None))
-    return [each for each in with_gradients if any(id(parameter) in leaves for parameter in each.model_parameters())]
+    return [each for each in concerned if any(id(own) in leaves for own in each.updated.model_parameters())]
 
 
 class Bystander:
@@ -56,7 +58,7 @@ class Bystander:
         """Notes what gradients there are."""
         gradients = self.gradients
         gradients.note_dropped_while_scaled()  # as the backward pass will
-        if gradients.pending and gradients.scaled_by is None:
+        if gradients.verdicts.pending and gradients.scaled_by is None:
             gradients.forget_cleared_verdict()
         elif gradients.scaled_by is None and gradients.masters.wanted:
             gradients.synchronise()  # so that new half gradients at the end are this block's
@@ -72,7 +74,7 @@ class Bystander:
         """Returns the gradients, by id of the parameter."""
         return {
             id(parameter): parameter.grad
-            for parameter in self.gradients.model_parameters()
+            for parameter in self.gradients.updated.model_parameters()
             if parameter.grad is not None and id(parameter) not in self._handed
         }
 
@@ -102,7 +104,7 @@ class Bystander:
 
     def _unscale(self, use: ScaleUse, written: Collection[int]) -> None:
         masters = self.gradients.masters
-        others = {id(each) for each in self.gradients.model_parameters()}.difference(written)
+        others = {id(each) for each in self.gradients.updated.model_parameters()}.difference(written)
         found_inf = kernels.unscale_by_(without_masters([self.gradients], but=others), use.scale)
         if masters.wanted:
             masters.gradients.unscale_to_masters(use.scale.reciprocal(), found_inf)

@@ -54,7 +54,7 @@ def clip(optimizer: AdoptedOptimizer, max_norm: float) -> Tensor:
             return _clip_scaled(gradients, unscaling, max_norm)
         unscaling.run()
     gradients.synchronise()
-    norm = clip_unscaled(gradients.parameters(), max_norm, gradients.ranks)
+    norm = clip_unscaled(gradients.updated.parameters(), max_norm, gradients.ranks)
     gradients.masters.gradients.copy_to_half()
     return norm
 
@@ -87,12 +87,12 @@ def _left_to_unscale(
         return None
     if scale_use.is_open:
         raise UsageError(f"{caller} stands inside the amp.scale_loss block. Move it behind the block.")
-    if scale_use.is_postponed and not may_be_postponed and gradients.exist():
+    if scale_use.is_postponed and not may_be_postponed and gradients.updated.have_gradients():
         raise UsageError(f"{caller} would {does} gradients that are still scaled: {NOT_REDUCED}")
     for each in together:
         each.masters.gradients.note_cleared()
         each.masters.gradients.note_zeroed()
-    if not (gradients.exist() or gradients.ranks.are_sharded(gradients.parameters())):
+    if not (gradients.updated.have_gradients() or gradients.ranks.are_sharded(gradients.updated.parameters())):
         gradients.note_unscaled()
         return None
     return Unscaling(scale_use, together, gradients.ranks)
@@ -128,9 +128,8 @@ def warn_of_scaled(gradients: OptimizerGradients, clipped: Iterable[Tensor]) -> 
     if scaled_by is None or scaled_by.is_one or scaled_by is gradients.warned_of_clipping:
         return
     ids = set(map(id, clipped))
-    scaled = [
-        each for each in gradients.model_parameters() if each.grad is not None and not masters.gradients.shows(each)
-    ]
+    own = (each for each in gradients.updated.model_parameters() if each.grad is not None)
+    scaled = [each for each in own if not masters.gradients.shows(each)]
     if any(id(each.grad) in ids for each in scaled):
         what = "so that the norm is too large by the loss scale"
     elif not ids and masters.wanted and scaled:
@@ -168,7 +167,7 @@ def clip_unscaled(parameters: Iterable[Tensor], max_norm: float, ranks: Ranks) -
 
 def _are_plain(gradients: OptimizerGradients) -> bool:
     """Returns True if one factor can unscale and clip all gradients: none is a sum of blocks, and none has a graph."""
-    scaled = [*gradients.tensors(), *gradients.masters.gradients.new()]
+    scaled = [*gradients_of(gradients.updated.parameters()), *gradients.masters.gradients.new()]
     return not gradients.masters.gradients.has_sums() and not any(map(_IS_RECORDED, scaled))
 
 
@@ -177,11 +176,11 @@ def _clip_scaled(gradients: OptimizerGradients, unscaling: Unscaling, max_norm: 
     try:
         unscaling.tell_observers()
         inv_scale = unscaling.scale_use.scale.reciprocal()
-        parts = _parts(gradients.parameters(), gradients.ranks)
+        parts = _parts(gradients.updated.parameters(), gradients.ranks)
         if of_masters := gradients.masters.gradients.new():
             parts.append(((), of_masters))
-        norm, factor, found_inf = _measure(parts, gradients.parameters(), gradients.ranks, inv_scale, max_norm)
-        kernels.multiply_(gradients.tensors(), inv_scale * factor)
+        norm, factor, found_inf = _measure(parts, gradients.updated.parameters(), gradients.ranks, inv_scale, max_norm)
+        kernels.multiply_(gradients_of(gradients.updated.parameters()), inv_scale * factor)
         gradients.masters.gradients.unscale_to_masters(inv_scale * factor)
         unscaling.note_unscaled(found_inf)
     except BaseException:

@@ -171,7 +171,154 @@ def scaled(loss: _L, scale: Tensor | None) -> _L:
     return full if scale is None else full * on_device(scale, full.device)  # type: ignore[return-value]
 
 
-class LossScaler:
+class _ScaleOnDevice:
+    """The state of a loss scale where its losses are: on their device, so that no step waits for the host.
+
+    Args:
+        policy: how the scale reacts to overflows.
+
+    Attributes:
+        policy: as given.
+        dynamic: True if the scale reacts to overflows.
+        is_one: True if the scale is static and 1, so that scaling changes nothing and costs nothing.
+        age: number of times that the scale was set or may have changed; known without a sync with the device.
+        counted: number of updates of a static scale that the host has counted.
+    """
+
+    is_one: bool
+    age: int = 0
+    counted: int = 0
+    _loads: int = 0  # states loaded; what blocks have found before them no longer moves the scale
+    _has_noted: bool = False
+    _is_replayed: bool = False  # a CUDA graph notes overflows, and its replays do not run this code
+    _dropped: Tensor | None = None  # not 0 if it has backed off by `back_off` since the last update
+    _has_reacted: bool = False
+    _kept: Tensor | None = None  # the snapshot of a static scale
+
+    def __init__(self, policy: ScalePolicy) -> None:
+        self.policy, self.dynamic = policy, policy.dynamic
+        with torch.inference_mode(False):  # a backward pass may need them, even if they are made in inference mode
+            self._scale = torch.empty((), dtype=torch.float32, device="cpu")
+            self._unskipped = torch.empty((), dtype=torch.int32, device="cpu")
+            self._hysteresis_left = torch.empty_like(self._unskipped)
+            self._found_inf = torch.empty_like(self._scale)  # overflows noted since the last update
+        self.set_state(first_state(policy))
+
+    def set_state(self, state: ScaleState) -> None:
+        """Loads a checked state."""
+        # In place: a CUDA graph keeps using the tensors that it captured.
+        self._set_to = state.loss_scale  # for the host; a static scale still has it
+        self._scale.fill_(state.loss_scale)
+        self._unskipped.fill_(state.unskipped)
+        self._hysteresis_left.fill_(state.hysteresis_left)
+        self.forget()
+        self.counted, self._kept, self._dropped = 0, None, None
+        self._loads += 1
+        self.is_one = not self.policy.dynamic and state.loss_scale == 1
+        self.age += 1
+
+    @property
+    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The state as it is kept on the device, to be read only; a static scale's updates are in `counted`."""
+        return self._scale, self._unskipped, self._hysteresis_left
+
+    @property
+    def on_device(self) -> tuple[Tensor, Tensor]:
+        """The scale and its clean updates as they are kept: to be read only."""
+        return self._scale, self._unskipped
+
+    def tensors_on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Returns the state on its device; writing to it changes the state."""
+        self.to(device)
+        self._kept = None
+        self.age += 1
+        return self._scale, self._unskipped, self._hysteresis_left
+
+    def to(self, device: torch.device) -> None:
+        """Moves the state to a device.
+
+        Raises:
+            UsageError: a CUDA graph is being captured, and the state is elsewhere: it would be copied in each replay.
+        """
+        if self._scale.device != device:
+            if is_capturing():
+                raise UsageError(
+                    f"the loss scale is on {str(self._scale.device)!r}, and cannot be moved to {str(device)!r} while a "
+                    "CUDA graph is captured. Run one whole step before the capture."
+                )
+            self._scale = self._scale.to(device)
+            self._unskipped = self._unskipped.to(device)
+            self._hysteresis_left = self._hysteresis_left.to(device)
+            self._found_inf = self._found_inf.to(device)
+            self._kept = None
+
+    def snapshot(self) -> Tensor:
+        """Returns a copy of the present scale on the device: 0-dimensional float32; must not be written to."""
+        if self.dynamic or is_capturing():
+            return self._scale.clone()
+        if self._kept is None:
+            with torch.inference_mode(False):  # reused outside inference mode
+                self._kept = self._scale.clone()
+        return self._kept
+
+    def set_scale(self, scale: float | Tensor) -> None:
+        """Sets the scale of a dynamic scaler; its number of clean updates stays.
+
+        Args:
+            scale: a positive number; or a floating tensor of one element, whose value is not checked.
+
+        Raises:
+            OptionError: it is neither.
+        """
+        if not isinstance(scale, Tensor):
+            self._scale.fill_(_checked_scale("new_scale", scale))
+        elif scale.numel() == 1 and scale.is_floating_point() and not scale.requires_grad:
+            self._scale.copy_(scale.reshape(()))
+        else:
+            raise OptionError(
+                f"new_scale is {_kind(scale)} of shape {tuple(scale.shape)}"
+                f"{' that requires gradients' * scale.requires_grad}; expected a number, or a floating tensor of one "
+                "number without gradients."
+            )
+        self.age += 1
+
+    def no_overflow(self) -> Tensor:
+        """Returns a new verdict, for kernels to write: 0-dimensional float32, 0."""
+        return torch.zeros_like(self._found_inf)
+
+    def note(self, found_inf: Tensor) -> None:
+        """Records a verdict for the next `update`.
+
+        Args:
+            found_inf: 0-dimensional float32, not 0 after an overflow.
+        """
+        torch.maximum(self._found_inf, on_device(found_inf, self._found_inf.device), out=self._found_inf)
+        self._has_noted = True
+        self._is_replayed = self._is_replayed or is_capturing()
+
+    def forget(self) -> None:
+        """Forgets the verdicts recorded since the last update."""
+        self._found_inf.zero_()
+        self._has_noted = False
+
+    def _react(self, found_inf: Tensor, scale_window: int | None = None) -> None:
+        policy, self._has_reacted = self.policy, True
+        kernels.update_scale(
+            self._scale,
+            self._unskipped,
+            self._hysteresis_left,
+            on_device(found_inf, self._scale.device),
+            policy.growth_factor,
+            policy.backoff_factor,
+            policy.scale_window if scale_window is None else scale_window,
+            policy.hysteresis,
+            policy.min_loss_scale,
+            policy.max_loss_scale,
+        )
+        self.age += 1
+
+
+class LossScaler(_ScaleOnDevice):
     """A loss scale for loops that do not use ``amp.scale_loss``.
 
     ::
@@ -207,16 +354,7 @@ class LossScaler:
     """
 
     uses_by_hand: ClassVar[int] = 0
-    is_one: bool
-    age: int = 0
-    _loads: int = 0  # states loaded; what blocks have found before them no longer moves the scale
     overflows: int = 0
-    _has_noted: bool = False
-    _is_replayed: bool = False  # a CUDA graph notes overflows, and its replays do not run this code
-    _dropped: Tensor | None = None  # not 0 if it has backed off by `back_off` since the last update
-    _has_reacted: bool = False
-    _counted: int = 0  # updates of a static scale, counted on the host
-    _kept: Tensor | None = None  # the snapshot of a static scale
 
     def __init__(
         self,
@@ -231,7 +369,7 @@ class LossScaler:
         growth_factor: float | None = None,
         backoff_factor: float | None = None,
     ) -> None:
-        self._begin(
+        super().__init__(
             make_policy(
                 loss_scale,
                 init_scale=init_scale,
@@ -249,17 +387,8 @@ class LossScaler:
     def from_policy(cls, policy: ScalePolicy) -> LossScaler:
         """Returns a scaler for a checked policy."""
         scaler = cls.__new__(cls)
-        scaler._begin(policy)
+        _ScaleOnDevice.__init__(scaler, policy)
         return scaler
-
-    def _begin(self, policy: ScalePolicy) -> None:
-        self.policy, self.dynamic = policy, policy.dynamic
-        with torch.inference_mode(False):  # a backward pass may need them, even if they are made in inference mode
-            self._scale = torch.empty((), dtype=torch.float32, device="cpu")
-            self._unskipped = torch.empty((), dtype=torch.int32, device="cpu")
-            self._hysteresis_left = torch.empty_like(self._unskipped)
-            self._found_inf = torch.empty_like(self._scale)  # overflows noted since the last update
-        self.set_state(first_state(policy))
 
     @WithoutCasts()
     def scale(self, loss: _L) -> _L:
@@ -304,25 +433,6 @@ class LossScaler:
         self.note(found_inf)
         return found_inf
 
-    def no_overflow(self) -> Tensor:
-        """Returns a new verdict, for kernels to write: 0-dimensional float32, 0."""
-        return torch.zeros_like(self._found_inf)
-
-    def note(self, found_inf: Tensor) -> None:
-        """Records a verdict for the next `update`.
-
-        Args:
-            found_inf: 0-dimensional float32, not 0 after an overflow.
-        """
-        torch.maximum(self._found_inf, on_device(found_inf, self._found_inf.device), out=self._found_inf)
-        self._has_noted = True
-        self._is_replayed = self._is_replayed or is_capturing()
-
-    def forget(self) -> None:
-        """Forgets the verdicts recorded since the last update."""
-        self._found_inf.zero_()
-        self._has_noted = False
-
     @WithoutCasts()
     def update(self) -> None:
         """Ends a step: the scale backs off after an overflow since the last update; otherwise it grows or stays."""
@@ -332,7 +442,7 @@ class LossScaler:
         elif is_capturing():
             self._unskipped += 1
         else:
-            self._counted += 1
+            self.counted += 1
 
     def update_by(self, found_inf: Tensor) -> None:
         """Calls `note` and `update`, in one kernel if it can; backs off at most once with the `back_off` before it."""
@@ -349,52 +459,6 @@ class LossScaler:
             for now, kept in zip((self._scale, self._hysteresis_left), before, strict=True):
                 now.copy_(torch.where(both, kept, now))
 
-    def _react(self, found_inf: Tensor, scale_window: int | None = None) -> None:
-        policy, self._has_reacted = self.policy, True
-        kernels.update_scale(
-            self._scale,
-            self._unskipped,
-            self._hysteresis_left,
-            on_device(found_inf, self._scale.device),
-            policy.growth_factor,
-            policy.backoff_factor,
-            policy.scale_window if scale_window is None else scale_window,
-            policy.hysteresis,
-            policy.min_loss_scale,
-            policy.max_loss_scale,
-        )
-        self.age += 1
-
-    def set_scale(self, scale: float | Tensor) -> None:
-        """Sets the scale of a dynamic scaler; its number of clean updates stays.
-
-        Args:
-            scale: a positive number; or a floating tensor of one element, whose value is not checked.
-
-        Raises:
-            OptionError: it is neither.
-        """
-        if not isinstance(scale, Tensor):
-            self._scale.fill_(_checked_scale("new_scale", scale))
-        elif scale.numel() == 1 and scale.is_floating_point() and not scale.requires_grad:
-            self._scale.copy_(scale.reshape(()))
-        else:
-            raise OptionError(
-                f"new_scale is {_kind(scale)} of shape {tuple(scale.shape)}"
-                f"{' that requires gradients' * scale.requires_grad}; expected a number, or a floating tensor of one "
-                "number without gradients."
-            )
-        self.age += 1
-
-    def snapshot(self) -> Tensor:
-        """Returns a copy of the present scale on the device: 0-dimensional float32; must not be written to."""
-        if self.dynamic or is_capturing():
-            return self._scale.clone()
-        if self._kept is None:
-            with torch.inference_mode(False):  # reused outside inference mode
-                self._kept = self._scale.clone()
-        return self._kept
-
     def to_device_of(self, loss: object) -> None:
         """Moves the state to the device of a loss, or of the first of several.
 
@@ -404,46 +468,6 @@ class LossScaler:
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             loss = _checked_losses(loss)[0]
         self.to(loss.device)
-
-    def to(self, device: torch.device) -> None:
-        """Moves the state to a device.
-
-        Raises:
-            UsageError: a CUDA graph is being captured, and the state is elsewhere: it would be copied in each replay.
-        """
-        if self._scale.device != device:
-            if is_capturing():
-                raise UsageError(
-                    f"the loss scale is on {str(self._scale.device)!r}, and cannot be moved to {str(device)!r} while a "
-                    "CUDA graph is captured. Run one whole step before the capture."
-                )
-            self._scale = self._scale.to(device)
-            self._unskipped = self._unskipped.to(device)
-            self._hysteresis_left = self._hysteresis_left.to(device)
-            self._found_inf = self._found_inf.to(device)
-            self._kept = None
-
-    @property
-    def on_device(self) -> tuple[Tensor, Tensor]:
-        """The scale and its clean updates as they are kept: to be read only."""
-        return self._scale, self._unskipped
-
-    @property
-    def numbers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The state as it is kept on the device, to be read only; a static scale's updates are in `counted`."""
-        return self._scale, self._unskipped, self._hysteresis_left
-
-    @property
-    def counted(self) -> int:
-        """Number of updates of a static scale that the host has counted."""
-        return self._counted
-
-    def tensors_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Returns the state on its device; writing to it changes the state."""
-        self.to(device)
-        self._kept = None
-        self.age += 1
-        return self._scale, self._unskipped, self._hysteresis_left
 
     def __repr__(self) -> str:
         # A debugger shows it at any moment: while it is made, under a tracer, while a CUDA graph is captured.
@@ -459,7 +483,7 @@ class LossScaler:
     @property
     def state(self) -> ScaleState:
         """The state as plain numbers; reading it syncs with the device."""
-        return ScaleState(float(self._scale), int(self._unskipped) + self._counted, int(self._hysteresis_left))
+        return ScaleState(float(self._scale), int(self._unskipped) + self.counted, int(self._hysteresis_left))
 
     def state_dict(self) -> dict[str, float | int]:
         """Returns the state as plain numbers, under the names that Apex used: ``loss_scale`` and ``unskipped``."""
@@ -513,19 +537,6 @@ class LossScaler:
         if self.dynamic:
             scale = min(max(scale, self.policy.min_loss_scale), self.policy.max_loss_scale)
         return ScaleState(scale, unskipped, left)
-
-    def set_state(self, state: ScaleState) -> None:
-        """Loads a checked state."""
-        # In place: a CUDA graph keeps using the tensors that it captured.
-        self._set_to = state.loss_scale  # for the host; a static scale still has it
-        self._scale.fill_(state.loss_scale)
-        self._unskipped.fill_(state.unskipped)
-        self._hysteresis_left.fill_(state.hysteresis_left)
-        self.forget()
-        self._counted, self._kept, self._dropped = 0, None, None
-        self._loads += 1
-        self.is_one = not self.policy.dynamic and state.loss_scale == 1
-        self.age += 1
 
 
 def has_reacted(scaler: LossScaler) -> bool:

@@ -13,6 +13,7 @@ from ampatch.native import kernels
 from ampatch.scaling.loss_scaler import LossScaler
 from ampatch.scaling.optimizer_gradients import OptimizerGradients
 from ampatch.tracing import is_capturing
+from ampatch.weights.optimizer_state import gradients_of
 
 #: The warning about gradients that no scaler has checked; the placeholders name the step, and what to type.
 NO_SCALE = (
@@ -64,7 +65,7 @@ class MissingScale:
         self._note(self._first())
 
     def _first(self) -> Tensor | None:
-        return next((each.grad for each in self._gradients.model_parameters() if each.grad is not None), None)
+        return next((each.grad for each in self._gradients.updated.model_parameters() if each.grad is not None), None)
 
     def _note(self, grad: Tensor | None) -> None:
         """Remembers one of the gradients that are there, which no block has made."""
@@ -76,8 +77,8 @@ class MissingScale:
         Args:
             before_closure: whether a closure runs first, which may clear the gradients; then they are checked after it.
         """
-        gradients, optimizer = self._gradients, self._gradients.optimizer
-        is_known = self.has_other_scale or is_judged(optimizer, self._uses_by_hand) or bool(gradients.pending)
+        gradients, optimizer = self._gradients, self._gradients.updated.optimizer()
+        is_known = self.has_other_scale or is_judged(optimizer, self._uses_by_hand) or bool(gradients.verdicts.pending)
         self.has_other_scale, self._uses_by_hand = False, LossScaler.uses_by_hand
         grad, last, self._known = self._first(), self._known, None
         if grad is None or is_capturing():  # nothing can be read from the device
@@ -85,7 +86,8 @@ class MissingScale:
         is_known = is_known or (last is not None and last[0]() is grad and last[1] == grad._version)
         if before_closure and not is_known:
             return
-        if not is_known and any(bool(kernels.values_of(each).any()) for each in gradients.of_model()):
+        grads = () if is_known else gradients_of(gradients.updated.model_parameters())
+        if any(bool(kernels.values_of(each).any()) for each in grads):
             self.warns = False
             warn(NO_SCALE.format(f"this {type(optimizer).__name__} steps with gradients", self.scaled_backward))
         self._note(grad)

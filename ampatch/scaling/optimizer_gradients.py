@@ -51,27 +51,155 @@ class HasGradients(Protocol):
         """Its gradients."""
 
 
-class UpdatedModels:
-    """The models of which an optimizer updates a parameter.
+class UpdatedTensors:
+    """The tensors that an optimizer updates, and their gradients, whether these are scaled or not.
 
     Args:
-        optimizer: the optimizer; held weakly.
+        optimizer: the user's optimizer; only a weak reference is kept.
+        masters: its float32 masters; empty at levels without masters.
+        ranks: the ranks that may share its gradients.
+
+    Attributes:
+        optimizer: returns the optimizer; None once it is deleted.
+        masters: as given.
+        ranks: as given.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, optimizer: Any, masters: MasterWeights, ranks: Ranks) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.masters, self.ranks = masters, ranks
         self._count = 0  # of the parameters, for which the answers hold
         self._answers: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 
-    def __contains__(self, model: nn.Module) -> bool:
-        optimizer = self._optimizer()
-        own = [] if optimizer is None else list(map(id, optimizer_state.parameters_of(optimizer)))
+    def parameters(self) -> Iterator[Tensor]:
+        """Returns the tensors that the optimizer updates: masters in place of half parameters."""
+        return iter(self.masters.masters_of(self.model_parameters()))
+
+    def model_parameters(self) -> Iterator[Tensor]:
+        """Returns the parameters in the optimizer's groups, which are the model's."""
+        optimizer = self.optimizer()
+        return iter(()) if optimizer is None else optimizer_state.parameters_of(optimizer)
+
+    def have_gradients(self) -> bool:
+        """Returns True if a model's parameter has a gradient, or FSDP2 keeps one that it has not reduced."""
+        own = self.model_parameters
+        return optimizer_state.has_gradients(own()) or self.ranks.fsdp.hold_back(own())
+
+    def with_half_gradients(self) -> list[Tensor]:
+        """Returns the parameters whose gradients are half and dense."""
+        return [
+            parameter
+            for parameter in self.parameters()
+            if (grad := parameter.grad) is not None and grad.dtype in HALVES and not grad.is_sparse
+        ]
+
+    def are_in(self, model: nn.Module) -> bool:
+        """Returns True if the optimizer updates a parameter of a model."""
+        own = list(map(id, self.model_parameters()))
         if len(own) != self._count:
             self._answers.clear()
             self._count = len(own)
         if model not in self._answers:
             self._answers[model] = not set(own).isdisjoint(map(id, model.parameters()))
         return self._answers[model]
+
+    def found_inf(self, device: torch.device) -> Tensor:
+        """Returns 1 if a gradient that the optimizer reads is inf or NaN, on any rank that shares it, else 0.
+
+        Returns:
+            0-dimensional float32, on the given device.
+        """
+        found_inf, _ = kernels.flag_and_squares(optimizer_state.gradients_of(self.parameters()), device)
+        self.ranks.reduce_overflow_(found_inf, self.model_parameters())
+        return found_inf
+
+    def non_finite(self) -> tuple[NonFiniteGradient, ...]:
+        """Returns the gradients that the optimizer would read and that are inf or NaN; syncs with the device."""
+        name_of, parameter_of = self.masters.name_of, self.masters.parameter_of
+        return overflows.non_finite_gradients(self.parameters(), lambda each: name_of(parameter_of(each)))
+
+
+class Verdicts:
+    """The overflow verdicts on an optimizer's gradients since its last step.
+
+    Args:
+        updated: the tensors that the optimizer updates.
+        adopted: all optimizers of the session, by id.
+        counts_non_finite: whether gradients that overflowed are counted before a later block zeroes them.
+
+    Attributes:
+        pending: the uses of scales by blocks since the last step, with their verdicts, oldest first.
+        dropped: uses since the last step whose gradients were cleared, so that no step has them.
+    """
+
+    def __init__(self, updated: UpdatedTensors, adopted: Mapping[int, HasGradients], counts_non_finite: bool) -> None:
+        self.pending: list[ScaleUse] = []
+        self.dropped: deque[ScaleUse] = deque(maxlen=_MOST_DROPPED)
+        self._updated, self._adopted, self._counts_non_finite = updated, adopted, counts_non_finite
+
+    def add(self, scale_use: ScaleUse) -> None:
+        """Remembers a use of a scale whose overflow skips the next step."""
+        # An optimizer without gradients can only skip for another's, and cannot see whether those are cleared.
+        self.pending.append(scale_use if self._updated.have_gradients() else scale_use.confirmed(of_others=True))
+        if len(self.pending) >= _MANY_PENDING:
+            last = {(each.scaler, each.main is None): each for each in self.pending}
+            overflowed = {(each.scaler, each.main is None): each for each in self.pending if each.overflowed}
+            self.pending = list((last | overflowed).values())
+
+    def zero_overflowed(self) -> None:
+        """Zeroes the gradients after an overflow; each verdict counts from now on only if they were not zero before."""
+        of_gradients = (each for each in self.pending if each.found_inf is not None and not each.is_of_others)
+        # All of them, since nothing is left of any block if the gradients are zero.
+        judged = [each for each in of_gradients if not each.is_judged_elsewhere]
+        if not judged:
+            return
+        grads = optimizer_state.gradients_of(self._updated.parameters())
+        still = self.still_exist(judged[-1], grads)
+        drop_where(1 - still, judged)
+        revised = {each: each.only_where(still) for each in judged}
+        self.pending = [revised.get(each, each) for each in self.pending]
+        last = revised[judged[-1]]
+        assert last.found_inf is not None
+        if self._counts_non_finite and last.overflowed:
+            last.non_finite = self._updated.non_finite()
+        kernels.zero_after_overflow_(grads, last.found_inf)
+        self._updated.masters.gradients.shown.note_masters()
+
+    def still_exist(self, scale_use: ScaleUse, grads: Sequence[Tensor]) -> Tensor:
+        """Returns 1 if any rank still has a gradient other than zero after a block that overflowed, else 0.
+
+        A finite gradient counts too, because clipping by value turns inf into a finite number.
+
+        Args:
+            scale_use: the block's use of a scale.
+            grads: the gradients that the optimizer reads.
+
+        Returns:
+            0-dimensional float32, 1 or 0.
+        """
+        assert scale_use.found_inf is not None
+        # The factor is large, so that the squares of small gradients do not underflow.
+        found, sum_of_squares = kernels.flag_and_squares(grads, scale_use.found_inf.device, factor=2.0**64)
+        found.masked_fill_(sum_of_squares != 0, 1)
+        self._updated.ranks.reduce_overflow_(found, self._updated.model_parameters())
+        return found
+
+    def forget_if_cleared(self) -> None:
+        """Forgets the verdicts of blocks if all gradients are gone."""
+        updated = self._updated
+        is_cleared = optimizer_state.have_no_gradients(updated.parameters()) and not updated.have_gradients()
+        if is_cleared and not updated.ranks.are_sharded(updated.parameters()):
+            self.forget([scale_use for scale_use in self.pending if scale_use.is_of_others])
+
+    def forget(self, kept: Sequence[ScaleUse] = ()) -> None:
+        """Forgets verdicts on gradients that no step will have; scales still react to overflows among them.
+
+        Args:
+            kept: those that still count.
+        """
+        gone, self.pending = [each for each in self.pending if each not in kept], list(kept)
+        self.dropped += [each for each in gone if each.main is None][-1:]
+        drop(gone, [use for each in list(self._adopted.values()) for use in each.gradients.verdicts.pending])
 
 
 class OptimizerGradients:
@@ -87,11 +215,11 @@ class OptimizerGradients:
     Attributes:
         masters: as given.
         ranks: as given.
-        pending: the uses of scales by blocks since the last step, with their verdicts, oldest first.
+        updated: the tensors that the optimizer updates.
+        verdicts: the verdicts for the next step.
         scaled_by: the use of a scale that the gradients are multiplied by now; None if they are unscaled.
-        dropped: uses since the last step whose gradients were cleared, so that no step has them.
-        models: the models that the optimizer updates.
         warned_of_clipping: the use of a scale for which the user was told that scaled gradients were clipped.
+        thread: the thread of the last block that was handed the optimizer; a weak reference.
     """
 
     def __init__(
@@ -104,52 +232,19 @@ class OptimizerGradients:
     ) -> None:
         self.masters = masters
         self.ranks = ranks
-        self.pending: list[ScaleUse] = []
+        self.updated = UpdatedTensors(optimizer, masters, ranks)
+        self.verdicts = Verdicts(self.updated, adopted, counts_non_finite)
         self.scaled_by: ScaleUse | None = None
         self.warned_of_clipping: ScaleUse | None = None
-        self.dropped: deque[ScaleUse] = deque(maxlen=_MOST_DROPPED)
-        self._thread: weakref.ref[threading.Thread] | None = None  # of the last block that was handed the optimizer
-        self._optimizer = weakref.ref(optimizer)
+        self.thread: weakref.ref[threading.Thread] | None = None
         self._adopted = adopted
-        self._counts_non_finite = counts_non_finite
         self._widened: list[WidenedGradient] = []
         self._left_scaled: Sequence[Mapping[str, Any]] = ()  # the optimizer's groups, which outlive it here
-        self.models = UpdatedModels(optimizer)
         self._mixed_where: Tensor | None = None  # see `mark_mixed`
-
-    @property
-    def optimizer(self) -> Any:
-        """The user's optimizer; None once it is deleted."""
-        return self._optimizer()
 
     def others(self) -> list[OptimizerGradients]:
         """Returns the gradients of all optimizers of the session, these included."""
         return [each.gradients for each in list(self._adopted.values())]
-
-    # Which tensors there are
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Returns the tensors that the optimizer updates: masters in place of half parameters."""
-        return iter(self.masters.masters_of(self.model_parameters()))
-
-    def model_parameters(self) -> Iterator[Tensor]:
-        """Returns the parameters in the optimizer's groups, which are the model's."""
-        optimizer = self._optimizer()
-        return iter(()) if optimizer is None else optimizer_state.parameters_of(optimizer)
-
-    def tensors(self) -> list[Tensor]:
-        """Returns the gradients that the optimizer reads, each once."""
-        return optimizer_state.gradients_of(self.parameters())
-
-    def of_model(self) -> list[Tensor]:
-        """Returns the gradients of the model's parameters, each once."""
-        return optimizer_state.gradients_of(self.model_parameters())
-
-    def exist(self) -> bool:
-        """Returns True if a model's parameter has a gradient, or FSDP2 keeps one that it has not reduced."""
-        return optimizer_state.has_gradients(self.model_parameters()) or (
-            self.ranks.fsdp.hold_back(self.model_parameters())
-        )
 
     def are_clear(self) -> bool:
         """Returns True if no gradient, no verdict and no scaled gradient of another optimizer is left from before."""
@@ -158,15 +253,15 @@ class OptimizerGradients:
                 return False
         wanted = self.masters.wanted
         return (
-            not self.pending
+            not self.verdicts.pending
             and (not wanted or self.masters.gradients.are_clear())
-            and optimizer_state.have_no_gradients(self.parameters(), may_be_half=not wanted)
+            and optimizer_state.have_no_gradients(self.updated.parameters(), may_be_half=not wanted)
         )
 
     def drop(self) -> None:
         """Sets all gradients to None."""
-        self.ranks.fsdp.drop_held_back(self.model_parameters())
-        for parameter in self.parameters():
+        self.ranks.fsdp.drop_held_back(self.updated.model_parameters())
+        for parameter in self.updated.parameters():
             parameter.grad = None
         self.masters.gradients.clear()
         self.note_unscaled()
@@ -189,15 +284,7 @@ class OptimizerGradients:
 
     def are_unscaled(self) -> bool:
         """Returns True if no gradient is scaled."""
-        return self.scaled_by is None or self.scaled_by.is_one or not self.exist()
-
-    def with_half_gradients(self) -> list[Tensor]:
-        """Returns the parameters whose gradients `make_float32` would make float32."""
-        return [
-            parameter
-            for parameter in self.parameters()
-            if (grad := parameter.grad) is not None and grad.dtype in HALVES and not grad.is_sparse
-        ]
+        return self.scaled_by is None or self.scaled_by.is_one or not self.updated.have_gradients()
 
     def make_float32(self, but: Collection[int]) -> None:
         """Makes half gradients float32 for as long as they are scaled, since scaled half gradients could overflow.
@@ -205,14 +292,14 @@ class OptimizerGradients:
         Args:
             but: ids of parameters to leave out.
         """
-        half = (each for each in self.with_half_gradients() if id(each) not in but)
+        half = (each for each in self.updated.with_half_gradients() if id(each) not in but)
         # One by one, so that those are narrowed again that were widened before an error.
         self._widened.extend(WidenedGradient(each, torch.float32, fixes_type=True) for each in half)
 
     def note_scaled(self) -> None:
         """Remembers the parameters, which keep scaled gradients after the block, in case the optimizer is deleted."""
         self.masters.gradients.note_left_scaled()
-        self._left_scaled = () if self.optimizer is None else self.optimizer.param_groups
+        self._left_scaled = () if (optimizer := self.updated.optimizer()) is None else optimizer.param_groups
 
     def note_unscaled(self) -> None:
         """Notes that the gradients are unscaled or gone; those that `make_float32` changed are half again."""
@@ -231,7 +318,7 @@ class OptimizerGradients:
         self.check_not_mixed()
         if self.scaled_by is None:
             return
-        if self.exist():
+        if self.updated.have_gradients():
             if self.scaled_by.is_open:
                 why = "it stands inside the amp.scale_loss block. Move it behind the block."
             elif self.scaled_by.is_postponed:
@@ -246,14 +333,10 @@ class OptimizerGradients:
         if not self.scaled_by.is_open:
             self.note_unscaled()
 
-    def note_thread(self) -> None:
-        """Notes that this thread trains with the optimizer."""
-        self._thread = weakref.ref(threading.current_thread())
-
     @property
     def is_of_this_thread(self) -> bool:
         """True if no other thread that still runs trains with the optimizer."""
-        thread = None if self._thread is None else self._thread()
+        thread = None if self.thread is None else self.thread()
         return thread is None or thread is threading.current_thread() or not thread.is_alive()
 
     @property
@@ -276,22 +359,21 @@ class OptimizerGradients:
         """Raises `UsageError` if a block for other optimizers has added scaled gradients to these unscaled ones."""
         if self.scaled_by is None or not self.scaled_by.is_mixed:
             return
-        is_cleared = not (self.exist() and any(bool(kernels.values_of(each).any()) for each in self.of_model()))
-        where, self._mixed_where = self._mixed_where, None
-        if is_cleared or (where is not None and not bool(where)):
+        grads = optimizer_state.gradients_of(self.updated.model_parameters())
+        is_cleared = not any(bool(kernels.values_of(each).any()) for each in grads)
+        if is_cleared or (self._mixed_where is not None and not bool(self._mixed_where)):
             self.note_unscaled()
             return
-        self._mixed_where = where
         raise UsageError(
-            f"the gradients of this {type(self.optimizer).__name__} are sums of unscaled ones and scaled ones: a block "
-            "of amp.scale_loss for other optimizers has added to them, as its backward pass reaches parameters of this "
-            "optimizer, too. Type amp.scale_loss(loss, [optimizer, other]) there; or clear these gradients before they "
-            "are used: optimizer.zero_grad()."
+            f"the gradients of this {type(self.updated.optimizer()).__name__} are sums of unscaled ones and scaled "
+            "ones: a block of amp.scale_loss for other optimizers has added to them, as its backward pass reaches "
+            "parameters of this optimizer, too. Type amp.scale_loss(loss, [optimizer, other]) there; or clear these "
+            "gradients before they are used: optimizer.zero_grad()."
         )
 
     def note_dropped_while_scaled(self) -> None:
         """Notes it if the user has dropped gradients that a block had left scaled."""
-        if self.scaled_by is not None and not self.exist():
+        if self.scaled_by is not None and not self.updated.have_gradients():
             self.masters.gradients.note_cleared()
             self.note_unscaled()
 
@@ -307,21 +389,18 @@ class OptimizerGradients:
         for other in self.others():
             if other.scaled_by is None or other.scaled_by.is_one or other is self or other in also:
                 continue
-            if not other.scaled_by.is_open and not other.exist():
+            if not other.scaled_by.is_open and not other.updated.have_gradients():
                 other.note_unscaled()
                 continue
-            theirs = set(map(id, other.model_parameters()))
-            shared = next(
-                (each for each in self.model_parameters() if each.grad is not None and id(each) in theirs), None
-            )
+            theirs = set(map(id, other.updated.model_parameters()))
+            own = (each for each in self.updated.model_parameters() if each.grad is not None)
+            shared = next((each for each in own if id(each) in theirs), None)
             if shared is not None:
                 raise UsageError(
                     f"{what} the gradient of {self.masters.name_of(shared)}, which another optimizer has as well, and "
                     "which is still scaled by a block of amp.scale_loss for that one. Hand both optimizers to "
                     "amp.scale_loss."
                 )
-
-    # Verdicts
 
     def are_finite(self) -> Tensor:
         """Returns whether all gradients are finite, and no block since the last step has overflowed.
@@ -331,34 +410,16 @@ class OptimizerGradients:
         """
         self.check_not_mixed()
         self.synchronise()
-        self.forget_if_cleared()
-        grads = self.tensors() if self.scaled_by is None else self.of_model()
+        self.verdicts.forget_if_cleared()
+        updated = self.updated.parameters if self.scaled_by is None else self.updated.model_parameters
+        grads = optimizer_state.gradients_of(updated())
         device = grads[0].device if grads else torch.device("cpu")
         flag, squares = kernels.flag_and_squares(grads, device, factor=2.0**64)
-        found = [each.found_inf for each in self.pending if each.found_inf is not None]
+        found = [each.found_inf for each in self.verdicts.pending if each.found_inf is not None]
         if found:  # of gradients that were not set to zero since
             flag = torch.maximum(flag, on_device(stacked(found).amax(), device) * (squares != 0))
-        self.ranks.reduce_overflow_(flag, self.model_parameters())
+        self.ranks.reduce_overflow_(flag, self.updated.model_parameters())
         return flag == 0
-
-    def found_inf(self, device: torch.device) -> Tensor:
-        """Returns 1 if a gradient that the optimizer reads is inf or NaN, on any rank that shares it, else 0.
-
-        Returns:
-            0-dimensional float32, on the given device.
-        """
-        found_inf, _ = kernels.flag_and_squares(self.tensors(), device)
-        self.ranks.reduce_overflow_(found_inf, self.model_parameters())
-        return found_inf
-
-    def add_verdict(self, scale_use: ScaleUse) -> None:
-        """Remembers a use of a scale whose overflow skips the next step."""
-        # An optimizer without gradients can only skip for another's, and cannot see whether those are cleared.
-        self.pending.append(scale_use if self.exist() else scale_use.confirmed(of_others=True))
-        if len(self.pending) >= _MANY_PENDING:
-            last = {(each.scaler, each.main is None): each for each in self.pending}
-            overflowed = {(each.scaler, each.main is None): each for each in self.pending if each.overflowed}
-            self.pending = list((last | overflowed).values())
 
     def forget_cleared_verdict(self) -> None:
         """Forgets the last block's overflow if its gradients are gone; otherwise zeroes them after an overflow.
@@ -371,60 +432,8 @@ class OptimizerGradients:
         if self.scaled_by is not None:
             return
         self.synchronise()
-        self.forget_if_cleared()
-        # All of them, since nothing is left of any block if the gradients are zero.
-        judged = [each for each in self.pending if each.is_of_gradients]
-        if not judged:
-            return
-        grads = self.tensors()
-        still = self.still_exist(judged[-1], grads)
-        drop_where(1 - still, judged)
-        revised = {each: each.only_where(still) for each in judged}
-        self.pending = [revised.get(each, each) for each in self.pending]
-        last = revised[judged[-1]]
-        assert last.found_inf is not None
-        if self._counts_non_finite and last.overflowed:
-            last.non_finite = self.non_finite()
-        kernels.zero_after_overflow_(grads, last.found_inf)
-        self.masters.gradients.shown.note_masters()
-
-    def forget_if_cleared(self) -> None:
-        """Forgets the verdicts of blocks if all gradients are gone."""
-        if optimizer_state.have_no_gradients(self.parameters()) and not (
-            self.exist() or self.ranks.are_sharded(self.parameters())
-        ):
-            self.drop_verdicts([scale_use for scale_use in self.pending if scale_use.is_of_others])
-
-    def drop_verdicts(self, kept: list[ScaleUse]) -> None:
-        """Forgets verdicts on gradients that no step will have; scales still react to overflows among them.
-
-        Args:
-            kept: those that still count.
-        """
-        gone, self.pending = [each for each in self.pending if each not in kept], kept
-        self.dropped += [each for each in gone if each.main is None][-1:]
-        drop(gone, [use for each in self.others() for use in each.pending])
-
-    def still_exist(self, scale_use: ScaleUse, grads: list[Tensor]) -> Tensor:
-        """Returns 1 if any rank still has a gradient other than zero after a block that overflowed, else 0.
-
-        A finite gradient counts too, because clipping by value turns inf into a finite number.
-
-        Returns:
-            0-dimensional float32, 1 or 0.
-        """
-        assert scale_use.found_inf is not None
-        # The factor is large, so that the squares of small gradients do not underflow.
-        found, sum_of_squares = kernels.flag_and_squares(grads, scale_use.found_inf.device, factor=2.0**64)
-        found.masked_fill_(sum_of_squares != 0, 1)
-        self.ranks.reduce_overflow_(found, self.model_parameters())
-        return found
-
-    def non_finite(self) -> tuple[NonFiniteGradient, ...]:
-        """Returns the gradients that the optimizer would read and that are inf or NaN; syncs with the device."""
-        return overflows.non_finite_gradients(
-            self.parameters(), lambda each: self.masters.name_of(self.masters.parameter_of(each))
-        )
+        self.verdicts.forget_if_cleared()
+        self.verdicts.zero_overflowed()
 
     # The end of a session, and of an optimizer
 
@@ -437,7 +446,7 @@ class OptimizerGradients:
         self.masters.give_back()
         scaled_by = self.scaled_by
         is_open = scaled_by is not None and scaled_by.is_open
-        lost = scaled_by is not None and not is_open and not scaled_by.is_one and self.exist()
+        lost = scaled_by is not None and not is_open and not scaled_by.is_one and self.updated.have_gradients()
         if lost:
             self.drop()
         elif scaled_by is None:

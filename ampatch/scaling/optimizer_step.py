@@ -11,7 +11,6 @@ import functools
 import operator
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -214,7 +213,7 @@ class AdoptedOptimizer:
         self.masters = gradients.masters
         self.exchange: ExchangedMasters = temporary or gradients.masters
         self.scalers = scalers
-        self._optimizer = weakref.ref(gradients.optimizer)
+        self._optimizer = gradients.updated.optimizer
         self.is_at_work = False
         self._switch = switch
         self._cache = cache
@@ -263,7 +262,7 @@ class AdoptedOptimizer:
                 self.is_at_work = was_at_work
                 overflow, self._overflow = self._overflow, None
                 if reports:
-                    handler.end_step(self.gradients.model_parameters())
+                    handler.end_step(self.gradients.updated.model_parameters())
             if overflow is not None:
                 handler.handle(overflow)
             return result
@@ -315,7 +314,8 @@ class AdoptedOptimizer:
         self._prepare_step()
         if self.missing_scale.warns:
             self.missing_scale.look(before_closure=bool(closures))
-        pending, self.gradients.pending = self.gradients.pending, []
+        verdicts = self.gradients.verdicts
+        pending, verdicts.pending = verdicts.pending, []
         self._uses = pending
         check: StepCheck | None = None
         judged = [each for each in pending if each.found_inf is not None]
@@ -356,10 +356,10 @@ class AdoptedOptimizer:
 
     def _end_step(self) -> None:
         self._uses, self._buffers = [], None
-        self.gradients.dropped.clear()
+        self.gradients.verdicts.dropped.clear()
         if self.masters.wanted:
             self.masters.gradients.clear()
-        self._cache.end_iteration_of(self.gradients.model_parameters)
+        self._cache.end_iteration_of(self.gradients.updated.model_parameters)
 
     def _prepare_step(self) -> None:
         if self.exchange.wanted:
@@ -367,8 +367,8 @@ class AdoptedOptimizer:
             if self.exchange is not self.masters:  # whose missing ones the next line makes
                 self.exchange.make_missing()
             self.gradients.synchronise(weights_too=True)
-        if self.gradients.pending:
-            self.gradients.forget_if_cleared()
+        if self.gradients.verdicts.pending:
+            self.gradients.verdicts.forget_if_cleared()
 
     def _scaler_of_unjudged(self, pending: Sequence[ScaleUse]) -> LossScaler | None:
         """Returns a scaler if the gradients may be those of blocks that no longer judge them; else None.
@@ -376,7 +376,7 @@ class AdoptedOptimizer:
         User code may have put them together from copies of gradients that it cleared, or step twice with the same.
         """
         steps_again = not pending and (self.outcomes.skips.in_a_row > 0 or bool(self.outcomes.unread))
-        return self.scalers[0] if self._may_go_back and (steps_again or self.gradients.dropped) else None
+        return self.scalers[0] if self._may_go_back and (steps_again or self.gradients.verdicts.dropped) else None
 
     def _check(self, pending: Sequence[ScaleUse], first: LossScaler) -> StepCheck | None:
         """Looks for inf and NaN in the gradients that the optimizer is about to read, without a sync.
@@ -391,11 +391,11 @@ class AdoptedOptimizer:
         last = pending[-1] if pending else None
         scaler = first if last is None else last.scaler
         if last is None:
-            parameter = next(self.gradients.parameters(), None)
+            parameter = next(self.gradients.updated.parameters(), None)
             if parameter is None:
                 return None
             scaler.to(parameter.device)
-        found_inf = self.gradients.found_inf(scaler.numbers[0].device)
+        found_inf = self.gradients.updated.found_inf(scaler.numbers[0].device)
         others = getattr(self.optimizer, "found_inf", None)
         if others is not None:  # a GradScaler has the optimizer skip, and counts that itself
             found_inf.masked_fill_(on_device(others, found_inf.device) != 0, 0)
@@ -410,7 +410,11 @@ class AdoptedOptimizer:
         """
         overflowed = list(filter(OVERFLOWED, pending))
         is_last = len(overflowed) == 1 and overflowed[0] is pending[-1] and not overflowed[0].is_confirmed
-        if is_last and not bool(self.gradients.still_exist(overflowed[0], self.gradients.tensors())):
+        if is_last and not bool(
+            self.gradients.verdicts.still_exist(
+                overflowed[0], optimizer_state.gradients_of(self.gradients.updated.parameters())
+            )
+        ):
             overflowed = []
         if check is not None and not overflowed and check.overflowed:
             return [check]
@@ -419,9 +423,9 @@ class AdoptedOptimizer:
     def _buffers_before(self) -> BuffersBefore | None:
         if self._kept_buffers is None or not self._kept_buffers.are_there():
             return None
-        waiting = [each for each in self.gradients.others() if each is not self.gradients and each.pending]
+        waiting = [each for each in self.gradients.others() if each is not self.gradients and each.verdicts.pending]
         return self._kept_buffers.before_step(
-            self.gradients.models.__contains__, lambda model: any(model in each.models for each in waiting)
+            self.gradients.updated.are_in, lambda model: any(each.updated.are_in(model) for each in waiting)
         )
 
     def _with_casts(self, given: Any, found: list[object]) -> Any:
@@ -488,7 +492,8 @@ class AdoptedOptimizer:
             self.gradients.check_unscaled("the closure of optimizer.step(closure) left gradients that are")
             if self.missing_scale.warns:
                 self.missing_scale.look()
-        pending, self.gradients.pending = self.gradients.pending, []
+        verdicts = self.gradients.verdicts
+        pending, verdicts.pending = verdicts.pending, []
         self._uses = [*self._uses, *pending]
         overflowed = list(filter(OVERFLOWED, pending))
         gate.evaluations += 1
@@ -505,7 +510,7 @@ class AdoptedOptimizer:
         verdicts = [scale_use.found_inf for scale_use in judged if scale_use.found_inf is not None]
         found_inf = stacked(verdicts).amax()
         try:
-            with skipping_by_itself(self.optimizer, self.gradients.parameters(), None, found_inf):
+            with skipping_by_itself(self.optimizer, self.gradients.updated.parameters(), None, found_inf):
                 return own_step()
         finally:
             if not is_capturing():  # replays do not run this code

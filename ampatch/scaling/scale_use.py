@@ -7,7 +7,6 @@ knows only the verdict on them.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -22,8 +21,6 @@ from ampatch.scaling import overflows
 from ampatch.scaling.loss_scaler import LossScaler, back_off, loads_of, scaled
 from ampatch.scaling.overflows import NonFiniteGradient, ScaleChange
 from ampatch.torch_private.modes import is_functorch_wrapped_tensor
-
-logger = logging.getLogger("ampatch")
 
 # The mark of the nodes that have scaled a loss; torch keeps it as long as the node.
 _SCALED = "ampatch: has scaled a loss"
@@ -180,11 +177,6 @@ class ScaleUse:
         return copied
 
     @property
-    def is_of_gradients(self) -> bool:
-        """True if the optimizer that remembers it has the gradients, and amp judges these."""
-        return self.found_inf is not None and not self.is_judged_elsewhere and not self.is_of_others
-
-    @property
     def is_droppable(self) -> bool:
         """True if a scale reacts to an overflow of this use even if its gradients are cleared."""
         return self.main is None and self.found_inf is not None and self.is_unheard
@@ -211,7 +203,7 @@ class ScaleUse:
         return self._age == other._age or bool(self.scale == on_device(other.scale, self.scale.device))
 
     def send(self) -> None:
-        """Starts to copy to the host what `overflowed` and `announce` read."""
+        """Starts to copy to the host what `overflowed`, `change` and the like read."""
         assert self.found_inf is not None
         # The scaler may have moved to the device of a later loss.
         self._sent = HostCopy(stacked([self.found_inf, self.scale, self.scaler.snapshot(), *self._losses]))
@@ -257,19 +249,6 @@ class ScaleUse:
         """The reaction of the scale until its value was sent; syncs with the device."""
         _, before, now, *_ = self._values
         return ScaleChange(self.scaler_id, before, now)
-
-    def announce(self) -> None:
-        """Logs the skipped step, once for all optimizers that skip."""
-        if not self.done.announced:
-            self.done.announced = True
-            change = self.change
-            logger.warning(overflows.LINE, change.loss_id, change.verb, change.after)
-
-    def count(self) -> None:
-        """Counts the overflow in the scaler, once for all optimizers that skip."""
-        if not self.done.counted:
-            self.done.counted = True
-            self.scaler.overflows += 1
 
     @property
     def _values(self) -> tuple[float, ...]:
@@ -371,10 +350,3 @@ class StepCheck(ScaleUse):
     def blocks(self) -> Sequence[ScaleUse]:
         """The blocks since the last step; empty if there was none."""
         return self._blocks
-
-    def count(self) -> None:
-        """Counts the overflow in the scaler, unless another optimizer's step has counted that of one of its blocks."""
-        if not any(block.done.counted for block in self._blocks):
-            super().count()
-            for block in self._blocks:
-                block.done.counted = True

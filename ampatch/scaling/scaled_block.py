@@ -6,6 +6,8 @@ while the block itself computes, so that no cast list reaches its arithmetic.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -65,17 +67,17 @@ class Blocks:
     warned: set[int] = field(default_factory=set)
     open: list[ScaledBlock[Any]] = field(default_factory=list)
 
+    def gradients(self) -> list[OptimizerGradients]:
+        """Returns the gradients of all adopted optimizers."""
+        return [each.gradients for each in list(self.adopted.values())]
+
     def left_scaled(self) -> list[OptimizerGradients]:
         """Returns the gradients that blocks which have ended left scaled, for a later block or a step to unscale."""
-        return [
-            each.gradients
-            for each in list(self.adopted.values())
-            if (scaled_by := each.gradients.scaled_by) is not None and not (scaled_by.is_open or scaled_by.is_mixed)
-        ]
+        return [each for each in self.gradients() if (by := each.scaled_by) and not (by.is_open or by.is_mixed)]
 
     def updated(self) -> set[int]:
         """Returns the ids of the parameters that adopted optimizers update."""
-        return {id(each) for known in list(self.adopted.values()) for each in known.gradients.model_parameters()}
+        return {id(own) for each in self.gradients() for own in each.updated.model_parameters()}
 
     @property
     def watched(self) -> list[ScaledBlock[Any]]:
@@ -232,7 +234,7 @@ class ScaledBlock(Generic[_L]):
                 )
             others = self._take_in_bystanders(loss)
             for each in self._gradients:
-                if each.pending:  # first, since the scale may back off
+                if each.verdicts.pending:  # first, since the scale may back off
                     each.forget_cleared_verdict()
             self.scale_use = scale_use = ScaleUse(self._scaler, self._loss_id, blocks.checks_finite)
             scale_use.is_judged_elsewhere = self._is_judged_elsewhere
@@ -283,16 +285,15 @@ class ScaledBlock(Generic[_L]):
         Returns:
             The gradients of those that it has not taken in.
         """
+        thread = weakref.ref(threading.current_thread())
         for each in self._gradients:
-            each.note_thread()
+            each.thread = thread
         self._tell_outer(ends=True)
         if len(self._blocks.adopted) <= len(self._gradients) or self._scaler.is_one:
             return []
-        adopted = [each.gradients for each in list(self._blocks.adopted.values())]
         # What other threads, and blocks around this one, do with their gradients is their own.
-        others = [
-            each for each in adopted if each not in self._gradients and not each.is_in_block and each.is_of_this_thread
-        ]
+        others = [each for each in self._blocks.gradients() if not each.is_in_block and each.is_of_this_thread]
+        others = [each for each in others if each not in self._gradients]
         taken = reached(others, list(tensors_in(loss)))
         self._gradients += taken
         return [each for each in others if each not in taken]
@@ -350,7 +351,7 @@ class ScaledBlock(Generic[_L]):
             earlier = each.scaled_by
             if earlier is None or earlier.is_open or earlier.is_mixed:
                 continue
-            if earlier.scaler is self._scaler and each.exist():
+            if earlier.scaler is self._scaler and each.updated.have_gradients():
                 self.scale_use.reuse_scale_of(earlier)
                 return True
         return False
@@ -369,13 +370,13 @@ class ScaledBlock(Generic[_L]):
             self._check_may_widen(each)
         unscaled = [each for each in self._gradients if each.scaled_by is None]
         # Another optimizer may have scaled the gradient of a shared parameter already.
-        scaled = {
-            id(parameter) for each in self._gradients if each.scaled_by is not None for parameter in each.parameters()
-        }
+        ready = (each.updated.parameters() for each in self._gradients if each.scaled_by is not None)
+        scaled = {id(parameter) for parameters in ready for parameter in parameters}
         try:
             for each in unscaled:
                 each.masters.make_missing()
-            found = [] if self.scale_use.is_one else [each for each in unscaled if has_gradients(each.parameters())]
+            concerned = [] if self.scale_use.is_one else unscaled
+            found = [each for each in concerned if has_gradients(each.updated.parameters())]
             for each in found:
                 each.make_float32(but=scaled)
             if found:
@@ -409,11 +410,11 @@ class ScaledBlock(Generic[_L]):
         gradients.check_not_mixed()
         if gradients.scaled_by is None:
             return
-        if not gradients.exist():
+        if not gradients.updated.have_gradients():
             gradients.note_unscaled()
         elif not earlier.is_same_scale(self.scale_use):
             raise UsageError(
-                f"the gradients of this {type(gradients.optimizer).__name__} are scaled by loss scaler "
+                f"the gradients of this {type(gradients.updated.optimizer()).__name__} are scaled by loss scaler "
                 f"{earlier.scaler_id} at {float(earlier.scale):g}, and this amp.scale_loss would add gradients scaled "
                 f"by loss scaler {self.scale_use.scaler_id} at {float(self.scale_use.scale):g}. Leave out "
                 "delay_unscale=True in the previous amp.scale_loss."
@@ -424,7 +425,7 @@ class ScaledBlock(Generic[_L]):
         ranks = self._blocks.ranks
         if self._scaler.is_one or gradients.scaled_by is not None or not ranks.replicates:
             return
-        if ranks.are_replicated(gradients.with_half_gradients()):
+        if ranks.are_replicated(gradients.updated.with_half_gradients()):
             raise UsageError(
                 "DistributedDataParallel cannot add to half gradients that were unscaled, as it takes none of another "
                 "type than its parameters. Put all passes before the last one of a step under no_sync(), or use "
@@ -455,9 +456,9 @@ class ScaledBlock(Generic[_L]):
             for each in self._gradients
             for parameter in (
                 # Half gradients that wait for the backward pass are taken as the user leaves them, unscaled.
-                each.masters.parameters_without_master(each.parameters())
+                each.masters.parameters_without_master(each.updated.parameters())
                 if self._waiting is not None and each.masters.gradients in self._waiting.gradients
-                else each.model_parameters()
+                else each.updated.model_parameters()
             )
         )
 
@@ -494,7 +495,7 @@ class ScaledBlock(Generic[_L]):
         elif len(postponed) < len(self._gradients):
             others = [each for each in self._gradients if each not in postponed]
             Unscaling(scale_use, others, self._blocks.ranks).run()
-        if not self.is_used and any(each.exist() for each in self._gradients):
+        if not self.is_used and any(each.updated.have_gradients() for each in self._gradients):
             self.has_warned = True
             warn(
                 "nothing went backward through the scaled loss of this amp.scale_loss, and new gradients are divided "
@@ -510,16 +511,17 @@ class ScaledBlock(Generic[_L]):
         replicas, ranks = self._replicas, self._blocks.ranks
         if replicas is None:
             return []
+        concerned = (each for each in self._gradients if not self.scale_use.is_one or each.masters)
         postponed = [
             each
-            for each in self._gradients
-            if (not self.scale_use.is_one or each.masters)
-            and (replicas.is_postponed(each.model_parameters()) or ranks.fsdp.is_postponed(each.model_parameters()))
+            for each in concerned
+            if replicas.is_postponed(each.updated.model_parameters())
+            or ranks.fsdp.is_postponed(each.updated.model_parameters())
         ]
         if len(postponed) not in (0, len(self._gradients)):
-            ids = {id(parameter) for each in postponed for parameter in each.model_parameters()}
+            ids = {id(parameter) for each in postponed for parameter in each.updated.model_parameters()}
             others = (each for each in self._gradients if each not in postponed)
-            if any(id(parameter) in ids for each in others for parameter in each.model_parameters()):
+            if any(id(parameter) in ids for each in others for parameter in each.updated.model_parameters()):
                 return self._gradients
         return postponed
 

@@ -6,6 +6,7 @@ Must never decide whether a step is skipped.
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,8 @@ from ampatch.scaling.overflows import Overflow, OverflowHandler, SkippedSteps
 from ampatch.scaling.scale_use import ScaleUse, StepCheck
 from ampatch.scaling.step_gate import end_skipped
 from ampatch.tracing import is_capturing
+
+logger = logging.getLogger("ampatch")
 
 OVERFLOWED = operator.attrgetter("overflowed")
 
@@ -44,6 +47,7 @@ class StepOutcomes:
         self.unread: deque[tuple[Sequence[ScaleUse], BuffersBefore | None]] = deque()
         self.is_near_floor = False
         self._gradients, self._handler, self._announces = gradients, handler, announces
+        self._updated = gradients.updated
         self._warned_of_loss = False
 
     def read(self, wait: bool = True) -> SkippedSteps:
@@ -96,7 +100,7 @@ class StepOutcomes:
         self._count(overflowed)
         self._warn_of_loss(overflowed)
         overflow = end_skipped(
-            self._gradients.optimizer,
+            self._updated.optimizer(),
             [(scale_use.change, scale_use.floor) for scale_use in overflowed],
             lambda: self._overflow_of(overflowed),
             self._handler,
@@ -108,13 +112,19 @@ class StepOutcomes:
     def _count(self, overflowed: Iterable[ScaleUse]) -> None:
         """Counts a skipped step, and its overflow in each scaler, once however many blocks it was in."""
         self.skips.note_skipped()
-        for scale_use in _last_of_each_loss(overflowed):
-            scale_use.count()
+        for last in _last_of_each_loss(overflowed):
+            concerned = [each.done for each in (last, *last.blocks)]  # of which another optimizer's step may have one
+            if not any(done.counted for done in concerned):
+                last.scaler.overflows += 1
+                for done in concerned:
+                    done.counted = True
 
     def _announce(self, overflowed: Iterable[ScaleUse]) -> None:
         if self._announces:
             for last in _last_of_each_loss(overflowed):
-                last.announce()
+                if not last.done.announced:
+                    last.done.announced, change = True, last.change
+                    logger.warning(overflows.LINE, change.loss_id, change.verb, change.after)
 
     def _explain(self, overflowed: Sequence[ScaleUse], trace: Callable[[], object] | None) -> None:
         if self._handler.explains and self._announces:
@@ -123,7 +133,7 @@ class StepOutcomes:
 
     def _overflow_of(self, overflowed: Sequence[ScaleUse]) -> Overflow:
         """Returns the skipped step as a value, while its gradients are there; syncs with the device."""
-        found = self._gradients.non_finite()
+        found = self._updated.non_finite()
         names = {each.name for each in found}
         is_anothers = any(use.done.named for use in overflowed)
         found += tuple(each for use in overflowed for each in use.non_finite if each.name not in names)
@@ -131,7 +141,7 @@ class StepOutcomes:
             for use in overflowed:
                 use.done.named = True
         return Overflow(
-            type(self._gradients.optimizer).__name__,
+            type(self._updated.optimizer()).__name__,
             tuple(last.change for last in _last_of_each_loss(overflowed)),
             found,
             next((loss for use in overflowed if (loss := use.loss_that_is_not_finite) is not None), None),
@@ -141,12 +151,12 @@ class StepOutcomes:
 
     def _traced(self, overflowed: Sequence[ScaleUse]) -> dict[str, Any]:
         scales = (float(block.scale) for use in overflowed for block in use.blocks)
-        return self._handler.traced(self._gradients.model_parameters(), max(scales, default=1.0))
+        return self._handler.traced(self._updated.model_parameters(), max(scales, default=1.0))
 
     def _remark(self) -> str:
         """Returns why a skipped step has no gradient that is inf or NaN."""
         others = (each for each in self._gradients.others() if each is not self._gradients)
-        if any(each.non_finite() for each in others):
+        if any(each.updated.non_finite() for each in others):
             return overflows.OF_ANOTHER_OPTIMIZER
         return overflows.OF_ANOTHER_RANK if distributed.has_other_ranks() else overflows.CHANGED_SINCE
 
@@ -171,7 +181,7 @@ class StepOutcomes:
         if scale_use.scaler.dynamic:
             told += "" if ran else " before it is scaled, so that no loss scale can help"
             range_ = "float16's range: half_dtype=torch.bfloat16 has that of float32"
-        if any(map(OVERFLOWED, self._gradients.dropped)):
+        if any(map(OVERFLOWED, self._gradients.verdicts.dropped)):
             warn(
                 f"{told}. An earlier block before the same step has overflowed, and its gradients were used or cleared "
                 "without a step. If an optimizer writes to the weights in two halves, as SAM does, the first half has "

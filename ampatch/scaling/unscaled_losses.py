@@ -98,7 +98,7 @@ def _check_left_scaled(outputs: Sequence[Tensor | GradientEdge], inputs: Collect
             continue
         leaves, found = _walk(output.grad_fn, scaled, inputs)
         for each in left if found is None else ():
-            reached = next((parameter for parameter in each.model_parameters() if id(parameter) in leaves), None)
+            reached = next((own for own in each.updated.model_parameters() if id(own) in leaves), None)
             if reached is not None:
                 raise _reaches_scaled(each, reached)
 

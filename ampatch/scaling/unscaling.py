@@ -62,18 +62,18 @@ class Unscaling:
         self.scale_use.is_shared = len(self.gradients) > 1
         for each in self.gradients:
             each.note_unscaled()
-            each.add_verdict(self.scale_use)
+            each.verdicts.add(self.scale_use)
 
     def abandon(self) -> None:
         """Drops all gradients and verdicts, after an error: none is left half unscaled."""
         for each in self.gradients:
             each.drop()
-            each.drop_verdicts([])
+            each.verdicts.forget()
 
     def model_parameters(self) -> Iterator[Tensor]:
         """Yields the model's parameters that the optimizers update, or have masters of."""
         for each in self.gradients:
-            yield from each.model_parameters()
+            yield from each.updated.model_parameters()
 
     def _unscale(self) -> Tensor | None:
         """Unscales in place.
@@ -106,12 +106,12 @@ def without_masters(gradients: Sequence[OptimizerGradients], but: Collection[int
         but: ids of parameters to leave out.
     """
     if len(gradients) == 1 and not but and not gradients[0].masters.wanted:
-        return gradients[0].tensors()
+        return gradients_of(gradients[0].updated.parameters())
     return gradients_of(
         [
             parameter
             for each in gradients
-            for parameter in each.masters.parameters_without_master(each.parameters())
+            for parameter in each.masters.parameters_without_master(each.updated.parameters())
             if id(parameter) not in but
         ]
     )

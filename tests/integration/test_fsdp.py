@@ -120,7 +120,7 @@ def together(
         with postponed(model) if postpone and number < MICRO_BATCHES - 1 else contextlib.nullcontext():
             backward(model(batch).float().sum(), optimizer)
     assert runtime.live is not None
-    passes = len(runtime.live.adopted.record_of(optimizer).gradients.pending)
+    passes = len(runtime.live.adopted.record_of(optimizer).gradients.verdicts.pending)
     optimizer.step()
     return whole_weights(model), found, passes
 

@@ -102,19 +102,9 @@ def test_of_the_diagnostics_only_what_they_return_is_imported_before_they_are_us
     }
 
 
-# Limits: a class or module beyond one is listed with its size, which may fall and must not grow.
+# Limits. No class has more methods. A module with more imports is listed with their number, which must not grow.
 
 MOST_METHODS, MOST_IMPORTS = 20, 15
-LARGE_CLASSES = {
-    "ampatch.apex.fp16_utils.fp16_optimizer.FP16_Optimizer": 22,
-    "ampatch.diagnostics.recorder.recorder.Recorder": 22,
-    "ampatch.interfaces.grad_scaler.GradScaler": 22,
-    "ampatch.patching.adapters.Adapters": 30,
-    "ampatch.patching.function_patches.FunctionPatches": 22,
-    "ampatch.scaling.loss_scaler.LossScaler": 25,
-    "ampatch.scaling.optimizer_gradients.OptimizerGradients": 34,
-    "ampatch.scaling.scale_use.ScaleUse": 22,
-}
 MODULES_WITH_MANY_IMPORTS = {
     "ampatch.doctor": 16,
     "ampatch.integrations.trainer_session": 17,
@@ -150,7 +140,7 @@ def imported() -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("found", "known"), [(methods, LARGE_CLASSES), (imported, MODULES_WITH_MANY_IMPORTS)], ids=["methods", "imports"]
+    ("found", "known"), [(methods, {}), (imported, MODULES_WITH_MANY_IMPORTS)], ids=["methods", "imports"]
 )
 def test_what_is_too_large_is_known_and_does_not_grow(found, known) -> None:
     assert {name: count for name, count in found().items() if count > known.get(name, 0)} == {}

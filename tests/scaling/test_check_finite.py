@@ -420,7 +420,7 @@ class TestWithoutTheCheck:
     def test_nothing_is_read_or_kept(self, loss_scale):
         model, optimizer = started(check_finite=False, loss_scale=loss_scale)
         backward(loss_of(model), optimizer)
-        (use,) = runtime.live.adopted.record_of(optimizer).gradients.pending
+        (use,) = runtime.live.adopted.record_of(optimizer).gradients.verdicts.pending
         assert (use.found_inf, use._losses) == (None, [])
 
     def test_steps_have_the_same_results(self):

@@ -966,11 +966,11 @@ class TestLifetime:
         model, optimizer = started(num_losses=2)
         for index in range(50):
             backward(loss_of(model) * (OVERFLOW if index == 9 else 1), optimizer, loss_id=index % 2)
-            assert len(runtime.live.adopted.record_of(optimizer).gradients.pending) <= 8
+            assert len(runtime.live.adopted.record_of(optimizer).gradients.verdicts.pending) <= 8
         optimizer.step()
         assert amp.step_was_skipped(optimizer)
         assert amp.get_loss_scale(1) == SCALE / 2
-        assert runtime.live.adopted.record_of(optimizer).gradients.pending == []
+        assert runtime.live.adopted.record_of(optimizer).gradients.verdicts.pending == []
 
     def test_skipped_step_empties_the_cache_of_cast_weights(self):
         model, optimizer = started(opt_level="O1", half_dtype=torch.bfloat16)

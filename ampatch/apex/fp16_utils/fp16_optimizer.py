@@ -43,6 +43,49 @@ _KEYS = (
 )
 
 
+class _Masters:
+    """The parameters that an optimizer trains: half ones, each with a float32 master, and others.
+
+    Args:
+        optimizer: the optimizer; the state of its half parameters becomes float32.
+
+    Attributes:
+        halves: half parameters, by group.
+        fulls: their masters, by group.
+        others: other parameters, by group.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.halves: list[list[Tensor]] = []
+        self.fulls: list[list[Tensor]] = []
+        self.others: list[list[Tensor]] = []
+        self._by_half: dict[int, Tensor] = {}  # by id of the half parameter
+        for group in optimizer.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+            halves = [parameter for parameter in trained if parameter.dtype in HALVES]
+            of_group: list[Tensor] = [nn.Parameter(parameter.detach().clone().float()) for parameter in halves]
+            self._by_half.update(zip(map(id, halves), of_group, strict=True))
+            self.halves.append(halves)
+            self.fulls.append(of_group)
+            self.others.append([each for each in trained if each.dtype not in HALVES])
+            for parameter in halves:
+                optimizer_state.retype(optimizer, parameter, parameter.dtype, torch.float32)
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Returns the master of a half parameter, and any other parameter itself."""
+        return self._by_half.get(id(parameter), parameter)
+
+    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Returns pairs of a half parameter and its master."""
+        return zip(itertools.chain(*self.halves), itertools.chain(*self.fulls), strict=True)
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Rounds the masters to the half parameters."""
+        halves, masters = unzipped(self.pairs())
+        kernels.copy_to_half(masters, halves)
+
+
 class FP16_Optimizer:  # noqa: N801 - Apex's name
     """Wraps an optimizer, which then updates float32 masters of its half parameters.
 
@@ -116,30 +159,13 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         # Scale of gradients that were not cleared yet; None if there are no such gradients, or if the scale is current.
         self._half_scale: float | None = None
         self._full_scale: float | None = None
-        self._make_masters()
-
-    def _make_masters(self) -> None:
-        self.fp16_groups: list[list[Tensor]] = []
-        self.fp32_from_fp16_groups: list[list[Tensor]] = []
-        self.fp32_from_fp32_groups: list[list[Tensor]] = []
-        self._masters: dict[int, Tensor] = {}  # by id of the half parameter
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.requires_grad]
-            halves = [parameter for parameter in trained if parameter.dtype in HALVES]
-            of_group: list[Tensor] = [nn.Parameter(parameter.detach().clone().float()) for parameter in halves]
-            self._masters.update(zip(map(id, halves), of_group, strict=True))
-            self.fp16_groups.append(halves)
-            self.fp32_from_fp16_groups.append(of_group)
-            self.fp32_from_fp32_groups.append([each for each in trained if each.dtype not in HALVES])
-            for parameter in halves:
-                optimizer_state.retype(self.optimizer, parameter, parameter.dtype, torch.float32)
+        self._masters = _Masters(init_optimizer)
+        self.fp16_groups, self.fp32_from_fp16_groups = self._masters.halves, self._masters.fulls
+        self.fp32_from_fp32_groups = self._masters.others
 
     def _updated(self) -> Iterator[Tensor]:
         """Yields the tensors that the inner optimizer updates, with masters in place of half parameters."""
-        return map(self._updated_for, optimizer_state.parameters_of(self.optimizer))
-
-    def _updated_for(self, parameter: Tensor) -> Tensor:
-        return self._masters.get(id(parameter), parameter)
+        return map(self._masters.of, optimizer_state.parameters_of(self.optimizer))
 
     # Attributes of the inner optimizer
 
@@ -209,7 +235,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         half_grads: list[Tensor] = []
         master_grads: list[Tensor] = []
         sparse: list[Tensor] = []
-        for parameter, master in self._pairs():
+        for parameter, master in self._masters.pairs():
             grad = parameter.grad
             if grad is None:
                 master.grad = None
@@ -254,7 +280,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             logger.warning("There are no master gradients to inspect: the last ones overflowed.")
             return None
         return [
-            [None if full.grad is None else full.grad.detach() for full in map(self._updated_for, group["params"])]
+            [None if full.grad is None else full.grad.detach() for full in map(self._masters.of, group["params"])]
             for group in self.param_groups
         ]
 
@@ -287,11 +313,11 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             result = None
         else:
             try:
-                with exchanged(self._pairs()):
+                with exchanged(self._masters.pairs()):
                     result = self.optimizer.step() if closure is None else self._step_with_closure(closure)
                 self._react()
             finally:
-                self._write_masters()
+                self._masters.write()
         self._half_scale = self._full_scale = None
         if skipped is not None:
             self._overflows.handle(skipped)
@@ -300,7 +326,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
     def _overflow_event(self) -> Overflow:
         optimizer = self.optimizer
         names = optimizer_state.names_in(optimizer)
-        of_masters = {id(master): names(parameter) for parameter, master in self._pairs()}
+        of_masters = {id(master): names(parameter) for parameter, master in self._masters.pairs()}
         found = overflows.non_finite_gradients(self._updated(), lambda each: of_masters.get(id(each)) or names(each))
         return Overflow(type(optimizer).__name__, (self._react(),), found, remark="" if found else overflows.CLEARED)
 
@@ -308,9 +334,9 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
         gate = ClosureGate(self.optimizer, may_go_back=self.dynamic_loss_scale)
 
         def evaluate() -> Any:
-            with exchanged(self._pairs()):  # exchanges back: the closure gets the half parameters
+            with exchanged(self._masters.pairs()):  # exchanges back: the closure gets the half parameters
                 if not self.first_closure_call_this_step:
-                    self._write_masters()
+                    self._masters.write()
                 self.first_closure_call_this_step = False
                 loss = closure()
                 try:
@@ -343,15 +369,6 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
     def _log(self, line: str) -> None:
         if self.verbose:
             logger.warning("%s", line)
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Returns pairs of a half parameter and its master."""
-        return zip(itertools.chain(*self.fp16_groups), itertools.chain(*self.fp32_from_fp16_groups), strict=True)
-
-    @torch.no_grad()
-    def _write_masters(self) -> None:
-        halves, masters = unzipped(self._pairs())
-        kernels.copy_to_half(masters, halves)
 
     # Checkpoints
 
@@ -399,7 +416,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             )
         dynamic = bool(state_dict["dynamic_loss_scale"])
         loss_scaler = _loss_scaler_from(state_dict["loss_scaler"], dynamic)
-        with exchanged(self._pairs()):  # the inner optimizer casts its state to the type of its parameters
+        with exchanged(self._masters.pairs()):  # the inner optimizer casts its state to the type of its parameters
             self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
         self.loss_scaler, self.dynamic_loss_scale = loss_scaler, dynamic
         self.overflow = bool(state_dict["overflow"])
@@ -410,7 +427,7 @@ class FP16_Optimizer:  # noqa: N801 - Apex's name
             for group, saved_group in zip(self.fp32_from_fp16_groups, saved_groups, strict=True):
                 for master, saved in zip(group, saved_group, strict=True):
                     master.copy_(saved)
-        self._write_masters()
+        self._masters.write()
 
 
 def _checked_loss_args(given: Mapping[str, Any]) -> Mapping[str, Any]:

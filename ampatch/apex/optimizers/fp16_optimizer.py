@@ -54,7 +54,7 @@ class FP16_Optimizer(fp16_utils.FP16_Optimizer):  # noqa: N801 - Apex's name
     @property
     def fp32_groups(self) -> list[list[Tensor]]:
         """Returns the tensors that the optimizer updates, by group: masters, and parameters that are not half."""
-        return [list(map(self._updated_for, group["params"])) for group in self.param_groups]
+        return [list(map(self._masters.of, group["params"])) for group in self.param_groups]
 
     def zero_grad(self, set_grads_to_None: bool = True) -> None:  # noqa: N803 - Apex's name
         """Clears the gradients of the masters and of the model's parameters.

@@ -75,6 +75,11 @@ class Thread(threading.local):
         self.running: list[Running] = []
         self.fused_casts: list[Any] = []
 
+    def innermost(self) -> Running | None:
+        """Returns the innermost module that runs; None in a backward pass that recomputes none."""
+        running = self.running
+        return running[-1] if running and running[-1].task == current_graph_task_id() else None
+
 
 class Recorder:
     """Records what runs in one thread, and in the backward passes that it starts, until its block ends.
@@ -174,11 +179,6 @@ class Recorder:
         return self._ident in (None, threading.get_ident())
 
     @property
-    def is_here(self) -> bool:
-        """True in the thread that is recorded, and in its backward passes."""
-        return self.is_this_thread or current_graph_task_id() != -1
-
-    @property
     def missed_threads(self) -> bool:
         """True if a module ran in another thread, which is not recorded."""
         return _THREADS in self.missed
@@ -187,17 +187,17 @@ class Recorder:
         """Returns True if the consumer is told of what this thread runs."""
         return self.is_open and _hiding.get() <= (_HIDDEN if self.sees_amp else _SHOWN)
 
+    def is_elsewhere(self) -> bool:
+        """Returns True if what this thread runs is not recorded: in another thread, hidden, or traced."""
+        is_here = self.is_this_thread or current_graph_task_id() != -1  # or in a backward pass that the thread began
+        return not (self.is_told() and is_here) or self.is_traced()
+
     def is_traced(self) -> bool:
         """Returns True if this thread is traced, transformed or captured, so that operators run in other ways."""
         why = _TRACED if is_recording() else _CAPTURED if is_capturing() else None
         if why is not None:
             self.missed[why] = None
         return why is not None
-
-    def running_here(self) -> Running | None:
-        """Returns the innermost module that this thread runs; None in a backward pass that recomputes none."""
-        running = self.thread.running
-        return running[-1] if running and running[-1].task == current_graph_task_id() else None
 
     # Modules
 
@@ -213,10 +213,10 @@ class Recorder:
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not self.is_told():
             return
-        if not self.is_here:
+        mode, thread, task = self.function_mode, self.thread, current_graph_task_id()
+        if not self.is_this_thread and task == -1:  # nor is it a backward pass that the thread has begun
             self.missed[_THREADS] = None
             return
-        mode, thread, task = self.function_mode, self.thread, current_graph_task_id()
         on_leave: Callable[[], None] | None = None
         with unseen():
             noted = self.enters(module, args)

@@ -124,7 +124,7 @@ class Watch(Recorder):
             return op(*args, **kwargs)
         node: Any = current_node()
         own_node = self._own_node()  # with create_graph=True backward passes make some as well
-        is_backward = node is not None and self.running_here() is None
+        is_backward = node is not None and self.thread.innermost() is None
         # In the forward of an autograd.Function gradients are off, so that the outermost module decides.
         running = self.thread.running
         if not (is_backward or (running[0].has_gradients if running else torch.is_grad_enabled())):

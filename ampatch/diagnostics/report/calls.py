@@ -210,7 +210,7 @@ class CallRecorder(Recorder):
         if thread.expected is function:
             thread.expected = None
             return True
-        return not (self.is_told() and self.is_here) or self.is_traced()
+        return self.is_elsewhere()
 
     def call(self, function: Any, wrapper: Callable[..., Any], args: _Args, kwargs: _Kwargs) -> Any:
         """Calls a wrapper, and counts the call with the arguments of the caller."""
@@ -234,7 +234,7 @@ class CallRecorder(Recorder):
 
     def cast(self, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
         """Makes one or several casts, and counts them for the call that is running."""
-        if not (self.is_told() and self.is_here) or self.is_traced():
+        if self.is_elsewhere():
             return make()
         row = self.thread.call.row or self._rows.row(Tensor.to, callers.users_frame(sys._getframe(1)))
         return self._cast(row, tensor, make)
@@ -263,7 +263,7 @@ class CallRecorder(Recorder):
 
     def _note_cast(self, row: Row, made: Tensor, node: int | None) -> None:
         """Counts a cast, and has its backward pass counted, which the node of this number runs."""
-        size, running = bytes_of(made), self.running_here()
+        size, running = bytes_of(made), self.thread.innermost()
         row.numbers.casts += 1
         row.numbers.cast_bytes += size
         self.thread.call.casts += 1
@@ -294,7 +294,7 @@ class CallRecorder(Recorder):
                 with unseen():
                     call.note_hits(args)
             result = op(*args, **kwargs)
-        running = self.running_here()
+        running = self.thread.innermost()
         forward = None if running is None else running.noted
         if call.known is not None or forward is not None:
             with unseen():

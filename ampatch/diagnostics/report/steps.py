@@ -158,14 +158,15 @@ class Steps(step_observers.StepObserver):
             for each in gradients:
                 found = list(_unscaled(each, factor, names))
                 counted += found
-                self._open[id(each.optimizer)] = _Step(scale_use.scaler_id, scale_use.scale, _sum_of_squares(found))
+                step = _Step(scale_use.scaler_id, scale_use.scale, _sum_of_squares(found))
+                self._open[id(each.updated.optimizer())] = step
             self._exponents.add(counted)
             self._warn_of_underflow()
 
     @_timed
     def stepped(self, gradients: OptimizerGradients, judged: Sequence[ScaleUse], skipped: bool | None) -> None:
         """Ends the step of an adopted optimizer."""
-        step = self._open.pop(id(gradients.optimizer), None)
+        step = self._open.pop(id(gradients.updated.optimizer()), None)
         if step is None or is_capturing():
             return
         if step.loss_id is None and judged:  # its block ended before the report began
@@ -332,7 +333,7 @@ for _hook in (Steps._before_step, Steps._after_step):
 def _unscaled(gradients: OptimizerGradients, factor: Tensor, names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
     """Yields the names of parameters, and the gradients that the block is about to leave them, unscaled in float32."""
     masters = gradients.masters
-    for parameter, own in zip(gradients.model_parameters(), gradients.parameters(), strict=True):
+    for parameter, own in zip(gradients.updated.model_parameters(), gradients.updated.parameters(), strict=True):
         grad = parameter.grad
         if grad is None:
             continue
