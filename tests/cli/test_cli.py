@@ -183,9 +183,10 @@ class TestImports:
         assert {name for name in found if name.startswith("ampatch.")} == {
             *(
                 f"ampatch.{name}"
-                for name in ("cast_lists", "cli", "diagnostics", "errors", "function_wrapper", "grouping", "lists")
+                for name in ("cast_lists", "cli", "diagnostics", "errors", "formats", "function_wrapper", "grouping")
             ),
-            *("ampatch.opt_levels", "ampatch.half_types", "ampatch.torch_private", "ampatch.torch_private.operators"),
+            *("ampatch.half_types", "ampatch.lists", "ampatch.opt_levels"),
+            *("ampatch.torch_private", "ampatch.torch_private.operators"),
             *(f"ampatch.cli.{name}" for name in ("commands", "main", "run", "script_report", "users_errors")),
             *("ampatch.diagnostics.json_files", "ampatch.version"),
             *(f"ampatch.cast_lists.{name}" for name in LISTS),
