@@ -143,3 +143,12 @@ class Rulings:
             ruled |= {id(identity(path)): "by part" for path in differing}
         ruled |= {id(unwrapped(getattr(known.owner, known.name, None))): "registered" for known in self._registered}
         return {function: ruled[id(function)] for function in functions if id(function) in ruled}
+
+    def formats_of(self, functions: Iterable[Any]) -> dict[Any, str]:
+        """Returns the number formats of functions as text, of those that have some; several if parts have others."""
+        found: dict[int, dict[str, None]] = {}
+        for lists in (self._lists, *self._of_parts):
+            for path, rule in lists.for_half(self.half_dtype).items():
+                if rule.formats is not None:
+                    found.setdefault(id(identity(path)), {})[str(rule.formats)] = None
+        return {function: "; ".join(found[id(function)]) for function in functions if id(function) in found}

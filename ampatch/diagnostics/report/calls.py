@@ -117,9 +117,10 @@ class CallRecorder(Recorder):
         functions = {row.function for row in rows}
         rules = {} if self._rulings is None else self._rulings.of(functions)
         rules |= dict.fromkeys(self._decorated & functions, "decorated")
+        formats = {} if self._rulings is None else self._rulings.formats_of(functions)
         return {
             "totals": report_rows.totals(rows),
-            "functions": report_rows.functions(rows, rules),
+            "functions": report_rows.functions(rows, rules, formats),
             "lines": report_rows.lines(rows),
             "misaligned": report_rows.misaligned(self._rows.products, self._modules.names()),
             "modules": self._modules.as_dicts(self._master_bytes),

@@ -145,12 +145,13 @@ def totals(rows: Iterable[Row]) -> dict[str, Any]:
     return {name: sum(getattr(each, name) for each in summands) for name in Numbers.__slots__}
 
 
-def functions(rows: Iterable[Row], rules: dict[Any, str]) -> list[dict[str, Any]]:
+def functions(rows: Iterable[Row], rules: dict[Any, str], formats: dict[Any, str]) -> list[dict[str, Any]]:
     """Returns rows by function as plain data; first the functions whose casts write most.
 
     Args:
         rows: the rows.
         rules: the list that rules each function.
+        formats: the number formats of each function that has some.
     """
     found = []
     for name, of_function in grouped((name_of(row.function), row) for row in rows).items():
@@ -159,6 +160,7 @@ def functions(rows: Iterable[Row], rules: dict[Any, str]) -> list[dict[str, Any]
             {
                 "name": name,
                 "rule": next((rules[row.function] for row in of_function if row.function in rules), None),
+                "format": next((formats[row.function] for row in of_function if row.function in formats), None),
                 "types": [
                     {"in": [dtype_name(each) for each in given], "out": [dtype_name(each) for each in out], "calls": n}
                     for (given, out), n in types.most_common()
