@@ -3,10 +3,11 @@
 #
 #   benchmarks/on_gpu.sh --prepare               first, on a machine with nvcc and a network: fills build/on_gpu
 #   benchmarks/on_gpu.sh PART DIRECTORY          on the machine with the GPU, in a copy of the checkout and build/on_gpu
-#   benchmarks/on_gpu.sh --dry-run [DIRECTORY]   all three parts on the CPU: small sizes, tests are only collected
+#   benchmarks/on_gpu.sh --dry-run [DIRECTORY]   all four parts on the CPU: small sizes, tests are only collected
 #
 # Part 1: is it right? A probe of the machine, the builds, and the tests side by side. Part 2: how fast is it? Whole
-# steps, kernels and memory, each alone. Part 3, if time is left: float8 products, Nsight Compute and compute-sanitizer.
+# steps, kernels and memory, each alone. Part 3, if time is left: Nsight Compute and compute-sanitizer. Part 4:
+# float8 products.
 #
 # Each step has a time limit, and the next one runs even if one fails. A part leaves in DIRECTORY: summary.txt, with a
 # line for each step, the figures as JSON, and logs.tar.gz. The exit status is 1 if a step failed.
@@ -48,8 +49,8 @@ prepare() {
 
 case ${1-} in
 --prepare) [ $# -eq 1 ] || usage; prepare; exit ;;
---dry-run) [ $# -le 2 ] || usage; parts=(1 2 3) device=cpu out=${2-} ;;
-[123]) [ $# -eq 2 ] || usage; parts=("$1") out=$2 ;;
+--dry-run) [ $# -le 2 ] || usage; parts=(1 2 3 4) device=cpu out=${2-} ;;
+[1234]) [ $# -eq 2 ] || usage; parts=("$1") out=$2 ;;
 *) usage ;;
 esac
 
@@ -172,12 +173,17 @@ part_3() {
     build 35
     step profile 30 "${ncu[@]}" --csv --page raw --metrics "$metrics" "${profile[@]}"
     step profile-sections 30 "${ncu[@]}" "${sections[@]/#/--section=}" "${profile[@]}"
-    step float8 150 "$PYTHON" benchmarks/float8.py --device "$device" "${quick[@]}"
     # Last, as they may hang. Without torch's memory cache each tensor is an allocation, whose bounds are checked.
     for tool in memcheck racecheck; do
         step "$tool" 60 env AMPATCH_KERNELS=extension PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
             compute-sanitizer --tool "$tool" --error-exitcode 99 "${tests[@]}" -m gpu "${sanitized[@]}"
     done
+}
+
+part_4() {
+    machine
+    build 40
+    step float8 170 "$PYTHON" benchmarks/float8.py --device "$device" "${quick[@]}"
 }
 
 : >"$out/summary.txt"

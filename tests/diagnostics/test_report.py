@@ -91,7 +91,7 @@ class TestReport:
         assert (found["format"], found["version"]) == ("ampatch report", 1)
         assert (found["about"]["torch"], found["about"]["devices"]) == (torch.__version__, ["cpu"])
         assert found["settings"] == {**amp.settings()}
-        assert found["cost"]["seconds"] > found["cost"]["recording_seconds"] > 0
+        assert found["cost"]["seconds"] >= found["cost"]["recording_seconds"] > 0  # an estimate, and at most all
         assert [(row["scale"], row["skipped"]) for row in found["steps"]] == [(8, False)]
         linear = next(row for row in found["functions"] if row["name"] == "torch.nn.functional.linear")
         assert (linear["rule"], linear["casts"] >= 3) == ("whitelist", True)

@@ -239,7 +239,8 @@ class TestOnGpu:
     STEPS = (
         *("machine", "probe", "build", "tests-extension", "tests-torchs-kernels", "other-tests"),
         *("machine", "build", "steps", "kernels", "memory"),
-        *("machine", "build", "profile", "profile-sections", "float8", "memcheck", "racecheck"),
+        *("machine", "build", "profile", "profile-sections", "memcheck", "racecheck"),
+        *("machine", "build", "float8"),
     )
     LINE = re.compile(r"(\S+) +exit status +(\d+) +\d+ s  (.*)")
 
@@ -314,7 +315,7 @@ class TestOnGpu:
         (end,) = map(int, re.findall(r"ends=\$\(\(SECONDS \+ (\d+)", text))
         (machine,) = re.findall(r"step machine (\d+)", text)
         parts = re.findall(r"^part_\d\(\) {(.*?)^}", text, re.MULTILINE | re.DOTALL)
-        assert len(parts) == 3
+        assert len(parts) == 4
         for part in parts:
             limits = {name: int(limit) for name, limit in re.findall(r"^ *(?:step )?(\S+) (\d+)\b", part, re.MULTILINE)}
             limits["machine"] = int(machine)
@@ -333,7 +334,7 @@ class TestOnGpu:
         assert len(named) > 10
         assert [name for name in named if not (BENCHMARKS.parent / name).is_file()] == []
 
-    @pytest.mark.parametrize("arguments", [[], ["4", "x"], ["1"], ["--dry-run", "x", "y"], ["--prepare", "x"]], ids=str)
+    @pytest.mark.parametrize("arguments", [[], ["5", "x"], ["1"], ["--dry-run", "x", "y"], ["--prepare", "x"]], ids=str)
     def test_on_gpu_refuses_other_arguments(self, arguments):
         done = self.run(*arguments)
         assert done.returncode == 2
