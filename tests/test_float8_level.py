@@ -128,6 +128,9 @@ def test_only_the_users_entries_must_match_a_submodule() -> None:
         ({"half_dtype": "float16"}, "opt_level='O6', which is torch.bfloat16"),
         ({"cast_lists": {"modules": {"layer": {"whitelist": ["softmax"]}}}}, "cast_lists has rules for 'layer'"),
         ({"cast_lists": {"whitelist": {"torch": ["cumsum"]}}}, "applies only entries with needs_float32 or format"),
+        ({"cast_lists": {}}, "applies only entries with needs_float32 or format"),
+        ({"cast_lists": {"blacklist": {"*": ["linear"]}}}, "linear in the blacklist, and this level applies no lists"),
+        ({"cast_lists": {"modules": {"layer": {"promote": ["linear"]}}}}, "cast_lists has rules for 'layer'"),
     ],
 )
 def test_what_the_level_cannot_do_is_said(options, message) -> None:
@@ -166,6 +169,48 @@ def test_a_checkpoint_of_o5_tells_that_the_level_differs() -> None:
     set_up(Network())
     with pytest.warns(amp.AmpWarning, match="opt_level: 'O5' -> 'O6'"):
         amp.load_state_dict(saved)
+
+
+def test_a_block_without_casts_in_a_forward_multiplies_in_half(shapes) -> None:
+    class Guarded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 48)
+
+        def forward(self, given: Tensor) -> Tensor:
+            with amp.disable_casts():
+                given = self.first(given.to(BFLOAT16))
+            return self.second(given)
+
+    amp.initialize(Guarded(), opt_level="O6", verbosity=0)(torch.randn(4, 32))
+    assert shapes == [(32, 48)]
+
+
+class Transposed(nn.Module):
+    """A linear layer as GPT-2 has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(32, 48) / 6), nn.Parameter(torch.randn(48))
+
+    def forward(self, given: Tensor) -> Tensor:
+        rows = torch.addmm(self.bias, given.view(-1, given.shape[-1]), self.weight)
+        return rows.view(*given.shape[:-1], 48)
+
+
+def test_transposed_linear_layers_are_multiplied_too(shapes) -> None:
+    layer, given = Transposed(), torch.randn(2, 3, 32)
+    exact = layer(given).detach()
+    model = amp.initialize(nn.Sequential(layer), opt_level="O6", verbosity=0)
+    out = model(given)
+    out.sum().backward()
+    assert shapes == [(32, 48), (16, 32)]
+    assert ((out - exact).norm() / exact.norm()).item() < 0.1
+
+
+def test_compare_tells_what_it_changes() -> None:
+    result = amp.compare(Network(), batch(), lambda out: out.float().square().mean(), "O5", "O6")
+    assert "O6 bfloat16" in str(result)
 
 
 def test_preflight_tries_it() -> None:

@@ -141,6 +141,10 @@ class CastLists:
             modules=(*(entry for entry in self.modules if entry.name not in named), *modules),
         )
 
+    def modules_of_user(self, opt_level: str) -> list[ModuleRules]:
+        """Returns the entries for parts of a model that do not come with ampatch for a level."""
+        return [entry for entry in self.modules if entry not in shipped(opt_level).modules]
+
     def of_module(self, entry: ModuleRules) -> CastLists:
         """Returns the lists of a part that has rules of its own: these lists, with its changes laid over them."""
         return replace(self, modules=(), formats=entry.formats)._laid_over(entry.changes or ())

@@ -37,7 +37,7 @@ When = tuple[tuple[str, tuple[object, ...]], ...]
 
 
 #: The functions of torch whose products a device can make itself, by name.
-MULTIPLYING = ("linear", "matmul", "mm", "__matmul__", "__rmatmul__")
+MULTIPLYING = ("linear", "addmm", "matmul", "mm", "__matmul__", "__rmatmul__")
 
 
 class Formats(NamedTuple):
@@ -56,8 +56,9 @@ class Formats(NamedTuple):
         format, grad = self
         if not self.are_devices:
             return "only the gradients have it; give it to `format`" if grad.products == "device" else ""
-        if grad.name not in format.multiplies:
-            return f"no device multiplies {format.name} by grad {grad.name}; expected {' or '.join(format.multiplies)}"
+        for other in self:  # the forward pass multiplies two such numbers, the backward pass one by a gradient
+            if other.name not in format.multiplies:
+                return f"no device multiplies {format.name} by {other.name}; expected {' or '.join(format.multiplies)}"
         if grad.scale != format.scale:
             return f"`format` has the scale of a {format.scale}, and `grad` of a {grad.scale}; give both the same one"
         return grad.why_emulated

@@ -44,23 +44,28 @@ def _scaled(values: Tensor, format: Format) -> Tensor:
         return _in_blocks(values, format)
     if format.scale == "none":
         return _rounded(values, format)
-    scale = scale_of(values, format)
+    scale = scale_for(largest_of(values, format), format)
     return _rounded(values * scale, format) / scale
 
 
-def scale_of(values: Tensor, format: Format) -> Tensor:
-    """Returns what values are multiplied by, so that the largest becomes the format's largest number.
+def largest_of(values: Tensor, format: Format) -> Tensor:
+    """Returns the largest magnitudes of values that share a scale.
 
     Args:
         values: floating tensor of any shape, not empty.
         format: format with a scale for all of a tensor, or for each vector along the last dimension.
 
     Returns:
-        A float32 tensor: without dimensions, or of the shape of ``values`` with a last dimension of 1. It is 1 for
-        zeros, and for values with inf or NaN.
+        A float32 tensor: without dimensions, or of the shape of ``values`` with a last dimension of 1. It is inf or NaN
+        where values are.
     """
     is_of_rows = format.scale == "row" and values.dim() > 0
-    largest = torch.linalg.vector_norm(values, math.inf, -1 if is_of_rows else None, keepdim=is_of_rows).float()
+    largest: Tensor = torch.linalg.vector_norm(values, math.inf, -1 if is_of_rows else None, keepdim=is_of_rows)
+    return largest.float()
+
+
+def scale_for(largest: Tensor, format: Format) -> Tensor:
+    """Returns what makes magnitudes the format's largest number; 1 for zeros, and for inf and NaN."""
     scale = (format.largest / largest).clamp(max=_LARGEST)
     return torch.where(largest.isfinite() & (largest > 0), scale, 1.0)
 

@@ -10,23 +10,24 @@ Float8 training with a scale for each tensor: Micikevicius et al., FP8 Formats f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 from torch.nn.functional import ScalingType, scaled_mm
 
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Formats
-from ampatch.casting.rounding import scale_of
+from ampatch.casting.rounding import largest_of, scale_for
 from ampatch.compilers import constant_while_traced
 from ampatch.errors import UsageError, warn
 from ampatch.formats import Format
 from ampatch.half_types import HALVES
-from ampatch.switch import Switch
+from ampatch.switch import Switch, dtype_in_region, is_in_region
 from ampatch.torch_private import modes
 from ampatch.torch_private.operators import UNSAFE_VIEW
 
@@ -59,6 +60,7 @@ class ScaledProducts:
         self._path, self._formats, self._is_linear = str(path), formats, path.name == "linear"
         self._type_of_call, self._type_of, self._kept = type_of_call, type_of, kept
         self._read = _READERS.get(path.name, _of_product)
+        self._needs_matrices = path.name in ("mm", "addmm")
         self._devices = _devices()
         _told.clear()
 
@@ -73,18 +75,21 @@ class ScaledProducts:
         if given is None or dtype is None:
             return None
         left, right, bias = given
+        if is_in_region() and dtype_in_region(left.device.type) is None:
+            return None  # casts are off here, which half weights hear only in this
         dtype = self._type_of(left, dtype)
-        is_half = dtype in HALVES and self._type_of(right, dtype) is not None
-        if not is_half or not left.numel() * right.numel() or not _fit(left, right, bias, self._is_linear):
-            return None  # torch computes it, or says what is wrong
-        refusal = self._refusal(left, right)
-        if refusal is not None:
-            what = f"{self._path} computes in {dtype} instead of {self._formats.format.name}"
-            _tell_once(refusal[0], f"{what}: {' '.join(refusal)}")
+        if dtype not in HALVES or any(self._type_of(each, dtype) is None for each in given if each is not None):
             return None
+        refusal = self._refusal(*given)
+        if refusal is not None:
+            _tell_once(refusal[0], f"{self._path} does not compute in {self._formats.format.name}: {' '.join(refusal)}")
+            return None
+        if not self._is_right(*given):
+            return None  # torch computes it, or says what is wrong
         has_gradient = torch.is_grad_enabled() and right.requires_grad
         with Switch.disabled():
-            first = _operand(left.reshape(-1, left.shape[-1]), self._formats.format, has_gradient)
+            with torch.no_grad():
+                first = _operand(left.reshape(-1, left.shape[-1]), self._formats.format, has_gradient)
             second = self._operand(right)
         if not self._is_linear:  # for the device, the second matrix has rows of the length that is summed up
             second = _Operand(second.columns, second.rows, second.of_columns, second.of_rows)
@@ -93,30 +98,48 @@ class ScaledProducts:
         )
         return result
 
-    def _refusal(self, left: Tensor, right: Tensor) -> tuple[str, str] | None:
+    def _refusal(self, left: Tensor, right: Tensor, bias: Tensor | None) -> tuple[str, str] | None:
         """Returns why the device cannot make a product, and what was found; None if it can."""
-        if right.dim() != 2 or left.dim() < 1:
-            return "its second argument must be a matrix,", f"and has {right.dim()} dimensions"
+        # Export traces with subclasses of Tensor.
+        of_torch = (Tensor, Parameter) if is_dynamo_compiling() or not is_compiling() else (Tensor,)
+        for each in (left, right):
+            if each.layout is not torch.strided or each.is_nested or not _is_of(each, of_torch):
+                return "its arguments must be dense tensors,", "and one is sparse or nested, or of a subclass of Tensor"
+        if right.dim() != 2:
+            return "its second argument must be a matrix,", f"and has the shape {tuple(right.shape)}"
         if left.device not in self._devices:
             return "the device must have such products,", f"and {left.device} has none"
         if any(size % MULTIPLE for size in right.shape):
             shape = " by ".join(map(str, right.shape))
             return f"the sizes of its second argument must be multiples of {MULTIPLE},", f"and are {shape}"
-        if not all(type(each) in (Tensor, Parameter) and each.layout is torch.strided for each in (left, right)):
-            return "its arguments must be dense tensors,", "and one is sparse, or of a subclass of Tensor"
+        if bias is not None and bias.dim() != 1:
+            return "what it adds must be a vector,", f"and has the shape {tuple(bias.shape)}"
         if not is_compiling() and modes.peek_interpreter_stack() is not None:
             return "no transform may run it,", "and one of torch.func does"
         return None
 
+    def _is_right(self, left: Tensor, right: Tensor, bias: Tensor | None) -> bool:
+        """Returns False for shapes that do not fit each other, and for an empty batch."""
+        if left.dim() < 1 or (self._needs_matrices and left.dim() != 2):
+            return False
+        results, summed = right.shape if self._is_linear else right.shape[::-1]
+        fits = left.shape[-1] == summed and (bias is None or bias.shape[0] == results)
+        return fits and (is_compiling() or left.numel() > 0)  # a compiler may not know yet how many there are
+
     def _operand(self, right: Tensor) -> _Operand:
         """Returns the casts of a second argument; those of a weight are kept."""
         format = self._formats.format
+
+        def cast() -> _Operand:
+            with torch.no_grad():
+                return _operand(right, format)
+
         if self._kept is None or is_compiling() or type(right) is not Parameter:
-            return _operand(right, format)
-        made = self._kept(right, _dtype(format), lambda: _packed(_operand(right, format)))
+            return cast()
+        made = self._kept(right, _dtype(format), lambda: _packed(cast()))
         if made.numel() != _packed_size(right, format):  # kept for another format with this type
-            return _operand(right, format)
-        return _unpacked(made, right.shape, format)
+            return cast()
+        return _unpacked(made.detach(), right.shape, format)
 
 
 def _devices() -> frozenset[torch.device]:
@@ -134,36 +157,41 @@ class _Given(NamedTuple):
     bias: Tensor | None = None
 
 
-def _of_linear(input: Any = None, weight: Any = None, bias: Any = None, **_: Any) -> _Given | None:
-    is_read = isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
-    return _Given(input, weight, bias) if is_read else None
+def _of_linear(input: Any = None, weight: Any = None, bias: Any = None, **others: Any) -> _Given | None:
+    is_read = not others and isinstance(input, Tensor) and isinstance(weight, Tensor)
+    return _Given(input, weight, bias) if is_read and (bias is None or isinstance(bias, Tensor)) else None
 
 
 def _of_product(*args: Any, **kwargs: Any) -> _Given | None:
-    is_read = len(args) == 2 and not kwargs and all(isinstance(each, Tensor) for each in args)
-    return _Given(*args) if is_read else None
-
-
-def _fit(left: Tensor, right: Tensor, bias: Tensor | None, is_linear: bool) -> bool:
-    """Returns True unless the shapes of a product with a matrix are wrong."""
-    if right.dim() != 2 or not left.dim():
-        return True
-    results, summed = right.shape if is_linear else right.shape[::-1]
-    return left.shape[-1] == summed and (bias is None or bias.shape == (results,))
+    named = [kwargs[name] for name in ("input", "other", "mat2") if name in kwargs]
+    given = (*args, *named)
+    is_read = len(given) == 2 and len(named) == len(kwargs) and all(isinstance(each, Tensor) for each in given)
+    return _Given(*given) if is_read else None
 
 
 def _of_reflected(*args: Any, **kwargs: Any) -> _Given | None:
     return _of_product(*args[::-1], **kwargs)
 
 
-_READERS = {"linear": _of_linear, "__rmatmul__": _of_reflected}
+def _of_sum(*args: Any, **kwargs: Any) -> _Given | None:
+    """Returns the arguments of ``addmm``; with factors there is more to compute."""
+    is_read = len(args) == 3 and not kwargs and all(isinstance(each, Tensor) for each in args)
+    return _Given(args[1], args[2], args[0]) if is_read else None
+
+
+_READERS = {"linear": _of_linear, "__rmatmul__": _of_reflected, "addmm": _of_sum}
+
+
+def _is_of(tensor: Tensor, kinds: tuple[type, ...]) -> bool:
+    return type(tensor) in kinds if Parameter in kinds else isinstance(tensor, kinds)
 
 
 @constant_while_traced
 def _tell_once(reason: str, message: str) -> None:
     if reason not in _told:
         _told.add(reason)
-        warn(f"{message}. This is said once. Take such calls out of the cast list, or type products: emulated.")
+        cure = "Change the sizes, take such calls out of the cast list, or type products: emulated"
+        warn(f"{message}. It computes as without the format. {cure}. This is said once.")
 
 
 _told: set[str] = set()
@@ -175,7 +203,8 @@ class _Operand(NamedTuple):
     Attributes:
         rows: its numbers, of shape (m, k).
         columns: its transpose, of shape (k, m), with zeros so that m is a multiple of `MULTIPLE`; contiguous.
-        of_rows: what `rows` are multiplied by to get the values: float32, one number, or one for each row.
+        of_rows: what `rows` are multiplied by to get the values: float32, one number, or one for each row. NaN if the
+            values have inf or NaN, which not all devices keep in float8.
         of_columns: the same for `columns`.
     """
 
@@ -195,17 +224,22 @@ def _operand(matrix: Tensor, format: Format, both: bool = True) -> _Operand:
 
     Without ``both``, no columns are cast: those that it has must not be used.
     """
-    exact, dtype = matrix.detach().float(), _dtype(format)
-    scale = scale_of(exact, format)
-    rows = (exact * scale).to(dtype).contiguous()
-    # Twice, as torch.compile refuses a node that gets the same tensor for two inputs.
-    of_rows, of_columns = scale.reciprocal(), scale.reciprocal()
-    if not both:
-        return _Operand(rows, rows.t(), of_rows, of_columns)
-    if format.scale == "tensor":
-        return _Operand(rows, _filled_up(rows.t()), of_rows, of_columns)
-    scale = scale_of(exact.t(), format)
-    return _Operand(rows, _filled_up((exact.t() * scale).to(dtype)), of_rows, scale.reciprocal())
+    exact = matrix.float()
+    rows, of_rows = _in_rows(exact, format)
+    if both and format.scale == "row":
+        columns, of_columns = _in_rows(exact.t(), format)
+        return _Operand(rows, _filled_up(columns), of_rows, of_columns)
+    # A view, as torch.compile refuses a node that gets the same tensor for two inputs.
+    return _Operand(rows, _filled_up(rows.t()) if both else rows.t(), of_rows, of_rows.view_as(of_rows))
+
+
+def _in_rows(exact: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+    """Casts a float32 matrix; returns what its numbers are multiplied by to get the values, too."""
+    largest = largest_of(exact, format)
+    scale = scale_for(largest, format)
+    # Some versions of torch cast inf to the largest number. NaN in place of a scale keeps an overflow visible.
+    undone = torch.where(largest.isfinite(), scale.reciprocal(), math.nan)
+    return (exact * scale).to(_dtype(format)).contiguous(), undone
 
 
 def _filled_up(columns: Tensor) -> Tensor:
@@ -228,7 +262,7 @@ def _packed_size(matrix: Tensor, format: Format) -> int:
 
 
 def _unpacked(packed: Tensor, shape: torch.Size, format: Format) -> _Operand:
-    (rows, columns), count, packed = shape, shape.numel(), packed.detach()
+    (rows, columns), count = shape, shape.numel()
     numbers, scales = packed[: 2 * count], packed[2 * count :].view(torch.float32)
     if format.scale == "tensor":
         of_rows = of_columns = scales[0]
@@ -275,59 +309,59 @@ def _multiplied(
     return product.to(dtype)
 
 
-class _Inputs(NamedTuple):
-    """The inputs of the node.
-
-    Attributes:
-        left: tensor of shape (..., k).
-        right: matrix of shape (n, k) in a linear layer, otherwise (k, n).
-        bias: vector of length n, or None.
-        rows: the first four values are the `_Operand` of ``left`` as a matrix.
-        other_rows: these four values are that of ``right``, of shape (n, k).
-        grad: format of the gradient of the result.
-        dtype: type of the result.
-        is_linear: True in a linear layer.
-    """
-
-    left: Tensor
-    right: Tensor
-    bias: Tensor | None
-    rows: Tensor
-    columns: Tensor
-    of_rows: Tensor
-    of_columns: Tensor
-    other_rows: Tensor
-    other_columns: Tensor
-    of_other_rows: Tensor
-    of_other_columns: Tensor
-    grad: Format
-    dtype: torch.dtype
-    is_linear: bool
-
-
 class _ScaledProduct(torch.autograd.Function):
     """The node. Its backward pass multiplies the gradient, cast to float8, by the casts of the forward pass."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Tensor:
-        """Returns the result, for inputs as in `_Inputs`."""
-        given = _Inputs(*inputs)
+    def forward(
+        left: Tensor,
+        right: Tensor,  # noqa: ARG004 - an input of the node, so that it gets a gradient
+        bias: Tensor | None,
+        rows: Tensor,
+        columns: Tensor,  # noqa: ARG004 - for the backward pass, as the others
+        of_rows: Tensor,
+        of_columns: Tensor,  # noqa: ARG004
+        other_rows: Tensor,
+        other_columns: Tensor,  # noqa: ARG004
+        of_other_rows: Tensor,
+        of_other_columns: Tensor,  # noqa: ARG004
+        grad: Format,  # noqa: ARG004
+        dtype: torch.dtype,
+        is_linear: bool,  # noqa: ARG004
+    ) -> Tensor:
+        """Returns the result in ``dtype``.
+
+        Args:
+            left: tensor of shape (..., k).
+            right: matrix of shape (n, k) in a linear layer, otherwise (k, n).
+            bias: vector of length n, or None.
+            rows: the first four values are the `_Operand` of ``left`` as a matrix.
+            columns: see ``rows``.
+            of_rows: see ``rows``.
+            of_columns: see ``rows``.
+            other_rows: these four values are that of ``right``, of shape (n, k).
+            other_columns: see ``other_rows``.
+            of_other_rows: see ``other_rows``.
+            of_other_columns: see ``other_rows``.
+            grad: format of the gradient of the result.
+            dtype: type of the result.
+            is_linear: True in a linear layer.
+        """
         with Switch.disabled():
-            result = _multiplied(
-                given.rows, given.of_rows, given.other_rows, given.of_other_rows, given.dtype, given.bias, is_fast=True
-            )
-        return UNSAFE_VIEW(result, [*given.left.shape[:-1], result.shape[-1]])  # autograd forbids writing to a view
+            result = _multiplied(rows, of_rows, other_rows, of_other_rows, dtype, bias, is_fast=True)
+        return UNSAFE_VIEW(result, [*left.shape[:-1], result.shape[-1]])  # autograd forbids writing to a view
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004 - an interface
         """Keeps the casts that the backward pass multiplies by."""
-        given = _Inputs(*inputs)
-        own = (given.columns, given.of_columns) if ctx.needs_input_grad[1] else (None, None)
-        others = (given.other_columns, given.of_other_columns) if ctx.needs_input_grad[0] else (None, None)
-        ctx.save_for_backward(*own, *others)
-        ctx.grad, ctx.is_linear = given.grad, given.is_linear
-        ctx.shape, ctx.left, ctx.right = given.left.shape, given.left.dtype, given.right.dtype
-        ctx.bias = None if given.bias is None else given.bias.dtype
+        left, right, bias, _, columns, _, of_columns, _, others, _, of_others, ctx.grad, _, ctx.is_linear = inputs
+        needs_left, needs_right, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            *((columns, of_columns) if needs_right else (None, None)),
+            *((others, of_others) if needs_left else (None, None)),
+        )
+        ctx.shape, ctx.left, ctx.right = left.shape, left.dtype, right.dtype
+        ctx.bias = None if bias is None else bias.dtype
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -350,9 +384,9 @@ class _ScaledProduct(torch.autograd.Function):
             if needs_left:
                 of_left = _multiplied(given.rows, given.of_rows, other_columns, of_other, ctx.left).reshape(ctx.shape)
             if needs_right:
-                pairs = [(given.columns, given.of_columns), (own_columns, of_own)]
-                (first, of_first), (second, of_second) = pairs if ctx.is_linear else pairs[::-1]
-                of_right = _multiplied(first, of_first, second, of_second, ctx.right)
+                # The gradient comes first, as some kernels take e5m2 only there.
+                of_right = _multiplied(given.columns, given.of_columns, own_columns, of_own, ctx.right)
+                of_right = of_right if ctx.is_linear else of_right.t()
             if needs_bias:
                 of_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias)
         return of_left, of_right, of_bias, *[None] * 11

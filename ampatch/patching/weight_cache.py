@@ -47,6 +47,7 @@ from torch.nn import Parameter
 
 from ampatch.casting import cast_observers
 from ampatch.casting.cast_store import Store
+from ampatch.casting.nested import CASTABLE
 from ampatch.native import calls
 from ampatch.patching.emulation import Rounds
 from ampatch.patching.recurrent_weights import Layout, cast_each
@@ -128,7 +129,8 @@ class WeightCache(Rounds):
             return make()
         store = self._store(tensor) if type(tensor) is Parameter else None
         state = self.state
-        observer = cast_observers.observer
+        # Observers compare values, and float8 numbers are none without their scales.
+        observer = cast_observers.observer if dtype is None or dtype in CASTABLE else None
         if store is None or dtype is None:
             state.casts += 1
             return make() if observer is None else observer.cast(tensor, make)

@@ -93,6 +93,12 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
     has_formats = any(entry.formats for entry in lists.modules)
     if converts:
         own = _without_effect(lists, before)
+        if isinstance(own, rules.Rule):
+            raise OptionError(
+                f"cast_lists contradicts opt_level={level!r}: {own.source} has {own.path} {rules.place(own)}, and "
+                "this level applies no lists. To take its format away, put it in the whitelist; for float32, name the "
+                "parts of the model in keep_fp32."
+            )
         if own is not None:
             raise OptionError(
                 f"cast_lists contradicts opt_level={level!r}: {own.source} has rules for {own.name!r}, and this level "
@@ -100,7 +106,7 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
                 "or type opt_level='O1'."
             )
     of_session = [replace(each, modules=()) for each in (before, lists)]
-    only_parts = bool(lists.modules) and not list_edits.difference(*of_session)
+    only_parts = lists.modules != before.modules and not list_edits.difference(*of_session)
     if only_parts and (converts or not has_formats):
         return  # parts in float32 are in float32 here, too; without half weights, other parts have nothing to change
     if not converts:
@@ -116,18 +122,27 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
         )
 
 
-def _without_effect(lists: CastLists, before: CastLists) -> rules.ModuleRules | None:
-    """Returns an entry for parts that has no effect on models with half weights; None if all have one.
+def _without_effect(lists: CastLists, before: CastLists) -> rules.Rule | rules.ModuleRules | None:
+    """Returns a rule or an entry for parts that has no effect on models with half weights; None if all have one.
 
-    An entry has one if it says float32, or changes only functions that have a format, there or elsewhere. An empty
-    entry has one if it takes a part out of another entry.
+    An entry has one if it says float32, or gives functions a format or takes it away. An empty entry has one if it
+    takes a part out of another entry. No function becomes a float32 one there.
     """
     known = [before.rules, lists.rules, *(dict(entry.changes or ()) for entry in lists.modules)]
     formatted = {key for each in known for key, rule in each.items() if rule is not None and rule.formats}
     has_formats, replaced = any(entry.formats for entry in lists.modules), {entry.name for entry in before.modules}
+
+    def stays_half(rule: rules.Rule | None) -> bool:
+        return rule is None or rule.treatment is rules.Treatment.WHITELIST or rule.is_for_half_weights
+
+    for key, rule in lists.rules.items():
+        if key in formatted and not stays_half(rule):
+            return rule
     for entry in lists.modules:
-        changed = {key for key, _ in entry.changes or ()}
-        has_effect = changed <= formatted if changed else has_formats or entry.name in replaced
+        has_effect = has_formats or entry.name in replaced
+        if entry.changes:
+            changed = dict(entry.changes)
+            has_effect = not formatted.isdisjoint(changed) and all(map(stays_half, changed.values()))
         if not (has_effect or entry.is_float32):
             return entry
     return None

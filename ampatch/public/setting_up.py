@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ampatch import distributed, opt_levels
-from ampatch.cast_lists.lists import Overlay, shipped
+from ampatch.cast_lists.lists import Overlay
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.interfaces.inference_copy import check_no_copy
 from ampatch.native import calls, kernels
@@ -255,8 +255,7 @@ def initialize(
     conversion_plan.check_matches(every_model, kept)
     conversion_plan.check_matches(every_model, wide, "float32_outputs")
     conversion_plan.check_matches_buffers(every_model, settings.cast_buffers)
-    of_user = [entry for entry in lists.modules if entry not in shipped(opt_level).modules]
-    check_entries(every_model, of_user, settings.keep_fp32)
+    check_entries(every_model, lists.modules_of_user(opt_level), settings.keep_fp32)
 
     device_types = adopted_model.device_types_of(model_list)
     opened = open_for(settings, device_types, fused_linear) if live is None else live

@@ -288,7 +288,7 @@ def _side(letter: str, given: object, model: nn.Module) -> Setup:
     lists = "" if overlay is None else f" with {overlay if isinstance(overlay, (str, os.PathLike)) else 'cast_lists'}"
     overlaid = () if overlay is None else overlay
     setup = Setup(level, properties.half_dtype, overlay=overlaid, name=f"{level}{half_name}{lists}")
-    check_entries([model], setup.settings().lists.modules)  # raises also if the lists have faults
+    check_entries([model], setup.settings().lists.modules_of_user(level))  # raises also if the lists have faults
     return setup
 
 

@@ -310,6 +310,9 @@ def _meaning_lines(several: Sequence[Spelling], allow_banned: bool) -> Iterator[
     if any(ruling.formats for _, ruling in found):
         how = "arguments are rounded to the format, and gradients of results to grad; a bias is only cast."
         yield from _wrapped(f"format: {how}", "  ")
+    if any("products: device" in (ruling.formats or "") for _, ruling in found):
+        how = "the device multiplies in the format; what it refuses computes as without one, and amp warns."
+        yield from _wrapped(f"products: {how}", "  ")
     in_place = {ruling.treatment for path, ruling in found if is_in_place(path.rpartition(".")[2])} - {UNLISTED}
     if in_place:
         yield from _wrapped("In place, the tensor that is written to decides; others are cast to its type.", "  ")
