@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling, is_exporting
 from torch.nn import Parameter
 from torch.nn.functional import ScalingType, scaled_mm
 
@@ -245,7 +245,8 @@ def _in_rows(exact: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 def _filled_up(columns: Tensor) -> Tensor:
     """Returns a matrix with zeros at the end of its rows, up to a multiple of `MULTIPLE`."""
     missing = -columns.shape[1] % MULTIPLE
-    if missing:  # torch pads no float8; all bits of a zero are 0
+    if is_exporting() or missing:  # an exported graph is for all sizes
+        # Torch pads no float8. All bits of a zero are 0.
         columns = torch.nn.functional.pad(columns.view(torch.uint8), (0, missing)).view(columns.dtype)
     return columns.contiguous()
 
