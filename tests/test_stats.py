@@ -78,7 +78,9 @@ def test_stats_of_one_loss_and_one_optimizer() -> None:
     [(name, half) for name, level in LEVELS.items() for half in HALF_DTYPES if level.half_dtype in (None, half)],
     ids=lambda value: value if isinstance(value, str) else dtype_name(value),
 )
-@pytest.mark.filterwarnings("ignore:.* does not compute in float8:ampatch.errors.AmpWarning")  # the layers are too small
+@pytest.mark.filterwarnings(
+    "ignore:.* does not compute in float8:ampatch.errors.AmpWarning"
+)  # the layers are too small
 def test_stats_are_numbers_under_the_same_names_throughout(level: str, half: torch.dtype) -> None:
     model = network()
     optimizers = [torch.optim.SGD([each], lr=0.1) for each in (model[0].weight, model[2].weight)]
