@@ -102,10 +102,10 @@ class Format:
         return self.specials == "inf"
 
     @property
-    def why_emulated(self) -> str:
-        """Why a device cannot multiply numbers of this row, for an error; empty if some devices can."""
+    def why_no_device(self) -> str:
+        """Why no device multiplies numbers of this row, as part of a sentence; empty if some devices do."""
         if not self.multiplies:
-            able = " and ".join(row.name for row in FORMATS.values() if row.multiplies)
+            able = " or ".join(row.name for row in FORMATS.values() if row.name in row.multiplies)
             return f"no device of torch's multiplies {self.name}; expected {able}"
         wanted = {"rounding": ("nearest",), "overflow": ("saturate",), "scale": ("tensor", "row")}
         for choice, values in wanted.items():
@@ -203,6 +203,6 @@ def chosen(given: Mapping[str, str]) -> Format:
             hint = did_you_mean(value, CHOICES[name])
             raise AmpError(f"found {value!r} for {name}; expected one of {', '.join(CHOICES[name])}.{hint}")
     row = replace(named(given["name"]), **choices)  # type: ignore[arg-type]
-    if row.products == "device" and row.why_emulated:
-        raise AmpError(f"products: device, but {row.why_emulated}; or leave products out, and they are emulated.")
+    if row.products == "device" and row.why_no_device:
+        raise AmpError(f"products: device, but {row.why_no_device}; or leave products out, and they are emulated.")
     return row

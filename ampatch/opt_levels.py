@@ -143,6 +143,11 @@ def resolve(opt_level: str, half_dtype: torch.dtype, **overrides: object) -> Pro
                     f"converts them."
                 )
     found = replace(properties, **asked)
+    if level.lists is not None and not (found.patch_torch_functions or found.cast_model_type in HALVES):
+        raise OptionError(
+            f"cast_model_type={overrides['cast_model_type']!r} contradicts opt_level={opt_level!r}, whose lists need "
+            "half weights. Leave it out, or type patch_torch_functions=True as well."
+        )
     kept = (torch.bfloat16, None) if found.master_weights == "stochastic" else (torch.bfloat16,)
     if found.master_weights in TEMPORARY and found.cast_model_type not in kept:
         made = found.cast_model_type

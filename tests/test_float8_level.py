@@ -115,6 +115,18 @@ def test_a_users_file_takes_parts_out_or_puts_them_in(lists, expected, shapes) -
     assert shapes == expected
 
 
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"modules": {"layer": {"blacklist": {"torch": [{"name": "softmax", "format": "e5m4"}]}}}},
+        {"modules": {"layer.*": {"format": "e3m4"}, "layer.linear1": {"whitelist": ["linear"]}}},
+    ],
+)
+def test_a_part_may_have_formats_at_a_level_with_half_weights(lists) -> None:
+    model, _ = set_up(Network(), "O5", cast_lists=lists)
+    assert model(batch()).isfinite().all()
+
+
 def test_only_the_users_entries_must_match_a_submodule() -> None:
     set_up(nn.Sequential(nn.Linear(16, 16)))  # without any of the names in the file
     amp.deinitialize()
@@ -128,6 +140,7 @@ def test_only_the_users_entries_must_match_a_submodule() -> None:
         ({"half_dtype": "float16"}, "opt_level='O6', which is torch.bfloat16"),
         ({"cast_lists": {"modules": {"layer": {"whitelist": ["softmax"]}}}}, "cast_lists has rules for 'layer'"),
         ({"cast_lists": {"whitelist": {"torch": ["cumsum"]}}}, "applies only entries with needs_float32 or format"),
+        ({"cast_model_type": False}, "cast_model_type=False contradicts opt_level='O6', whose lists need half weights"),
         ({"cast_lists": {}}, "applies only entries with needs_float32 or format"),
         ({"cast_lists": {"blacklist": {"*": ["linear"]}}}, "linear in the blacklist, and this level applies no lists"),
         ({"cast_lists": {"modules": {"layer": {"promote": ["linear"]}}}}, "cast_lists has rules for 'layer'"),

@@ -142,7 +142,7 @@ class CastLists:
         )
 
     def modules_of_user(self, opt_level: str) -> list[ModuleRules]:
-        """Returns the entries for parts of a model that do not come with ampatch for a level."""
+        """Returns the entries for parts of a model that the user has written, not those of the level's file."""
         return [entry for entry in self.modules if entry not in shipped(opt_level).modules]
 
     def of_module(self, entry: ModuleRules) -> CastLists:
@@ -194,7 +194,7 @@ def _expanded(changes: Changes, within: Sequence[types.ModuleType] | None) -> Ch
 
 @functools.cache
 def shipped(level: str | None = None) -> CastLists:
-    """Returns the lists that come with ampatch; for a level with a file of its own, with that laid over them."""
+    """Returns the lists that come with ampatch, with the level's own file laid over them if it has one."""
     if level is not None:
         name = LEVELS[level].lists
         return shipped() if name is None else shipped()._overlaid(*_of_package(name))

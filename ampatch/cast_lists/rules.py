@@ -60,8 +60,8 @@ class Formats(NamedTuple):
             if other.name not in format.multiplies:
                 return f"no device multiplies {format.name} by {other.name}; expected {' or '.join(format.multiplies)}"
         if grad.scale != format.scale:
-            return f"`format` has the scale of a {format.scale}, and `grad` of a {grad.scale}; give both the same one"
-        return grad.why_emulated
+            return f"`format` has scale: {format.scale}, and `grad` has scale: {grad.scale}; give both the same one"
+        return grad.why_no_device
 
     def fit(self, path: Path) -> bool:
         """Returns True if a function can compute in the formats: any can, if its products are emulated."""
@@ -194,7 +194,7 @@ def unlistable_reason(
         return f"{path} is {type(function).__name__!r}, not a function."
     if formats is not None and not formats.fit(path):
         return f"`products: device` is for torch's {', '.join(MULTIPLYING)}; leave it out, and {path} is emulated."
-    readable = signatures.parameter_names(function) if when or via_dtype else ()  # it takes long
+    readable = signatures.parameter_names(function) if when or via_dtype else ()  # reading a signature takes long
     for argument, _ in when:
         if argument not in readable:
             known = f"expected {', '.join(readable)}.{did_you_mean(argument, readable)}" if readable else "none can."

@@ -52,7 +52,7 @@ def largest_of(values: Tensor, format: Format) -> Tensor:
     """Returns the largest magnitudes of values that share a scale.
 
     Args:
-        values: floating tensor of any shape, not empty.
+        values: float32 tensor of any shape, not empty.
         format: format with a scale for all of a tensor, or for each vector along the last dimension.
 
     Returns:
@@ -61,11 +61,11 @@ def largest_of(values: Tensor, format: Format) -> Tensor:
     """
     is_of_rows = format.scale == "row" and values.dim() > 0
     largest: Tensor = torch.linalg.vector_norm(values, math.inf, -1 if is_of_rows else None, keepdim=is_of_rows)
-    return largest.float()
+    return largest
 
 
 def scale_for(largest: Tensor, format: Format) -> Tensor:
-    """Returns what makes magnitudes the format's largest number; 1 for zeros, and for inf and NaN."""
+    """Returns the scales that map magnitudes to the format's largest number; 1 for 0, inf and NaN."""
     scale = (format.largest / largest).clamp(max=_LARGEST)
     return torch.where(largest.isfinite() & (largest > 0), scale, 1.0)
 

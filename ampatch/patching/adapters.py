@@ -338,7 +338,7 @@ class Adapters(TensorCasts):
             adapter = self._in_formats(rule, rule.formats, original)
         if not rule.when:
             return adapter
-        adapt, instead = adapter.adapt, adapter.instead
+        adapt, instead, finish = adapter.adapt, adapter.instead, adapter.finish
         readers: list[tuple[ArgumentReader, tuple[object, ...]]] = []
         for argument, values in rule.when:
             reader = argument_reader(original, argument)
@@ -354,10 +354,22 @@ class Adapters(TensorCasts):
                     return False
             return True
 
+        # With half weights, the arguments of other calls still need one type.
+        is_half = rule.formats is not None and not self.hears_regions
+        of_others = self.in_half(InHalf.BESIDE, rule.path, original).adapt if is_half else None
+
+        def where_it_applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+            if applies(args, kwargs):
+                return adapt(args, kwargs)
+            return (args, kwargs) if of_others is None else of_others(args, kwargs)
+
         return replace(
             adapter,
-            adapt=lambda args, kwargs: adapt(args, kwargs) if applies(args, kwargs) else (args, kwargs),
+            adapt=where_it_applies,
             plain_cast=None,
+            finish=None
+            if finish is None
+            else lambda given, adapted, result: finish(given, adapted, result) if applies(*given) else result,
             instead=None
             if instead is None
             else lambda args, kwargs: instead(args, kwargs) if applies(args, kwargs) else None,
@@ -444,10 +456,12 @@ class Adapters(TensorCasts):
             kept = self.cache.kept if self.hears_regions else None
             products = ScaledProducts(rule.path, formats, chosen, type_of, kept)
             if self.hears_regions:
-                otherwise = self.for_treatment(rule.treatment, rule.path, original, is_listed=True)
+                treated = self.for_treatment(rule.treatment, rule.path, original, is_listed=True)
+                otherwise = self._labelled(treated, rule.path)
             else:
                 otherwise = self.in_half(InHalf.BESIDE, rule.path, original)
-            return replace(self._labelled(otherwise, rule.path), plain_cast=None, instead=products.call)
+            call = named(products.call, str(rule.path)) if self.labelled else products.call
+            return replace(otherwise, plain_cast=None, instead=call)
         emulation = Emulation(
             rule,
             formats,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,13 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 from torch.profiler import record_function
 
-from ampatch.casting.nested import CASTABLE, Adapt, Arguments, tensors_in
+from ampatch.casting.nested import CASTABLE, tensors_in
 from ampatch.compilers import traced_within_others
 from ampatch.patching.recurrent_weights import Layout
 from ampatch.patching.weight_cache import WeightCache
 from ampatch.torch_private.modes import get_tracing_state, len_dispatch_stack
+
+_R = TypeVar("_R")
 
 
 class _Thread(threading.local):
@@ -31,10 +33,10 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def named(adapt: Adapt, function: str) -> Adapt:
-    """Returns an adapter that sets the function's name for the labels of `LabellingCache`."""
+def named(adapt: Callable[..., _R], function: str) -> Callable[..., _R]:
+    """Returns an adapter, or what makes calls, that sets the function's name for the labels of `LabellingCache`."""
 
-    def adapt_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def adapt_named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _R:
         if is_compiling():
             return adapt(args, kwargs)
         before, _thread.function = _thread.function, function

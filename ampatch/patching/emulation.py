@@ -25,7 +25,7 @@ class Rounds(Protocol):
     """An object that rounds tensors to formats, and may keep what is made of a weight."""
 
     def kept(self, tensor: Tensor, dtype: torch.dtype | None, make: Callable[[], Tensor]) -> Tensor:  # noqa: ARG002
-        """Returns what ``make`` makes of a tensor in ``dtype``; caches may keep that of a weight, but for None."""
+        """Returns ``make()``. A cache may return what it made of a weight for ``dtype`` before; None: never."""
         return make()
 
     def round(self, tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:

@@ -59,7 +59,7 @@ class ScaledProducts:
     ) -> None:
         self._path, self._formats, self._is_linear = str(path), formats, path.name == "linear"
         self._type_of_call, self._type_of, self._kept = type_of_call, type_of, kept
-        self._read = _READERS.get(path.name, _of_product)
+        self._read: Callable[..., _Given | None] = _READERS.get(path.name, _of_product)
         self._needs_matrices = path.name in ("mm", "addmm")
         self._devices = _devices()
         _told.clear()
@@ -76,7 +76,7 @@ class ScaledProducts:
             return None
         left, right, bias = given
         if is_in_region() and dtype_in_region(left.device.type) is None:
-            return None  # casts are off here, which half weights hear only in this
+            return None  # in amp.disable_casts; at levels with half weights nothing else turns products off
         dtype = self._type_of(left, dtype)
         if dtype not in HALVES or any(self._type_of(each, dtype) is None for each in given if each is not None):
             return None
@@ -106,16 +106,16 @@ class ScaledProducts:
             if each.layout is not torch.strided or each.is_nested or not _is_of(each, of_torch):
                 return "its arguments must be dense tensors,", "and one is sparse or nested, or of a subclass of Tensor"
         if right.dim() != 2:
-            return "its second argument must be a matrix,", f"and has the shape {tuple(right.shape)}"
+            return "its second argument must be a matrix,", f"and has {right.dim()} dimensions"
         if left.device not in self._devices:
             return "the device must have such products,", f"and {left.device} has none"
         if any(size % MULTIPLE for size in right.shape):
-            shape = " by ".join(map(str, right.shape))
-            return f"the sizes of its second argument must be multiples of {MULTIPLE},", f"and are {shape}"
+            sizes = f"{right.shape[0]} by {right.shape[1]}"
+            return f"the sizes of its second argument must be multiples of {MULTIPLE},", f"and are {sizes}"
         if bias is not None and bias.dim() != 1:
-            return "what it adds must be a vector,", f"and has the shape {tuple(bias.shape)}"
+            return "the bias must be a vector,", f"and has {bias.dim()} dimensions"
         if not is_compiling() and modes.peek_interpreter_stack() is not None:
-            return "no transform may run it,", "and one of torch.func does"
+            return "torch.func cannot transform its products,", "and this call is in such a transform"
         return None
 
     def _is_right(self, left: Tensor, right: Tensor, bias: Tensor | None) -> bool:
@@ -124,7 +124,7 @@ class ScaledProducts:
             return False
         results, summed = right.shape if self._is_linear else right.shape[::-1]
         fits = left.shape[-1] == summed and (bias is None or bias.shape[0] == results)
-        return fits and (is_compiling() or left.numel() > 0)  # a compiler may not know yet how many there are
+        return fits and results > 0 and left.numel() > 0
 
     def _operand(self, right: Tensor) -> _Operand:
         """Returns the casts of a second argument; those of a weight are kept."""
@@ -157,29 +157,38 @@ class _Given(NamedTuple):
     bias: Tensor | None = None
 
 
-def _of_linear(input: Any = None, weight: Any = None, bias: Any = None, **others: Any) -> _Given | None:
-    is_read = not others and isinstance(input, Tensor) and isinstance(weight, Tensor)
+def _of_linear(input: Any = None, weight: Any = None, bias: Any = None, *more: Any, **others: Any) -> _Given | None:
+    is_read = not more and not others and isinstance(input, Tensor) and isinstance(weight, Tensor)
     return _Given(input, weight, bias) if is_read and (bias is None or isinstance(bias, Tensor)) else None
 
 
-def _of_product(*args: Any, **kwargs: Any) -> _Given | None:
-    named = [kwargs[name] for name in ("input", "other", "mat2") if name in kwargs]
+def _of_product(*args: Any, second: str = "other", **kwargs: Any) -> _Given | None:
+    named = [kwargs[name] for name in ("input", second)[len(args) :] if name in kwargs]
     given = (*args, *named)
     is_read = len(given) == 2 and len(named) == len(kwargs) and all(isinstance(each, Tensor) for each in given)
     return _Given(*given) if is_read else None
 
 
+def _of_matrices(*args: Any, **kwargs: Any) -> _Given | None:
+    return _of_product(*args, second="mat2", **kwargs)
+
+
 def _of_reflected(*args: Any, **kwargs: Any) -> _Given | None:
-    return _of_product(*args[::-1], **kwargs)
+    return None if kwargs else _of_product(*args[::-1])
 
 
-def _of_sum(*args: Any, **kwargs: Any) -> _Given | None:
-    """Returns the arguments of ``addmm``; with factors there is more to compute."""
-    is_read = len(args) == 3 and not kwargs and all(isinstance(each, Tensor) for each in args)
-    return _Given(args[1], args[2], args[0]) if is_read else None
+def _of_sum(input: Any = None, mat1: Any = None, mat2: Any = None, *more: Any, **factors: Any) -> _Given | None:
+    """Returns the arguments of ``addmm``; None with ``beta`` or ``alpha``, for which the device has no product."""
+    is_read = not more and not factors and all(isinstance(each, Tensor) for each in (input, mat1, mat2))
+    return _Given(mat1, mat2, input) if is_read else None
 
 
-_READERS = {"linear": _of_linear, "__rmatmul__": _of_reflected, "addmm": _of_sum}
+_READERS: dict[str, Callable[..., _Given | None]] = {
+    "linear": _of_linear,
+    "mm": _of_matrices,
+    "__rmatmul__": _of_reflected,
+    "addmm": _of_sum,
+}
 
 
 def _is_of(tensor: Tensor, kinds: tuple[type, ...]) -> bool:

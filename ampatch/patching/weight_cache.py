@@ -121,15 +121,15 @@ class WeightCache(Rounds):
         return self.kept(tensor, dtype, lambda: tensor.to(dtype))
 
     def kept(self, tensor: Tensor, dtype: torch.dtype | None, make: Callable[[], Tensor]) -> Tensor:
-        """Returns what ``make`` makes of a tensor in ``dtype``; of a parameter, what was made before and is valid.
+        """Returns ``make()``; for a parameter that has not changed since, the kept result for ``dtype``.
 
-        Nothing is kept without a type.
+        With None in place of a type, nothing is kept.
         """
         if is_compiling():
             return make()
-        store = self._store(tensor) if type(tensor) is Parameter else None
+        store = self._store(tensor) if dtype is not None and type(tensor) is Parameter else None
         state = self.state
-        # Observers compare values, and float8 numbers are none without their scales.
+        # Observers compare values. A float8 operand is packed with its scales, so its numbers are not values.
         observer = cast_observers.observer if dtype is None or dtype in CASTABLE else None
         if store is None or dtype is None:
             state.casts += 1

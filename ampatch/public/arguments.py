@@ -136,13 +136,14 @@ def _without_effect(lists: CastLists, before: CastLists) -> rules.Rule | rules.M
         return rule is None or rule.treatment is rules.Treatment.WHITELIST or rule.is_for_half_weights
 
     for key, rule in lists.rules.items():
-        if key in formatted and not stays_half(rule):
+        if key in formatted and rule != before.rules.get(key) and not stays_half(rule):
             return rule
     for entry in lists.modules:
         has_effect = has_formats or entry.name in replaced
         if entry.changes:
             changed = dict(entry.changes)
-            has_effect = not formatted.isdisjoint(changed) and all(map(stays_half, changed.values()))
+            reaches = has_formats or not formatted.isdisjoint(changed)
+            has_effect = reaches and all(map(stays_half, changed.values()))
         if not (has_effect or entry.is_float32):
             return entry
     return None

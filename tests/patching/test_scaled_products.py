@@ -316,9 +316,9 @@ def test_a_batched_product_and_a_transform_compute_in_half_and_are_told() -> Non
     model = set_up(Product("linear"), lists(entry(), entry("matmul")))
     batch = torch.randn(2, 16, 16).requires_grad_()
     (told,) = warned(model, lambda _: batch @ batch)
-    assert "its second argument must be a matrix, and has the shape (2, 16, 16)" in told
+    assert "its second argument must be a matrix, and has 3 dimensions" in told
     (told,) = warned(model, lambda model: torch.func.vmap(model)(inputs(4)[0]))
-    assert "one of torch.func" in told
+    assert "torch.func cannot transform its products" in told
     assert (batch @ batch).dtype is BFLOAT16
 
 
@@ -329,11 +329,15 @@ def test_a_device_without_such_products_computes_in_half(monkeypatch) -> None:
     assert "the device must have such products, and cpu has none" in told
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # in torch's compiler
 def test_wrong_shapes_raise_torchs_error_and_empty_batches_pass() -> None:
     model = set_up(Product("linear"), lists())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.randn(2, 31))
     assert model(torch.randn(0, 32)).shape == (0, 48)
+    assert F.linear(torch.randn(4, 32), torch.empty(0, 32)).shape == (4, 0)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert [compiled(torch.randn(rows, 32)).shape[0] for rows in (4, 0, 7)] == [4, 0, 7]
     assert model(torch.randn(32)).shape == (48,)
 
 
@@ -345,6 +349,8 @@ def test_wrong_shapes_raise_torchs_error_and_empty_batches_pass() -> None:
         lambda x, weight: F.linear(x, weight, nonsense=3),
         lambda x, weight: F.linear(x, weight, torch.ones(48, dtype=torch.float64)),
         lambda x, weight: F.linear(x, weight, torch.ones(47)),
+        lambda x, weight: F.linear(x, weight, None, 3),
+        lambda x, weight: torch.matmul(x, mat2=weight.t()),
     ],
 )
 def test_what_torch_refuses_is_refused(call) -> None:
@@ -361,6 +367,7 @@ def test_what_torch_refuses_is_refused(call) -> None:
         lambda x, weight: torch.matmul(x, other=weight.t()),
         lambda x, weight: x.mm(mat2=weight.t()),
         lambda x, weight: torch.addmm(torch.zeros(48), x, weight.t()),
+        lambda x, weight: torch.addmm(input=torch.zeros(48), mat1=x, mat2=weight.t()),
     ],
 )
 def test_arguments_may_have_names(call, products) -> None:
@@ -415,6 +422,16 @@ def test_conditions_hold_for_the_device_too(products) -> None:
     assert len(products) == 1
 
 
+@pytest.mark.parametrize("made_by", ["device", "emulated"])
+def test_calls_outside_of_a_condition_compute_as_without_the_entry(made_by) -> None:
+    given = {"whitelist": {"torch.nn.functional": [entry(products=made_by, when={"bias": [None]})]}}
+    model, (x, grad) = Product("linear"), inputs(4)
+    expected = run(set_up(copy.deepcopy(model), None, "O5"), x, grad)
+    amp.deinitialize()
+    for mine, other in zip(run(set_up(model, given, "O5"), x, grad), expected, strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_a_part_multiplies_in_float8_and_its_other_functions_in_half(products) -> None:
     model = nn.Sequential(nn.Sequential(nn.Conv1d(4, 4, 1), nn.Linear(32, 32)), nn.Linear(32, 32))
     formats = {key: value for key, value in entry().items() if key != "name"}
@@ -433,7 +450,7 @@ def test_a_part_multiplies_in_float8_and_its_other_functions_in_half(products) -
             entry() | {"grad": "bfloat16"},
             "float8_e4m3 by bfloat16; expected float8_e4m3 or float8_e5m2",
         ),
-        (entry(scale="row") | {"grad": "float8_e5m2"}, "the scale of a row, and `grad` of a tensor"),
+        (entry(scale="row") | {"grad": "float8_e5m2"}, "`format` has scale: row, and `grad` has scale: tensor"),
         (entry() | {"grad": {"name": "float8_e5m2", "rounding": "stochastic"}}, "found rounding: stochastic"),
         (entry(products="emulated") | {"grad": entry()["format"]}, "only the gradients have it"),
         (entry("conv2d"), "is for torch's linear, addmm, matmul, mm"),
