@@ -45,7 +45,8 @@ def check(notebook: Any) -> None:
     assert "overflows, mended" in preflight
     assert 'cast_lists={"blacklist": {"*": ["matmul"]}}' in preflight
     lost = preflight.partition("More than 5% lost to bfloat16's precision")[2].partition("Functions in no cast list")[0]
-    assert re.search(r"^ forward +softmax \(_softmax\) +float32 +attention ", lost, re.MULTILINE)
+    # Which of its two passes loses most depends on the processor, as the trained weights do.
+    assert re.search(r"^ (forward|backward) +softmax \(_softmax\w*\) +float32 +attention ", lost, re.MULTILINE)
 
 
 def test_stored_outputs_are_of_one_run_and_name_no_folder():
