@@ -10,6 +10,7 @@ Float8 training with a scale for each tensor: Micikevicius et al., FP8 Formats f
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -142,11 +143,19 @@ class ScaledProducts:
         return _unpacked(made.detach(), right.shape, format)
 
 
+@functools.cache
 def _devices() -> frozenset[torch.device]:
     """Returns the devices that multiply float8 matrices. On a CPU torch does, so that code can be tried there."""
+    one = torch.eye(MULTIPLE, device="cpu").to(torch.float8_e4m3fn)
+    scale, recipe = torch.ones((), dtype=torch.float32, device="cpu"), ScalingType.TensorWise
+    cpu = {torch.device("cpu")}
+    try:
+        scaled_mm(one, one, scale, recipe, scale, recipe)
+    except NotImplementedError:  # torch may lack the kernel
+        cpu.clear()
     count = torch.cuda.device_count() if torch.version.hip is None else 0
     able = [index for index in range(count) if torch.cuda.get_device_capability(index) >= _CAPABILITY]
-    return frozenset({torch.device("cpu"), *(torch.device("cuda", index) for index in able)})
+    return frozenset({*cpu, *(torch.device("cuda", index) for index in able)})
 
 
 class _Given(NamedTuple):

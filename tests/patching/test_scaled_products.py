@@ -41,6 +41,7 @@ def set_up(model: nn.Module, given: object, opt_level: str = "O4", **options: An
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, torch.dtype]]:
     """Types of the operands of each product that the device makes."""
     found: list[tuple[torch.dtype, torch.dtype]] = []
+    scaled_products._devices()  # which multiplies once in a process
     multiply = scaled_products.scaled_mm
 
     def noted(left: Tensor, right: Tensor, *args: Any, **kwargs: Any) -> Tensor:
