@@ -101,10 +101,10 @@ class ScaledProducts:
 
     def _refusal(self, left: Tensor, right: Tensor, bias: Tensor | None) -> tuple[str, str] | None:
         """Returns why the device cannot make a product, and what was found; None if it can."""
-        # Export traces with subclasses of Tensor.
-        of_torch = (Tensor, Parameter) if is_dynamo_compiling() or not is_compiling() else (Tensor,)
+        is_fake = is_compiling() and not is_dynamo_compiling()  # compilers below Dynamo trace with a subclass of Tensor
         for each in (left, right):
-            if each.layout is not torch.strided or each.is_nested or not _is_of(each, of_torch):
+            is_torchs = is_fake or type(each) in (Tensor, Parameter)
+            if each.layout is not torch.strided or each.is_nested or not is_torchs:
                 return "its arguments must be dense tensors,", "and one is sparse or nested, or of a subclass of Tensor"
         if right.dim() != 2:
             return "its second argument must be a matrix,", f"and has {right.dim()} dimensions"
@@ -198,10 +198,6 @@ _READERS: dict[str, Callable[..., _Given | None]] = {
     "__rmatmul__": _of_reflected,
     "addmm": _of_sum,
 }
-
-
-def _is_of(tensor: Tensor, kinds: tuple[type, ...]) -> bool:
-    return type(tensor) in kinds if Parameter in kinds else isinstance(tensor, kinds)
 
 
 @constant_while_traced
