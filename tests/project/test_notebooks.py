@@ -46,7 +46,8 @@ def check(notebook: Any) -> None:
     assert 'cast_lists={"blacklist": {"*": ["matmul"]}}' in preflight
     lost = preflight.partition("More than 5% lost to bfloat16's precision")[2].partition("Functions in no cast list")[0]
     # Which of its two passes loses most depends on the processor, as the trained weights do.
-    assert re.search(r"^ (forward|backward) +softmax \(_softmax\w*\) +float32 +attention ", lost, re.MULTILINE)
+    # The table breaks the line within the operator's name where that is long.
+    assert re.search(r"^ (forward|backward) +softmax .*float32 +attention ", lost, re.MULTILINE)
 
 
 def test_stored_outputs_are_of_one_run_and_name_no_folder():
