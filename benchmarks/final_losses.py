@@ -1,13 +1,15 @@
 """Compares the final losses of trainings whose float32 masters do not last with those at O5.
 
-Run as `python benchmarks/final_losses.py [--steps N] [--seed N] [--json FILE]`. Trains a character model on the text of
-this project's license, and a convolutional network on the demo's digits, on the CPU: with AdamW, with SGD and momentum,
-and with a Lion and an Adafactor that are written here, as optimizers that amp does not know. Every way to keep weights
-starts from the same weights and sees the same batches. Prints the loss over all training data after the last step, and
-its difference to that of O5, as Markdown. Times and asserts nothing.
+Run as `python benchmarks/final_losses.py [--steps N] [--seed N] [--optimizers NAME ...] [--json FILE]`. Trains a
+character model on the text of this project's license, and a convolutional network on the demo's digits, on the CPU:
+with AdamW, with SGD and momentum, and with a Lion and an Adafactor that are written here, as optimizers that amp does
+not know. With `--optimizers torch` takes those of torch instead, at their usual learning rates. Every way to keep
+weights starts from the same weights and sees the same batches. Prints the loss over all training data after the last
+step, and its difference to that of O5, as Markdown. Times and asserts nothing.
 
-The learning rates are small on purpose: O3 rounds a weight to bfloat16 after each step, and loses an update that is
-less than half of the weight's last digit.
+The learning rates of the first four are small on purpose: O3 rounds a weight to bfloat16 after each step, and loses an
+update that is less than half of the weight's last digit. LBFGS is missing: its steps amplify any rounding, and its loss
+after a given step says nothing.
 """
 
 from __future__ import annotations
@@ -149,12 +151,38 @@ class Adafactor(torch.optim.Optimizer):
         return (rows.unsqueeze(-1) * state["columns"].unsqueeze(-2)).sqrt()
 
 
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+SLOW: dict[str, Make] = {
     "AdamW": functools.partial(torch.optim.AdamW, lr=1e-4),
     "SGD": functools.partial(torch.optim.SGD, lr=2e-3, momentum=0.9),
     "Lion": functools.partial(Lion, lr=3e-5),
     "Adafactor": functools.partial(Adafactor, lr=1e-4),
 }
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Returns the optimizer of torch that takes matrices only; other parameters stay as they are."""
+    return torch.optim.Muon([each for each in parameters if each.dim() == 2], lr=1e-2)
+
+
+TORCHS: dict[str, Make] = {
+    "torch.ASGD": functools.partial(torch.optim.ASGD, lr=1e-2),
+    "torch.Adadelta": torch.optim.Adadelta,
+    "torch.Adafactor": torch.optim.Adafactor,
+    "torch.Adagrad": torch.optim.Adagrad,
+    "torch.Adam": torch.optim.Adam,
+    "torch.Adam, amsgrad": functools.partial(torch.optim.Adam, amsgrad=True),
+    "torch.AdamW": torch.optim.AdamW,
+    "torch.Adamax": torch.optim.Adamax,
+    "torch.Muon": muon,
+    "torch.NAdam": torch.optim.NAdam,
+    "torch.RAdam": torch.optim.RAdam,
+    "torch.RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-3, momentum=0.9, centered=True),
+    "torch.Rprop": functools.partial(torch.optim.Rprop, lr=1e-3),
+    "torch.SGD": functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+}
+OPTIMIZERS = SLOW | TORCHS
 
 # Training
 
@@ -183,13 +211,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="of each training (default: 500)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: 0)")
+    parser.add_argument(
+        "--optimizers",
+        nargs="+",
+        choices=["torch", *OPTIMIZERS],
+        default=list(SLOW),
+        help='names, or "torch" for all of torch\'s (default: the first four)',
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all losses")
     options = parser.parse_args()
+    names = list(TORCHS) if options.optimizers == ["torch"] else options.optimizers
     print("| | " + " | ".join(WAYS) + " |\n|---|" + "---|" * len(WAYS))
     found: dict[str, dict[str, float]] = {}
     for task_name, load in TASKS.items():
         task = load()
-        for optimizer_name in OPTIMIZERS:
+        for optimizer_name in names:
             losses = {way: final_loss(task, optimizer_name, way, options.steps, options.seed) for way in WAYS}
             found[f"{task_name}, {optimizer_name}"] = losses
             reference = losses["O5"]

@@ -128,6 +128,17 @@ def test_a_part_may_have_formats_at_a_level_with_half_weights(lists) -> None:
     assert model(batch()).isfinite().all()
 
 
+def test_a_format_of_a_part_replaces_that_of_the_level(shapes) -> None:
+    part = {"format": "e3m4", "whitelist": {"torch.nn.functional": [{"name": "softmax", "format": "float16"}]}}
+    model, _ = set_up(Network(), cast_lists={"modules": {"layer": part}})
+    model(batch())
+    assert shapes == []
+    with amp.report() as report:
+        model(batch())
+    formats = {row["name"]: row["format"] for row in report.to_dict()["functions"]}
+    assert "format e3m4" in formats["torch.nn.functional.linear"]
+
+
 def test_only_the_users_entries_must_match_a_submodule() -> None:
     set_up(nn.Sequential(nn.Linear(16, 16)))  # without any of the names in the file
     amp.deinitialize()

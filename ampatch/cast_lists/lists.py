@@ -111,6 +111,12 @@ class CastLists:
         """Returns the rules that hold where others do not, for half weights; those of patterns included."""
         return {key: rule for key, rule in self.told().items() if rule.is_for_half_weights}
 
+    def number_formats(self) -> list[str]:
+        """Returns the formats that these lists name, for the whole model or for parts of it; each once."""
+        in_parts = [rule for entry in self.modules for _, rule in entry.changes or ()]
+        known = [rule.formats for rule in [*self.told().values(), *in_parts] if rule is not None]
+        return list(dict.fromkeys(map(str, filter(None, [*known, *(entry.formats for entry in self.modules)]))))
+
     def packages(self) -> set[str]:
         """Returns the top-level packages that patterns are about."""
         return {patterns.package_of(path) for path, _ in self.patterns}
@@ -133,7 +139,14 @@ class CastLists:
         return lists
 
     def _overlaid(self, source: str, text: str, changes: Changes, modules: Sequence[ModuleRules]) -> CastLists:
-        named = {entry.name for entry in modules}
+        named, changed = {entry.name for entry in modules}, {key for key, _ in changes}
+        # Earlier formats of functions give way to one that this overlay has for a part.
+        earlier = [(key, replace(rule, formats=None)) for key, rule in self.rules.items() if rule.formats is not None]
+        freed = [(key, rule) for key, rule in earlier if key not in changed and rule.treatment is Treatment.WHITELIST]
+        modules = [
+            entry if entry.formats is None else replace(entry, changes=(*freed, *(entry.changes or ())))
+            for entry in modules
+        ]
         return replace(
             self._laid_over(changes),
             files=(*self.files, source),

@@ -11,7 +11,6 @@ Float8 training with a scale for each tensor: Micikevicius et al., FP8 Formats f
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -251,8 +250,9 @@ def _in_rows(exact: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Casts a float32 matrix; returns what its numbers are multiplied by to get the values, too."""
     largest = largest_of(exact, format)
     scale = scale_for(largest, format)
-    # Some versions of torch cast inf to the largest number. NaN in place of a scale keeps an overflow visible.
-    undone = torch.where(largest.isfinite(), scale.reciprocal(), math.nan)
+    # Some versions of torch cast inf to the largest number. The difference is 0, and NaN for inf and NaN: in place of a
+    # scale it keeps an overflow visible, and a trace follows it to where the overflow came from.
+    undone = scale.reciprocal() + (largest - largest)
     return (exact * scale).to(_dtype(format)).contiguous(), undone
 
 

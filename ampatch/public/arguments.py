@@ -112,13 +112,13 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
     if not converts:
         raise OptionError(
             f"cast_lists contradicts opt_level={level!r}, which does not patch torch's functions. Leave cast_lists "
-            "out, or type patch_torch_functions=True as well."
+            "out, use opt_level='O1', or give amp.initialize patch_torch_functions=True."
         )
     if lists.at_every_level() == before.at_every_level():
         raise OptionError(
             f"cast_lists contradicts opt_level={level!r}, which applies only entries with needs_float32 or format, and "
-            "there are no changes of those in these lists. Leave cast_lists out, or type patch_torch_functions=True as "
-            "well."
+            "there are no changes of those in these lists. Leave cast_lists out, use opt_level='O1', or give "
+            "amp.initialize patch_torch_functions=True."
         )
 
 

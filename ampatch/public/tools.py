@@ -280,10 +280,10 @@ def _side(letter: str, given: object, model: nn.Module) -> Setup:
     try:
         half = arguments.half_dtype_of(options.get("half_dtype"), None, "", level, [model])
         properties = opt_levels.resolve(level, half)
+        if overlay is not None and not properties.patch_torch_functions:
+            arguments.check_have_effect(arguments.lists_of(overlay, level), properties)
     except OptionError as error:
         raise OptionError(f"in {letter}: {error}") from None
-    if overlay is not None and not properties.patch_torch_functions:
-        raise OptionError(f"{letter} has cast_lists, and {level} does not patch torch's functions; expected O1 or O4.")
     half_name = "" if level == "O0" else f" {opt_levels.dtype_name(properties.half_dtype)}"
     lists = "" if overlay is None else f" with {overlay if isinstance(overlay, (str, os.PathLike)) else 'cast_lists'}"
     overlaid = () if overlay is None else overlay

@@ -389,7 +389,11 @@ class TestBadInput:
             (nn.Linear(8, 8), {"b": {"opt_levl": "O1"}}, "b has the key 'opt_levl'"),
             (nn.Linear(8, 8), {"b": {"half_dtype": "float64"}}, "in b: half_dtype is 'float64'"),
             (nn.Linear(8, 8), {"b": {"opt_level": "O4", "half_dtype": "float16"}}, "in b: half_dtype="),
-            (nn.Linear(8, 8), {"b": {"opt_level": "O2", "cast_lists": {}}}, "b has cast_lists, and O2 does not"),
+            (
+                nn.Linear(8, 8),
+                {"b": {"opt_level": "O2", "cast_lists": {}}},
+                "in b: cast_lists contradicts opt_level='O2'",
+            ),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
@@ -397,6 +401,19 @@ class TestBadInput:
         with pytest.raises(OptionError) as caught:
             compared(model, **options)
         assert told in str(caught.value)
+
+    @pytest.mark.parametrize("opt_level", ["O1", "O5", "O6"])
+    def test_formats_are_compared_and_their_rounding_is_told_apart_from_noise(self, opt_level: str) -> None:
+        model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
+        side = {"opt_level": opt_level, "half_dtype": "bfloat16"}
+        without, result = (
+            compared(model, torch.randn(64, 16), b=side | lists)
+            for lists in ({}, {"cast_lists": {"modules": {"2": {"format": "float4_e2m1"}}}})
+        )
+        assert result.gradient_error > 3 * without.gradient_error
+        assert {row.module for row in rows(result, "linear") if row.is_above_noise} == {"2"}
+        assert any("b has functions in" in note and "format float4_e2m1" in note for note in result.notes)
+        assert any("b has functions in" in note for note in without.notes) == (opt_level == "O6")
 
     def test_faults_of_a_list_are_raised(self, tmp_path: Path) -> None:
         (tmp_path / "casts.yaml").write_text("blacklist: {torch: [no_such_function]}", encoding="utf-8")

@@ -276,6 +276,40 @@ def test_an_overflow_reaches_the_check(grad) -> None:
         assert torch.equal(model[0].weight, before)
 
 
+class TestTrace:
+    """What a trace says of an overflow before a product, and of one in its result."""
+
+    @staticmethod
+    def log_of_a_skipped_step(model: nn.Module, caplog: pytest.LogCaptureFixture) -> str:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"half_dtype": "float16", "cast_lists": lists(), "verbosity": 0, "on_overflow": "trace"}
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", **options)
+        with amp.scale_loss(model(inputs(16)[0]).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        with pytest.warns(AmpWarning, match="no loss scale can help"):
+            optimizer.step()
+        return caplog.text
+
+    def test_an_overflow_before_a_product_is_traced_to_where_it_was(self, caplog) -> None:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.second(self.first(x) * 1e8)
+
+        assert "First inf: in torch.Tensor.mul" in self.log_of_a_skipped_step(Model(), caplog)
+
+    def test_an_overflow_of_a_result_names_the_layer(self, caplog) -> None:
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        with torch.no_grad():
+            model[1].weight.mul_(1e6)
+        text = self.log_of_a_skipped_step(model, caplog)
+        assert "First inf: in torch.nn.functional.linear" in text
+        assert "module    1 (Linear)" in text
+
+
 # Calls that the device does not make
 
 

@@ -28,6 +28,7 @@ _DREW_ITSELF = (
     "an attention kernel drew its own dropout, which is another one in another type: errors from there on show the "
     "masks. Set its dropout to 0"
 )
+_ROUNDS_TO_FORMATS = "{} has functions in {}. The noise is that of half types, and leaves this rounding out"
 
 
 def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Setup, b: Setup) -> Comparison:
@@ -52,6 +53,10 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Setup, b: Setup) 
         precision = Precision.of(of_a.calls, of_b.calls)
         pairs = matched(of_a.calls, of_b.calls)
         rows = tuple(rows_of(pairs, precision))
+    for letter, setup in (("a", a), ("b", b)):
+        formats = setup.settings().lists.number_formats()
+        if formats:
+            notes.append(_ROUNDS_TO_FORMATS.format(letter, "; ".join(formats)))
     if any(draws_itself([call.op for call in recorded.calls]) for recorded in (of_a, of_b)):
         notes.append(_DREW_ITSELF)
     if of_a.missed_threads or of_b.missed_threads:
