@@ -142,7 +142,7 @@ def trace_calls(
     from ampatch.torch_private import tracers
 
     call: Any = tracers.UnspecializedNNModuleVariable.call_function
-    read: Any = tracers.UnspecializedNNModuleVariable.var_getattr
+    read: Any = getattr(tracers.UnspecializedNNModuleVariable, tracers.GETATTR)
 
     def guard_what_is_meant(builder: Any, guard: Any) -> None:
         expected = is_meant(builder.get(guard))
@@ -160,12 +160,12 @@ def trace_calls(
         constants = [tracers.VariableTracker.build(tx, each) for each in first]
         return tracers.VariableTracker.build(tx, function).call_function(tx, [*constants, self, *args], kwargs)
 
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+    def read_attribute(self: Any, tx: Any, name: str) -> Any:
         # Its value depends on the region, too, and guards run before traced code begins one.
         return tracers.ConstantVariable.create(None) if name == COMPILED_CALL else read(self, tx, name)
 
     ledger.set(tracers.UnspecializedNNModuleVariable, "call_function", call_function)
-    ledger.set(tracers.UnspecializedNNModuleVariable, "var_getattr", var_getattr)
+    ledger.set(tracers.UnspecializedNNModuleVariable, tracers.GETATTR, read_attribute)
 
 
 def build_torch_tables() -> None:

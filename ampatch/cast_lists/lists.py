@@ -20,7 +20,7 @@ import yaml
 from ampatch.cast_lists import patterns
 from ampatch.cast_lists.paths import Path, function_key
 from ampatch.cast_lists.reader import Reading, fitting_rule, unfit_reason
-from ampatch.cast_lists.rules import Change, Changes, Formats, ModuleRules, Rule, Treatment
+from ampatch.cast_lists.rules import Change, Changes, ModuleRules, Rule, Treatment
 from ampatch.cast_lists.yaml_tree import UnreadableError, compose, compose_own, node_of, text_of
 from ampatch.errors import OptionError
 from ampatch.grouping import grouped
@@ -44,7 +44,7 @@ class CastLists:
         texts: the YAML of each overlay, as it was read; that of a mapping has the same meaning.
         waiting: changes of each file from the first on that has a pattern; `expanded` applies them.
         modules: the entries for parts of a model, those of later overlays last; each name once.
-        formats: the formats of whitelisted functions that have none of their own; None: none.
+        part: the entry for parts of a model whose lists these are; None: the session's.
     """
 
     rules: Mapping[tuple[Path, torch.dtype], Rule]
@@ -53,7 +53,7 @@ class CastLists:
     texts: tuple[str, ...] = field(default=(), compare=False)
     waiting: tuple[Changes, ...] = ()
     modules: tuple[ModuleRules, ...] = ()
-    formats: Formats | None = None
+    part: ModuleRules | None = None
 
     def __repr__(self) -> str:
         rules = f"{len(self.rules)} rules"  # a number only: all rules would be unreadable
@@ -76,9 +76,9 @@ class CastLists:
         lists = self
         for changes in self.waiting:
             lists = lists._with(_expanded(changes, within))
-        if self.formats is not None:
-            lists = replace(lists, rules={key: _in_formats(rule, self.formats) for key, rule in lists.rules.items()})
-        return replace(lists, waiting=(), formats=None) if lists is not self else self
+        if self.part is not None and self.part.formats is not None:
+            lists = replace(lists, rules={key: self.part.in_formats(rule) for key, rule in lists.rules.items()})
+        return replace(lists, waiting=(), part=None) if lists is not self else self
 
     @property
     def patterns(self) -> dict[tuple[Path, torch.dtype], Rule]:
@@ -139,16 +139,10 @@ class CastLists:
         return lists
 
     def _overlaid(self, source: str, text: str, changes: Changes, modules: Sequence[ModuleRules]) -> CastLists:
-        named, changed = {entry.name for entry in modules}, {key for key, _ in changes}
-        # Earlier formats of functions give way to one that this overlay has for a part.
-        earlier = [(key, replace(rule, formats=None)) for key, rule in self.rules.items() if rule.formats is not None]
-        freed = [(key, rule) for key, rule in earlier if key not in changed and rule.treatment is Treatment.WHITELIST]
-        modules = [
-            entry if entry.formats is None else replace(entry, changes=(*freed, *(entry.changes or ())))
-            for entry in modules
-        ]
+        named, number = {entry.name for entry in modules}, len(self.files) + 1
+        modules = [replace(each, changes=_numbered(each.changes, number), overlay=number) for each in modules]
         return replace(
-            self._laid_over(changes),
+            self._laid_over(_numbered(changes, number) or ()),
             files=(*self.files, source),
             texts=(*self.texts, text),
             modules=(*(entry for entry in self.modules if entry.name not in named), *modules),
@@ -160,7 +154,7 @@ class CastLists:
 
     def of_module(self, entry: ModuleRules) -> CastLists:
         """Returns the lists of a part that has rules of its own: these lists, with its changes laid over them."""
-        return replace(self, modules=(), formats=entry.formats)._laid_over(entry.changes or ())
+        return replace(self, modules=(), part=entry)._laid_over(entry.changes or ())
 
     def _laid_over(self, changes: Changes) -> CastLists:
         if self.waiting or any(patterns.is_pattern(path) for (path, _), _ in changes):
@@ -183,9 +177,11 @@ class CastLists:
         return replace(self, rules=types.MappingProxyType(rules), named=named)
 
 
-def _in_formats(rule: Rule, formats: Formats) -> Rule:
-    is_free = rule.treatment is Treatment.WHITELIST and rule.formats is None and formats.fit(rule.path)
-    return replace(rule, formats=formats) if is_free else rule
+def _numbered(changes: Changes | None, overlay: int) -> tuple[Change, ...] | None:
+    """Returns changes whose rules know the number of their overlay."""
+    if changes is None:
+        return None
+    return tuple((key, rule if rule is None else replace(rule, overlay=overlay)) for key, rule in changes)
 
 
 def _expanded(changes: Changes, within: Sequence[types.ModuleType] | None) -> Changes:

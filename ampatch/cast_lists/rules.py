@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,7 @@ class Rule:
         formats: format to which the arguments of a whitelisted or blacklisted function are rounded, and the one to
             which the gradients of its results are; None: it computes in a type of torch.
         optional: True if a path that does not exist is skipped.
+        overlay: number of the overlay that it comes from; 0: the shipped lists.
     """
 
     path: Path
@@ -98,6 +99,7 @@ class Rule:
     instead: str | None = None
     formats: Formats | None = None
     optional: bool = field(default=False, compare=False)
+    overlay: int = field(default=0, compare=False)
 
     @property
     def is_for_half_weights(self) -> bool:
@@ -145,13 +147,28 @@ class ModuleRules:
         name: name of a submodule, pattern of such names, or class, as in ``keep_fp32``.
         source: file and line, for messages. Equality ignores it.
         changes: changes to the session's lists while such a part runs; None: the part computes in float32.
-        formats: formats of the functions on the whitelist there, if these have none of their own; None: none.
+        formats: formats of the functions on the whitelist there, if neither this overlay nor a later one gives them
+            others; None: none.
+        overlay: number of the overlay that it comes from.
     """
 
     name: str
     source: str = field(compare=False)
     changes: tuple[Change, ...] | None = None
     formats: Formats | None = None
+    overlay: int = 0
+
+    @property
+    def effect(self) -> tuple[object, ...]:
+        """What entries have in common that say the same."""
+        return self.changes, self.formats, self.overlay if self.formats else 0
+
+    def in_formats(self, rule: Rule) -> Rule:
+        """Returns the rule of a function while such a part runs."""
+        if rule.treatment is not Treatment.WHITELIST or (rule.formats is not None and rule.overlay >= self.overlay):
+            return rule
+        fits = self.formats is not None and self.formats.fit(rule.path)
+        return replace(rule, formats=self.formats if fits else None)
 
     @property
     def is_float32(self) -> bool:

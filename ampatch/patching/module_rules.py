@@ -28,18 +28,18 @@ from ampatch.switch import Switch
 
 
 def tokens_of(entries: Sequence[ModuleRules]) -> dict[ModuleRules, Token]:
-    """Returns a token for each entry that has rules of its own; entries with the same changes and formats share one.
+    """Returns a token for each entry that has rules of its own; entries that say the same share one.
 
     Raises:
         OptionError: there are more such entries than tokens.
     """
-    changes = list(dict.fromkeys((entry.changes, entry.formats) for entry in entries))
-    if len(changes) > len(TOKENS):
+    effects = list(dict.fromkeys(entry.effect for entry in entries))
+    if len(effects) > len(TOKENS):
         raise OptionError(
-            f"cast_lists has {len(changes)} different sets of rules under modules; expected at most {len(TOKENS)}. "
+            f"cast_lists has {len(effects)} different sets of rules under modules; expected at most {len(TOKENS)}. "
             "Give some of them the same rules."
         )
-    return {entry: TOKENS[changes.index((entry.changes, entry.formats))] for entry in entries}
+    return {entry: TOKENS[effects.index(entry.effect)] for entry in entries}
 
 
 def give_rules(parts: Mapping[nn.Module, tuple[str, str, Token | None]], ledger: PatchLedger, switch: Switch) -> None:

@@ -254,6 +254,8 @@ def explain(error: Exception, reason: Reason, given: Arguments, adapted: Argumen
         given: arguments of the call.
         adapted: arguments that the adapter returned; None if the adapter itself raised.
     """
+    if is_dynamo_compiling():  # some versions of torch.compile do not trace what judges the error
+        return
     if adapted is None:
         error.add_note(_text_of(reason))
         return

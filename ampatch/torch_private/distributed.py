@@ -113,6 +113,7 @@ def drop_held_back(group: Any) -> None:
     """
     group._partial_reduce_output = None
     for each in group.fsdp_params:
-        each.unsharded_accumulated_grad = None
         if hasattr(each, "_unsharded_param"):
             each._unsharded_param.grad = None
+        if each.unsharded_accumulated_grad is not None:  # from torch 2.15 on, it is the one above
+            each.unsharded_accumulated_grad = None

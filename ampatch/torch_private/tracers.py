@@ -50,6 +50,12 @@ TensorVariable: Any = variables.TensorVariable
 UnspecializedNNModuleVariable: Any = nn_module.UnspecializedNNModuleVariable
 VariableTracker: Any = base.VariableTracker
 
+#: Name of the method of these by which traced code reads an attribute.
+#: Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/variables/base.py
+#: Seen in: torch 2.10 to 2.13
+#: Until: torch.compile asks public hooks how to trace calls of modules.
+GETATTR = "var_getattr" if hasattr(base.VariableTracker, "var_getattr") else "tp_getattro_impl"  # from torch 2.14 on
+
 #: Adds a guard to the code that is traced, and the text of a guard.
 #: Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/_dynamo/guards.py
 #: Seen in: torch 2.10 to 2.13

@@ -1091,7 +1091,9 @@ def accelerators() -> None:
     assert devices.EXTENSION.__name__ == "torch._C"
     found = torch.accelerator.current_accelerator()
     assert getattr(devices.EXTENSION, devices.GET_ACCELERATOR_OR_NONE)() == found
-    assert getattr(devices.EXTENSION, devices.GET_ACCELERATOR)() == (found or torch.device("cpu"))
+    # torch that was built for CUDA, on a machine without a GPU, finds cuda unless it is to look for devices.
+    present = found if torch.accelerator.is_available() else None
+    assert getattr(devices.EXTENSION, devices.GET_ACCELERATOR)() == (present or torch.device("cpu"))
 
 
 @shows("devices", "is_current_stream_capturing")
@@ -1189,7 +1191,7 @@ def code_that_is_not_compiled_alone() -> None:
 
 
 @shows("tracers", "BuiltinVariable", "ConstantVariable", "TensorVariable", "UnspecializedNNModuleVariable")
-@shows("tracers", "VariableTracker", "install_guard", "get_verbose_code_parts", "fake_memo")
+@shows("tracers", "VariableTracker", "install_guard", "get_verbose_code_parts", "fake_memo", "GETATTR")
 def variables() -> None:
     inside = tracers()
     weight, module = nn.Parameter(ones(1)), nn.Identity()
@@ -1213,16 +1215,24 @@ def variables() -> None:
         builder.get_guard_manager(guard).add_lambda_guard(lambda _: allowed[0] is expected, parts, guard.user_stack)
 
     def compiled(tensor: Tensor) -> Any:
-        return module(tensor) * (tensor + weight)
+        return module(tensor) * (tensor + weight) * int(module.training)
 
+    def read(self: Any, tx: Any, name: str) -> Any:
+        names.add(name)
+        return reading(self, tx, name)
+
+    names: set[str] = set()
+    reading = getattr(inside.UnspecializedNNModuleVariable, inside.GETATTR)
     of_builtins = inside.BuiltinVariable.call_function
     allowed = [True]
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(inside.BuiltinVariable, "call_function", call_builtin)
         patch.setattr(inside.UnspecializedNNModuleVariable, "call_function", call_module)
+        patch.setattr(inside.UnspecializedNNModuleVariable, inside.GETATTR, read)
         function = torch.compile(compiled, backend="eager")
         assert function(ones(1)).item() == function(ones(1)).item() == -5
         assert sorted(seen) == [True, True]
+        assert "training" in names
         allowed[0] = False
         assert function(ones(1)).item() == -5
         assert len(seen) == 4  # traced again, as the guard has failed
