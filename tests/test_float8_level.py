@@ -150,12 +150,12 @@ def test_only_the_users_entries_must_match_a_submodule() -> None:
     ("options", "message"),
     [
         ({"half_dtype": "float16"}, "opt_level='O6', which is torch.bfloat16"),
-        ({"cast_lists": {"modules": {"layer": {"whitelist": ["softmax"]}}}}, "cast_lists has rules for 'layer'"),
+        ({"cast_lists": {"modules": {"layer": {"whitelist": ["softmax"]}}}}, "cast_lists has an entry for 'layer'"),
         ({"cast_lists": {"whitelist": {"torch": ["cumsum"]}}}, "applies only entries with needs_float32 or format"),
         ({"cast_model_type": False}, "cast_model_type=False contradicts opt_level='O6', whose lists need half weights"),
         ({"cast_lists": {}}, "applies only entries with needs_float32 or format"),
         ({"cast_lists": {"blacklist": {"*": ["linear"]}}}, "linear in the blacklist, and this level applies no lists"),
-        ({"cast_lists": {"modules": {"layer": {"promote": ["linear"]}}}}, "cast_lists has rules for 'layer'"),
+        ({"cast_lists": {"modules": {"layer": {"promote": ["linear"]}}}}, "cast_lists has an entry for 'layer'"),
     ],
 )
 def test_what_the_level_cannot_do_is_said(options, message) -> None:

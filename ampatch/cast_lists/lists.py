@@ -115,7 +115,8 @@ class CastLists:
         """Returns the formats that these lists name, for the whole model or for parts of it; each once."""
         in_parts = [rule for entry in self.modules for _, rule in entry.changes or ()]
         known = [rule.formats for rule in [*self.told().values(), *in_parts] if rule is not None]
-        return list(dict.fromkeys(map(str, filter(None, [*known, *(entry.formats for entry in self.modules)]))))
+        known += [entry.formats for entry in self.modules]
+        return list(dict.fromkeys(str(each) for each in known if each is not None and not each.format.is_torchs))
 
     def packages(self) -> set[str]:
         """Returns the top-level packages that patterns are about."""

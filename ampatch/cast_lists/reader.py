@@ -30,7 +30,7 @@ from ampatch.cast_lists.rules import (
     Treatment,
     When,
 )
-from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, known_names, spellings
+from ampatch.cast_lists.spellings import EVERY_NAMESPACE, NAMESPACES, is_in_place, known_names, spellings
 from ampatch.cast_lists.yaml_tree import described, items_of, kind_of, line_of, scalar_of
 from ampatch.errors import AmpError, CastListError, Fault, did_you_mean
 from ampatch.formats import BY_BITS, CHOICES, FORMATS, Format, chosen, named
@@ -511,18 +511,24 @@ def _typed(listing: _Listing) -> str:
 def unfit_reason(rule: Rule, path: Path) -> str | None:
     """Returns a sentence on why the rule of a pattern does not fit a function that it matches; None if it does."""
     function: Any = find(path)
-    fitting = _fitting({"via_dtype": rule.via_dtype}, path)
+    fitting = _fitting({"via_dtype": rule.via_dtype, "formats": rule.formats}, path)
     owner = find_owner(path.namespace)
-    return rules.unlistable_reason(path, owner, function, rule.when, fitting["via_dtype"], rule.formats)
+    return rules.unlistable_reason(path, owner, function, rule.when, fitting["via_dtype"], fitting["formats"])
 
 
 def fitting_rule(rule: Rule, path: Path) -> Rule:
     """Returns the rule of a pattern for one function that it matches."""
-    return replace(rule, path=path, **_fitting({"via_dtype": rule.via_dtype}, path))
+    return replace(rule, path=path, **_fitting({"via_dtype": rule.via_dtype, "formats": rule.formats}, path))
 
 
 def _fitting(options: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Returns an entry's options for one of its spellings: no ``via_dtype`` if that has no argument ``dtype``."""
+    """Returns an entry's options for one of its spellings, without what that cannot have.
+
+    That is ``via_dtype`` if it has no argument ``dtype``, and the device's format in place: it computes without one.
+    """
+    formats = options.get("formats")
+    if formats and formats.are_devices and is_in_place(path.name):
+        options = {**options, "formats": None}
     if not options.get("via_dtype") or "dtype" in signatures.parameter_names(find(path)):  # type: ignore[arg-type]
         return options
     return {**options, "via_dtype": False}

@@ -108,11 +108,14 @@ def _rounded(values: Tensor, format: Format) -> Tensor:
     result = quotient.mul_(step)
     if format.specials == "zero":
         result = result + 0.0  # -0 becomes 0
-    largest, beyond = format.largest, math.inf if format.has_inf else math.nan
+    largest = format.largest
     if format.overflow == "saturate" or format.rounding == "zero":
         # The difference is 0, and NaN for inf and NaN. Without it, saturation would hide an earlier overflow.
-        return result.clamp(-largest, largest) - (values - values)
-    return torch.where(result.abs() > largest, result * beyond, result)
+        bounded = result.clamp(-largest, largest) - (values - values)
+        is_inf_kept = format.has_inf and format.overflow == "inf"
+        return torch.where(values.isinf(), values, bounded) if is_inf_kept else bounded
+    # All these products overflow, and no operator is given inf: so a trace names this call.
+    return torch.where(result.abs() > largest, result * _LARGEST * (1.0 if format.has_inf else 0.0), result)
 
 
 def as_argument(tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
@@ -155,8 +158,8 @@ class _Result(torch.autograd.Function):
 
     @staticmethod
     def forward(tensor: Tensor, format: Format, dtype: torch.dtype) -> Tensor:  # noqa: ARG004 - for the gradient
-        """Returns the values in ``dtype``."""
-        return tensor.view_as(tensor) if tensor.dtype is dtype else tensor.to(dtype)
+        """Returns the values in ``dtype``, in memory of their own: autograd forbids to write to a view that it made."""
+        return tensor.to(dtype, copy=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # noqa: ARG004 - an interface

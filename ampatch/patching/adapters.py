@@ -691,10 +691,15 @@ class Adapters(TensorCasts):
 
 
 def _beside(half_dtype: torch.dtype) -> _Chosen:
-    """Returns a function that chooses the half type for calls with a half argument; parts kept in float32 have none."""
+    """Returns a function that chooses the half type for calls with a half argument; parts kept in float32 have none.
+
+    In a block of `amp.disable_casts` it chooses none. Nothing else turns formats off at levels with half weights.
+    """
 
     def beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-        return half_dtype if any(tensor.dtype in HALVES for tensor in tensors_of_call(args, kwargs)) else None
+        halves = [tensor for tensor in tensors_of_call(args, kwargs) if tensor.dtype in HALVES]
+        is_off = bool(halves) and is_in_region() and dtype_in_region(halves[0].device.type) is None
+        return half_dtype if halves and not is_off else None
 
     return beside
 

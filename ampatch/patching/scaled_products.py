@@ -27,7 +27,7 @@ from ampatch.compilers import constant_while_traced
 from ampatch.errors import UsageError, warn
 from ampatch.formats import Format
 from ampatch.half_types import HALVES
-from ampatch.switch import Switch, dtype_in_region, is_in_region
+from ampatch.switch import Switch
 from ampatch.torch_private import modes
 from ampatch.torch_private.operators import UNSAFE_VIEW
 
@@ -75,8 +75,6 @@ class ScaledProducts:
         if given is None or dtype is None:
             return None
         left, right, bias = given
-        if is_in_region() and dtype_in_region(left.device.type) is None:
-            return None  # in amp.disable_casts; at levels with half weights nothing else turns products off
         dtype = self._type_of(left, dtype)
         if dtype not in HALVES or any(self._type_of(each, dtype) is None for each in given if each is not None):
             return None
@@ -112,8 +110,8 @@ class ScaledProducts:
         if any(size % MULTIPLE for size in right.shape):
             sizes = f"{right.shape[0]} by {right.shape[1]}"
             return f"the sizes of its second argument must be multiples of {MULTIPLE},", f"and are {sizes}"
-        if bias is not None and bias.dim() != 1:
-            return "the bias must be a vector,", f"and has {bias.dim()} dimensions"
+        if bias is not None and (bias.dim() != 1 or bias.numel() == 1):
+            return "the bias must be a vector with a number for each column,", f"and has the shape {[*bias.shape]}"
         if not is_compiling() and modes.peek_interpreter_stack() is not None:
             return "torch.func cannot transform its products,", "and this call is in such a transform"
         return None

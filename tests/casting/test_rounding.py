@@ -225,3 +225,12 @@ def test_a_format_is_shown_as_it_is_typed() -> None:
     row = chosen({"name": "float8_e4m3", "scale": "row", "rounding": "stochastic"})
     assert str(row) == "{name: float8_e4m3, rounding: stochastic, scale: row}"
     assert (row.scale, row.rounding, row.overflow) == ("row", "stochastic", "saturate")
+
+
+@pytest.mark.parametrize("name", ["float16", "e4m3"])
+def test_inf_stays_inf_where_the_format_has_it_and_does_not_saturate(name) -> None:
+    values = torch.tensor([math.inf, -math.inf, math.nan, 1e30, 1.5])
+    largest = named(name).largest
+    for rounding, beyond in (("nearest", math.inf), ("zero", largest)):
+        found = rounded(values, replace(named(name), rounding=rounding), torch.float32)
+        assert torch.equal(found.nan_to_num(7.0, 9e30, -9e30), torch.tensor([9e30, -9e30, 7.0, min(beyond, 9e30), 1.5]))

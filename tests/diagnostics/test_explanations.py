@@ -348,7 +348,9 @@ class TestRules:
                 assert spelling(amp.explain("linear"), "torch.nn.functional.linear").note is not None
 
 
-APPLIES_ONLY = "applies only what is marked needs_float32, and beside a half weight other arguments become half."
+APPLIES_ONLY = (
+    "applies only what is marked needs_float32 or has a format, and beside a half weight other arguments become half."
+)
 
 
 class TestState:

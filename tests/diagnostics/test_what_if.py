@@ -130,14 +130,14 @@ class Written(nn.Linear):
 def test_a_call_that_writes_to_its_argument_is_noted():
     result = what_if(Written(4, 4), torch.randn(2, 4))
     assert [row.function for row in result.calls] == ["linear"]
-    assert "addmm_ writes its result" in result.notes[0]
+    assert "addmm_ writes to a tensor" in result.notes[0]
 
 
 def test_a_call_with_inplace_is_noted_and_not_judged():
     model = nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True))
     result = what_if(model, torch.randn(2, 4), cast_lists={"whitelist": {"*": ["elu"]}})
     assert [row.function for row in result.calls] == ["linear"]
-    assert "elu writes its result" in result.notes[0]
+    assert "elu writes to a tensor" in result.notes[0]
 
 
 # The lists that follow
@@ -252,3 +252,54 @@ def test_within_a_session_it_raises():
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
     with pytest.raises(UsageError, match=r"amp is set up: it would cast. Type amp.deinitialize\(\) first"):
         what_if(linear(1), torch.ones(1, 1))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_part_is_judged_as_without_a_checkpoint(use_reentrant) -> None:
+    class Model(nn.Module):
+        def __init__(self, is_checkpointed: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.part = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            self.is_checkpointed = is_checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return checkpoint(self.part, x, use_reentrant=use_reentrant) if self.is_checkpointed else self.part(x)
+
+    given = torch.linspace(-1, 1, 32).view(4, 8)
+    plain, found = (
+        {
+            row.module: (row.calls, row.forward, row.backward)
+            for row in amp.what_if(Model(each), given, lambda out: out.square().mean(), formats=["e3m4"]).calls
+        }
+        for each in (False, True)
+    )
+    assert found == plain
+
+
+def test_statistics_of_the_model_stay_and_lists_that_follow_update_them() -> None:
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6))
+    given = torch.linspace(-3, 3, 160).view(20, 8).sin()
+    lists = {"whitelist": {"*": ["batch_norm"]}}
+    result = amp.what_if(model, given, lambda out: out.square().mean(), formats=["e5m7"], cast_lists=lists)
+    assert model[1].running_mean.eq(0).all()
+    assert "batch_norm" in {row.function for row in result.functions}
+    amp.initialize(model, opt_level="O4", cast_lists=result.lists("e5m7"), verbosity=0)
+    model(given)
+    assert not model[1].running_mean.eq(0).all()
+
+
+def test_functions_that_no_device_multiplies_are_left_out_of_lists_for_devices() -> None:
+    model = nn.TransformerEncoderLayer(32, 2, 32, dropout=0.0, batch_first=True)
+    row = {"name": "float8_e4m3", "products": "device"}
+    result = amp.what_if(model, torch.randn(4, 8, 32), lambda out: out.square().mean(), formats=[row])
+    assert "multi_head_attention_forward stays as it is: no device multiplies in it" in result.overlay(row, bound=1)
+    amp.initialize(model, opt_level="O4", cast_lists=result.lists(row, bound=1), verbosity=0)
+
+
+@pytest.mark.parametrize("bound", ["x", -1, float("nan"), True])
+def test_a_bound_that_is_no_number_is_told(bound) -> None:
+    result = amp.what_if(nn.Linear(8, 8), torch.randn(4, 8), lambda out: out.sum(), formats=["e3m4"])
+    with pytest.raises(OptionError, match="expected a number of at least 0"):
+        result.overlay("e3m4", bound)

@@ -141,6 +141,32 @@ def test_a_functions_own_format_comes_before_that_of_the_part() -> None:
     assert torch.equal(model(inputs()), expected)
 
 
+LATER = [
+    ({"whitelist": {"*": [{"name": "linear", "format": "e5m1"}]}}, "format e5m1"),
+    ({"blacklist": {"*": ["linear"]}}, None),
+    ({"unlisted": {"*": ["linear"]}}, None),
+]
+
+
+@pytest.mark.parametrize("pattern", [{}, {"promote": {"torch.nn.functional": ["*_loss"]}}], ids=["names", "pattern"])
+@pytest.mark.parametrize(("other", "expected"), LATER, ids=["format", "blacklist", "unlisted"])
+@pytest.mark.parametrize("is_same_file", [False, True])
+@pytest.mark.filterwarnings("ignore:.*it calls functions that undo this")
+def test_a_later_file_decides_over_earlier_ones(is_same_file, other, expected, pattern) -> None:
+    def format_of_the_part(*files: dict[str, Any]) -> Any:
+        model = set_up(net(), list(files), "O1")
+        with amp.report() as report:
+            model[0](inputs())
+        found = {row["name"]: row["format"] for row in report.to_dict()["functions"]}["torch.nn.functional.linear"]
+        amp.deinitialize()
+        return found
+
+    first = SCALED | pattern
+    assert "format e3m2" in format_of_the_part(first, FIRST)
+    files = [FIRST | other] if is_same_file else [FIRST, other]
+    assert format_of_the_part(*files) == format_of_the_part(first, *files) == expected
+
+
 def test_an_empty_entry_takes_a_part_out_of_the_format_around_it() -> None:
     model = nn.Sequential(net())
     expected = set_up(copy.deepcopy(model), None)(inputs())
@@ -276,17 +302,84 @@ def test_a_format_of_torchs_writes_in_place_and_leaves_other_code_alone() -> Non
     assert (torch.ones(3) + torch.ones(3)).dtype is torch.float32  # no model's
 
 
-@pytest.mark.parametrize("call", [lambda x: F.elu(x, inplace=True), lambda x: x.sigmoid_()], ids=["inplace=", "name"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.elu(x, inplace=True),
+        lambda x: x.sigmoid_(),
+        lambda x: F.embedding(torch.arange(2), x.view(3, 1), max_norm=1.0),
+    ],
+    ids=["inplace=", "name", "max_norm="],
+)
 def test_a_call_that_would_write_to_its_argument_is_refused(call) -> None:
     lists = {
         "blacklist": {
             "*": [{"name": "sigmoid", "format": "e3m2"}],
-            "torch.nn.functional": [{"name": "elu", "format": "e3m2"}],
+            "torch.nn.functional": [{"name": name, "format": "e3m2"} for name in ("elu", "embedding")],
         }
     }
     set_up(net(), lists)
-    with pytest.raises(BannedFunctionError, match=r"computes in e3m2, and cannot write its result to an argument"):
-        call(torch.ones(3).requires_grad_() * 2)
+    given = torch.ones(3).requires_grad_() * 2
+    with pytest.raises(BannedFunctionError, match=r"computes in e3m2, and cannot write to an argument"):
+        call(given)
+    assert given.eq(2).all()
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("format", ["e5m7", "float8_e4m3"])
+def test_running_statistics_are_updated_as_without_the_format(format, opt_level) -> None:
+    def found(lists: object) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = set_up(nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6)), lists, opt_level)
+        for _ in range(3):
+            model(inputs(20))
+        statistics = [model[1].running_mean.clone(), model[1].running_var.clone()]
+        amp.deinitialize()
+        return statistics
+
+    plain = found(None)
+    rounded_ = found({"blacklist": {"*": [{"name": "batch_norm", "format": format}]}})
+    for one, other in zip(rounded_, plain, strict=True):
+        assert one.dtype is torch.float32
+        assert torch.allclose(one, other, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.parametrize("opt_level", ["O4", "O5"])
+@pytest.mark.parametrize("lists", [SCALED, UNSCALED, linear(format="e4m3", grad="float32")])
+def test_the_result_may_be_written_to(lists, opt_level) -> None:
+    expected, found = (
+        gradients(set_up(copy.deepcopy(model), lists, opt_level), inputs())
+        for model in (nn.Sequential(net()[0], nn.ReLU()), nn.Sequential(net()[0], nn.ReLU(inplace=True)))
+        if amp.deinitialize() is None
+    )
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("format", ["float8_e4m3", "float4_e2m1", "e4m3"])
+def test_masks_are_not_rounded(format) -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = set_up(nn.Sequential(layer), {"modules": {"0": {"format": format}}})
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    assert layer(torch.randn(2, 5, 16), src_mask=mask).isfinite().all()
+    assert model is not layer
+
+
+@pytest.mark.parametrize("opt_level", ["O4", "O5"])
+@pytest.mark.parametrize("products", ["emulated", "device"])
+def test_a_block_without_casts_in_a_forward_rounds_nothing(products, opt_level) -> None:
+    class Part(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            with amp.disable_casts():
+                return super().forward(x.to(self.weight.dtype))
+
+    row = {"name": "float8_e4m3", "products": products}
+    part = Part(32, 32)
+    model = set_up(part, {"whitelist": {"torch.nn.functional": [{"name": "linear", "format": row}]}}, opt_level)
+    given = inputs(4).flatten().expand(3, 32)
+    found = model(given)
+    weight, bias = model.weight.detach(), model.bias.detach()
+    with amp.disable_casts():
+        assert torch.equal(found.to(weight.dtype), F.linear(given.to(weight.dtype), weight, bias))
 
 
 def test_a_call_that_asks_for_a_type_or_a_place_is_obeyed() -> None:
@@ -309,12 +402,21 @@ def test_functions_that_rounding_itself_calls_can_have_a_format() -> None:
     assert (given.detach() / 3.0 - given.detach() * (1 / 3)).abs().max() < 0.1
 
 
-def test_a_bias_is_not_rounded() -> None:
-    layer = nn.Linear(8, 4)
-    with torch.no_grad():
-        layer.weight.zero_()
-    out = set_up(nn.Sequential(layer), UNSCALED)(inputs())
-    assert torch.equal(out[0], layer.bias.to(BFLOAT16))
+BIASED = {
+    "linear": lambda bias: F.linear(torch.zeros(1, 3), torch.zeros(3, 3), bias),
+    "addmm": lambda bias: torch.addmm(bias, torch.zeros(1, 3), torch.zeros(3, 3)),
+    "baddbmm": lambda bias: torch.baddbmm(bias, torch.zeros(1, 1, 3), torch.zeros(1, 3, 3)),
+    "rnn_relu_cell": lambda bias: torch.rnn_relu_cell(
+        torch.zeros(1, 3), torch.zeros(1, 3), torch.zeros(3, 3), torch.zeros(3, 3), bias, torch.zeros(3)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(BIASED))
+def test_a_bias_is_not_rounded(name) -> None:
+    set_up(net(), {"whitelist": {"*": [{"name": name, "format": "e3m1"}]}})
+    bias = torch.tensor([0.1, 0.22, 0.37], requires_grad=True)
+    assert torch.equal(BIASED[name](bias).flatten(), bias.to(BFLOAT16))
 
 
 def test_cast_observers_and_statistics_see_the_rounding() -> None:

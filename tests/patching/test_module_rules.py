@@ -509,7 +509,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("level", ["O2", "O3"])
     def test_rules_are_an_error_at_levels_without_lists(self, level: str) -> None:
-        with pytest.raises(OptionError, match=rf"opt_level='{level}': cast_lists has rules for 'head'.*float32"):
+        with pytest.raises(OptionError, match=rf"opt_level='{level}': cast_lists has an entry for 'head'.*float32"):
             ruled({"head": OWN}, opt_level=level)
 
     def test_amp_init_refuses_rules_of_modules(self) -> None:

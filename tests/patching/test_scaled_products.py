@@ -347,6 +347,26 @@ def test_sizes_that_the_device_refuses_compute_in_half_and_are_told_once(opt_lev
         assert torch.equal(compiled(given), expected)
 
 
+def test_a_bias_of_one_number_computes_in_half_and_is_told() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.randn(32, 32)), nn.Parameter(torch.randn(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x, self.weight)
+
+    model = set_up(Sum(), lists(entry("addmm")))
+    assert "the bias must be a vector with a number for each column" in warned(model, lambda it: it(inputs(4)[0]))[0]
+
+
+def test_a_form_in_place_computes_without_the_format(products) -> None:
+    set_up(Product("addmm"), lists(entry("addmm")))
+    given, weight = inputs(32)[0], torch.randn(32, 32, requires_grad=True)
+    (weight * 1).addmm_(given, weight)
+    assert products == []
+
+
 def test_a_batched_product_and_a_transform_compute_in_half_and_are_told() -> None:
     model = set_up(Product("linear"), lists(entry(), entry("matmul")))
     batch = torch.randn(2, 16, 16).requires_grad_()

@@ -7,6 +7,7 @@ never call the function, cast an argument, or change the session.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from ampatch.cast_lists import list_edits
 from ampatch.cast_lists.annotations import shipped_entries
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path
-from ampatch.cast_lists.rules import EVERY_DEVICE, Rule, Treatment
+from ampatch.cast_lists.rules import EVERY_DEVICE, ModuleRules, Rule, Treatment
 from ampatch.cast_lists.spellings import called_by, operators_in
 from ampatch.diagnostics.explain.result import BoundPlace, Called, ExplainedCall, Explanation
 from ampatch.diagnostics.explain.rulings import Rulings, located
@@ -103,11 +104,11 @@ def _state(rulings: Rulings) -> Iterator[str]:
         if not live.settings.patches_any:
             yield f"{level} patches no functions, so none of this is applied."
         elif not live.settings.patches_functions:
-            marked = f"{level} applies only what is marked needs_float32"
+            marked = f"{level} applies only what is marked needs_float32 or has a format"
             yield f"{marked}, and beside a half weight other arguments become half."
         elif live.switch.is_off():
             yield "Casts are off here."
-        elif rulings.part is not None:
+        if rulings.part is not None and not live.switch.is_off():
             yield f"Here the rules of modules {rulings.part} apply."
     if casting_mode.thread.mode is not None:
         yield "In this forward of an amp.convert_model copy the copy's own lists decide instead."
@@ -164,20 +165,26 @@ def _notes(subject: Subject, rulings: Rulings, calls: Sequence[Called]) -> Itera
 def _notes_on_parts(rulings: Rulings, paths: Sequence[Path]) -> Iterator[str]:
     """Yields a sentence for each entry for parts of a model that treats functions otherwise than the session."""
     lists = rulings.of_session
-    if not lists.modules or (rulings.live is not None and not rulings.live.settings.patches_functions):
+    if not lists.modules or (rulings.live is not None and not rulings.live.settings.patches_any):
         return
     rules = lists.expanded().rules
+    entries: dict[str, list[ModuleRules]] = {}
     for entry in lists.modules:
-        where = f"In submodules that {entry.name!r} matches ({entry.source})"
         if entry.is_float32:
-            yield f"{where} nothing is cast, and inputs are float32."
+            entries.setdefault("nothing is cast, and inputs are float32", []).append(entry)
             continue
         own = lists.of_module(entry).expanded().rules
         keys = [(path, half) for half in rulings.half_dtypes for path in paths]
-        changed = [(key[0], own.get(key)) for key in keys if rules.get(key) != own.get(key)]
+        pairs = [(key[0], rules.get(key), own.get(key)) for key in keys]
+        are_meant = [old != new and (rulings.applies(old) or rulings.applies(new)) for _, old, new in pairs]
+        changed = [(path, new) for path, _, new in itertools.compress(pairs, are_meant)]
         told = dict.fromkeys(f"{path} is {_place(rule)}{_in_one_half(rulings)}" for path, rule in changed)
         if told:
-            yield f"{where} {', '.join(told)}."
+            entries.setdefault(", ".join(told), []).append(entry)
+    for sentence, (first, *others) in entries.items():
+        names = " or ".join(repr(entry.name) for entry in (first, *others))
+        source = f"from {first.source} on" if others else first.source
+        yield f"In submodules that {names} matches ({source}) {sentence}."
 
 
 def _in_one_half(rulings: Rulings) -> str:
@@ -188,7 +195,7 @@ def _place(rule: Rule | None) -> str:
     if rule is None:
         return "on no list"
     kind = "banned" if rule.treatment is Treatment.BANNED else f"in the {rule.treatment.value}"
-    return f"{kind} ({rule.source})"
+    return f"{kind} ({rule.source}{'' if rule.formats is None else f'; {rule.formats}'})"
 
 
 def _explained_call(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExplainedCall:

@@ -308,7 +308,7 @@ def _meaning_lines(several: Sequence[Spelling], allow_banned: bool) -> Iterator[
         at_levels = "At O2, O3 and O5 it is cast as well, and half arguments give half results."
         yield from _wrapped(f"needs_float32: torch has no half kernel. {at_levels}", "  ")
     if any(ruling.formats for _, ruling in found):
-        how = "arguments are rounded to the format, and gradients of results to grad; a bias is only cast."
+        how = "arguments are rounded to the format, and gradients of results to grad; biases and masks are cast."
         yield from _wrapped(f"format: {how}", "  ")
     if any("products: device" in (ruling.formats or "") for _, ruling in found):
         how = "the device multiplies in the format; what it refuses computes as without one, and amp warns."

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from ampatch.cast_lists.rules import MULTIPLYING
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.shown_names import counted, module_and_line, shown_module, shown_place
 from ampatch.diagnostics.tables import Column, number, printed, table
@@ -120,7 +121,7 @@ class WhatIf:
             bound: the greatest noise of a call.
 
         Raises:
-            OptionError: the format was not judged.
+            OptionError: the format was not judged, or ``bound`` is no number of at least 0.
         """
         loaded: dict[str, Any] = yaml.safe_load(self.overlay(format, bound)) or {}
         return loaded
@@ -133,8 +134,10 @@ class WhatIf:
             bound: the greatest noise of a call.
 
         Raises:
-            OptionError: the format was not judged.
+            OptionError: the format was not judged, or ``bound`` is no number of at least 0.
         """
+        if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound >= 0:
+            raise OptionError(f"bound is {bound!r}; expected a number of at least 0, such as {BOUND}.")
         rows = [row for row in self.calls if row.format == self._judged(format)]
         return "\n".join(_overlay(rows, bound)) + "\n"
 
@@ -205,6 +208,9 @@ def _overlay(rows: list[FormatNoise], bound: float) -> Iterator[str]:
     of_modules: dict[str, list[str]] = {}
     yield f"# By amp.what_if: the noise of a call is at most {bound:g}."
     for function, calls in grouped((row.function, row) for row in rows).items():
+        if format_of(yaml.safe_load(calls[0].format)).products == "device" and function not in MULTIPLYING:
+            yield f"# {function} stays as it is: no device multiplies in it."
+            continue
         entry = f"- {{name: {function}, format: {calls[0].format}}}"
         bad = [row for row in calls if not row.noise_of_call <= bound]
         if not bad:

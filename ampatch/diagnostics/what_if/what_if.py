@@ -24,8 +24,7 @@ from torch.autograd.graph import Node, register_multi_grad_hook
 from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import identity
 from ampatch.cast_lists.rules import Treatment
-from ampatch.cast_lists.signatures import argument_reader
-from ampatch.cast_lists.spellings import is_in_place, plain_name
+from ampatch.cast_lists.spellings import plain_name
 from ampatch.casting.nested import CASTABLE, TensorCast, cast_tensors, tensors_in, tensors_of_call
 from ampatch.casting.rounding import rounded
 from ampatch.diagnostics.random_state import RandomState
@@ -39,6 +38,7 @@ from ampatch.errors import UsageError
 from ampatch.formats import Format
 from ampatch.grouping import grouped
 from ampatch.patching.casting_mode import CastRules
+from ampatch.patching.emulation import Operands
 from ampatch.runtime import runtime
 from ampatch.torch_private.autograd import current_graph_task_id
 
@@ -97,22 +97,41 @@ class _Call:
 
     place: _Place
     function: Any
+    operands: Operands
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     before: RandomState
     versions: tuple[int, ...]
 
     @property
-    def bias(self) -> object:
-        """The bias, which an emulated call does not round; None if there is none."""
-        reader = argument_reader(self.function, "bias")
-        return None if reader is None else reader(self.args, self.kwargs)
+    def updated(self) -> set[int]:
+        """The ids of tensors that the call updates."""
+        return {id(each) for each in self.operands.updated(self.args, self.kwargs)}
+
+    def rounding(self, format: Format) -> tuple[list[tuple[Tensor, Tensor]], TensorCast]:
+        """Returns a function that rounds as an emulated call does, and the list in which it puts all before and after.
+
+        Each tensor stands there with the rounded one.
+        """
+        given: list[tuple[Tensor, Tensor]] = []
+        exact = self.operands.added(self.args, self.kwargs) | self.updated
+
+        def rounding(tensor: Tensor) -> Tensor:
+            if id(tensor) in exact:
+                return tensor
+            found = rounded(tensor, format, torch.float32)
+            given.append((tensor, found))
+            return found
+
+        return given, rounding
 
     def repeated(self, change: TensorCast) -> Any:
-        """Makes the call with other arguments, and returns its result."""
+        """Makes the call with other arguments, and returns its result. What it updates is a copy."""
+        updated = self.updated
 
         def changed(tensor: Tensor) -> Tensor:
-            return change(tensor) if tensor.dtype in CASTABLE else tensor
+            made = change(tensor) if tensor.dtype in CASTABLE else tensor
+            return made.clone() if id(tensor) in updated else made
 
         given: Any = cast_tensors((self.args, self.kwargs), changed)
         args, kwargs = given
@@ -188,12 +207,13 @@ class _Watched(Recorder):
         if name is None or self.is_traced():
             return self._run(function, args, kwargs)
         with unseen():
-            unfit = _unfit(name, function, args, kwargs)
+            operands = Operands(name, function)
+            unfit = _unfit(operands, args, kwargs)
             place = self._place(name, sys._getframe(2))
         if unfit:
             self.missed[f"{name} {unfit}; such calls were not judged."] = None
             return self._run(function, args, kwargs)
-        call = _Call(place, function, args, kwargs, RandomState(), versions_of((args, kwargs)))
+        call = _Call(place, function, operands, args, kwargs, RandomState(), versions_of((args, kwargs)))
         result = self._run(function, args, kwargs)
         # A checkpoint computes parts again in the backward pass. Their arguments have been judged, their gradients not.
         if current_graph_task_id() == -1:
@@ -203,7 +223,11 @@ class _Watched(Recorder):
             nodes = [each.grad_fn for each in results if each.grad_fn is not None]
             if nodes:
                 reach = functools.reduce(operator.or_, [self._reach(each) for each in nodes])
-                register_multi_grad_hook(results, functools.partial(self._judge_gradients, call, reach))
+                judge = functools.partial(self._judge_gradients, call, reach)
+                if results[1:]:
+                    register_multi_grad_hook(results, judge)
+                else:  # the other kind of hook does not run at the roots of a checkpoint's own backward pass
+                    results[0].register_hook(lambda gradient: judge([gradient]))
         return result
 
     def _place(self, name: str, caller: types.FrameType) -> _Place:
@@ -211,7 +235,11 @@ class _Watched(Recorder):
         module = next((each for each in running if each is not None), None)
         frame = callers.users_frame(caller)
         line = (None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-        return _Place(plain_name(name), module, *line)
+        place = _Place(plain_name(name), module, *line)
+        if current_graph_task_id() == -1:
+            return place
+        # Computed again in a backward pass, of which the user's code knows nothing: where it was in the forward pass.
+        return next((each.place for each in self._found if each.place[:2] == place[:2]), place)
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function; one of torch's in Python so that the functions that it calls are seen, too."""
@@ -228,7 +256,7 @@ class _Watched(Recorder):
         """Makes a call on arguments in each format, and counts."""
         with self._aside():
             for format in self._formats:
-                given, rounding = _rounding(format, call.bias)
+                given, rounding = call.rounding(format)
                 found = call.repeated(rounding)
                 counts = _counts(given, format)
                 self._found.append(_Found(format, call.place, counts, _noise(result, found), None))
@@ -241,7 +269,7 @@ class _Watched(Recorder):
         with self._aside():
             exact = call.gradients(lambda tensor: tensor, gradients)
             for format in self._formats:
-                given, rounding = _rounding(format, call.bias)
+                given, rounding = call.rounding(format)
                 changed = [None if each is None else rounding(each) for each in gradients]
                 counts = _counts(given, format)
                 noise = _noise(exact, call.gradients(rounding, changed))
@@ -328,27 +356,12 @@ def _with_gradients(result: Any) -> list[Tensor]:
     return [each for each in tensors_in(result) if each.requires_grad and each.dtype in CASTABLE]
 
 
-def _unfit(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _unfit(operands: Operands, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Returns why a call cannot compute in a format, as part of a sentence; empty if it can."""
-    inplace = argument_reader(function, "inplace")
-    if is_in_place(name) or kwargs.get("out") is not None or (inplace is not None and inplace(args, kwargs)):
-        return "writes its result to a tensor that it is given"
+    if operands.writes(args, kwargs) or kwargs.get("out") is not None:
+        return "writes to a tensor that it is given"
     dense = (each.layout is torch.strided and not each.is_nested for each in tensors_of_call(args, kwargs))
     return "" if all(dense) else "got a sparse or nested tensor"
-
-
-def _rounding(format: Format, bias: object) -> tuple[list[tuple[Tensor, Tensor]], TensorCast]:
-    """Returns a function that rounds tensors but a bias, and the list in which it puts each with the rounded one."""
-    given: list[tuple[Tensor, Tensor]] = []
-
-    def rounding(tensor: Tensor) -> Tensor:
-        if tensor is bias:
-            return tensor
-        found = rounded(tensor, format, torch.float32)
-        given.append((tensor, found))
-        return found
-
-    return given, rounding
 
 
 def _counts(given: Iterable[tuple[Tensor, Tensor]], format: Format) -> list[int]:
