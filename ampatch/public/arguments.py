@@ -101,9 +101,9 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
             )
         if own is not None:
             raise OptionError(
-                f"cast_lists contradicts opt_level={level!r}: {own.source} has an entry for {own.name!r}, and this level "
-                f"applies only {rules.FLOAT32} and formats to parts. Give it one of these and nothing else, leave it "
-                "out, or type opt_level='O1'."
+                f"cast_lists contradicts opt_level={level!r}: {own.source} has an entry for {own.name!r}, and this "
+                f"level applies only {rules.FLOAT32} and formats to parts. Give it one of these and nothing else, "
+                "leave it out, or type opt_level='O1'."
             )
     else:
         of_session = [replace(each, modules=()) for each in (before, lists)]
