@@ -29,6 +29,9 @@ from ampatch.grouping import grouped
 #: File of the package that holds the reasons.
 FILE = "reviewed.yaml"
 
+#: Public from torch 2.15 on.
+_OF_OPTIMIZERS = "torch.foreach"
+
 
 @dataclass(frozen=True, slots=True)
 class Reason:
@@ -120,7 +123,8 @@ def callables() -> dict[Path, object]:
     """Returns the callables of the installed torch that need a decision, by path, sorted by namespace and name.
 
     These are all that torch lets classes of tensors override, the properties of tensors among them, and all other
-    public functions of torch in the namespaces. Private functions are reached through public ones.
+    public functions of torch in the namespaces. Private functions are reached through public ones. Those that update
+    lists of tensors are left out: they are for optimizers.
     """
     overridable = {unwrapped(each) for group in overrides.get_overridable_functions().values() for each in group}
     found: dict[Path, object] = {}
@@ -139,7 +143,8 @@ def callables() -> dict[Path, object]:
     for function in overridable - reached:
         name = overrides.resolve_name(function) or repr(function)
         namespace, _, attribute = name.removesuffix(".__get__").rpartition(".")
-        found[Path(namespace, attribute)] = function
+        if namespace != _OF_OPTIMIZERS:
+            found[Path(namespace, attribute)] = function
     return dict(sorted(found.items()))
 
 
