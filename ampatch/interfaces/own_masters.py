@@ -333,8 +333,6 @@ class _OwnParameters:
         values: initial values of masters, by id of the parameter.
     """
 
-    hears_writes = False
-
     def __init__(self, values: dict[int, Tensor]) -> None:
         self._values = values
 

@@ -80,10 +80,7 @@ class Conversion:
 
     Attributes:
         without_master: the half weights that have no master.
-        hears_writes: True: owners are told of writes that torch does not count.
     """
-
-    hears_writes = True
 
     def __init__(
         self, is_of_model: Callable[[Tensor], bool] = lambda _: False, *, watches_writes: bool = False

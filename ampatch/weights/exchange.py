@@ -106,9 +106,9 @@ class ExchangedMasters(abc.ABC):
         """Returns True if a parameter has a master."""
         return id(parameter) in self._known
 
-    @abc.abstractmethod
-    def on_access(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
-        """Notes an access to a tensor's memory; see `ampatch.weights.untracked_writes.OnAccess`."""
+    def on_access(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:  # noqa: ARG002
+        """Notes an access to a tensor's memory, if masters last; see `ampatch.weights.untracked_writes.OnAccess`."""
+        return None
 
     @abc.abstractmethod
     def make_missing(self) -> None:

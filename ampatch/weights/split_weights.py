@@ -3,12 +3,13 @@
 Remainders are known from Split SGD of Intel's extension for PyTorch, and from ``store_param_remainders`` of Apex's
 distributed Adam.
 
-Owns the remainders, and notices writes to the parameters, whose values then count alone. Must know neither optimizers
-nor when they step.
+Owns the remainders, and notices writes to the parameters, whose values then count alone. The values tell, as torch does
+not count every write. Must know neither optimizers nor when they step.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -19,8 +20,7 @@ from ampatch.errors import warn
 from ampatch.grouping import grouped
 from ampatch.native import kernels
 from ampatch.tracing import is_capturing
-from ampatch.weights.kept_values import check_as_converted, moments_of
-from ampatch.weights.untracked_writes import is_shared
+from ampatch.weights.kept_values import check_as_converted
 
 _MOST_TIMES = 3  # that user code may write between steps before it is warned
 
@@ -37,19 +37,15 @@ class SplitWeight:
     Attributes:
         remainder: what the parameter lacks, int16.
         fingerprint: of the parameter when the remainder last was its own: 1-dimensional, 1 element.
-        moment: the parameter's version counter and address at that moment.
-        may_be_written: True if user code can write to the parameter in ways that torch does not count.
-        is_unannounced: True if nothing tells whether it can.
     """
 
-    __slots__ = ("_half", "fingerprint", "is_unannounced", "may_be_written", "moment", "remainder")
+    __slots__ = ("_half", "fingerprint", "remainder")
 
     dtype = torch.bfloat16
 
     def __init__(self, half: Tensor, full: Tensor) -> None:
         self._half = weakref.ref(half)
         self.remainder = torch.empty_like(half, dtype=torch.int16, requires_grad=False)
-        self.may_be_written = self.is_unannounced = False
         self.set(half, full)
 
     @property
@@ -61,15 +57,10 @@ class SplitWeight:
     def set(self, half: Tensor, full: Tensor) -> None:
         """Writes a float32 value to the parameter and the remainder."""
         kernels.split([full.detach()], [half.detach()], [self.remainder])
-        self.note(half)
+        self.fingerprint = fingerprint_of(half)
 
     def take_gradient(self) -> None:
         """Returns None: a float32 value that is no tensor has no gradient."""
-
-    def note(self, half: Tensor, fingerprint: Tensor | None = None) -> None:
-        """Records that the remainder is the parameter's own; ``fingerprint`` is the parameter's, if it is known."""
-        self.moment = half._version, half.data_ptr()
-        self.fingerprint = fingerprint_of(half) if fingerprint is None else fingerprint
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -82,45 +73,46 @@ class SplitWeight:
         check_as_converted(half, self.dtype, self.remainder.shape)
         if self.is_in_sync(half):
             return False
-        if (self.remainder.device, self.remainder.stride()) == (half.device, half.stride()):
+        if self.has_layout_of(half):
             self.remainder.zero_()  # in place, as a CUDA graph may have its address
         else:
             self.remainder = torch.zeros_like(half, dtype=torch.int16, requires_grad=False)
-        self.note(half)
+        self.fingerprint = fingerprint_of(half)
         return True
 
     def is_in_sync(self, half: Tensor) -> bool:
-        """Returns True if the parameter has the values that it had at `note`; may sync with the device."""
-        if not self.may_be_written and self.moment == (half._version, half.data_ptr()):
-            return True
+        """Returns True if the remainder is still the parameter's own; syncs with the device."""
         if half.dtype is not self.dtype:
             return False
         self._follow(half)
-        is_same = self.has_fingerprint_of(half)
-        if is_same:
-            self.note(half)
-        return is_same
+        return self.has_fingerprint_of(half)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _follow(self, half: Tensor) -> None:
         """Lays the remainder out as a parameter that was moved, or given another layout, but not written to."""
-        if (self.remainder.device, self.remainder.stride()) == (half.device, half.stride()):
+        if self.has_layout_of(half):
             return
         as_before = torch.empty_like(self.remainder, dtype=self.dtype, device=half.device).copy_(half)
         if self.has_fingerprint_of(as_before):
             self.remainder = torch.empty_like(half, dtype=torch.int16, requires_grad=False).copy_(self.remainder)
             self.fingerprint = fingerprint_of(half)
 
+    def has_layout_of(self, half: Tensor) -> bool:
+        """Returns True if the remainder is laid out as the parameter is now."""
+        return (self.remainder.device, self.remainder.stride()) == (half.device, half.stride())
+
     def has_fingerprint_of(self, half: Tensor) -> bool:
-        """Returns True if a bfloat16 tensor has the values that the parameter had at `note`; syncs with the device."""
+        """Returns True if the remainder is that of a bfloat16 tensor's values; syncs with the device."""
         return torch.equal(fingerprint_of(half), self.fingerprint.to(half.device))
 
     @property
     def full(self) -> Tensor:
-        """The float32 value: a new tensor."""
+        """The float32 value, with what user code has written to the parameter: a new tensor; syncs with the device."""
         half = self._half()
         assert half is not None
+        if half.dtype is self.dtype:
+            self.synchronise(half)
         return self.values(half)
 
     @torch.no_grad()
@@ -158,11 +150,10 @@ class Split:
 
     Args:
         name_of: function that returns a parameter's name, for messages.
-        hears_writes: whether `note_access` is called for all writes that torch does not count.
     """
 
-    def __init__(self, name_of: Callable[[Tensor], str], hears_writes: bool) -> None:
-        self._name_of, self._hears_writes = name_of, hears_writes
+    def __init__(self, name_of: Callable[[Tensor], str]) -> None:
+        self._name_of = name_of
         self._splits: dict[int, tuple[Tensor, SplitWeight]] = {}  # by id of the parameter: itself, and its remainder
         self._filled: list[tuple[Tensor, SplitWeight]] = []  # those that have elements
         self._times_written = 0  # looks that found writes
@@ -170,7 +161,6 @@ class Split:
     def add(self, half: Tensor, split: SplitWeight | None) -> None:
         """Adds a parameter, which has its remainder."""
         assert split is not None
-        split.may_be_written = split.is_unannounced = not self._hears_writes
         self._splits[id(half)] = half, split
         if half.numel():
             self._filled.append((half, split))
@@ -182,10 +172,7 @@ class Split:
 
     def full_of(self, half: Tensor) -> Tensor:
         """Returns a parameter's float32 value, as a new tensor."""
-        _, split = self._splits[id(half)]
-        if half.dtype is torch.bfloat16:
-            split.synchronise(half)
-        return split.values(half)
+        return self._splits[id(half)][1].full
 
     def set(self, half: Tensor, full: Tensor) -> None:
         """Gives a parameter a float32 value."""
@@ -203,8 +190,8 @@ class Split:
         finally:  # also after Ctrl-C: otherwise the remainders would seem to be of other values
             for some in _by_device(pairs):
                 prints = kernels.fingerprints([half for half, _ in some])
-                for (half, split), own in zip(some, prints.split(1), strict=True):
-                    split.note(half, own)
+                for (_, split), own in zip(some, prints.split(1), strict=True):
+                    split.fingerprint = own
 
     def rounded(self, master: Tensor) -> Tensor:
         """Returns what `write` writes of a master."""
@@ -214,11 +201,6 @@ class Split:
 
     # What user code writes to parameters
 
-    def note_access(self, tensor: Tensor) -> None:
-        """Notes that user code may write to a tensor without being counted."""
-        if id(tensor) in self._splits:
-            self._splits[id(tensor)][1].may_be_written = True
-
     def note_one(self, half: Tensor) -> None:
         """Does nothing: a parameter that was loaded has its remainder."""
 
@@ -227,7 +209,7 @@ class Split:
         self._splits[id(half)][1].synchronise(half)
 
     def take_writes(self) -> None:
-        """Drops the remainders of parameters that user code has written to; syncs if it has read their ``data``.
+        """Drops the remainders of parameters that user code has written to; syncs with each device.
 
         Raises:
             UsageError: a parameter was given another type.
@@ -237,13 +219,8 @@ class Split:
         """
         if is_capturing():  # nothing can be read from the device; it was looked at before the capture
             return
-        pairs = self._filled
-        watched = [pair for pair in pairs if pair[1].may_be_written]
-        moments = list(zip(*moments_of([half for half, _ in pairs]), strict=True))
-        is_same = moments == [split.moment for _, split in pairs] and not (watched and _differ(watched))
-        written = [] if is_same else [half for half, split in pairs if split.synchronise(half)]
-        for half, split in watched:  # to those whose ``data`` user code has dropped, torch counts every write again
-            split.may_be_written = split.is_unannounced or is_shared(half)
+        differing = itertools.chain.from_iterable(filter(_differ, _by_device(self._filled)))
+        written = [half for half, split in differing if split.synchronise(half)]
         self._times_written += bool(written)
         if written and self._times_written == _MOST_TIMES:
             warn(
@@ -254,12 +231,11 @@ class Split:
 
 
 def _differ(pairs: list[tuple[Tensor, SplitWeight]]) -> bool:
-    """Returns True if the values of a parameter have changed since `SplitWeight.note`; reads each device once."""
-    for some in _by_device(pairs):
-        now = kernels.fingerprints([half.detach() for half, _ in some])
-        if not torch.equal(now, torch.cat([split.fingerprint.to(now.device) for _, split in some])):
-            return True
-    return False
+    """Returns True if a remainder is no longer that of its parameter, of parameters on one device; reads it once."""
+    if not all(split.has_layout_of(half) for half, split in pairs):
+        return True
+    now = kernels.fingerprints([half.detach() for half, _ in pairs])
+    return not torch.equal(now, torch.cat([split.fingerprint.to(now.device) for _, split in pairs]))
 
 
 def _by_device(pairs: Iterable[tuple[Tensor, SplitWeight]]) -> Iterable[list[tuple[Tensor, SplitWeight]]]:

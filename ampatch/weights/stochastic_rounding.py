@@ -160,9 +160,6 @@ class Rounded:
 
     # What user code writes to parameters
 
-    def note_access(self, tensor: Tensor) -> None:
-        """Notes that user code may write to a tensor without being counted."""
-
     def synchronise_one(self, half: Tensor) -> None:
         """Takes what user code has written to a parameter."""
 

@@ -26,7 +26,7 @@ from ampatch.native import kernels
 from ampatch.torch_private import foreach
 from ampatch.weights import optimizer_state
 from ampatch.weights.exchange import ExchangedMasters, Releases, exchange
-from ampatch.weights.kept_values import check_as_converted, moments_of
+from ampatch.weights.kept_values import check_as_converted
 from ampatch.weights.split_weights import Split, SplitWeight
 from ampatch.weights.step_parts import Turns, parts_of
 from ampatch.weights.stochastic_rounding import Rounded, Rounding
@@ -34,13 +34,7 @@ from ampatch.weights.untracked_writes import data_of
 
 
 class Claims(Releases, Protocol):
-    """Records which optimizer owns a half parameter; see `ampatch.weights.conversion.Conversion`.
-
-    Attributes:
-        hears_writes: True if `TemporaryMasters.on_access` is told of writes that torch does not count.
-    """
-
-    hears_writes: bool
+    """Records which optimizer owns a half parameter; see `ampatch.weights.conversion.Conversion`."""
 
     def claim_rounded(self, parameter: nn.Parameter, owner: object, splits: bool) -> SplitWeight | None:
         """Has an owner update a parameter; returns the parameter with its remainder, None without one."""
@@ -93,12 +87,10 @@ class TemporaryMasters(ExchangedMasters):
         self._conversion = conversion
         self.is_exact = kind == "split"
         self._rounding = Rounding(is_used=narrow_state or not self.is_exact)
-        self._form = Split(name_of, conversion.hears_writes) if self.is_exact else Rounded(self._rounding)
+        self._form = Split(name_of) if self.is_exact else Rounded(self._rounding)
         self._turns = Turns()
         self._in_place: list[_Stand] = []
         self._runs = 0  # of steps
-        # By user code, which may write there without being counted.
-        self._data_was_read = not conversion.hears_writes
 
     def install(self, ledger: PatchLedger) -> None:
         """Takes the optimizer's parameters, and patches its methods that read or write them.
@@ -163,11 +155,6 @@ class TemporaryMasters(ExchangedMasters):
         parameters = enumerate(optimizer_state.parameters_of(self._optimizer()))
         values = {place: self.full_of(each) for place, each in parameters if self.is_exact and self.has(each)}
         return {"kind": self.kind, "narrow": self._narrows, "values": values}
-
-    def on_access(self, tensor: Tensor, _: Tensor | None, *, is_read: bool) -> None:  # noqa: ARG002
-        """Notes that user code may write to a parameter without being counted."""
-        self._data_was_read = self._data_was_read or self.has(tensor)
-        self._form.note_access(tensor)
 
     # Steps
 
@@ -251,7 +238,7 @@ class TemporaryMasters(ExchangedMasters):
         stands = self._exchange_back()
         with torch.no_grad():
             self._write(stands, to_nearest=True)
-        runs, moments = self._runs, moments_of(_halves(stands))
+        runs = self._runs
         try:
             yield
         finally:
@@ -259,9 +246,10 @@ class TemporaryMasters(ExchangedMasters):
             halves = _halves(stands)
             with torch.no_grad():
                 if self._runs != runs:  # a step within the step, as SAM's second half
+                    self._form.take_writes()  # after it
                     self._form.join(halves, _masters(stands))
                     self._widen_part(halves)
-                elif self._data_was_read or moments_of(halves) != moments:
+                else:
                     for each in stands:
                         half, full = each.parameter.detach(), each.master.detach()
                         full.copy_(torch.where(half == self._form.rounded(full), full, half.float()))

@@ -458,7 +458,37 @@ def _trained_on_ranks(kind: str, state: str, seeds: bool) -> list[Tensor]:
     return [*full(model), *rounded, *moments]
 
 
+def _after_a_broadcast_of_detached_weights(kind: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns float32 and half weights after rank 0 has sent its own half ones, which torch does not count."""
+    model = network(dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    initialize(model, optimizer, kind)
+    for parameter in model.parameters():
+        dist.broadcast(parameter.detach(), 0)
+    step(model, optimizer)
+    return full(model), [parameter.detach() for parameter in model.parameters()]
+
+
+def _wrapped_after_a_write_by_numpy() -> list[Tensor]:
+    model = network()
+    initialize(model, SGD(model.parameters()), "split")
+    _zero_by_numpy(model[0].weight)
+    DistributedDataParallel(model)
+    return full(model)
+
+
 class TestRanks:
+    @EACH_KIND
+    def test_masters_are_weights_that_another_rank_has_sent_uncounted(self, two: Workers, kind):
+        (_, sent), (found, received) = two.run(_after_a_broadcast_of_detached_weights, kind)
+        assert_same_state(received, sent)
+        assert_same_state(found, [each.float() for each in sent])
+
+    def test_wrapping_sends_what_was_written_uncounted(self, two: Workers):
+        first, second = two.run(_wrapped_after_a_write_by_numpy)
+        assert not first[0].any()
+        assert_same_state(first, second)
+
     @pytest.mark.slow
     @EACH_STATE
     @EACH_KIND
@@ -897,7 +927,29 @@ def _write_one_element(weight: Tensor) -> None:
     weight.data[0, 0] = 0.0
 
 
-WRITES = {"fill_": _fill, "data.zero_": _zero_data, "copy_": _copy, "data": _replace_data, "one": _write_one_element}
+def _zero_by_numpy(weight: Tensor) -> None:
+    weight.detach().view(torch.int16).numpy()[:] = 0
+
+
+def _zero_by_dlpack(weight: Tensor) -> None:
+    torch.from_dlpack(weight.detach()).zero_()
+
+
+def _zero_storage(weight: Tensor) -> None:
+    storage = weight.untyped_storage()
+    storage.copy_(torch.zeros_like(weight).untyped_storage())
+
+
+WRITES = {
+    "fill_": _fill,
+    "data.zero_": _zero_data,
+    "copy_": _copy,
+    "data": _replace_data,
+    "one": _write_one_element,
+    "numpy": _zero_by_numpy,
+    "dlpack": _zero_by_dlpack,
+    "storage": _zero_storage,
+}
 
 
 class TestWrites:
@@ -955,7 +1007,7 @@ class TestWrites:
         else:
             torch.testing.assert_close(full(model)[0], wanted, rtol=2**-6, atol=2**-7)
 
-    @pytest.mark.parametrize("how", ["counted", "by data"])
+    @pytest.mark.parametrize("how", ["counted", "by data", "by numpy"])
     @EACH_KIND
     def test_what_a_post_hook_writes_stays(self, kind, how):
         model, optimizer = trainable(kind)
@@ -964,6 +1016,8 @@ class TestWrites:
             if how == "counted":
                 with torch.no_grad():
                     model[0].weight.clamp_(-0.01, 0.01)
+            elif how == "by numpy":
+                _zero_by_numpy(model[0].weight)
             else:
                 model[0].weight.data.clamp_(-0.01, 0.01)
 
@@ -1587,9 +1641,17 @@ class TestInterrupts:
 
 
 class TestLayouts:
-    def test_remainders_follow_another_memory_format(self):
+    @pytest.mark.parametrize("fills", [False, True], ids=["random", "alike"])
+    def test_remainders_follow_another_memory_format(self, fills):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+        if fills:
+            for parameter in model.parameters():
+                nn.init.constant_(parameter, 0.1)
         _, optimizer = trainable("split", MOMENTUM, model)
+        if fills:
+            initialized = full(model)
+            model.to(memory_format=torch.channels_last)
+            assert_same_state(full(model), initialized)
         step(model, optimizer)
         before = full(model)
         model.to(memory_format=torch.channels_last)
