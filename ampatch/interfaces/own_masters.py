@@ -232,17 +232,21 @@ class StepMasters(TemporaryMasters):
         optimizer: the optimizer.
         kind: "split" or "stochastic".
         narrow: whether the optimizer's other state is bfloat16 between steps.
-        values: initial values, by id of the parameter.
+        values: initial values, by id of the parameter. Frozen parameters get them, too, rounded.
 
     Raises:
         OptionError: a parameter is float16.
     """
 
     def __init__(self, optimizer: Any, kind: str, narrow: bool, values: dict[int, Tensor]) -> None:
-        super().__init__(optimizer, _OwnParameters(values), kind, narrow, _shape_of)
+        super().__init__(optimizer, _OwnParameters(), kind, narrow, _shape_of)
         self._inside = optimizer
-        self.check_new(list(optimizer_state.parameters_of(optimizer)))
+        parameters = list(optimizer_state.parameters_of(optimizer))
+        self.check_new(parameters)
         self.make_missing()
+        for each in parameters:
+            if id(each) in values:
+                self.load(each, values[id(each)])
 
     @classmethod
     def of_plain_data(cls, optimizer: Any, plain: Mapping[str, Any]) -> StepMasters:
@@ -327,24 +331,11 @@ class StepMasters(TemporaryMasters):
 
 
 class _OwnParameters:
-    """Stands for the record of converted parameters: an optimizer's own were half before.
+    """Stands for the record of converted parameters: an optimizer's own were half before."""
 
-    Args:
-        values: initial values of masters, by id of the parameter.
-    """
-
-    def __init__(self, values: dict[int, Tensor]) -> None:
-        self._values = values
-
-    @torch.no_grad()
     def claim_rounded(self, parameter: nn.Parameter, _: object, splits: bool) -> SplitWeight | None:
         """Returns a parameter with its remainder; None without one."""
-        value = self._values.pop(id(parameter), None)
-        if value is not None:
-            parameter.copy_(value)
-        if not splits:
-            return None
-        return SplitWeight(parameter, parameter.float() if value is None else value.to(parameter.device).float())
+        return SplitWeight(parameter, parameter.detach().float()) if splits else None
 
     def release(self, parameter: nn.Parameter) -> torch.dtype:
         """Returns the type of a parameter before: its own."""

@@ -149,6 +149,18 @@ class TestSaving:
         _, optimizer = trainable("split", masters_from=precise())
         assert_all_same(masters(optimizer), [each.detach() for each in precise().parameters()])
 
+    @pytest.mark.parametrize("kind", [True, "split", "stochastic"])
+    def test_frozen_parameters_take_masters_from_at_once_and_keep_what_is_loaded_later(self, kind: str | bool) -> None:
+        model = precise().bfloat16().requires_grad_(False)
+        nn.init.zeros_(model[0].weight)
+        optimizer = MixedPrecision(adamw(model), masters=kind, masters_from=precise())
+        assert_all_same([each.detach() for each in model.parameters()], [*precise().bfloat16().parameters()])
+        loaded = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+        model.load_state_dict(loaded)
+        model.requires_grad_(True)
+        step(model, optimizer)
+        assert all(bool((each - 0.5).abs().max() < 0.01) for each in masters(optimizer))
+
     def test_the_state_dict_of_a_model_has_the_masters(self) -> None:
         model, optimizer = trainable("split")
         step(model, optimizer)
