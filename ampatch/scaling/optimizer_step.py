@@ -359,6 +359,9 @@ class AdoptedOptimizer:
         self.gradients.verdicts.dropped.clear()
         if self.masters.wanted:
             self.masters.gradients.clear()
+        elif self.exchange.wanted:  # by temporary masters, which leave gradients where they are
+            for parameter in self.exchange.parameters():
+                parameter.grad = None
         self._cache.end_iteration_of(self.gradients.updated.model_parameters)
 
     def _prepare_step(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -59,6 +60,23 @@ class TestSteps:
             step(model, optimizer, 5)
             found.append(masters(optimizer))
         assert_all_same(*found)
+
+    @EACH_KIND
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_a_step_in_parts_leaves_all_gradients_in_place(
+        self, kind: str, fails: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(step_parts, "_LEAST", 1)
+        model, optimizer = trainable(kind)
+        step(model, optimizer)
+        given = [torch.ones_like(each) for each in model.parameters()]
+        for parameter, grad in zip(model.parameters(), given, strict=True):
+            parameter.grad = grad
+        if fails:
+            optimizer.state[model[2].weight]["exp_avg"] = torch.ones(7)
+        with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+            optimizer.step()
+        assert [id(parameter.grad) for parameter in model.parameters()] == list(map(id, given))
 
     @EACH_KIND
     def test_the_state_holds_no_masters_between_steps(self, kind: str) -> None:
