@@ -25,7 +25,7 @@ from ampatch.opt_levels import Properties, as_flag
 from ampatch.patching import adopted_model
 from ampatch.runtime import runtime
 from ampatch.session import Session
-from ampatch.weights import conversion_plan
+from ampatch.weights import conversion_plan, untracked_writes
 from ampatch.weights.optimizer_state import parameters_of
 
 _F = TypeVar("_F")
@@ -220,7 +220,7 @@ def check_optimizers(
 
 
 def check_whole(optimizers: list[Any], models: list[nn.Module], properties: Properties) -> None:
-    """Raises if weights are sharded: they can be neither converted nor given masters."""
+    """Raises if weights are sharded or tied by memory: they can be neither converted nor given masters."""
     instead = "Use opt_level='O1' (or 'O4')"
     parameters = {id(each): each for model in models for each in model.parameters()}
     if distributed.is_sharded(itertools.chain(parameters.values(), *map(parameters_of, optimizers))):
@@ -234,6 +234,14 @@ def check_whole(optimizers: list[Any], models: list[nn.Module], properties: Prop
             f"the model is in a DistributedDataParallel already, which would no longer reduce the gradients of weights "
             f"that opt_level={properties.opt_level!r} converts. Call amp.initialize first, then wrap the model."
         )
+    if properties.master_weights in opt_levels.TEMPORARY:
+        tied = untracked_writes.names_of_one_memory(each for model in models for each in model.named_parameters())
+        if tied is not None:
+            raise OptionError(
+                f"{tied[0]!r} and {tied[1]!r} are two Parameters that share memory, and master_weights="
+                f"{properties.master_weights!r} would give each of them a weight of its own; expected one Parameter. "
+                f"Type model.{tied[1]} = model.{tied[0]} before you make the optimizer, which ties them."
+            )
     for optimizer in optimizers:
         if properties.master_weights and mixed_precision_within(optimizer) is not None:
             raise OptionError(

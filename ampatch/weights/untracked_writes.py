@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +92,17 @@ def has_memory(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not is_functorch_wrapped_tensor(tensor)
     )
+
+
+def names_of_one_memory(named: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
+    """Returns the names of two parameters, one of them trained, that begin at the same address; None without any."""
+    first: dict[tuple[torch.device, int], tuple[str, Tensor]] = {}
+    for name, tensor in named:
+        if has_memory(tensor) and tensor.numel() and tensor.data_ptr():  # 0 on the device 'meta'
+            before, other = first.setdefault((tensor.device, tensor.data_ptr()), (name, tensor))
+            if other is not tensor and (other.requires_grad or tensor.requires_grad):
+                return before, name
+    return None
 
 
 def is_shared(tensor: Tensor) -> bool:

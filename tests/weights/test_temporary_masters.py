@@ -1223,6 +1223,25 @@ class TestParameters:
         assert_same_bits(model.state_dict()["5.weight"], model.state_dict()["3.weight"])
 
     @EACH_KIND
+    def test_two_parameters_that_share_memory_are_refused_and_nothing_changed(self, kind):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = nn.Parameter(model[0].weight.data)
+        with pytest.raises(OptionError, match=r"'0\.weight' and '1\.weight' are two.*Type model\.1\.weight = model\.0"):
+            trainable(kind, model=model)
+        assert runtime.live is None
+        assert dtypes(model.parameters()) == {torch.float32}
+        model[1].weight = model[0].weight
+        trainable(kind, model=model)
+
+    @EACH_KIND
+    def test_parameters_in_two_halves_of_one_memory_are_stepped(self, kind):
+        whole = torch.ones(8)
+        model = nn.ParameterList([nn.Parameter(each) for each in whole.chunk(2)])
+        _, optimizer = trainable(kind, model=model)
+        step(model, optimizer)
+        assert not torch.equal(*model)
+
+    @EACH_KIND
     def test_a_parameter_in_two_optimizers_is_refused_and_nothing_changed(self, kind):
         model = network()
         optimizers = [SGD(model.parameters()), SGD(model[0].parameters())]
