@@ -70,7 +70,8 @@ class MixedPrecision(torch.optim.Optimizer):
         optimizer: the wrapped optimizer.
 
     Raises:
-        OptionError: ``optimizer`` is no optimizer or already has masters, or ``masters_from`` does not fit it.
+        OptionError: ``optimizer`` is no optimizer, already has masters, or has half DTensors; or ``masters_from`` does
+            not fit it.
         UsageError: amp already gives the optimizer float32 masters (O2, O5).
     """
 

@@ -25,6 +25,7 @@ from ampatch.weights.exchange import exchanged, unzipped
 from ampatch.weights.kept_values import unrounded
 from ampatch.weights.split_weights import SplitWeight
 from ampatch.weights.temporary_masters import TemporaryMasters
+from ampatch.weights.untracked_writes import names_of_one_memory
 
 #: Key of the master in the state of a parameter.
 MASTER = "master"
@@ -68,7 +69,12 @@ class StateMasters:
 
     @torch.no_grad()
     def begin(self, values: Mapping[int, Tensor]) -> None:
-        """Makes the masters, with initial values by id of the parameter; the parameters get these values, rounded."""
+        """Makes the masters, with initial values by id of the parameter; the parameters get these values, rounded.
+
+        Raises:
+            OptionError: a parameter is a DTensor.
+        """
+        self.check_new(optimizer_state.parameters_of(self._optimizer))
         for parameter in optimizer_state.parameters_of(self._optimizer):
             master = self._of(parameter)
             if master is not None and id(parameter) in values:
@@ -124,7 +130,8 @@ class StateMasters:
     updated = full_of  # what a step updates
 
     def check_new(self, parameters: Any) -> None:
-        """Does nothing: any parameter may have such a master."""
+        """Raises `OptionError` if one of some parameters, or the only one, is a half DTensor."""
+        _whole(parameters, self._dtype)
 
     def make_missing(self) -> None:
         """Makes masters of parameters that the optimizer has got."""
@@ -235,7 +242,7 @@ class StepMasters(TemporaryMasters):
         values: initial values, by id of the parameter. Frozen parameters get them, too, rounded.
 
     Raises:
-        OptionError: a parameter is float16.
+        OptionError: a parameter is float16 or a DTensor, or two share memory.
     """
 
     def __init__(self, optimizer: Any, kind: str, narrow: bool, values: dict[int, Tensor]) -> None:
@@ -243,6 +250,12 @@ class StepMasters(TemporaryMasters):
         self._inside = optimizer
         parameters = list(optimizer_state.parameters_of(optimizer))
         self.check_new(parameters)
+        tied = names_of_one_memory((str(place), each) for place, each in enumerate(parameters))
+        if tied is not None:
+            raise OptionError(
+                f"parameters {tied[0]} and {tied[1]} of the optimizer share memory, and masters={kind!r} would write "
+                "two masters to it; expected one parameter. Type b.weight = a.weight before you make the optimizer."
+            )
         self.make_missing()
         for each in parameters:
             if id(each) in values:
@@ -264,9 +277,8 @@ class StepMasters(TemporaryMasters):
         return parameter
 
     def check_new(self, parameters: Any) -> None:
-        """Raises `OptionError` if one of some parameters, or the only one, is float16."""
-        for parameter in [parameters] if isinstance(parameters, Tensor) else list(parameters):
-            tensor = parameter[1] if isinstance(parameter, tuple) else parameter  # named ones are pairs
+        """Raises `OptionError` if one of some parameters, or the only one, is float16 or a DTensor."""
+        for tensor in _whole(parameters, torch.float32):
             if getattr(tensor, "dtype", None) is torch.float16:
                 raise OptionError(
                     f"masters={self.kind!r} needs bfloat16 parameters, and {_shape_of(tensor)} is float16. Type "
@@ -340,6 +352,28 @@ class _OwnParameters:
     def release(self, parameter: nn.Parameter) -> torch.dtype:
         """Returns the type of a parameter before: its own."""
         return parameter.dtype
+
+
+def _whole(parameters: Any, dtype: torch.dtype) -> list[Any]:
+    """Returns the tensors of parameters that an optimizer is given.
+
+    Args:
+        parameters: one parameter, or several, which may be pairs with their names.
+        dtype: type of the masters.
+
+    Raises:
+        OptionError: one that needs a master is a DTensor.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    tensors = [each[1] if isinstance(each, tuple) else each for each in given]
+    # Those of FSDP1 are ordinary tensors.
+    if any(hasattr(each, "device_mesh") and each.dtype.itemsize < dtype.itemsize for each in tensors):
+        raise OptionError(
+            f"parameters of the optimizer are DTensors, as of FSDP2, and MixedPrecision cannot make {dtype} masters of "
+            f"these; expected {dtype} shards, which need none. To compute in bfloat16 with them, type "
+            "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))."
+        )
+    return tensors
 
 
 def _shape_of(parameter: Tensor) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
-from ampatch import GradScaler, amp
+from ampatch import GradScaler, MixedPrecision, amp
 from ampatch.native.kernels import values_of
 from ampatch.runtime import runtime
 
@@ -367,6 +367,20 @@ def refused(kind: str, level: str) -> None:
         amp.initialize(model, optimizer, opt_level=level)
 
 
+def half_shards_refused(masters: bool | str) -> None:
+    model = sharded(Exact().bfloat16(), "fully_shard", "cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(
+        amp.OptionError, match=r"are DTensors, as of FSDP2, and MixedPrecision cannot make torch\.float32"
+    ):
+        MixedPrecision(optimizer, masters=masters)
+    assert not optimizer.state
+    whole = MixedPrecision(torch.optim.SGD(Exact().bfloat16().parameters(), lr=0.5), masters=masters)
+    with pytest.raises(amp.OptionError, match="are DTensors"):
+        whole.add_param_group({"params": list(model.named_parameters())})
+    assert len(whole.param_groups) == 1
+
+
 def unknown(kind: str) -> None:
     model = sharded(Exact(), kind, "cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -394,6 +408,10 @@ class TestBadUse:
     @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
     def test_levels_with_half_weights_raise(self, two, kind, level):
         two.run(refused, kind, level)
+
+    @pytest.mark.parametrize("masters", [True, "split", "stochastic"])
+    def test_masters_of_half_shards_raise(self, two, masters):
+        two.run(half_shards_refused, masters)
 
     @pytest.mark.parametrize("kind", ["FSDP1", "FSDP1 flat"])
     def test_a_module_without_amp_raises(self, two, kind):

@@ -221,6 +221,12 @@ class TestOptions:
         step(model, optimizer)
         assert len(calls) == 1
 
+    @EACH_KIND
+    def test_two_parameters_that_share_memory_are_refused(self, kind: str) -> None:
+        first = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        with pytest.raises(OptionError, match=r"parameters 0 and 1 of the optimizer share memory, and masters="):
+            MixedPrecision(torch.optim.SGD([first, nn.Parameter(first.data)], lr=0.1), masters=kind)
+
     def test_float16_parameters_are_refused(self) -> None:
         with pytest.raises(OptionError, match=r"needs bfloat16 parameters, and .* is float16. Type model.bfloat16"):
             MixedPrecision(adamw(precise().half()), masters="split")
