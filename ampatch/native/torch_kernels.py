@@ -101,7 +101,7 @@ def fingerprint(halves: list[Tensor], fingerprints: Tensor) -> None:
     A change of a single element always changes the hash; other changes leave it the same in one case of 2**32.
 
     Args:
-        halves: tensors of float16, bfloat16 or float32; none is empty.
+        halves: tensors of float16, bfloat16, float32 or float64, which counts in float32; none is empty.
         fingerprints: 1-dimensional float64, one element per tensor.
     """
     sums: list[Tensor] = []  # one for each piece, in the order of the tensors
@@ -128,7 +128,7 @@ def copy_edits(halves: list[Tensor], masters: list[Tensor], before: Tensor, now:
     bits.
 
     Args:
-        halves: tensors of float16 or bfloat16; none is empty.
+        halves: tensors of float16 or bfloat16, or converted gradients of float32 or float64; none is empty.
         masters: float32 tensors of the same number and shapes.
         before: earlier result of `fingerprint`, or other numbers; float64, one element per tensor.
         now: current result of `fingerprint`; tensors whose numbers in ``before`` and ``now`` are equal are skipped.
@@ -138,11 +138,11 @@ def copy_edits(halves: list[Tensor], masters: list[Tensor], before: Tensor, now:
     for narrow, wide, changed in _by_dtype(halves, masters, changes):
         for batch in _batches(narrow, wide):
             shown, full = map(_flat, batch.columns)
-            own = _shown(full, shown.dtype) if of_gradients else full
+            own = _shown(full, shown.dtype) if of_gradients and shown.dtype in HALF_TYPES else full
             is_other = shown != own.to(shown.dtype)
             pieces = zip(batch.indices, batch.columns[0], strict=True)
             is_other &= torch.cat([changed[index].expand(piece.numel()) for index, piece in pieces])
-            values = torch.where(is_other, shown, full)  # in float32, which holds both kinds exactly
+            values = torch.where(is_other, shown, full)  # in float32 or float64, which hold both kinds exactly
             # Version counters stay as they are, as in the extension.
             with unsafe_preserve_version_counter(tuple(batch.columns[1])):
                 foreach.copy_(batch.columns[1], _shaped_as(batch.columns[1], values))
@@ -304,6 +304,8 @@ def _shown(full: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _bits(piece: Tensor) -> Tensor:
     """Returns the bits of the elements as a new flat int32 tensor."""
+    if piece.dtype is torch.float64:  # gradients of a model that the user has converted
+        piece = piece.float()
     bits = torch.int16 if piece.element_size() == 2 else torch.int32
     return piece.resolve_neg().reshape(-1).view(bits).to(torch.int32)
 

@@ -1186,6 +1186,18 @@ class TestDeinitialize:
         amp.deinitialize()
         assert_same_state(model.state_dict(), {name: values.to(dtype) for name, values in wanted.items()})
 
+    @pytest.mark.parametrize("kernels", ["torch", None])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=dtype_name)
+    def test_gradients_stay_if_the_user_has_converted_the_model_after_a_block(self, dtype, kernels, select):
+        select(kernels)
+        model, optimizer = trainable()
+        backward(loss_of(model), optimizer)
+        wanted = [parameter.grad.to(dtype) for parameter in model.parameters()]
+        model.to(dtype)
+        amp.deinitialize()
+        for parameter, grad in zip(model.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, grad, rtol=2**-7, atol=2**-14)
+
 
 class TestSetUp:
     def test_a_parameter_in_two_optimizers_is_refused_and_nothing_changed(self):
