@@ -298,12 +298,9 @@ class StepMasters(TemporaryMasters):
         """Calls the optimizer's step on the masters: once for each part, if nothing is to be called once only."""
 
         def step_part(swap_in: Callable[[], object]) -> Any:
-            try:
-                with WithoutCasts():
-                    swap_in()
-                return step(*args, **kwargs)
-            finally:
-                self.swap_out()
+            with WithoutCasts():
+                swap_in()
+            return step(*args, **kwargs)
 
         inside = self._inside
         if any(each.dtype is not torch.bfloat16 for each in optimizer_state.parameters_of(inside) if self.has(each)):

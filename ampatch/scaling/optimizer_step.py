@@ -130,7 +130,8 @@ class _OwnStep:
             return self._original(*args, **kwargs)
 
         def step(swap_in: Callable[[], object]) -> Any:
-            with self._masters_in_place(swap_in):
+            with self._hooks_aside():
+                swap_in()
                 return self._original(*args, **kwargs)
 
         def is_whole() -> bool:
@@ -140,8 +141,8 @@ class _OwnStep:
         return self._exchange.run(step, is_whole)
 
     @contextlib.contextmanager
-    def _masters_in_place(self, swap_in: Callable[[], object]) -> Iterator[None]:
-        """Context in which the optimizer's parameters stand for their masters, except in the hooks around its step."""
+    def _hooks_aside(self) -> Iterator[None]:
+        """Context in which the hooks around the optimizer's step see half weights, while it steps masters."""
         hooks: list[tuple[Any, int, Any, Any]] = [
             (table, key, hook, functools.partial(self._run_aside, hook))
             for table, key, hook in hooks_of(self._optimizer)
@@ -149,15 +150,11 @@ class _OwnStep:
         try:
             for table, key, _, aside in hooks:
                 table[key] = aside
-            swap_in()
             yield
         finally:
-            try:
-                self._exchange.swap_out()
-            finally:
-                for table, key, hook, aside in hooks:
-                    if table.get(key) is aside:  # the hook has not removed itself
-                        table[key] = hook
+            for table, key, hook, aside in hooks:
+                if table.get(key) is aside:  # the hook has not removed itself
+                    table[key] = hook
 
     def _run_aside(self, hook: Callable[..., Any], optimizer: Any, *args: Any) -> Any:
         if optimizer is not self._optimizer:  # one that steps at the same time

@@ -136,7 +136,7 @@ class ExchangedMasters(abc.ABC):
         """Calls an optimizer's step on the masters, and returns the result.
 
         Args:
-            step: calls the step; its argument has parameters stand for their masters, and `swap_out` ends that.
+            step: calls the step; its argument has parameters stand for their masters, until the call ends.
             is_whole: tells whether the step must be called once, for all parameters, as with a closure.
         """
 

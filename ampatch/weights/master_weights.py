@@ -153,7 +153,12 @@ class MasterWeights(ExchangedMasters):
 
     def run(self, step: Callable[[Callable[[], object]], Any], is_whole: Callable[[], bool]) -> Any:  # noqa: ARG002
         """Calls an optimizer's step once, on all masters."""
-        return step(self.swap_in)
+        try:
+            result = step(self.swap_in)
+            self.swap_out()
+        finally:
+            self.swap_out()  # after an error; or Ctrl-C came as the call above began
+        return result
 
     def swap_in(self) -> None:
         """Has the optimizer's parameters stand for their masters."""

@@ -168,12 +168,14 @@ class TemporaryMasters(ExchangedMasters):
         optimizer, parameters = self._optimizer(), self._known.values()
         self._rounding.count_step(optimizer)
         result, parts = None, [list(parameters)] if is_whole() else parts_of(optimizer, parameters)
-        try:
-            with self._turns.taken(optimizer, parts, self.ids()) as turns:
+        with self._turns.taken(optimizer, parts, self.ids()) as turns:
+            try:
                 for part in turns:
                     result = step(functools.partial(self.swap_in, part))
-        finally:
-            self._runs += 1
+                    self.swap_out()
+            finally:
+                self._runs += 1
+                self.swap_out()  # after an error; or Ctrl-C came as the call above began
         return result
 
     @torch.no_grad()

@@ -34,6 +34,8 @@ from ampatch import amp
 from ampatch.errors import AmpWarning, OptionError, UsageError
 from ampatch.runtime import runtime
 from ampatch.weights import exchange, step_parts, stochastic_rounding
+from ampatch.weights.master_weights import MasterWeights
+from ampatch.weights.temporary_masters import TemporaryMasters
 
 KINDS = ["split", "stochastic"]
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -1670,6 +1672,28 @@ class TestInterrupts:
         step(model, optimizer)
         assert_is_between_steps(model)
         assert all(bool(each.isfinite().all()) for each in full(model))
+
+    @pytest.mark.parametrize(
+        ("kind", "owner", "method"),
+        [
+            *((kind, TemporaryMasters, method) for kind in KINDS for method in ("swap_out", "_exchange_back")),
+            *((True, MasterWeights, method) for method in ("swap_out", "_exchange")),
+        ],
+    )
+    def test_an_interrupt_as_the_exchange_back_begins_leaves_the_model_half(self, kind, owner, method, monkeypatch):
+        model, optimizer = trainable(kind)
+        original, interrupts = getattr(owner, method), [KeyboardInterrupt]
+
+        def interrupted(masters: Any, **options: Any) -> Any:
+            if masters.are_in_place and model[0].weight.dtype is torch.float32 and interrupts:
+                raise interrupts.pop()
+            return original(masters, **options)
+
+        monkeypatch.setattr(owner, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(model, optimizer)
+        assert not interrupts
+        assert_is_between_steps(model)
 
 
 class TestLayouts:
