@@ -9,7 +9,6 @@ not count every write. Must know neither optimizers nor when they step.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterable
 
@@ -219,8 +218,8 @@ class Split:
         """
         if is_capturing():  # nothing can be read from the device; it was looked at before the capture
             return
-        differing = itertools.chain.from_iterable(filter(_differ, _by_device(self._filled)))
-        written = [half for half, split in differing if split.synchronise(half)]
+        differing = [some for some in _by_device(self._filled) if _differ(some)]
+        written = [half for some in differing for half, split in some if split.synchronise(half)]
         self._times_written += bool(written)
         if written and self._times_written == _MOST_TIMES:
             warn(
