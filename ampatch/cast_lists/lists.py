@@ -114,9 +114,9 @@ class CastLists:
     def number_formats(self) -> list[str]:
         """Returns the formats that these lists name, for the whole model or for parts of it; each once."""
         in_parts = [rule for entry in self.modules for _, rule in entry.changes or ()]
-        known = [rule.formats for rule in [*self.told().values(), *in_parts] if rule is not None]
-        known += [entry.formats for entry in self.modules]
-        return list(dict.fromkeys(str(each) for each in known if each is not None and not each.format.is_torchs))
+        known = [each.formats for each in [*self.told().values(), *in_parts, *self.modules] if each is not None]
+        rounding = [each for each in known if each is not None and not all(row.is_torchs for row in each)]
+        return list(dict.fromkeys(map(str, rounding)))
 
     def packages(self) -> set[str]:
         """Returns the top-level packages that patterns are about."""

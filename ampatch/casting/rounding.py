@@ -45,7 +45,7 @@ def _scaled(values: Tensor, format: Format) -> Tensor:
     if format.scale == "none":
         return _rounded(values, format)
     scale = scale_for(largest_of(values, format), format)
-    return _rounded(values * scale, format) / scale
+    return _rounded(values * scale, format).div_(scale)
 
 
 def largest_of(values: Tensor, format: Format) -> Tensor:
@@ -82,7 +82,7 @@ def _in_blocks(values: Tensor, format: Format) -> Tensor:
     # The scale is a number of E8M0: no less than 2**-127, and 1 for a block of zeros, or with inf or NaN.
     scale = (math.ldexp(1.0, format.most_exponent) / power).clamp(max=math.ldexp(1.0, 127))
     scale = torch.where(power.isfinite() & (power > 0), scale, 1.0)
-    done = _rounded(blocks * scale, format) / scale
+    done = _rounded(blocks * scale, format).div_(scale)
     return done.reshape(len(rows), -1)[:, :width].reshape(shape)
 
 
@@ -96,7 +96,7 @@ def _rounded(values: Tensor, format: Format) -> Tensor:
     # Between two powers of two, the numbers of a format are multiples of one step. Steps are powers of two, so the
     # quotient, which has at most 24 bits, and the product are exact. inf passes: it has the step of the largest number.
     least, most = math.ldexp(1.0, format.least_exponent), math.ldexp(1.0, format.most_exponent)
-    step = _powers(values).clamp(least, most) * math.ldexp(1.0, -format.mantissa)
+    step = _powers(values).clamp(least, most).mul_(math.ldexp(1.0, -format.mantissa))
     quotient = values / step
     if format.rounding == "nearest":
         quotient = quotient.round_()  # halves to even
@@ -107,11 +107,11 @@ def _rounded(values: Tensor, format: Format) -> Tensor:
         quotient = below + (torch.rand_like(quotient) < quotient - below)
     result = quotient.mul_(step)
     if format.specials == "zero":
-        result = result + 0.0  # -0 becomes 0
+        result.add_(0.0)  # -0 becomes 0
     largest = format.largest
     if format.overflow == "saturate" or format.rounding == "zero":
         # The difference is 0, and NaN for inf and NaN. Without it, saturation would hide an earlier overflow.
-        bounded = result.clamp(-largest, largest) - (values - values)
+        bounded = result.clamp(-largest, largest).sub_(values - values)
         is_inf_kept = format.has_inf and format.overflow == "inf"
         return torch.where(values.isinf(), values, bounded) if is_inf_kept else bounded
     # All these products overflow, and no operator is given inf: so a trace names this call.
