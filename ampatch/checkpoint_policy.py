@@ -280,6 +280,12 @@ def _of_modules(session: Session) -> Iterator[list[str]]:
             yield [f"{entry.name}: {path}", decision, source]
         if entry.formats is not None:
             yield [entry.name, str(entry.formats), entry.source]
+            lists = session.settings.lists
+            here, there = (each.for_half(half_dtype) for each in (lists, lists.of_module(entry)))
+            # Which of two formats holds depends on the order of the files.
+            of_both = [path for path, rule in here.items() if rule.formats is not None and path in there]
+            for path in sorted(set(of_both) - dict(changes).keys()):
+                yield [f"{entry.name}: {path}", str(there[path].formats), entry.source]
         elif not changes:
             yield [entry.name, "the session's rules", entry.source]
 

@@ -154,6 +154,10 @@ def test_only_the_users_entries_must_match_a_submodule() -> None:
         ({"cast_lists": {"whitelist": {"torch": ["cumsum"]}}}, "applies only entries with needs_float32 or format"),
         ({"cast_model_type": False}, "cast_model_type=False contradicts opt_level='O6', whose lists need half weights"),
         ({"cast_lists": {}}, "applies only entries with needs_float32 or format"),
+        (
+            {"cast_lists": {"blacklist": {"*": ["matmul"]}, "modules": {"layer": "float32"}}},
+            "change none of those beside `modules`",
+        ),
         ({"cast_lists": {"blacklist": {"*": ["linear"]}}}, "linear in the blacklist, and this level applies no lists"),
         ({"cast_lists": {"modules": {"layer": {"promote": ["linear"]}}}}, "cast_lists has an entry for 'layer'"),
     ],

@@ -250,12 +250,6 @@ class StepMasters(TemporaryMasters):
         self._inside = optimizer
         parameters = list(optimizer_state.parameters_of(optimizer))
         self.check_new(parameters)
-        tied = names_of_one_memory((str(place), each) for place, each in enumerate(parameters))
-        if tied is not None:
-            raise OptionError(
-                f"parameters {tied[0]} and {tied[1]} of the optimizer share memory, and masters={kind!r} would write "
-                "two masters to it; expected one parameter. Type b.weight = a.weight before you make the optimizer."
-            )
         self.make_missing()
         for each in parameters:
             if id(each) in values:
@@ -277,8 +271,17 @@ class StepMasters(TemporaryMasters):
         return parameter
 
     def check_new(self, parameters: Any) -> None:
-        """Raises `OptionError` if one of some parameters, or the only one, is float16 or a DTensor."""
-        for tensor in _whole(parameters, torch.float32):
+        """Raises `OptionError` if one of some parameters, or the only one, is float16, a DTensor, or shares memory."""
+        tensors = _whole(parameters, torch.float32)
+        every = [*optimizer_state.parameters_of(self._inside), *tensors]
+        tied = names_of_one_memory((str(place), each) for place, each in enumerate(every))
+        if tied is not None:
+            raise OptionError(
+                f"parameters {tied[0]} and {tied[1]} of the optimizer share memory, and masters={self.kind!r} would "
+                "write two masters to it; expected one parameter. Type b.weight = a.weight before you make the "
+                "optimizer."
+            )
+        for tensor in tensors:
             if getattr(tensor, "dtype", None) is torch.float16:
                 raise OptionError(
                     f"masters={self.kind!r} needs bfloat16 parameters, and {_shape_of(tensor)} is float16. Type "

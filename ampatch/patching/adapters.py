@@ -431,35 +431,36 @@ class Adapters(TensorCasts):
         return self._unless_in_place(adapter, path, original, refuse_half=treatment is Treatment.BLACKLIST)
 
     def _in_formats(self, rule: Rule, formats: Formats, original: Function) -> Adapter:
-        """Returns the adapter of a function that computes in a format: torch does, or its calls are emulated."""
-        chosen = self._chosen if self.hears_regions else _beside(self.half_dtype)
+        """Returns the adapter of a function that computes in a format: torch does, the device, or calls are emulated.
+
+        Calls that are not for a format compute as without one.
+        """
+        if self.hears_regions:
+            treated = self.for_treatment(rule.treatment, rule.path, original, is_listed=True)
+            otherwise, chosen = self._labelled(treated, rule.path), self._chosen
+        else:
+            otherwise, chosen = self.in_half(InHalf.BESIDE, rule.path, original), _beside(self.half_dtype)
         # With half weights, only functions without half kernels compute in float32.
         if rule.treatment is Treatment.BLACKLIST and (self.hears_regions or rule.needs_float32):
             chosen = self._float32_of_all
-        format = formats.format
-        if format.is_torchs and formats.grad == format:
-            adapter = self.for_registration(rule.path, rule.treatment, format.dtype, original)
-            adapt = adapter.adapt
-            return replace(
-                adapter,
-                adapt=lambda args, kwargs: (args, kwargs) if chosen(args, kwargs) is None else adapt(args, kwargs),
-                plain_cast=None,
-            )
+        if not self.hears_regions:
+            chosen = _unless_disabled(chosen)
+
+        def for_format(adapt: Adapt) -> Adapt:
+            return lambda args, kwargs: (otherwise.adapt if chosen(args, kwargs) is None else adapt)(args, kwargs)
 
         def type_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype | None:
             if tensor.dtype not in CASTABLE or not self._is_cast_here(tensor):
                 return None
             return self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype
 
+        if formats.format.is_torchs and formats.grad == formats.format:
+            adapter = self.for_registration(rule.path, rule.treatment, formats.format.dtype, original)
+            return replace(adapter, adapt=for_format(adapter.adapt), plain_cast=None)
         if formats.are_devices:
             # Half weights change without notice, for example when a master is written.
             kept = self.cache.kept if self.hears_regions else None
             products = ScaledProducts(rule.path, formats, chosen, type_of, kept)
-            if self.hears_regions:
-                treated = self.for_treatment(rule.treatment, rule.path, original, is_listed=True)
-                otherwise = self._labelled(treated, rule.path)
-            else:
-                otherwise = self.in_half(InHalf.BESIDE, rule.path, original)
             call = named(products.call, str(rule.path)) if self.labelled else products.call
             return replace(otherwise, plain_cast=None, instead=call)
         emulation = Emulation(
@@ -471,8 +472,8 @@ class Adapters(TensorCasts):
             lambda tensor, dtype: self._casts[dtype](tensor),
             self.cache.round,
         )
-        adapter = replace(self._obeying(emulation.adapt, original, "to"), plain_cast=None, finish=emulation.finish)
-        return self._labelled(adapter, rule.path)
+        adapt = for_format(self._obeying(emulation.adapt, original, "to").adapt)
+        return self._labelled(Adapter(adapt, finish=emulation.finish), rule.path)
 
     def in_half(self, treatment: InHalf, path: Path, original: Function) -> Adapter:
         """Returns the adapter of a function for models with half weights."""
@@ -691,17 +692,23 @@ class Adapters(TensorCasts):
 
 
 def _beside(half_dtype: torch.dtype) -> _Chosen:
-    """Returns a function that chooses the half type for calls with a half argument; parts kept in float32 have none.
-
-    In a block of `amp.disable_casts` it chooses none. Nothing else turns formats off at levels with half weights.
-    """
+    """Returns a function that chooses the half type for calls with a half argument; parts kept in float32 have none."""
 
     def beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
-        halves = [tensor for tensor in tensors_of_call(args, kwargs) if tensor.dtype in HALVES]
-        is_off = bool(halves) and is_in_region() and dtype_in_region(halves[0].device.type) is None
-        return half_dtype if halves and not is_off else None
+        return half_dtype if any(tensor.dtype in HALVES for tensor in tensors_of_call(args, kwargs)) else None
 
     return beside
+
+
+def _unless_disabled(chosen: _Chosen) -> _Chosen:
+    """Returns a function that chooses no type in a block of `amp.disable_casts`, and otherwise as another one does."""
+
+    def unless_disabled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype | None:
+        if is_in_region() and all(dtype_in_region(each.device.type) is None for each in tensors_of_call(args, kwargs)):
+            return None
+        return chosen(args, kwargs)
+
+    return unless_disabled
 
 
 def is_looked_up(tensor: Tensor) -> bool:

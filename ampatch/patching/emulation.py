@@ -6,16 +6,17 @@ by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ampatch.cast_lists.rules import Formats, Rule
-from ampatch.cast_lists.signatures import argument_reader, parameter_names
+from ampatch.cast_lists.signatures import ArgumentReader, argument_reader, parameter_names
 from ampatch.cast_lists.spellings import is_in_place
-from ampatch.casting.nested import CASTABLE, Arguments, cast_tensors, tensors_of_call
+from ampatch.casting.nested import CASTABLE, Arguments, TensorCast, cast_tensors, tensors_of_call
 from ampatch.casting.rounding import as_argument, as_result
 from ampatch.errors import BannedFunctionError
 from ampatch.formats import Format
@@ -44,35 +45,68 @@ class Operands:
 
     def __init__(self, name: str, original: Callable[..., Any]) -> None:
         # Devices add biases and masks to sums of products, which they keep in float32.
-        added = [each for each in parameter_names(original) if each == "bias" or each.endswith(("_bias", "_mask"))]
-        added += ["b_ih", "b_hh", *(["input"] if name in _SUMS else [])]
-        self._added, self._updated, self._written = (
-            [reader for each in names if (reader := argument_reader(original, each)) is not None]
-            for names in (added, ("running_mean", "running_var"), ("inplace", "max_norm"))
-        )
+        addends = [each for each in parameter_names(original) if each == "bias" or each.endswith(("_bias", "_mask"))]
+        addends += ["b_ih", "b_hh", *(["input"] if name in _SUMS else [])]
+        read = functools.partial(argument_reader, original)
+        self._statistics = [*filter(None, map(read, ("running_mean", "running_var")))]
+        self._inplace, self._max_norm = map(read, ("inplace", "max_norm"))
         self._is_in_place, self._is_recurrent = is_in_place(name), is_recurrent(original)
+        # By position and by keyword, as one tensor may be given twice: x + x @ w.
+        self._addends = _places(filter(None, map(read, addends)))
+        self._kept = _places(self._statistics)
 
     def writes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Returns True if a call writes to a tensor that would be rounded."""
-        # Not `in (None, False)`: an argument may be a tensor, by mistake.
-        values = [reader(args, kwargs) for reader in self._written]
-        return self._is_in_place or not all(value is None or value is False for value in values)
+        if self._max_norm is not None and self._max_norm(args, kwargs) is not None:
+            return True
+        return self._is_in_place or (self._inplace is not None and bool(self._inplace(args, kwargs)))
 
-    def added(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-        """Returns the ids of biases and masks, which are only cast."""
-        found = {id(reader(args, kwargs)) for reader in self._added}
-        if self._is_recurrent:  # whose weights and biases are in one list
-            found |= {id(each) for each in tensors_of_call(args, kwargs) if each.dim() == 1}
-        return found
-
-    def updated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-        """Returns running statistics, which stay as they are: the call updates them."""
-        values = (reader(args, kwargs) for reader in self._updated)
+    def statistics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """Returns the running statistics that a call updates."""
+        values = (reader(args, kwargs) for reader in self._statistics)
         return [value for value in values if isinstance(value, Tensor)]
+
+    def changed(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operand: TensorCast,
+        addend: TensorCast,
+        statistic: TensorCast = lambda tensor: tensor,
+    ) -> Arguments:
+        """Returns the arguments of a call with their tensors changed, by a function for each kind.
+
+        Args:
+            args: positional arguments.
+            kwargs: keyword arguments.
+            operand: changes what a format is for.
+            addend: changes biases and masks.
+            statistic: changes running statistics, which the call updates.
+        """
+
+        def of_recurrent(tensor: Tensor) -> Tensor:  # whose weights and biases are in one list
+            return addend(tensor) if tensor.dim() == 1 else operand(tensor)
+
+        def change(place: int | str, value: Any) -> Any:
+            if place in self._kept:
+                return cast_tensors(value, statistic)
+            if place in self._addends:
+                return cast_tensors(value, addend)
+            return cast_tensors(value, of_recurrent if self._is_recurrent else operand)
+
+        return (
+            tuple([change(place, value) for place, value in enumerate(args)]),
+            {name: change(name, value) for name, value in kwargs.items()},
+        )
 
 
 #: The functions that add their first argument to a product.
 _SUMS = ("addmm", "addbmm", "baddbmm", "addmv", "addr")
+
+
+def _places(readers: Iterable[ArgumentReader]) -> set[int | str]:
+    """Returns the positions and keywords of arguments."""
+    return {place for each in readers for place in (each.position, each.name, *each.aliases) if place is not None}
 
 
 class Emulation:
@@ -122,20 +156,21 @@ class Emulation:
             return args, kwargs
         if self._operands.writes(args, kwargs):
             raise BannedFunctionError(self._refusal)
-        added, updated = self._operands.added(args, kwargs), self._operands.updated(args, kwargs)
+        statistics = self._operands.statistics(args, kwargs)
+
+        def computes_in(tensor: Tensor) -> torch.dtype | None:
+            wanted = self._type_of(tensor, dtype)
+            return wanted and (statistics[0].dtype if statistics else self._computes_in[wanted])
 
         def rounded(tensor: Tensor) -> Tensor:
-            wanted = self._type_of(tensor, dtype)
-            if wanted is None or any(tensor is each for each in updated):
-                return tensor
-            computes_in = updated[0].dtype if updated else self._computes_in[wanted]
-            if id(tensor) in added:
-                return self._cast(tensor, computes_in)
-            return self._round(tensor, self._format, computes_in)
+            wanted = computes_in(tensor)
+            return tensor if wanted is None else self._round(tensor, self._format, wanted)
 
-        return tuple([cast_tensors(value, rounded) for value in args]), {
-            name: cast_tensors(value, rounded) for name, value in kwargs.items()
-        }
+        def cast(tensor: Tensor) -> Tensor:
+            wanted = computes_in(tensor)
+            return tensor if wanted is None else self._cast(tensor, wanted)
+
+        return self._operands.changed(args, kwargs, rounded, cast)
 
     def finish(self, given: Arguments, adapted: Arguments, result: Any) -> Any:
         """Returns the result of a call in its type; its gradient will be rounded. See `Adapter.finish`."""

@@ -101,22 +101,23 @@ def check_have_effect(lists: CastLists, properties: Properties) -> None:
             )
         if own is not None:
             raise OptionError(
-                f"cast_lists contradicts opt_level={level!r}: {own.source} has an entry for {own.name!r}, and this "
-                f"level applies only {rules.FLOAT32} and formats to parts. Give it one of these and nothing else, "
-                "leave it out, or type opt_level='O1'."
+                f"cast_lists contradicts opt_level={level!r}: {own.source} has an entry for {own.name!r} that this "
+                f"level cannot follow: it applies only {rules.FLOAT32} and formats to parts. Leave other rules out, or "
+                "type opt_level='O1'."
             )
-    else:
-        of_session = [replace(each, modules=()) for each in (before, lists)]
-        if lists.modules != before.modules and not has_formats and not list_edits.difference(*of_session):
-            return  # parts in float32 are in float32 here, too; other parts have nothing to change
+    of_session = [replace(each, modules=()) for each in (before, lists)]
+    only_parts = lists.modules != before.modules and not list_edits.difference(*of_session)
+    if only_parts and (converts or not has_formats):
+        return  # parts in float32 are in float32 here, too; without half weights, other parts have nothing to change
+    if not converts:
         raise OptionError(
             f"cast_lists contradicts opt_level={level!r}, which does not patch torch's functions. Leave cast_lists "
             "out, use opt_level='O1', or give amp.initialize patch_torch_functions=True."
         )
-    if lists.at_every_level() == before.at_every_level() and lists.modules == before.modules:
+    if lists.at_every_level() == before.at_every_level():
         raise OptionError(
             f"cast_lists contradicts opt_level={level!r}, which applies only entries with needs_float32 or format, and "
-            "there are no changes of those in these lists. Leave cast_lists out, use opt_level='O1', or give "
+            "these lists change none of those beside `modules`. Leave cast_lists out, use opt_level='O1', or give "
             "amp.initialize patch_torch_functions=True."
         )
 

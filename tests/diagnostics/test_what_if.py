@@ -256,11 +256,16 @@ def test_within_a_session_it_raises():
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpointed_part_is_judged_as_without_a_checkpoint(use_reentrant) -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            squares = torch.matmul(x.t(), x)
+            return torch.matmul(torch.tanh(x), squares)
+
     class Model(nn.Module):
         def __init__(self, is_checkpointed: bool) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.first, self.part = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            self.first, self.part = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), Twice(), nn.Linear(8, 8))
             self.is_checkpointed = is_checkpointed
 
         def forward(self, x: Tensor) -> Tensor:
@@ -270,7 +275,7 @@ def test_a_checkpointed_part_is_judged_as_without_a_checkpoint(use_reentrant) ->
     given = torch.linspace(-1, 1, 32).view(4, 8)
     plain, found = (
         {
-            row.module: (row.calls, row.forward, row.backward)
+            (row.module, row.line): (row.calls, row.forward, row.backward)
             for row in amp.what_if(Model(each), given, lambda out: out.square().mean(), formats=["e3m4"]).calls
         }
         for each in (False, True)

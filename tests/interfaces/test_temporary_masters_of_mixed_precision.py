@@ -226,6 +226,10 @@ class TestOptions:
         first = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
         with pytest.raises(OptionError, match=r"parameters 0 and 1 of the optimizer share memory, and masters="):
             MixedPrecision(torch.optim.SGD([first, nn.Parameter(first.data)], lr=0.1), masters=kind)
+        optimizer = MixedPrecision(torch.optim.SGD([first], lr=0.1), masters=kind)
+        with pytest.raises(OptionError, match=r"parameters 0 and 1 of the optimizer share memory, and masters="):
+            optimizer.add_param_group({"params": [nn.Parameter(first.data)]})
+        assert len(optimizer.param_groups) == 1
 
     def test_float16_parameters_are_refused(self) -> None:
         with pytest.raises(OptionError, match=r"needs bfloat16 parameters, and .* is float16. Type model.bfloat16"):

@@ -365,14 +365,14 @@ def test_masks_are_not_rounded(format) -> None:
 
 
 @pytest.mark.parametrize("opt_level", ["O4", "O5"])
-@pytest.mark.parametrize("products", ["emulated", "device"])
-def test_a_block_without_casts_in_a_forward_rounds_nothing(products, opt_level) -> None:
+@pytest.mark.parametrize("products", ["emulated", "device", None])
+def test_a_block_without_casts_in_a_forward_computes_as_without_a_format(products, opt_level) -> None:
     class Part(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             with amp.disable_casts():
-                return super().forward(x.to(self.weight.dtype))
+                return super().forward(x)  # float32, beside half weights at O5
 
-    row = {"name": "float8_e4m3", "products": products}
+    row = {"name": "float8_e4m3", "products": products} if products else "bfloat16"
     part = Part(32, 32)
     model = set_up(part, {"whitelist": {"torch.nn.functional": [{"name": "linear", "format": row}]}}, opt_level)
     given = inputs(4).flatten().expand(3, 32)
@@ -400,6 +400,25 @@ def test_functions_that_rounding_itself_calls_can_have_a_format() -> None:
     torch.div(given, 3.0).sum().backward()
     assert torch.equal(given.grad.unique(), (torch.ones(1) / 3.0))
     assert (given.detach() / 3.0 - given.detach() * (1 / 3)).abs().max() < 0.1
+
+
+def test_a_tensor_that_is_factor_and_addend_is_rounded_as_a_factor() -> None:
+    set_up(net(), {"whitelist": {"*": [{"name": "addmm", "format": "e2m1"}]}})
+    x, weight = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    assert torch.equal(torch.addmm(x, x, weight), torch.addmm(x.clone(), x, weight))
+
+
+def test_the_policy_of_a_checkpoint_tells_the_order_of_files_apart() -> None:
+    def policy(*files: dict[str, Any]) -> dict[str, Any]:
+        set_up(net(), list(files))
+        saved = amp.state_dict(include_policy=True)
+        amp.deinitialize()
+        return saved
+
+    saved = policy(UNSCALED, {"modules": {"0": {"format": "e2m1"}}})
+    set_up(net(), [{"modules": {"0": {"format": "e2m1"}}}, UNSCALED])
+    with pytest.warns(AmpWarning, match="0: torch.nn.functional.linear: format e2m1 .* -> format e3m2"):
+        amp.load_state_dict(saved)
 
 
 BIASED = {

@@ -335,7 +335,7 @@ class TestListsOfUsers:
             torch.linalg.inv(matrix())
 
     def test_a_list_without_effect_at_o2_is_an_error(self) -> None:
-        with pytest.raises(OptionError, match="applies only entries with needs_float32 or format, and there are no"):
+        with pytest.raises(OptionError, match="applies only entries with needs_float32 or format, and these lists"):
             amp.initialize(nn.Linear(2, 2), opt_level="O2", cast_lists={"whitelist": {"torch": ["sin"]}}, verbosity=0)
 
     def test_a_second_call_must_have_the_same_lists(self) -> None:

@@ -25,7 +25,7 @@ from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import identity
 from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import plain_name
-from ampatch.casting.nested import CASTABLE, TensorCast, cast_tensors, tensors_in, tensors_of_call
+from ampatch.casting.nested import CASTABLE, TensorCast, tensors_in, tensors_of_call
 from ampatch.casting.rounding import rounded
 from ampatch.diagnostics.random_state import RandomState
 from ampatch.diagnostics.recorder import callers
@@ -103,38 +103,14 @@ class _Call:
     before: RandomState
     versions: tuple[int, ...]
 
-    @property
-    def updated(self) -> set[int]:
-        """The ids of tensors that the call updates."""
-        return {id(each) for each in self.operands.updated(self.args, self.kwargs)}
-
-    def rounding(self, format: Format) -> tuple[list[tuple[Tensor, Tensor]], TensorCast]:
-        """Returns a function that rounds as an emulated call does, and the list in which it puts all before and after.
-
-        Each tensor stands there with the rounded one.
-        """
-        given: list[tuple[Tensor, Tensor]] = []
-        exact = self.operands.added(self.args, self.kwargs) | self.updated
-
-        def rounding(tensor: Tensor) -> Tensor:
-            if id(tensor) in exact:
-                return tensor
-            found = rounded(tensor, format, torch.float32)
-            given.append((tensor, found))
-            return found
-
-        return given, rounding
-
-    def repeated(self, change: TensorCast) -> Any:
+    def repeated(self, operand: TensorCast, addend: TensorCast = lambda tensor: tensor) -> Any:
         """Makes the call with other arguments, and returns its result. What it updates is a copy."""
-        updated = self.updated
 
-        def changed(tensor: Tensor) -> Tensor:
-            made = change(tensor) if tensor.dtype in CASTABLE else tensor
-            return made.clone() if id(tensor) in updated else made
+        def of_castable(change: TensorCast) -> TensorCast:
+            return lambda tensor: change(tensor) if tensor.dtype in CASTABLE else tensor
 
-        given: Any = cast_tensors((self.args, self.kwargs), changed)
-        args, kwargs = given
+        changes = of_castable(operand), of_castable(addend), Tensor.clone
+        args, kwargs = self.operands.changed(self.args, self.kwargs, *changes)
         self.before.restore()
         return self.function(*args, **kwargs)
 
@@ -142,19 +118,20 @@ class _Call:
         """Makes the call and its backward pass, and returns the gradients of its arguments.
 
         Args:
-            change: returns the argument to use in the place of one.
+            change: returns the operand to use in the place of one; see `Operands`.
             given: the gradients of its results.
         """
         leaves: list[Tensor] = []
 
-        def leaf(tensor: Tensor) -> Tensor:
+        def leaf(change: TensorCast, tensor: Tensor) -> Tensor:
             with torch.no_grad():
                 made = change(tensor).detach().requires_grad_(tensor.requires_grad)
             leaves.extend([made] if made.requires_grad else [])
             return made
 
         with torch.enable_grad():
-            result = self.repeated(leaf)
+            same: TensorCast = lambda tensor: tensor  # noqa: E731
+            result = self.repeated(functools.partial(leaf, change), functools.partial(leaf, same))
             made = zip(_with_gradients(result), given, strict=True)
             pairs = [(out, grad.to(out.dtype)) for out, grad in made if grad is not None]
             outs, grads = zip(*pairs, strict=True)
@@ -238,8 +215,9 @@ class _Watched(Recorder):
         place = _Place(plain_name(name), module, *line)
         if current_graph_task_id() == -1:
             return place
-        # Computed again in a backward pass, of which the user's code knows nothing: where it was in the forward pass.
-        return next((each.place for each in self._found if each.place[:2] == place[:2]), place)
+        # Computed again in a backward pass, where the frame of the user's code may be missing.
+        known = [each.place for each in self._found if each.place[:2] == place[:2]]
+        return place if place in known or not known else known[0]
 
     def _run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function; one of torch's in Python so that the functions that it calls are seen, too."""
@@ -256,7 +234,7 @@ class _Watched(Recorder):
         """Makes a call on arguments in each format, and counts."""
         with self._aside():
             for format in self._formats:
-                given, rounding = call.rounding(format)
+                given, rounding = _rounding(format)
                 found = call.repeated(rounding)
                 counts = _counts(given, format)
                 self._found.append(_Found(format, call.place, counts, _noise(result, found), None))
@@ -269,7 +247,7 @@ class _Watched(Recorder):
         with self._aside():
             exact = call.gradients(lambda tensor: tensor, gradients)
             for format in self._formats:
-                given, rounding = call.rounding(format)
+                given, rounding = _rounding(format)
                 changed = [None if each is None else rounding(each) for each in gradients]
                 counts = _counts(given, format)
                 noise = _noise(exact, call.gradients(rounding, changed))
@@ -362,6 +340,18 @@ def _unfit(operands: Operands, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return "writes to a tensor that it is given"
     dense = (each.layout is torch.strided and not each.is_nested for each in tensors_of_call(args, kwargs))
     return "" if all(dense) else "got a sparse or nested tensor"
+
+
+def _rounding(format: Format) -> tuple[list[tuple[Tensor, Tensor]], TensorCast]:
+    """Returns a function that rounds tensors, and the list in which it puts each with the rounded one."""
+    given: list[tuple[Tensor, Tensor]] = []
+
+    def rounding(tensor: Tensor) -> Tensor:
+        found = rounded(tensor, format, torch.float32)
+        given.append((tensor, found))
+        return found
+
+    return given, rounding
 
 
 def _counts(given: Iterable[tuple[Tensor, Tensor]], format: Format) -> list[int]:
