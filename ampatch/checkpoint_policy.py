@@ -268,7 +268,10 @@ def _of_modules(session: Session) -> Iterator[list[str]]:
     half_dtype, properties = session.settings.properties.half_dtype, session.settings.properties
     if not session.settings.patches_functions and properties.cast_model_type not in HALVES:
         return
-    for entry in session.settings.lists.modules:
+    lists, with_formats = session.settings.lists, set()
+    if any(entry.formats for entry in lists.modules):
+        with_formats = {path for path, rule in lists.for_half(half_dtype).items() if rule.formats is not None}
+    for entry in lists.modules:
         if entry.changes is None:
             yield [entry.name, FLOAT32, entry.source]
             continue
@@ -280,12 +283,10 @@ def _of_modules(session: Session) -> Iterator[list[str]]:
             yield [f"{entry.name}: {path}", decision, source]
         if entry.formats is not None:
             yield [entry.name, str(entry.formats), entry.source]
-            lists = session.settings.lists
-            here, there = (each.for_half(half_dtype) for each in (lists, lists.of_module(entry)))
+            rules = lists.of_module(entry).for_half(half_dtype)
             # Which of two formats holds depends on the order of the files.
-            of_both = [path for path, rule in here.items() if rule.formats is not None and path in there]
-            for path in sorted(set(of_both) - dict(changes).keys()):
-                yield [f"{entry.name}: {path}", str(there[path].formats), entry.source]
+            for path in sorted((with_formats & rules.keys()) - dict(changes).keys()):
+                yield [f"{entry.name}: {path}", str(rules[path].formats), entry.source]
         elif not changes:
             yield [entry.name, "the session's rules", entry.source]
 

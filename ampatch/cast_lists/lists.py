@@ -76,7 +76,7 @@ class CastLists:
         lists = self
         for changes in self.waiting:
             lists = lists._with(_expanded(changes, within))
-        if self.part is not None and self.part.formats is not None:
+        if self.part is not None:
             lists = replace(lists, rules={key: self.part.in_formats(rule) for key, rule in lists.rules.items()})
         return replace(lists, waiting=(), part=None) if lists is not self else self
 
@@ -141,9 +141,11 @@ class CastLists:
 
     def _overlaid(self, source: str, text: str, changes: Changes, modules: Sequence[ModuleRules]) -> CastLists:
         named, number = {entry.name for entry in modules}, len(self.files) + 1
-        modules = [replace(each, changes=_numbered(each.changes, number), overlay=number) for each in modules]
+        modules = [
+            replace(each, changes=each.changes and _numbered(each.changes, number), overlay=number) for each in modules
+        ]
         return replace(
-            self._laid_over(_numbered(changes, number) or ()),
+            self._laid_over(_numbered(changes, number)),
             files=(*self.files, source),
             texts=(*self.texts, text),
             modules=(*(entry for entry in self.modules if entry.name not in named), *modules),
@@ -178,10 +180,8 @@ class CastLists:
         return replace(self, rules=types.MappingProxyType(rules), named=named)
 
 
-def _numbered(changes: Changes | None, overlay: int) -> tuple[Change, ...] | None:
+def _numbered(changes: Changes, overlay: int) -> tuple[Change, ...]:
     """Returns changes whose rules know the number of their overlay."""
-    if changes is None:
-        return None
     return tuple((key, rule if rule is None else replace(rule, overlay=overlay)) for key, rule in changes)
 
 

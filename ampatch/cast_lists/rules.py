@@ -160,15 +160,16 @@ class ModuleRules:
 
     @property
     def effect(self) -> tuple[object, ...]:
-        """What entries have in common that say the same."""
+        """What such a part computes by; for formats this depends on the overlay, too."""
         return self.changes, self.formats, self.overlay if self.formats else 0
 
     def in_formats(self, rule: Rule) -> Rule:
         """Returns the rule of a function while such a part runs."""
-        if rule.treatment is not Treatment.WHITELIST or (rule.formats is not None and rule.overlay >= self.overlay):
+        if self.formats is None or rule.treatment is not Treatment.WHITELIST:
             return rule
-        fits = self.formats is not None and self.formats.fit(rule.path)
-        return replace(rule, formats=self.formats if fits else None)
+        if rule.formats is not None and rule.overlay >= self.overlay:
+            return rule
+        return replace(rule, formats=self.formats if self.formats.fit(rule.path) else None)
 
     @property
     def is_float32(self) -> bool:

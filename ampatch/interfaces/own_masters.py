@@ -131,7 +131,7 @@ class StateMasters:
 
     def check_new(self, parameters: Any) -> None:
         """Raises `OptionError` if one of some parameters, or the only one, is a half DTensor."""
-        _whole(parameters, self._dtype)
+        _unsharded(parameters, self._dtype)
 
     def make_missing(self) -> None:
         """Makes masters of parameters that the optimizer has got."""
@@ -272,7 +272,7 @@ class StepMasters(TemporaryMasters):
 
     def check_new(self, parameters: Any) -> None:
         """Raises `OptionError` if one of some parameters, or the only one, is float16, a DTensor, or shares memory."""
-        tensors = _whole(parameters, torch.float32)
+        tensors = _unsharded(parameters, torch.float32)
         every = [*optimizer_state.parameters_of(self._inside), *tensors]
         tied = names_of_one_memory((str(place), each) for place, each in enumerate(every))
         if tied is not None:
@@ -354,7 +354,7 @@ class _OwnParameters:
         return parameter.dtype
 
 
-def _whole(parameters: Any, dtype: torch.dtype) -> list[Any]:
+def _unsharded(parameters: Any, dtype: torch.dtype) -> list[Any]:
     """Returns the tensors of parameters that an optimizer is given.
 
     Args:

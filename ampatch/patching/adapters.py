@@ -436,16 +436,14 @@ class Adapters(TensorCasts):
         Calls that are not for a format compute as without one.
         """
         chosen: _Chosen = self._chosen if self.hears_regions else _beside(self.half_dtype)
+        # With half weights, only functions without half kernels compute in float32.
+        if rule.treatment is Treatment.BLACKLIST and (self.hears_regions or rule.needs_float32):
+            chosen = self._float32_of_all
         if self.hears_regions:
             treated = self.for_treatment(rule.treatment, rule.path, original, is_listed=True)
             otherwise = self._labelled(treated, rule.path)
         else:
-            otherwise = self.in_half(InHalf.BESIDE, rule.path, original)
-        # With half weights, only functions without half kernels compute in float32.
-        if rule.treatment is Treatment.BLACKLIST and (self.hears_regions or rule.needs_float32):
-            chosen = self._float32_of_all
-        if not self.hears_regions:
-            chosen = _unless_disabled(chosen)
+            otherwise, chosen = self.in_half(InHalf.BESIDE, rule.path, original), _unless_disabled(chosen)
 
         def for_format(adapt: Adapt) -> Adapt:
             return lambda args, kwargs: (otherwise.adapt if chosen(args, kwargs) is None else adapt)(args, kwargs)

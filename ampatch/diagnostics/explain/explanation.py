@@ -28,6 +28,7 @@ from ampatch.diagnostics.explain.subjects import Subject, subject_of
 from ampatch.diagnostics.shown_names import shown_path
 from ampatch.errors import OptionError
 from ampatch.function_wrapper import is_wrapper
+from ampatch.grouping import grouped
 from ampatch.half_types import HALF_DTYPES
 from ampatch.opt_levels import dtype_name
 from ampatch.patching import adopted_model, casting_mode, function_places
@@ -163,15 +164,15 @@ def _notes(subject: Subject, rulings: Rulings, calls: Sequence[Called]) -> Itera
 
 
 def _notes_on_parts(rulings: Rulings, paths: Sequence[Path]) -> Iterator[str]:
-    """Yields a sentence for each entry for parts of a model that treats functions otherwise than the session."""
+    """Yields a sentence for entries for parts of a model that treat functions alike, and not as the session does."""
     lists = rulings.of_session
     if not lists.modules or (rulings.live is not None and not rulings.live.settings.patches_any):
         return
     rules = lists.expanded().rules
-    entries: dict[str, list[ModuleRules]] = {}
+    found: list[tuple[str, ModuleRules]] = []
     for entry in lists.modules:
         if entry.is_float32:
-            entries.setdefault("nothing is cast, and inputs are float32", []).append(entry)
+            found.append(("nothing is cast, and inputs are float32", entry))
             continue
         own = lists.of_module(entry).expanded().rules
         keys = [(path, half) for half in rulings.half_dtypes for path in paths]
@@ -180,8 +181,8 @@ def _notes_on_parts(rulings: Rulings, paths: Sequence[Path]) -> Iterator[str]:
         changed = [(path, new) for path, _, new in itertools.compress(pairs, are_meant)]
         told = dict.fromkeys(f"{path} is {_place(rule)}{_in_one_half(rulings)}" for path, rule in changed)
         if told:
-            entries.setdefault(", ".join(told), []).append(entry)
-    for sentence, (first, *others) in entries.items():
+            found.append((", ".join(told), entry))
+    for sentence, (first, *others) in grouped(found).items():
         names = " or ".join(repr(entry.name) for entry in (first, *others))
         source = f"from {first.source} on" if others else first.source
         yield f"In submodules that {names} matches ({source}) {sentence}."

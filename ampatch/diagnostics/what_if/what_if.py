@@ -103,7 +103,7 @@ class _Call:
     before: RandomState
     versions: tuple[int, ...]
 
-    def repeated(self, operand: TensorCast, addend: TensorCast = lambda tensor: tensor) -> Any:
+    def repeated(self, operand: TensorCast, addend: TensorCast) -> Any:
         """Makes the call with other arguments, and returns its result. What it updates is a copy."""
 
         def of_castable(change: TensorCast) -> TensorCast:
@@ -130,8 +130,7 @@ class _Call:
             return made
 
         with torch.enable_grad():
-            same: TensorCast = lambda tensor: tensor  # noqa: E731
-            result = self.repeated(functools.partial(leaf, change), functools.partial(leaf, same))
+            result = self.repeated(functools.partial(leaf, change), functools.partial(leaf, _same))
             made = zip(_with_gradients(result), given, strict=True)
             pairs = [(out, grad.to(out.dtype)) for out, grad in made if grad is not None]
             outs, grads = zip(*pairs, strict=True)
@@ -235,7 +234,7 @@ class _Watched(Recorder):
         with self._aside():
             for format in self._formats:
                 given, rounding = _rounding(format)
-                found = call.repeated(rounding)
+                found = call.repeated(rounding, _same)
                 counts = _counts(given, format)
                 self._found.append(_Found(format, call.place, counts, _noise(result, found), None))
 
@@ -245,7 +244,7 @@ class _Watched(Recorder):
             self.missed[f"Gradients of {call.place.function} whose arguments were written to were not judged."] = None
             return
         with self._aside():
-            exact = call.gradients(lambda tensor: tensor, gradients)
+            exact = call.gradients(_same, gradients)
             for format in self._formats:
                 given, rounding = _rounding(format)
                 changed = [None if each is None else rounding(each) for each in gradients]
@@ -328,6 +327,10 @@ def _lost(found: list[_Found]) -> Lost:
     every = max(values, 1)
     noise = math.sqrt(sum(each.noise for each in found))
     return Lost(values, underflow / every, overflow / every, imprecise / every, noise)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _with_gradients(result: Any) -> list[Tensor]:
