@@ -10,6 +10,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -31,7 +32,7 @@ from ampatch.patching import (
     replaced_forward,
     thread_rules,
 )
-from ampatch.patching.adapters import Adapters
+from ampatch.patching.adapters import Adapters, InHalf
 from ampatch.patching.adopted_forward import Regions
 from ampatch.patching.function_patches import FunctionPatches, Registration
 from ampatch.patching.fused_linear import LinearCalls
@@ -201,6 +202,10 @@ class Casts(Part):
     def applies(self, rule: Rule) -> bool:
         """Returns True if this session applies a rule: at O2, O3 and O5 only those of functions that need float32."""
         return self.settings.patches_any and self._functions.applies(rule)
+
+    def in_half(self, function: Callable[..., Any]) -> tuple[Path, InHalf] | None:
+        """Returns how a function's arguments get one type with half weights; None if they stay as they are."""
+        return self._functions.in_half(function)
 
     def part_in_force(self) -> tuple[str, CastLists] | None:
         """Returns the part of a model whose rules this thread computes by, and its lists; None: the session's."""

@@ -287,6 +287,14 @@ class FunctionPatches:
                     new += [rule for rule in differing.values() if rule is not None][:1]
         return new
 
+    def in_half(self, original: Function) -> tuple[Path, InHalf] | None:
+        """Returns how a function's arguments get one type in models with half weights; None if they stay as they are.
+
+        Args:
+            original: the function without amp.
+        """
+        return self._half_functions.get(id(original))
+
     def applies(self, rule: Rule) -> bool:
         """Returns True if the session patches the function of a rule."""
         # An in-place function on a half tensor cannot store a float32 result; torch's own error says so.
@@ -379,7 +387,7 @@ class FunctionPatches:
         def by(rule: Rule | None) -> Adapter:
             if rule is not None and self.applies(rule):
                 return self.adapters.for_rule(rule, original)
-            in_half = self._half_functions.get(id(original))
+            in_half = self.in_half(original)
             if in_half is None:
                 return Adapter(thread_rules.unchanged)
             path, treatment = in_half
@@ -443,9 +451,9 @@ class FunctionPatches:
             return self._accelerated(PatchedFunction, original, adapter, reason, needs_block)
         if not needs_float32:
             return self._accelerated(FunctionInHalf, original, adapter, reason)
-        otherwise = None
-        if id(original) in self._half_functions:
-            path, treatment = self._half_functions[id(original)]
+        otherwise, in_half = None, self.in_half(original)
+        if in_half is not None:
+            path, treatment = in_half
             beside = self.adapters.in_half(treatment, path, original)
             otherwise = self._accelerated(FunctionInHalf, original, beside, _reason_in_half(path))
         kind = HalfModelFunction.derived()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import Rule, Treatment, typed_conditions
 from ampatch.cast_lists.signatures import argument_reader, first_argument_reader, parameter_names
 from ampatch.cast_lists.spellings import is_in_place
@@ -22,7 +23,7 @@ from ampatch.errors import BannedFunctionError
 from ampatch.formats import Format
 from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.opt_levels import dtype_name
-from ampatch.patching.adapters import Adapters, Casts, Function, lacks_half_products
+from ampatch.patching.adapters import Adapters, Casts, Function, InHalf, lacks_half_products
 from ampatch.patching.function_patches import Registration
 from ampatch.patching.wrappers import adapted_for_override, is_overridden_by_others
 
@@ -87,10 +88,19 @@ class Predictor:
         half_dtype: type that whitelisted functions compute in.
         device_types: device types whose tensors are cast.
         allow_banned: True if banned functions run in float32 instead of raising.
+        for_half_models: True at levels with half weights, where most functions cast only beside a half argument.
     """
 
-    def __init__(self, half_dtype: torch.dtype, device_types: Set[str], allow_banned: bool = False) -> None:
-        self._adapters = Adapters(half_dtype, _Stand(), device_types, allow_banned=allow_banned)
+    def __init__(
+        self,
+        half_dtype: torch.dtype,
+        device_types: Set[str],
+        allow_banned: bool = False,
+        for_half_models: bool = False,
+    ) -> None:
+        self._adapters = Adapters(
+            half_dtype, _Stand(), device_types, allow_banned=allow_banned, hears_regions=not for_half_models
+        )
 
     def by_rule(self, rule: Rule, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prediction:
         """Predicts a call of a listed function.
@@ -104,6 +114,16 @@ class Predictor:
         unmet = _unmet(rule, function, args, kwargs)
         call = _Call(self._adapters, function, args, kwargs, rule.path.name, rule.treatment, unmet)
         return call.predicted(self._adapters.for_rule(rule, function).adapt)
+
+    def beside_half(
+        self, path: Path, how: InHalf, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Prediction:
+        """Predicts a call of a function whose arguments get one type in models with half weights."""
+        has_half = any(tensor.dtype in HALVES for tensor in tensors_of_call(args, kwargs))
+        treatment = Treatment.PROMOTE if how is InHalf.PROMOTE else Treatment.WHITELIST
+        unmet = None if has_half else "no argument is half"
+        call = _Call(self._adapters, function, args, kwargs, path.name, treatment, unmet, "torch takes it beside half")
+        return call.predicted(self._adapters.in_half(how, path, function).adapt)
 
     def by_registration(
         self, known: Registration, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -120,7 +140,13 @@ class Predictor:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call. ``name`` is the function's, None for a decorated one; ``unmet`` the condition that the rule misses."""
+    """A call.
+
+    Attributes:
+        name: the function's name; None for a decorated function.
+        unmet: the condition of the rule that the call does not meet, as a sentence; None if it meets all.
+        otherwise: what is said of an argument that stays as it is for no other reason.
+    """
 
     adapters: Adapters
     function: Function
@@ -129,6 +155,7 @@ class _Call:
     name: str | None
     treatment: Treatment
     unmet: str | None = None
+    otherwise: str = "the result may be a view of it"
 
     def predicted(self, adapt: Adapt) -> Prediction:
         """Runs an adapter, and says why tensors stay unchanged."""
@@ -147,7 +174,7 @@ class _Call:
 
         def reason(tensor: Tensor) -> str:
             reasons = self._reasons(tensor, is_foreign, passed)
-            return next(filter(None, reasons), "the result may be a view of it")
+            return next(filter(None, reasons), self.otherwise)
 
         arguments = tuple(
             Argument(label, tensor.dtype, new.dtype, None if new is not tensor else reason(tensor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import operator
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from command_line import ampatch
 from helpers import HALF_DTYPES, casts_on, check_rows, dtype_name
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampatch import amp
 from ampatch.diagnostics.explain.result import Explanation, Ruling, Spelling
@@ -55,6 +57,19 @@ def decided(given: object, path: str, half_dtype: str = "float16") -> Ruling:
 
 def asked(explanation: Explanation) -> list[str]:
     return [each.path for each in explanation.spellings if each.asked]
+
+
+class DtypesOf(TorchDispatchMode):
+    """Notes the dtypes of the arguments that an operator gets."""
+
+    def __init__(self, operator: str) -> None:
+        super().__init__()
+        self.operator, self.dtypes = operator, []
+
+    def __torch_dispatch__(self, op: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.overloadpacket.__name__ == self.operator:
+            self.dtypes = [dtype_name(each.dtype) for each in args]
+        return op(*args, **(kwargs or {}))
 
 
 def changes(explanation: Explanation) -> dict[str, tuple[str, str]]:
@@ -348,6 +363,8 @@ class TestRules:
                 assert spelling(amp.explain("linear"), "torch.nn.functional.linear").note is not None
 
 
+#: Linear layers round to a format.
+ROUNDED = {"whitelist": {"torch.nn.functional": [{"name": "linear", "format": "float8_e4m3"}]}}
 APPLIES_ONLY = (
     "applies only what is marked needs_float32 or has a format, and beside a half weight other arguments become half."
 )
@@ -385,10 +402,41 @@ class TestState:
     )
     def test_a_level_that_does_not_patch_the_function_is_told(self, level: str, state: str, why: str) -> None:
         amp.initialize(nn.Linear(2, 2), opt_level=level, half_dtype="bfloat16", verbosity=0)
-        found = amp.explain(torch.mm, torch.ones(2, 2), torch.ones(2, 2))
+        found = amp.explain(torch.sum, torch.ones(2, 2))
         assert state in found.state
-        assert reasons(found) == [why] * 2
+        assert reasons(found) == [why]
         assert found.places == ()
+
+    def test_float32_arguments_stay_at_levels_with_half_weights(self) -> None:
+        amp.initialize(nn.Linear(2, 2), opt_level="O5", verbosity=0, cast_lists=ROUNDED)
+        for function in (torch.mm, F.linear):
+            found = amp.explain(function, torch.ones(2, 2), torch.ones(2, 2))
+            assert reasons(found) == ["no argument is half"] * 2
+
+    @pytest.mark.parametrize("is_off", [False, True])
+    @pytest.mark.parametrize("lists", [None, ROUNDED], ids=["half", "rounded"])
+    def test_arguments_beside_a_half_weight_have_the_types_of_the_live_call(self, lists: object, is_off: bool) -> None:
+        told: list[list[str]] = []
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(4, 4))
+
+            def forward(self, x: Tensor) -> Tensor:
+                given = x.float(), self.weight
+                with amp.disable_casts() if is_off else contextlib.nullcontext():
+                    found = amp.explain(F.linear, *given)
+                    with DtypesOf("mm") as computed:
+                        result = F.linear(*given)
+                told.extend([[after for _, after in changes(found).values()], computed.dtypes])
+                assert any("off here" in each for each in found.state) is is_off
+                return result
+
+        model = amp.initialize(Model(), opt_level="O5", verbosity=0, cast_lists=lists)
+        model(torch.randn(2, 4))
+        rounds = lists is not None and not is_off
+        assert told == [["float32" if rounds else "bfloat16"] * 2] * 2
 
     def test_allowed_banned_functions_are_computed_in_float32(self) -> None:
         half = torch.ones(2, dtype=torch.bfloat16)

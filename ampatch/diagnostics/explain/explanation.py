@@ -22,6 +22,7 @@ from ampatch.cast_lists.lists import CastLists
 from ampatch.cast_lists.paths import Path
 from ampatch.cast_lists.rules import EVERY_DEVICE, ModuleRules, Rule, Treatment
 from ampatch.cast_lists.spellings import called_by, operators_in
+from ampatch.casting.nested import tensors_of_call
 from ampatch.diagnostics.explain.result import BoundPlace, Called, ExplainedCall, Explanation
 from ampatch.diagnostics.explain.rulings import Rulings, located
 from ampatch.diagnostics.explain.subjects import Subject, subject_of
@@ -29,12 +30,13 @@ from ampatch.diagnostics.shown_names import shown_path
 from ampatch.errors import OptionError
 from ampatch.function_wrapper import is_wrapper
 from ampatch.grouping import grouped
-from ampatch.half_types import HALF_DTYPES
+from ampatch.half_types import HALF_DTYPES, HALVES
 from ampatch.opt_levels import dtype_name
 from ampatch.patching import adopted_model, casting_mode, function_places
 from ampatch.patching.function_places import Kind
 from ampatch.patching.predictions import Prediction, Predictor, unchanged
 from ampatch.runtime import runtime
+from ampatch.session import Session
 
 
 def explain(
@@ -107,6 +109,8 @@ def _state(rulings: Rulings) -> Iterator[str]:
         elif not live.settings.patches_functions:
             marked = f"{level} applies only what is marked needs_float32 or has a format"
             yield f"{marked}, and beside a half weight other arguments become half."
+            if live.switch.is_off():
+                yield "Casts are off here, but beside half weights."
         elif live.switch.is_off():
             yield "Casts are off here."
         if rulings.part is not None and not live.switch.is_off():
@@ -202,8 +206,10 @@ def _place(rule: Rule | None) -> str:
 def _explained_call(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExplainedCall:
     if subject.primary.function is None:
         raise OptionError(f"{subject.primary.path} cannot be explained with arguments before its module is imported.")
-    why = _why_nothing(subject, rulings)
-    if why is None:
+    live = rulings.live
+    if live is not None and live.settings.patches_any and not live.settings.patches_functions:
+        prediction = _predicted_with_half_weights(subject, rulings, live, args, kwargs)
+    elif (why := _why_nothing(subject, rulings)) is None:
         prediction = _predicted(subject, rulings, args, kwargs)
     else:
         prediction = unchanged(subject.undecorated(subject.primary), args, kwargs, why)
@@ -213,13 +219,8 @@ def _explained_call(subject: Subject, rulings: Rulings, args: tuple[Any, ...], k
 def _why_nothing(subject: Subject, rulings: Rulings) -> str | None:
     """Returns why a call casts nothing, whatever its arguments are; None if the arguments decide."""
     live = rulings.live
-    if live is not None and not live.settings.patches_functions:
-        rule = rulings.rule(subject.primary, rulings.half_dtype)
-        if not rulings.applies(rule):
-            only = " but those that need float32" if live.settings.patches_any else ""
-            return f"{live.settings.properties.opt_level} patches no functions{only}"
-        if rule is not None and rule.needs_float32 != EVERY_DEVICE and live.device_types.isdisjoint(rule.needs_float32):
-            return f"torch has a half kernel for it on {' and '.join(sorted(live.device_types))}"
+    if live is not None and not live.settings.patches_any:
+        return f"{live.settings.properties.opt_level} patches no functions"
     if live is not None and live.switch.is_off():
         return "casts are off here"
     if subject.is_bypass:
@@ -241,6 +242,27 @@ def _predicted(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs
     if rule is not None:
         return predictor.by_rule(rule, spelled.function, args, kwargs)
     return predictor.by_decoration(str(subject.decoration), subject.undecorated(spelled), args, kwargs)
+
+
+def _predicted_with_half_weights(
+    subject: Subject, rulings: Rulings, live: Session, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Prediction:
+    """Predicts a call at O2, O3 and O5, by the order of `HalfModelFunction`: the rule, then the half arguments."""
+    function, is_off = subject.primary.function, live.switch.is_off()
+    predictor = Predictor(rulings.half_dtype, live.device_types, for_half_models=True)
+    rule = rulings.rule(subject.primary, rulings.half_dtype)
+    why = f"{live.settings.properties.opt_level} patches no functions but those that need float32"
+    if rule is not None and rulings.applies(rule):
+        kinds = {tensor.device.type for tensor in tensors_of_call(args, kwargs) if tensor.dtype in HALVES}
+        # Without needs_float32 it has a format, which is for all devices.
+        needing = kinds if rule.needs_float32 in ((), EVERY_DEVICE) else kinds.intersection(rule.needs_float32)
+        if needing and not is_off:
+            return predictor.by_rule(rule, function, args, kwargs)
+        why = "no argument is half" if not kinds else f"torch has a half kernel for it on {' and '.join(sorted(kinds))}"
+    in_half = live.casts.in_half(function)
+    if in_half is not None:
+        return predictor.beside_half(*in_half, function, args, kwargs)
+    return unchanged(function, args, kwargs, "casts are off here" if is_off else why)
 
 
 # Where else the function is bound

@@ -257,7 +257,8 @@ def _call_lines(call: ExplainedCall | None) -> Iterator[str]:
     rows = []
     for each in predicted.arguments:
         before, after = dtype_name(each.before), dtype_name(each.after)
-        change = before if before == after else f"{before} -> {after}"
+        rounded = ", rounded" if each.why is None else ""
+        change = f"{before}{rounded}" if before == after else f"{before} -> {after}"
         rows.append([f"  {each.name}", change, each.why or ""])
     yield from _aligned(rows)
 
