@@ -41,7 +41,7 @@ class Masters(Part):
         super().__init__(shared)
         adopted = shared.adopted
         if self.settings.has_half_weights or self.settings.steps_in_float32:
-            self.before_forward = self._synchronise_before
+            self.before_forward = self._before_forward
         self._conversion = weights.conversion
         self._replaced = ReplacedParameters(
             weights.conversion, weights.modules, lambda: adopted.optimizers, adopted.parameter_names
@@ -122,27 +122,32 @@ class Masters(Part):
             mastered = self.shared.adopted.record_of(optimizer).exchange.ids()
             optimizer_state.cast_state(optimizer, self._conversion.dtype_before, but=mastered)
 
-    def _synchronise_before(self, model: nn.Module) -> None:
+    def _before_forward(self, model: nn.Module) -> None:
         if not tracing.is_recording():
-            self.synchronise(model)
+            self._show_masters(model)
 
     def release(self) -> None:
         """Decides on the parameters that were replaced, while there are masters."""
         self.decide_replaced()
 
     @with_casts_off
-    def synchronise(self, model: nn.Module | None = None) -> None:
-        """Copies writes to half weights or to their masters from one to the other.
+    def _show_masters(self, model: nn.Module) -> None:
+        self._take_in()
+        if self.settings.has_masters:
+            for masters in self._of_model(model):  # other optimizers may be in a step in another thread
+                masters.show_masters()
 
-        Args:
-            model: limits this to optimizers that update its parameters, since other optimizers may be in a step in
-                another thread; None: all optimizers.
-        """
+    @with_casts_off
+    def synchronise(self) -> None:
+        """Copies writes to half weights or to their masters from one to the other."""
+        self._take_in()
+        for masters in self._all():
+            masters.synchronise()
+
+    def _take_in(self) -> None:
+        """Takes in what user code has done to half weights: replaced them, or written to some without a master."""
         self.decide_replaced()
         self._widen_written()
-        if self.settings.has_masters:
-            for masters in self._all() if model is None else self._of_model(model):
-                masters.synchronise()
 
     def _before_capture(self) -> bool:
         """Does what cannot be done while a CUDA graph is captured, or would be missing from its replays.
@@ -167,8 +172,7 @@ class Masters(Part):
     def before_step(self, masters: MasterWeights) -> None:
         """Gives an optimizer that is about to step the masters of what the models have now."""
         self._replaced.search(masters)
-        self.decide_replaced()
-        self._widen_written()
+        self._take_in()
         self._replaced.warn_of_put_back()
 
     def float32_of(self, module: nn.Module, name: str, tensor: Tensor) -> Tensor | None:

@@ -28,7 +28,7 @@ from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
 from ampatch.patching.half_functions import CastingBesideHalf, prepare_mode
-from ampatch.patching.replaced_forward import Block, ReplacedForward, own_forward
+from ampatch.patching.replaced_forward import Block, ReplacedForward, give_own_forwards, own_forward
 from ampatch.switch import (
     IN_HALF,
     Region,
@@ -163,6 +163,8 @@ class Regions:
     @traced_within_others
     def _call_elsewhere(self, module: nn.Module, held: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """Returns the call of a module outside of regions; None for torch's own. The user has compiled ``held``."""
+        if not is_dynamo_compiling():
+            give_own_forwards(module)
         if not self._is_part(module) or self.is_decided():
             return held
         if self.before_part is not None and not is_dynamo_compiling():
@@ -218,7 +220,7 @@ class _ForwardInRegion(ReplacedForward):
         switch = self.switch
         if self._in_half and (switch is None or not switch.active) and has_half_weights(self.module):
             with CastingBesideHalf():
-                return self.own(*args, **kwargs)
+                return self.call_own(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     def __reduce__(self) -> Any:
@@ -241,7 +243,7 @@ class _ForwardInRegion(ReplacedForward):
             return self.in_block(*args, **kwargs)
         first, second, third, fourth = blocks_of(self._regions.state())
         with first, second, third, fourth:
-            return self.own(*args, **kwargs)
+            return self.call_own(*args, **kwargs)
 
     def enclose_backward(self, result: object, first: int) -> None:
         """Leaves backward passes as they are: like torch.autocast, a region ends with the forward."""

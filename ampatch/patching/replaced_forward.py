@@ -40,15 +40,32 @@ class ReplacedForward(ABC):
     A copy of the module gets its own forward, which belongs to the same session. An unpickled forward casts like the
     code around it.
 
-    Attributes:
+    Args:
         module: the module.
         own: the forward that it replaces.
         switch: switch of the session; None after unpickling.
+
+    Attributes:
+        module: the argument.
+        switch: the argument.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any], switch: Switch | None = None) -> None:
         functools.update_wrapper(self, own)
-        self.module, self.own, self.switch = module, own, switch
+        is_of_class = isinstance(own, types.MethodType) and own.__func__ is getattr(type(module), "forward", None)
+        self.module, self.switch = module, switch
+        self._own = None if is_of_class and own.__self__ is module else own  # None: that of the class
+
+    @property
+    def own(self) -> Callable[..., Any]:
+        """The forward that it replaces; that of the class as it is now, which user code may have replaced."""
+        return types.MethodType(type(self.module).forward, self.module) if self._own is None else self._own
+
+    def call_own(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the forward that it replaces."""
+        if self._own is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self._own(*args, **kwargs)
 
     @abstractmethod
     def block(self) -> Block:
@@ -58,18 +75,18 @@ class ReplacedForward(ABC):
         """Runs the forward while the session casts."""
         return self.in_block(*args, **kwargs)
 
-    def copied(self, module: nn.Module, own: Callable[..., Any]) -> Self:
+    def copied(self, module: nn.Module, own: Callable[..., Any] | None) -> Self:
         """Returns the forward of a copy of the module, which has the same casts."""
         made = object.__new__(type(self))
         vars(made).update(vars(self))
-        functools.update_wrapper(made, own)
-        made.module, made.own = module, own
+        made.module, made._own = module, own
+        functools.update_wrapper(made, made.own)
         return made
 
     def in_block(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward in the block; for a generator or a coroutine, runs each step in it."""
         with self.block():
-            result = self.own(*args, **kwargs)
+            result = self.call_own(*args, **kwargs)
         if not is_dynamo_compiling():
             if inspect.isgenerator(result):
                 return in_steps(result, self.block)
@@ -78,7 +95,7 @@ class ReplacedForward(ABC):
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.copied(copy.deepcopy(self.module, memo), copy.deepcopy(self.own, memo))
+        return self.copied(copy.deepcopy(self.module, memo), copy.deepcopy(self._own, memo))
 
     def __reduce__(self) -> Any:
         return type(self), (self.module, self.own)
@@ -91,7 +108,7 @@ class ReplacedForward(ABC):
         """Runs the forward under the casts; after the session, without them."""
         switch = self.switch
         if switch is None or not switch.active:
-            return self.own(*args, **kwargs)
+            return self.call_own(*args, **kwargs)
         first = None if is_dynamo_compiling() else next_sequence_number()
         result = self.run(args, kwargs)
         if first is not None and next_sequence_number() != first:
@@ -178,7 +195,7 @@ def follow_copies(ledger: PatchLedger) -> None:
     @functools.wraps(replicate)
     def replicate_with_own_forward(module: nn.Module) -> nn.Module:
         replica: nn.Module = replicate(module)
-        _give_own_forward(replica)
+        give_own_forward(replica)
         return replica
 
     def copy_with_own_forward(module: nn.Module) -> nn.Module:
@@ -188,22 +205,29 @@ def follow_copies(ledger: PatchLedger) -> None:
         if isinstance(reduced, str):
             return module
         made: nn.Module = copy._reconstruct(module, None, *reduced)  # type: ignore[attr-defined]
-        _give_own_forward(made)
+        give_own_forward(made)
         return made
 
     ledger.set(*REPLICATE, replicate_with_own_forward)
     ledger.set(nn.Module, "__copy__", copy_with_own_forward)
 
 
-def _give_own_forward(module: nn.Module) -> None:
-    """Gives a copy of a module its own forward, instead of the original's."""
+def give_own_forward(module: nn.Module) -> None:
+    """Gives a module its own forward, if it is a copy that has got the original's with all other attributes."""
     forward = vars(module).get("forward")
     if not isinstance(forward, ReplacedForward) or forward.module is module:
         return
-    own = forward.own
+    own = forward._own
     if isinstance(own, types.MethodType) and own.__self__ is forward.module:
         own = types.MethodType(own.__func__, module)
     vars(module)["forward"] = forward.copied(module, own)
+
+
+def give_own_forwards(module: nn.Module) -> None:
+    """Does the same for a module and its parts: libraries for meta-learning copy modules attribute by attribute."""
+    if isinstance(forward := vars(module).get("forward"), ReplacedForward) and forward.module is not module:
+        for each in module.modules():
+            give_own_forward(each)
 
 
 async def _awaiting(coroutine: Any, block: Callable[[], Block]) -> Any:

@@ -274,7 +274,7 @@ class OptimizerGradients:
         """
         self.masters.make_missing()
         if weights_too:
-            self.masters.synchronise(by_value=True)
+            self.masters.synchronise()
         if self.scaled_by is None and not self.masters.are_in_place:
             added = self.masters.gradients.copy_edits()
             if added:

@@ -57,8 +57,8 @@ class ConvertedTensor:
         """Returns the kept float32 values of the tensor, after it copied user writes between the two."""
         owner = self.live_owner()
         if owner is not None:
-            owner.synchronise_one(tensor)
-        elif not isinstance(tensor, nn.Parameter) or not kept.is_in_sync(tensor):
+            return owner.full_of(tensor)  # type: ignore[no-any-return]
+        if not isinstance(tensor, nn.Parameter) or not kept.is_in_sync(tensor):
             kept.synchronise(tensor)
         return kept.full
 

@@ -96,6 +96,10 @@ class Marks:
             mark.renew(tensor)
         return True
 
+    def renew_versions(self) -> None:
+        """Records the present versions: `are_now` is False only if an address has changed since `renew`, or changes."""
+        self._versions[:], _ = moments_of(self._tensors)
+
 
 class Kept:
     """The float32 values of a half tensor, and marks that detect writes to either.

@@ -16,7 +16,7 @@ from ampatch.errors import UsageError, in_every_layer
 from ampatch.grouping import grouped
 from ampatch.native import kernels
 from ampatch.weights import optimizer_state
-from ampatch.weights.kept_values import Marks
+from ampatch.weights.kept_values import Marks, check_as_converted
 from ampatch.weights.master_gradients import Pair, by_device
 from ampatch.weights.untracked_writes import GivenData, data_of
 
@@ -55,9 +55,13 @@ class _Group:
         kernels.copy_edits(halves, self._masters[places], before, now, of_gradients=False)
         before.copy_(now)
 
+    def fingerprint(self, place: int) -> Tensor:
+        """Returns the fingerprint of a half weight at `note`."""
+        return self._of_halves[_only(place)].clone()
+
     def was_written(self, place: int) -> bool:
         """Returns True if the values of a half weight have changed since `note`; syncs with the device."""
-        return bool((kernels.fingerprints(self._halves[_only(place)]) != self._of_halves[_only(place)]).any())
+        return not torch.equal(kernels.fingerprints(self._halves[_only(place)]), self._of_halves[_only(place)])
 
 
 class MasterValues:
@@ -77,6 +81,9 @@ class MasterValues:
         self._marks = Marks([], [])  # of all half weights, then all masters, when they last were the same
         self._groups: list[_Group] = []
         self._places: dict[int, tuple[_Group, int]] = {}  # by id of the half parameter
+        # By id of the half parameter: the master's memory before it took what user code has written to the half weight,
+        # and the fingerprint that this had then.
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def take_pairs(self) -> None:
         """Takes the pairs that there are now, whose half weights equal the rounded masters."""
@@ -99,20 +106,16 @@ class MasterValues:
             for group in self._groups:
                 group.note()
 
-    def synchronise(self, by_value: bool) -> None:
+    def synchronise(self) -> None:
         """Copies user writes since `write` from half weights to masters, or from masters to half weights.
 
-        Args:
-            by_value: True to compare the values of all half weights, which also finds writes that torch does not
-                count; reads all half weights once.
+        Compares the values of all half weights, which also finds writes that torch does not count.
 
         Raises:
             UsageError: the model was converted to another type; or both tensors of a pair were written to.
         """
         self.data.count_writes()
         is_counted = not self._marks.are_now()
-        if not is_counted and not by_value:
-            return
         special = [pair for pair in self._pairs.values() if is_counted and not pair.kept.may_be_edited(pair.parameter)]
         for pair in special:
             self._synchronise(pair)
@@ -122,21 +125,66 @@ class MasterValues:
         elif is_counted:
             self._marks.renew()
 
+    def show_masters(self) -> None:
+        """Copies what user code has written to masters to the half weights, for a forward.
+
+        What it has written to half weights stays theirs until a master is used: it may take that back, as it does with
+        averages for a validation, or with the first half of SAM's steps. The master then has lost nothing.
+
+        Raises:
+            UsageError: as `synchronise`.
+        """
+        self.data.count_writes()
+        if self._marks.are_now():
+            return
+        for pair in self._pairs.values():
+            if pair.kept.was_updated:
+                self._synchronise(pair)
+                self.note_one(pair.parameter)
+            else:
+                self._check_as_converted(pair)
+        self._marks.renew_versions()
+
     def copy_edits(self) -> None:
         """Copies elements of half weights that user code has written to, counted or not, to the masters."""
+        self._put_back()
         for group in self._groups:
             group.copy_edits()
 
-    def synchronise_one(self, parameter: Tensor) -> None:
-        """Synchronises one pair, by value."""
+    @torch.no_grad()
+    def full_of(self, parameter: Tensor) -> Tensor:
+        """Returns a half parameter's master, with what user code has written to either; syncs with the device.
+
+        If it has written to the half parameter, the master's values of before are kept. `synchronise` puts them back if
+        user code has put the half weights back by then: averages are saved while a model has them for a validation.
+        """
         self.data.count_writes()
         pair = self._pairs[id(parameter)]
-        if not pair.kept.may_be_edited(parameter):
-            self._synchronise(pair)
-            self.note_one(parameter)
-        elif parameter.numel():
+        is_edited = pair.kept.may_be_edited(parameter)
+        if parameter.numel() and not pair.kept.was_updated:
             group, place = self._places[id(parameter)]
-            group.copy_edits(_only(place))
+            if is_edited and not group.was_written(place):
+                return pair.master
+            self._before.setdefault(id(parameter), (pair.master.detach().clone(), group.fingerprint(place)))
+            if is_edited:
+                group.copy_edits(_only(place))
+        if not is_edited:
+            self._synchronise(pair)
+        self.note_one(parameter)
+        return pair.master
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        """Gives masters their earlier values back, if their half weights are what they were then."""
+        before, self._before = self._before, {}
+        for key, (values, fingerprint) in before.items():
+            pair = self._pairs[key]
+            if pair.kept.was_updated or pair.parameter.dtype is not pair.kept.dtype:
+                continue
+            now = kernels.fingerprints([kernels.values_of(pair.parameter.detach())])
+            if now.device == fingerprint.device and torch.equal(now, fingerprint):
+                pair.master.copy_(values)
+                self.note_one(pair.parameter)
 
     def note_one(self, parameter: Tensor) -> None:
         """Records that a half parameter now equals its rounded master."""
@@ -154,8 +202,13 @@ class MasterValues:
                 "last were the same, so amp cannot know which of the two counts. Write to only one of them; now, under "
                 "torch.no_grad(), type parameter.copy_(master) or master.copy_(parameter)."
             )
+        self._check_as_converted(pair)
+        kept.synchronise(parameter)
+
+    def _check_as_converted(self, pair: Pair) -> None:
+        kept, parameter = pair.kept, pair.parameter
         try:
-            kept.synchronise(parameter)
+            check_as_converted(parameter, kept.dtype, kept.shape)
         except UsageError as error:
             name = self._name_of(parameter)
             module = name.rpartition(".")[0]
@@ -218,6 +271,7 @@ class MasterValues:
     def forget(self) -> None:
         """Forgets all pairs."""
         self._marks, self._groups, self._places, self.data = Marks([], []), [], {}, MasterData()
+        self._before = {}
 
 
 class MasterData:

@@ -86,7 +86,7 @@ class MasterWeights(ExchangedMasters):
         without = self._without_master(given)
         if not without:
             return
-        self._values.synchronise(by_value=True)  # must come before all pairs are recorded again
+        self._values.synchronise()  # must come before all pairs are recorded again
         new: dict[int, Pair] = {}
         try:
             for parameter in without:
@@ -139,10 +139,15 @@ class MasterWeights(ExchangedMasters):
         """Notes that user code may write to a master without being counted."""
         return None if self.are_in_place else self._values.data.on_access(tensor, data, is_read=is_read)
 
-    def synchronise(self, by_value: bool = False) -> None:
+    def synchronise(self) -> None:
         """Copies what user code has written to half weights, or to masters; see `MasterValues.synchronise`."""
         if not self.are_in_place:
-            self._values.synchronise(by_value)
+            self._values.synchronise()
+
+    def show_masters(self) -> None:
+        """Copies what user code has written to masters to the half weights; see `MasterValues.show_masters`."""
+        if not self.are_in_place:
+            self._values.show_masters()
 
     def give_back(self) -> None:
         """Copies the user's last writes to half weights to the masters, which `Conversion.restore` gives back."""
@@ -196,7 +201,7 @@ class MasterWeights(ExchangedMasters):
 
     def _prepare(self) -> None:
         self.make_missing()
-        self.synchronise(by_value=True)
+        self.synchronise()
         self.gradients.copy_edits()
 
     @contextlib.contextmanager
@@ -206,7 +211,7 @@ class MasterWeights(ExchangedMasters):
             yield
         finally:
             self.gradients.copy_edits()
-            self.synchronise(by_value=True)
+            self.synchronise()
             self.swap_in()
 
     # Patched methods of the optimizer

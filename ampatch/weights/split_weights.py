@@ -107,12 +107,13 @@ class SplitWeight:
 
     @property
     def full(self) -> Tensor:
-        """The float32 value, with what user code has written to the parameter: a new tensor; syncs with the device."""
+        """The float32 value, with what user code has written to the parameter: a new tensor; syncs with the device.
+
+        A step decides on the remainder: until then user code may take back what it has written.
+        """
         half = self._half()
         assert half is not None
-        if half.dtype is self.dtype:
-            self.synchronise(half)
-        return self.values(half)
+        return half.detach().float() if half.dtype is self.dtype and not self.is_in_sync(half) else self.values(half)
 
     @torch.no_grad()
     def values(self, tensor: Tensor) -> Tensor:
@@ -202,10 +203,6 @@ class Split:
 
     def note_one(self, half: Tensor) -> None:
         """Does nothing: a parameter that was loaded has its remainder."""
-
-    def synchronise_one(self, half: Tensor) -> None:
-        """Drops the remainder of a parameter that user code has written to."""
-        self._splits[id(half)][1].synchronise(half)
 
     def take_writes(self) -> None:
         """Drops the remainders of parameters that user code has written to; syncs with each device.

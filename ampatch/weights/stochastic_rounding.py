@@ -160,9 +160,6 @@ class Rounded:
 
     # What user code writes to parameters
 
-    def synchronise_one(self, half: Tensor) -> None:
-        """Takes what user code has written to a parameter."""
-
     def note_one(self, half: Tensor) -> None:
         """Does nothing: beside a parameter, nothing is kept that could differ from it."""
 

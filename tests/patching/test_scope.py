@@ -253,6 +253,17 @@ class TestPartsAlone:
         assert (model.added[0](x()).dtype, model.visual[3](x()).dtype) == (HALF, HALF)
         assert copy.deepcopy(model).visual(x()).dtype is copy.copy(model).visual(x()).dtype is HALF
 
+    def test_a_forward_that_the_class_gets_later_runs(self, model: Encoders, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Encoders, "forward", lambda self, x: self.text(x) * 2)
+        assert_same_bits(model(x()), model.text(x()) * 2)
+
+        class Other(Encoders):
+            def forward(self, x: Tensor) -> Tensor:
+                return self.text(x) * 3
+
+        model.__class__ = Other
+        assert_same_bits(model(x()), model.text(x()) * 3)
+
     def test_the_region_of_a_part_covers_its_hooks_only(self, model: Encoders) -> None:
         seen: list[bool] = []
         model.visual.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
@@ -513,3 +524,66 @@ def test_blacklisted_python_functions_of_torch_compute_in_float32(name):
     model = Model()
     amp.initialize(model, half_dtype="float16", cast_lists={"blacklist": {"*": [name]}}, verbosity=0)
     assert model(torch.ones(4, 4)).dtype is torch.float32
+
+
+def cloned(module: nn.Module) -> nn.Module:
+    """Copies a module attribute by attribute, with differentiable weights, as libraries for meta-learning do."""
+    clone = module.__new__(type(module))
+    clone.__dict__ = module.__dict__.copy()
+    clone._parameters = {name: each * 1 for name, each in module._parameters.items()}
+    clone._modules = {name: cloned(each) for name, each in module._modules.items()}
+    return clone
+
+
+def functional(module: nn.Module) -> nn.Module:
+    """Does the same, and gives the copy a class whose forward is another one."""
+
+    class Functional(type(module)):
+        def forward(self, *args: Any) -> Any:
+            return super().forward(*args) * 2
+
+    clone = Functional.__new__(Functional)
+    nn.Module.__init__(clone)
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_modules"):
+            setattr(clone, name, value)
+    clone._parameters.update({name: each * 1 for name, each in module._parameters.items()})
+    clone._modules.update({name: cloned(each) for name, each in module._modules.items()})
+    return clone
+
+
+class TestCopiesByAttribute:
+    """Libraries such as higher and learn2learn copy modules so, and step the copies in an inner loop."""
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.parametrize("keep_fp32", [(), ("text",)])
+    def test_a_copy_computes_with_its_own_weights(self, level: str, keep_fp32: tuple[str, ...]) -> None:
+        model = Encoders()
+        amp.initialize(model, opt_level=level, half_dtype=HALF, verbosity=0, keep_fp32=keep_fp32)
+        clone = cloned(model)
+        loss = clone(x()).float().square().sum()
+        assert torch.equal(loss, model(x()).float().square().sum())
+        weight = clone.text._parameters["weight"]
+        (gradient,) = torch.autograd.grad(loss, [weight], create_graph=True)
+        clone.text._parameters["weight"] = weight - gradient
+        after = clone(x()).float().square().sum()
+        assert not torch.equal(after, loss)
+        (of_model,) = torch.autograd.grad(after, [model.text.weight])
+        assert of_model.count_nonzero()
+
+    def test_a_copy_casts_as_the_model(self) -> None:
+        model = adopt(keep_fp32="visual")
+        clone = cloned(model)
+        with torch.no_grad():
+            assert clone(x()).dtype is model(x()).dtype
+            assert cloned(model.visual)(x()).dtype is FULL
+        amp.deinitialize()
+        clone.text._parameters["weight"] = torch.zeros(4, 8)
+        with torch.no_grad():
+            assert clone(x()).dtype is FULL
+            assert torch.equal(clone(x()), clone.encode_image(x()) + clone.text._parameters["bias"])
+
+    def test_a_copy_with_another_class_runs_the_forward_of_that(self) -> None:
+        model = adopt()
+        with torch.no_grad():
+            assert_same_bits(functional(model)(x()), model(x()) * 2)
