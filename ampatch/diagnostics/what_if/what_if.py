@@ -161,7 +161,8 @@ class _Watched(Recorder):
         super().__init__()
         self._model, self._formats = model, formats
         self._modules = {id(module): name for name, module in model.named_modules()}
-        self._bits = {id(each): 1 << index for index, each in enumerate(model.parameters())}
+        trained = (each for each in model.parameters() if each.requires_grad)
+        self._bits = {id(each): 1 << index for index, each in enumerate(trained)}
         self._reached: dict[Node, int] = {}
         self._found: list[_Found] = []
         rules = lists.for_half(_HALF)
@@ -277,18 +278,17 @@ class _Watched(Recorder):
 
     def result(self, loss: Tensor) -> WhatIf:
         """Returns the rows, those with most noise first."""
-        gradients = [each.grad for each in self._model.parameters()]
-        squares = [0.0 if each is None else float(each.norm().nan_to_num(0.0, 0.0)) ** 2 for each in gradients]
+        sizes = [each.numel() for each in self._model.parameters() if each.requires_grad]
 
         @functools.cache
-        def share(reach: int) -> float:
-            """Returns the share of the gradients' squared norm that some parameters have."""
-            reached = sum(square for index, square in enumerate(squares) if reach >> index & 1)
-            return reached / sum(squares) if reached else 0.0
+        def weight(reach: int) -> float:
+            """Returns what the noise of a gradient counts, given the parameters that learn from it."""
+            # The root: by their share of the model's numbers alone, a small part that cannot learn would count little.
+            return math.sqrt(sum(size for index, size in enumerate(sizes) if reach >> index & 1) / max(sum(sizes), 1))
 
         def effect_of(found: _Found) -> float:
-            weight = 1.0 if found.reach is None else share(found.reach)
-            return found.noise * weight if weight else 0.0  # the noise may be inf
+            counts = 1.0 if found.reach is None else weight(found.reach)
+            return found.noise * counts if counts else 0.0  # the noise may be inf
 
         effects = list(map(effect_of, self._found))
         calls = [(each.place, each, effect) for each, effect in zip(self._found, effects, strict=True)]
