@@ -281,7 +281,7 @@ def _place(mutant: Mutant) -> str:
 def main() -> None:
     """Runs what the command line asks for, and writes the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2], help="the checkout whose tests are run")
+    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[3], help="the checkout whose tests are run")
     parser.add_argument("--reached", type=Path, required=True, help="the folder that the plugin wrote")
     parser.add_argument("--results", type=Path, required=True, help="the file of outcomes to write")
     parser.add_argument("--names", type=Path, help="outcomes of an earlier run: the same mutants again")
@@ -303,7 +303,8 @@ def main() -> None:
     os.chdir(tree)
     left_out = ("terminal", "cacheprovider", "faulthandler", "xdist")
     plugins = [argument for name in left_out for argument in ("-p", f"no:{name}")]
-    pytest.main(["-m", "not slow", *plugins, str(tree / "tests")], plugins=[runner])
+    # setup.cfg has options for the terminal.
+    pytest.main(["-o", "addopts=", "-m", "not slow", *plugins, str(tree / "tests")], plugins=[runner])
     print(dict(Counter(outcome.result for outcome in results.outcomes)))
 
 
