@@ -17,6 +17,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ampatch import tracing
 from ampatch.errors import UsageError
+from ampatch.half_types import HALVES
+from ampatch.parts.optimizer_warnings import warn_of_half_data
 from ampatch.parts.part import Part, Shared, with_casts_off
 from ampatch.parts.weights import Weights
 from ampatch.patching import cuda_graphs
@@ -46,6 +48,7 @@ class Masters(Part):
         self._replaced = ReplacedParameters(
             weights.conversion, weights.modules, lambda: adopted.optimizers, adopted.parameter_names
         )
+        self._warns_of_half_data = not self.settings.steps_in_float32  # once: a loss may do so in each step
         # The masters found in each model so far.
         self._of_models = weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[MasterWeights], ...]]()
 
@@ -122,20 +125,19 @@ class Masters(Part):
             mastered = self.shared.adopted.record_of(optimizer).exchange.ids()
             optimizer_state.cast_state(optimizer, self._conversion.dtype_before, but=mastered)
 
-    def _before_forward(self, model: nn.Module) -> None:
-        if not tracing.is_recording():
-            self._show_masters(model)
-
     def release(self) -> None:
         """Decides on the parameters that were replaced, while there are masters."""
         self.decide_replaced()
 
     @with_casts_off
-    def _show_masters(self, model: nn.Module) -> None:
+    def _before_forward(self, model: nn.Module) -> None:
+        if tracing.is_recording():
+            return
         self._take_in()
         if self.settings.has_masters:
             for masters in self._of_model(model):  # other optimizers may be in a step in another thread
-                masters.show_masters()
+                if not masters.are_in_place:
+                    masters.values.show_masters()
 
     @with_casts_off
     def synchronise(self) -> None:
@@ -223,6 +225,9 @@ class Masters(Part):
         """Notes that user code may write to a tensor in a way that torch does not count; see `untracked_writes`."""
         if isinstance(tensor, nn.Parameter):
             self.shared.cache.forget(tensor)
+            if self._warns_of_half_data and data is not None and not is_read and data.dtype in HALVES:
+                level = self.settings.properties.opt_level
+                self._warns_of_half_data = not warn_of_half_data(tensor, self.shared.adopted, level)
         if not self.settings.steps_in_float32 or not untracked_writes.has_memory(tensor):
             return None
         exchanges = (record.exchange.on_access for record in self.shared.adopted.records)

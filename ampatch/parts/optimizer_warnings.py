@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from ampatch.errors import warn
 from ampatch.half_types import HALVES
@@ -22,18 +23,41 @@ def warn_of_half_updates(optimizer: OptimizerLike, adopted: Adopted, opt_level: 
     parameter = next(halves, None)
     if parameter is None:
         return
-    eps = _eps_lost_in(parameter.dtype, optimizer)
-    lost = "small updates are lost."
-    if eps is not None:
-        lost += (
-            f" In {parameter.dtype}, its eps of {eps:g} is zero: where the square of a gradient is zero as well, it "
-            "divides by zero, and weights become NaN or infinite."
-        )
     warn(
         f"the {type(optimizer).__name__} updates half weights, such as {adopted.name_of(parameter)} "
-        f"({parameter.dtype}), and opt_level={opt_level!r} makes no float32 masters: {lost} Make these weights float32 "
+        f"({parameter.dtype}), and {_what_is_lost(parameter.dtype, optimizer, opt_level)} Make these weights float32 "
         "before the optimizer (weight.data = weight.data.float()), or use opt_level='O2'."
     )
+
+
+def warn_of_half_data(parameter: nn.Parameter, adopted: Adopted, opt_level: str) -> bool:
+    """Warns if an optimizer updates a parameter to which user code has just given half data, as some losses do.
+
+    Returns:
+        True if it has warned.
+    """
+    optimizers = (each for each in adopted.optimizers if any(own is parameter for own in parameters_of(each)))
+    optimizer = next(optimizers, None)
+    if optimizer is None or not parameter.requires_grad:
+        return False
+    kind, lost = type(optimizer).__name__, _what_is_lost(parameter.dtype, optimizer, opt_level)
+    warn(
+        f"user code has made {adopted.name_of(parameter)} {parameter.dtype}, a weight that the {kind} updates, and "
+        f"{lost} Some losses and layers give their weights the type of their inputs: pass float32 inputs to them, "
+        "loss_fn(output.float(), target), and make the weight float32 again."
+    )
+    return True
+
+
+def _what_is_lost(dtype: torch.dtype, optimizer: OptimizerLike, opt_level: str) -> str:
+    lost = f"opt_level={opt_level!r} makes no float32 masters: small updates are lost."
+    eps = _eps_lost_in(dtype, optimizer)
+    if eps is not None:
+        lost += (
+            f" In {dtype}, its eps of {eps:g} is zero: where the square of a gradient is zero as well, it "
+            "divides by zero, and weights become NaN or infinite."
+        )
+    return lost
 
 
 def _eps_lost_in(dtype: torch.dtype, optimizer: OptimizerLike) -> float | None:

@@ -52,9 +52,9 @@ class ReplacedForward(ABC):
 
     def __init__(self, module: nn.Module, own: Callable[..., Any], switch: Switch | None = None) -> None:
         functools.update_wrapper(self, own)
-        is_of_class = isinstance(own, types.MethodType) and own.__func__ is getattr(type(module), "forward", None)
+        of_class = types.MethodType(type(module).forward, module)
         self.module, self.switch = module, switch
-        self._own = None if is_of_class and own.__self__ is module else own  # None: that of the class
+        self._own = None if own == of_class else own  # None: that of the class
 
     @property
     def own(self) -> Callable[..., Any]:

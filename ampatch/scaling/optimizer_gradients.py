@@ -443,7 +443,8 @@ class OptimizerGradients:
         Returns:
             True if gradients were dropped.
         """
-        self.masters.give_back()
+        self.masters.swap_out()
+        self.masters.values.copy_edits()
         scaled_by = self.scaled_by
         is_open = scaled_by is not None and scaled_by.is_open
         lost = scaled_by is not None and not is_open and not scaled_by.is_one and self.updated.have_gradients()

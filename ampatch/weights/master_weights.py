@@ -39,6 +39,7 @@ class MasterWeights(ExchangedMasters):
     Attributes:
         wanted: the argument ``wanted``.
         gradients: gradients of the masters and of the half parameters.
+        values: values of both.
         are_in_place: True while the optimizer's parameters stand for their masters.
     """
 
@@ -51,7 +52,7 @@ class MasterWeights(ExchangedMasters):
         self._pairs: dict[int, Pair] = {}  # by id of the half parameter
         self._masters: dict[int, nn.Parameter] = {}  # by the same ids
         self._parameters: dict[int, nn.Parameter] = {}  # by id of the master
-        self._values = MasterValues(self._pairs, name_of)
+        self.values = MasterValues(self._pairs, name_of)
         self.gradients = MasterGradients(self._pairs, self._known)
 
     def install(self, ledger: PatchLedger) -> None:
@@ -86,11 +87,11 @@ class MasterWeights(ExchangedMasters):
         without = self._without_master(given)
         if not without:
             return
-        self._values.synchronise()  # must come before all pairs are recorded again
+        self.values.synchronise()  # must come before all pairs are recorded again
         new: dict[int, Pair] = {}
         try:
             for parameter in without:
-                new[id(parameter)] = Pair(parameter, *self._conversion.claim(parameter, self._values))
+                new[id(parameter)] = Pair(parameter, *self._conversion.claim(parameter, self.values))
         except BaseException:
             for pair in new.values():
                 self._conversion.release(pair.parameter)
@@ -99,7 +100,7 @@ class MasterWeights(ExchangedMasters):
         self._known.update({key: pair.parameter for key, pair in new.items()})
         self._masters.update({key: pair.master for key, pair in new.items()})
         self._parameters.update({id(pair.master): pair.parameter for pair in new.values()})
-        self._values.take_pairs()
+        self.values.take_pairs()
         self.gradients.take_initial(new.values())
         self._state = None
         self._widen_state()
@@ -109,7 +110,7 @@ class MasterWeights(ExchangedMasters):
         self._pairs.clear()
         self._masters.clear()
         self._parameters.clear()
-        self._values.forget()
+        self.values.forget()
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -137,22 +138,12 @@ class MasterWeights(ExchangedMasters):
 
     def on_access(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:
         """Notes that user code may write to a master without being counted."""
-        return None if self.are_in_place else self._values.data.on_access(tensor, data, is_read=is_read)
+        return None if self.are_in_place else self.values.data.on_access(tensor, data, is_read=is_read)
 
     def synchronise(self) -> None:
         """Copies what user code has written to half weights, or to masters; see `MasterValues.synchronise`."""
         if not self.are_in_place:
-            self._values.synchronise()
-
-    def show_masters(self) -> None:
-        """Copies what user code has written to masters to the half weights; see `MasterValues.show_masters`."""
-        if not self.are_in_place:
-            self._values.show_masters()
-
-    def give_back(self) -> None:
-        """Copies the user's last writes to half weights to the masters, which `Conversion.restore` gives back."""
-        self.swap_out()
-        self._values.copy_edits()
+            self.values.synchronise()
 
     # The exchange
 
@@ -196,8 +187,8 @@ class MasterWeights(ExchangedMasters):
         self._exchange()
         self.are_in_place = False
         if self._pairs:
-            self._values.check_that_masters_are_updated(type(self._optimizer()).__name__)
-            self._values.write([*self._known.values()], [*self._masters.values()], stepped)
+            self.values.check_that_masters_are_updated(type(self._optimizer()).__name__)
+            self.values.write([*self._known.values()], [*self._masters.values()], stepped)
 
     def _prepare(self) -> None:
         self.make_missing()

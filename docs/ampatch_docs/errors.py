@@ -38,7 +38,7 @@ PASSED_ON = {
     ("patching/wrappers.py", "explain"),
     ("scaling/loss_scaler.py", "load_states"),
     ("weights/master_gradients.py", "ShownGradients.warn_if_arrived"),
-    ("weights/master_values.py", "MasterValues._synchronise"),
+    ("weights/master_values.py", "MasterValues._check_as_converted"),
     ("weights/ruled_parts.py", "check_entries"),
 }
 #: Classes whose messages say what an argument was, and what is expected instead.

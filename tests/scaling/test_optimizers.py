@@ -522,6 +522,20 @@ class TestWarningsOfInitialize:
         optimizer.step()
         assert bool(model.weight.isnan().any()) == is_lost
 
+    @pytest.mark.parametrize("is_adopted", [True, False])
+    def test_a_weight_that_user_code_makes_half_later_is_warned_of_once(self, is_adopted):
+        model, loss = linear(), linear()  # losses may have weights, and give them the type of their inputs
+        adopted = nn.Sequential(model, loss) if is_adopted else model
+        optimizer = SGD([*model.parameters(), *loss.parameters()])
+        initialize(adopted, optimizer, opt_level="O1")
+        loss.weight.data = loss.weight.data.float()
+        for frozen in (model.weight.requires_grad_(False), nn.Parameter(torch.ones(2))):
+            frozen.data = frozen.data.half()
+        name = r"1\.weight" if is_adopted else "a parameter of shape"
+        with pytest.warns(AmpWarning, match=rf"made {name}.* torch.float16, a weight that the SGD updates, and"):
+            loss.weight.data = loss.weight.data.half()
+        loss.weight.data = loss.weight.data.half()
+
     @pytest.mark.parametrize("level", ["O1", "O2"])
     def test_optimizer_of_frozen_parameters_is_warned_of_if_others_are_trained_by_none(self, level):
         model = nn.Sequential(linear(), linear())
