@@ -80,6 +80,7 @@ class Masters(Part):
         def zero_grad(module: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(module, *args, **kwargs)
             for masters in in_use() or ():
+                masters.have_cleared = False
                 masters.gradients.drop_sums(set(map(id, module.parameters())))
 
         self.ledger.set(nn.Module, "zero_grad", zero_grad)

@@ -228,7 +228,7 @@ class AdoptedOptimizer:
         self._gate: ClosureGate | None = None  # of the step with a closure that runs
         self._skips_this_step = False
         self._uses: list[ScaleUse] = []  # that led to the step that runs
-        self._warns_of_scaled_result = True
+        self._warns_of_scaled_result = self._warns_of_cleared = True
 
     def install(self, ledger: PatchLedger) -> None:
         """Replaces ``step`` on the optimizer, and half parameters by masters at levels that have them.
@@ -298,7 +298,8 @@ class AdoptedOptimizer:
             LossScaleError: they overflowed although the loss scale is at its floor.
 
         Warns:
-            AmpWarning: the scale is dynamic, and the gradients came from no ``amp.scale_loss`` block.
+            AmpWarning: the scale is dynamic, and the gradients came from no ``amp.scale_loss`` block; or there are no
+                gradients, because the last step has cleared them.
         """
         if self.outcomes.unread:  # first, as these decide whether the optimizer's kernel may skip
             self.outcomes.read(wait=False)
@@ -308,7 +309,7 @@ class AdoptedOptimizer:
         closures: list[object] = []
         if args or kwargs:
             args, kwargs = self._with_casts(args, closures), self._with_casts(kwargs, closures)
-        self._prepare_step()
+        self._prepare_step(has_closure=bool(closures))
         if self.missing_scale.warns:
             self.missing_scale.look(before_closure=bool(closures))
         verdicts = self.gradients.verdicts
@@ -351,6 +352,17 @@ class AdoptedOptimizer:
             for observer in step_observers.observers:
                 observer.stepped(self.gradients, judged, skipped)
 
+    def _warn_if_cleared(self) -> None:
+        """Warns once if a step uses the gradients of the last one, as torch allows, but amp has cleared them."""
+        if self.gradients.updated.have_gradients():
+            return
+        self._warns_of_cleared = False
+        warn(
+            f"this {type(self.optimizer).__name__} steps without gradients, and so changes nothing. Those of the last "
+            "step are gone: with half weights, a step clears gradients. Run a backward pass before each step; or, to "
+            "step twice with the same gradients, use opt_level='O1' or 'O4'."
+        )
+
     def _end_step(self) -> None:
         self._uses, self._buffers = [], None
         self.gradients.verdicts.dropped.clear()
@@ -359,10 +371,13 @@ class AdoptedOptimizer:
         elif self.exchange.wanted:  # by temporary masters, which leave gradients where they are
             for parameter in self.exchange.parameters():
                 parameter.grad = None
+        self.exchange.have_cleared = self.exchange.wanted
         self._cache.end_iteration_of(self.gradients.updated.model_parameters)
 
-    def _prepare_step(self) -> None:
+    def _prepare_step(self, *, has_closure: bool) -> None:
         if self.exchange.wanted:
+            if self.exchange.have_cleared and self._warns_of_cleared and not has_closure:
+                self._warn_if_cleared()
             self._prepare_masters(self.masters)
             if self.exchange is not self.masters:  # whose missing ones the next line makes
                 self.exchange.make_missing()

@@ -53,12 +53,13 @@ class ExchangedMasters(abc.ABC):
     Attributes:
         wanted: False if there are none, ever.
         are_in_place: True while the parameters stand for them.
+        have_cleared: True after a step, which clears gradients, until user code clears them as well.
         state_type: type of the optimizer's float32 state between steps, if it is not float32 then.
         name_of: as given.
     """
 
     wanted = True
-    are_in_place = False
+    are_in_place = have_cleared = False
     state_type = torch.float32
 
     def __init__(self, optimizer: Any, owners: Releases, name_of: Callable[[Tensor], str]) -> None:
@@ -78,6 +79,7 @@ class ExchangedMasters(abc.ABC):
         assert optimizer is not None
         ledger.on_undo(self._forget, optimizer)
         self.make_missing()
+        replace_method(ledger, optimizer, "zero_grad", self._zero_grad)
         for name in _own_methods(optimizer):
             replace_method(ledger, optimizer, name, self._run_method)
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -178,6 +180,11 @@ class ExchangedMasters(abc.ABC):
         """Context of `swapped_out`."""
 
     # Patched methods of the optimizer
+
+    def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.have_cleared = False
+        with self.swapped_out():
+            return original(*args, **kwargs)
 
     def _with_masters(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the optimizer's class on the masters."""

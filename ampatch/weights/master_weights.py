@@ -65,7 +65,6 @@ class MasterWeights(ExchangedMasters):
             return
         super().install(ledger)
         optimizer = self._optimizer()
-        replace_method(ledger, optimizer, "zero_grad", self._zero_grad)
         if hasattr(optimizer, "add_param_group"):
             replace_method(ledger, optimizer, "add_param_group", self._add_param_group)
 
@@ -209,7 +208,7 @@ class MasterWeights(ExchangedMasters):
 
     def _zero_grad(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self.swapped_out():
-            result = original(*args, **kwargs)
+            result = super()._zero_grad(original, *args, **kwargs)
             self.gradients.drop_sums(self._pairs.keys())
             self.gradients.copy_edits(takes_new=False)
         return result

@@ -141,6 +141,7 @@ class TestMasters:
         with torch.no_grad():
             for master in masters:
                 (master.data if by_data else master).fill_(3)
+        run.optimizer.zero_grad()
         run.optimizer.step()
         assert run.weights == [3] * 8
         run.model(1.0)

@@ -242,6 +242,40 @@ class TestForgottenScales:
             other.step()
 
 
+class TestStepsWithoutGradients:
+    """With half weights a step clears the gradients, with which torch would step again."""
+
+    @pytest.mark.parametrize("options", [{}, {"half_dtype": torch.bfloat16, "master_weights": "split"}], ids=str)
+    def test_a_second_step_is_warned_of_once(self, options):
+        model, optimizer = started(opt_level="O2", **options)
+        backward(loss_of(model), optimizer)
+        optimizer.step()
+        before = weights(model)
+        warned_once(optimizer.step, "this SGD steps without gradients, and so changes nothing")
+        assert all(map(torch.equal, weights(model), before))
+
+    @pytest.mark.parametrize("clear", ["optimizer", "model"])
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_a_step_after_clearing_is_not_warned_of(self, level, clear):
+        model, optimizer = started(opt_level=level)
+        for _ in range(2):
+            backward(loss_of(model), optimizer)
+            optimizer.step()
+            (optimizer if clear == "optimizer" else model).zero_grad()
+            optimizer.step()
+
+    def test_a_step_with_a_closure_is_not_warned_of(self):
+        model, optimizer = started(opt_level="O2")
+
+        def closure() -> Tensor:
+            loss = loss_of(model)
+            backward(loss, optimizer)
+            return loss.detach()
+
+        for _ in range(2):
+            optimizer.step(closure)
+
+
 class TestOptimizersThatAmpWasNotHanded:
     def test_step_is_warned_of_once_if_the_model_has_a_loss_scale(self):
         model, _ = started()

@@ -186,7 +186,7 @@ class TestGradientsThatNoBlockJudges:
         assert all(map(torch.equal, model.parameters(), before)) == skips
         assert amp.get_loss_scale() == (512.0 if skips else 1024.0)
 
-    @pytest.mark.filterwarnings("ignore:the loss of a skipped step is inf")
+    @pytest.mark.filterwarnings("ignore:the loss of a skipped step is inf", "ignore:this .* steps without gradients")
     @o1_and_o2
     def test_second_step_with_gradients_that_overflowed_is_skipped_too(self, opt_level):
         model, optimizer = started(opt_level=opt_level)

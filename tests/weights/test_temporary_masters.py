@@ -1579,6 +1579,7 @@ class TestOptions:
         optimizer.step()
         assert model[0].tolist() == [1.25] * 4
         first = optimizer.param_groups[0][stochastic_rounding.STEP]
+        optimizer.zero_grad()
         optimizer.step()
         assert optimizer.param_groups[0][stochastic_rounding.STEP] == first + 1
 
