@@ -22,8 +22,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from ampatch.casting.nested import attributes_of
+from ampatch.errors import UsageError
 from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
 from ampatch.torch_private.tensors import swap_tensor_impl
@@ -156,15 +158,32 @@ class ExchangedMasters(abc.ABC):
 
     @contextlib.contextmanager
     def for_methods(self) -> Iterator[None]:
-        """Context for methods of the optimizer's class, which may read and write its parameters: on the masters."""
+        """Context for methods of the optimizer's class, which may read and write its parameters: on the masters.
+
+        Raises:
+            UsageError: a backward pass in the method reaches the half weights of a forward before it.
+        """
         if self.are_in_place:
             yield
             return
+        kind = type(self._optimizer()).__name__
+
+        def refuse(_: Tensor) -> None:
+            raise UsageError(
+                f"a method of this {kind} runs a backward pass, as optimizers do that update weights within it. The "
+                "gradients belong to half weights, and the optimizer has float32 masters meanwhile, which get none. Use "
+                f"opt_level='O1' or 'O4' with this {kind}; or call backward() outside of its methods."
+            )
+
         self._prepare()
-        self.swap_in()
+        trained = [each for each in self._known.values() if each.requires_grad]
+        hook = register_multi_grad_hook(trained, refuse, mode="any") if trained else None
         try:
+            self.swap_in()
             yield
         finally:
+            if hook is not None:
+                hook.remove()
             self.swap_out(stepped=False)
 
     @abc.abstractmethod

@@ -219,6 +219,26 @@ class TestMethodsOfTheOptimizer:
             backward(loss, training.optimizer)
         training.optimizer.step()
 
+    def test_a_method_that_runs_the_backward_pass_is_refused(self, half):
+        class Fused(torch.optim.SGD):
+            """Updates weights within the backward pass, as LOMO does."""
+
+            def fused_backward(self, loss: Tensor) -> None:
+                loss.backward()
+
+            def fused_step(self, model: nn.Module) -> None:
+                model(torch.ones(2, 4)).square().mean().backward()
+
+        training = initialized(half, Fused)
+        before = training.values()
+        loss = training.model(torch.ones(2, 4)).square().mean()
+        with pytest.raises(UsageError, match="a method of this Fused runs a backward pass"):
+            training.optimizer.fused_backward(loss)
+        assert all(each.dtype is half for each in training.model.parameters())
+        training.optimizer.fused_step(training.model)  # a forward of its own computes with masters
+        assert_same_state(training.masters, before)
+        training.step()
+
     def test_a_step_sees_whether_a_parameter_is_frozen(self, half):
         class Decaying(torch.optim.SGD):
             @torch.no_grad()
