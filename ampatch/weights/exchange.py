@@ -106,10 +106,6 @@ class ExchangedMasters(abc.ABC):
         """Returns the ids of the parameters that have masters."""
         return self._known.keys()
 
-    def has(self, parameter: Tensor) -> bool:
-        """Returns True if a parameter has a master."""
-        return id(parameter) in self._known
-
     def on_access(self, tensor: Tensor, data: Tensor | None, *, is_read: bool) -> Tensor | None:  # noqa: ARG002
         """Notes an access to a tensor's memory, if masters last; see `ampatch.weights.untracked_writes.OnAccess`."""
         return None
@@ -171,8 +167,8 @@ class ExchangedMasters(abc.ABC):
         def refuse(_: Tensor) -> None:
             raise UsageError(
                 f"a method of this {kind} runs a backward pass, as optimizers do that update weights within it. The "
-                "gradients belong to half weights, and the optimizer has float32 masters meanwhile, which get none. Use "
-                f"opt_level='O1' or 'O4' with this {kind}; or call backward() outside of its methods."
+                "gradients belong to half weights, and the optimizer has float32 masters meanwhile, which get none. "
+                f"Use opt_level='O1' or 'O4' with this {kind}; or call backward() outside of its methods."
             )
 
         self._prepare()

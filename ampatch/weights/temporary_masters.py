@@ -141,6 +141,10 @@ class TemporaryMasters(ExchangedMasters):
         super()._forget()
         self._form.clear()
 
+    def has(self, parameter: Tensor) -> bool:
+        """Returns True if a parameter has a master."""
+        return id(parameter) in self._known
+
     def full_of(self, parameter: Tensor) -> Tensor:
         """Returns a parameter's float32 value, as a new tensor; a parameter without master itself."""
         return self._form.full_of(parameter) if self.has(parameter) else parameter
