@@ -27,6 +27,8 @@ from ampatch import checkpoint_policy as policy
 from ampatch.errors import AmpWarning, OptionError
 from ampatch.runtime import runtime
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 PAGE = Path(__file__).parents[1] / "docs" / "guide" / "save_and_resume.md"
 
 #: What every test begins with, if it names nothing else.

@@ -23,6 +23,8 @@ from ampatch.opt_levels import LEVELS
 from ampatch.runtime import runtime
 from ampatch.settings import Settings
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 BFLOAT16 = {"half_dtype": torch.bfloat16, "verbosity": 0}
 UNLISTED = {"unlisted": {"torch": ["exp"]}}
 

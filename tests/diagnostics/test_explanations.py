@@ -28,6 +28,8 @@ from ampatch.diagnostics.explain.subjects import Subject, subject_of
 from ampatch.patching import function_places
 from ampatch.runtime import runtime
 
+pytestmark = pytest.mark.once  # the compiled libraries have no part in it
+
 
 def spelling(explanation: Explanation, path: str) -> Spelling:
     (found,) = (each for each in explanation.spellings if each.path == path)
