@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from ampatch.ledger import PatchLedger
+from ampatch.weights.optimizer_state import parameters_of
 
 #: Returns the float32 values of a tensor that was narrowed; None for any other tensor.
 FullOf = Callable[[Tensor], Tensor | None]
@@ -30,10 +31,8 @@ def copy_as_float32(ledger: PatchLedger, full_of: FullOf) -> None:
         ledger: records the patches.
         full_of: function that returns the float32 values of a tensor, or None.
     """
-    for whole in (nn.Module, torch.optim.Optimizer):
-        ledger.set(whole, "__deepcopy__", _copying)
-    for kind in (nn.Parameter, Tensor):
-        ledger.set(kind, "__deepcopy__", _widening(kind.__deepcopy__, full_of))
+    ledger.set(nn.Module, "__deepcopy__", _copying(_tensors_of, full_of))
+    ledger.set(torch.optim.Optimizer, "__deepcopy__", _copying(parameters_of, full_of))
     original: Any = AveragedModel.update_parameters
 
     @functools.wraps(original)
@@ -57,26 +56,38 @@ def is_copying() -> bool:
     return _within.wholes > 0
 
 
-def _copying(whole: Any, memo: dict[int, Any]) -> Any:
-    _within.wholes += 1
-    try:
-        # As `copy.deepcopy` copies an object whose class has no `__deepcopy__`.
-        return copy._reconstruct(whole, memo, *whole.__reduce_ex__(4))  # type: ignore[attr-defined]
-    finally:
-        _within.wholes -= 1
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Yields parameters and buffers; not by `parameters`, which users override."""
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            yield from (tensor for tensor in held.values() if tensor is not None)
 
 
-def _widening(original: Callable[..., Any], full_of: FullOf) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def __deepcopy__(tensor: Tensor, memo: dict[int, Any]) -> Any:  # noqa: N807
-        full = full_of(tensor) if is_copying() and id(tensor) not in memo else None
-        if full is None:
-            return original(tensor, memo)
-        values = full.detach().clone(memory_format=torch.preserve_format)
-        memo[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
-        return memo[id(tensor)]
+def _copying(tensors_of: Callable[[Any], Iterable[Tensor]], full_of: FullOf) -> Callable[..., Any]:
+    def __deepcopy__(whole: Any, memo: dict[int, Any]) -> Any:  # noqa: N807
+        _within.wholes += 1
+        try:
+            # First, so that copying finds them made: classes of parameters may have a `__deepcopy__` of their own.
+            for tensor in tensors_of(whole):
+                full = None if id(tensor) in memo else full_of(tensor)
+                if full is not None:
+                    memo[id(tensor)] = _wide_copy(tensor, full.detach(), memo)
+            # As `copy.deepcopy` copies an object whose class has no `__deepcopy__`.
+            return copy._reconstruct(whole, memo, *whole.__reduce_ex__(4))  # type: ignore[attr-defined]
+        finally:
+            _within.wholes -= 1
 
     return __deepcopy__
+
+
+def _wide_copy(tensor: Tensor, full: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Returns a copy of a half tensor with float32 values; its class copies it, if that is not torch's own."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        values = full.clone(memory_format=torch.preserve_format)
+        return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+    wide = full.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
+    wide.__dict__.update(vars(tensor))
+    return copy.deepcopy(wide, memo)
 
 
 class Full:

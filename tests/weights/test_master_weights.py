@@ -1018,7 +1018,41 @@ class TestStateDict:
         assert_same_bits(model.state_dict()["weight"], wanted)
 
 
+class Tagged(nn.Parameter):
+    """A parameter of a library's class, which copies itself as torch's does."""
+
+
+class Curved(nn.Parameter):
+    """A parameter whose class copies it with its attributes, as geoopt's does."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = True, curvature: float = 1.0) -> Any:
+        made = super().__new__(cls, data, requires_grad)
+        made.curvature = curvature
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = Curved(self.data.clone(), self.requires_grad, self.curvature)
+        return memo[id(self)]
+
+
 class TestCopies:
+    @pytest.mark.parametrize("kind", [Tagged, functools.partial(Curved, curvature=0.5)])
+    def test_a_copy_of_a_parameter_has_its_class_and_the_masters_bits(self, kind, half_dtype):
+        model = network()
+        model[0].weight = kind(model[0].weight.detach())
+        model[2].weight = kind(model[2].weight.detach(), requires_grad=False)
+        before = [each.detach().clone() for each in model.parameters()]
+        optimizer = SGD(model.parameters())
+        initialize(model, optimizer, half_dtype=half_dtype)
+        model.listed = [model[0].weight]
+        twin, other = copy.deepcopy((model, optimizer))
+        assert_same_bits(twin[0].weight, before[0])
+        assert_same_bits(twin[2].weight, before[1].to(half_dtype).float())
+        assert twin.listed[0] is other.param_groups[0]["params"][0] is twin[0].weight
+        for one, its_copy in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (type(its_copy), its_copy.requires_grad) == (type(one), one.requires_grad)
+            assert vars(its_copy) == vars(one)
+
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
     def test_a_copy_of_the_model_casts_by_itself_and_has_no_masters(self, duplicate, half_dtype):
         model, optimizer = trainable(half_dtype=half_dtype)
