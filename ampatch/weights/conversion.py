@@ -250,9 +250,9 @@ class Conversion:
         """
         converted: ConvertedTensor | None = self._converted.get(tensor)
         if converted is None:  # the module may have replaced its buffer
-            if name in self._buffers.get(module, {}) or (tensor.dtype in HALVES and self._is_of_model(tensor)):
-                return self.without_master.float32_copy_of(tensor)
-            return None
+            _, before = self._buffers.get(module, {}).get(name, (0, torch.float32))
+            is_wide = tensor.dtype in HALVES and before not in HALVES and self._is_of_model(tensor)
+            return self.without_master.float32_copy_of(tensor) if is_wide else None
         kept = converted.kept
         if kept is None and converted.owner is not None and tensor.dtype in HALVES:
             return tensor.detach().float()

@@ -146,8 +146,8 @@ class Plan:
     """A planned conversion of a model.
 
     Attributes:
-        dtypes: each tensor to convert, by ``id``, with its new type.
-        buffers: names of the buffers to convert, by module.
+        dtypes: each tensor to convert, and each buffer that came half, by ``id``, with its new type.
+        buffers: names of those of them that are buffers, by module.
         guarded: float32 submodules among half ones, whose inputs and outputs must be cast, each with the type of its
             outputs.
     """
@@ -233,7 +233,7 @@ def _casts_buffer(cast_buffers: CastBuffers, name: str) -> bool:
 def _types(
     model: nn.Module, dtype: torch.dtype, kept: Container[nn.Module], cast_buffers: CastBuffers
 ) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-    """Yields the tensors to convert, each with its name and its new type."""
+    """Yields the tensors to convert, and the buffers that came half; each with its name and its new type."""
     has_few = _has_few_of_other_half(model, dtype)
     for prefix, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and dtype in HALVES:
@@ -245,9 +245,10 @@ def _types(
         for name, tensor in own_tensors(module):
             path = f"{prefix}.{name}" if prefix else name
             wanted = torch.float32 if module in kept else dtype
-            if dtype in HALVES and name in module._buffers and not _casts_buffer(cast_buffers, path):
+            stays = dtype in HALVES and name in module._buffers and not _casts_buffer(cast_buffers, path)
+            if stays and tensor.dtype not in HALVES:
                 continue
-            if has_few and {tensor.dtype, dtype} == HALVES:
+            if stays or (has_few and {tensor.dtype, dtype} == HALVES):
                 wanted = tensor.dtype
             _check_convertible(path, tensor, wanted)
             yield path, tensor, wanted

@@ -245,6 +245,22 @@ class TestTensors:
         initialize(model)
         assert model.other.dtype is dtype
 
+    @pytest.mark.parametrize("level", LEVELS)
+    def test_what_came_half_is_saved_and_given_back_half(self, level, half_dtype):
+        model = nn.Linear(4, 4)
+        model.register_buffer("kept", torch.ones(2, dtype=half_dtype))
+        model.register_buffer("replaced", torch.ones(2, dtype=half_dtype))
+        model.frozen = nn.Parameter(torch.ones(2, dtype=half_dtype), requires_grad=False)
+        names = ("kept", "replaced", "frozen")
+        initialize(model, opt_level=level)
+        model.replaced = model.replaced * 2
+        model.register_buffer("late", torch.ones(2, dtype=half_dtype))
+        for twin in (model.state_dict(), dtypes(copy.deepcopy(model)), dtypes(model)):
+            assert {getattr(twin[name], "dtype", twin[name]) for name in names} == {half_dtype}
+        assert model.state_dict()["late"].dtype is torch.float32
+        amp.deinitialize()
+        assert [dtypes(model)[name] for name in (*names, "late")] == [*[half_dtype] * 3, torch.float32]
+
     def test_gradients_and_state_without_masters_are_half_and_come_back(self, half_dtype):
         model = nn.Linear(2, 2)
         optimizer = torch.optim.Adam(model.parameters())
