@@ -201,12 +201,9 @@ class MixedPrecision(torch.optim.Optimizer):
         """
         self._masters.synchronise()
         full = ((each, self._masters.full_of(each)) for each in self._parameters())
-        masters = {id(each): master for each, master in full if master is not each}
-        named = {name: masters.get(id(value)) for name, value in model.state_dict(keep_vars=True).items()}
-        return {
-            name: value if named.get(name) is None else named[name].detach().clone()  # type: ignore[union-attr]
-            for name, value in model.state_dict().items()
-        }
+        masters = {id(each): master.detach().clone() for each, master in full if master is not each}
+        named = model.state_dict(keep_vars=True)
+        return {name: masters.get(id(named.get(name)), value) for name, value in model.state_dict().items()}
 
     def _parameters(self) -> Iterator[Tensor]:
         return optimizer_state.parameters_of(self.optimizer)

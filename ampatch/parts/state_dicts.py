@@ -6,10 +6,12 @@ Owns what a module is loading. Torch calls it through the hooks in `ampatch.runt
 from __future__ import annotations
 
 import weakref
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ampatch.errors import UsageError
 from ampatch.parts.masters import Masters
@@ -25,15 +27,25 @@ class StateDicts:
         self._switch, self._conversion, self._masters = shared.switch, weights.conversion, masters
         # Modules inside ``load_state_dict``, with the state dict and the prefix of their names in it.
         self._loading: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str]] = weakref.WeakKeyDictionary()
+        # The key under which a half tensor was saved last, and the float32 values there.
+        self._saved: MutableMapping[Tensor, tuple[str, weakref.ref[Tensor]]] = WeakTensorKeyDictionary()
 
     def after_save(self, module: nn.Module, saved: dict[str, Any], prefix: str) -> None:
         """Saves float32 values, with the masters' bits, for half tensors."""
         with self._switch.suspended():
             for name, tensor in own_tensors(module):
-                full = self._masters.float32_of(module, name, tensor)
+                full = self._in_this_dict(tensor, saved)
+                full = self._masters.float32_of(module, name, tensor) if full is None else full
                 if full is not None:
                     for key in _keys_of(tensor, prefix + name, prefix, saved):
                         saved[key] = full if saved[key] is tensor else full.detach()  # itself with keep_vars=True
+                        self._saved[tensor] = key, weakref.ref(saved[key])
+
+    def _in_this_dict(self, tensor: Tensor, saved: dict[str, Any]) -> Tensor | None:
+        """Returns what a state dict already has for a half tensor: a tied weight is one tensor under all its keys."""
+        key, reference = self._saved.get(tensor, ("", None))
+        full: Tensor | None = None if reference is None else reference()
+        return full if saved.get(key) is full else None
 
     def before_load(self, module: nn.Module, saved: dict[str, Any], prefix: str, assigns: bool) -> None:
         """Notes what a module is about to load; makes missing masters first.

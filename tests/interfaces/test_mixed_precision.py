@@ -676,6 +676,11 @@ class TestSaving:
         assert_same_state(list(precise.parameters()), list(optimizer.master_params()))
         assert saved["2.weight"].data_ptr() == model[2].weight.data_ptr()  # without a master, it is left as it is
 
+    def test_master_state_dict_has_one_copy_of_a_tied_weight(self):
+        model, optimizer = wrapped()
+        saved = optimizer.master_state_dict(nn.ModuleList([model[0], model[0]]))
+        assert saved["0.weight"].data_ptr() == saved["1.weight"].data_ptr() != model[0].weight.data_ptr()
+
 
 class Lookahead:
     """As in "Lookahead Optimizer: k steps forward, 1 step back" (Zhang et al., 2019), the way it is mostly wrapped."""

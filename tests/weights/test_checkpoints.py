@@ -42,6 +42,7 @@ LEVELS: dict[str, dict[str, Any]] = {
     "O4": {"opt_level": "O4"},
     "O5": {"opt_level": "O5"},
 }
+TEMPORARY = ("split", "stochastic")
 WITH_MASTERS = [name for name in LEVELS if name.startswith(("O2", "O5"))]
 
 # Adam's usual epsilon is zero in float16, which is the type of its state at O3. No fused SGD: in the momentum of half
@@ -351,6 +352,23 @@ def test_plain_torch_loads_the_masters(level):
     loss_of(model, 3).backward()
     optimizer.step()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": False}, *({"master_weights": kind} for kind in TEMPORARY)])
+@pytest.mark.parametrize("kept", [False, True], ids=["saved", "keep_vars"])
+def test_a_tied_weight_is_one_tensor_in_a_state_dict_and_a_new_one_in_the_next(options, kept):
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    optimizer = MOMENTUM(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
+    saved: dict[str, Any] = {}
+    for _ in range(2):
+        model.state_dict(destination=saved, prefix="model.", keep_vars=kept)
+        one, other = saved.values()
+        assert one.data_ptr() == other.data_ptr() != model[0].weight.data_ptr()
+        assert_same_bits(one.detach(), model.state_dict()["0.weight"])
+        backward(model(torch.tensor([1, 2])).float().square().mean(), optimizer)
+        optimizer.step()
 
 
 @pytest.mark.parametrize(
