@@ -189,6 +189,7 @@ class TemporaryMasters(ExchangedMasters):
         with torch.inference_mode(False):
             masters = kernels.float32_like(halves)
         self._form.join(halves, masters)
+        self._forget_addresses()
         try:
             self._widen_part(halves)
             self._exchange_in([_Stand(*pair) for pair in zip(halves, masters, strict=True)])
@@ -237,7 +238,15 @@ class TemporaryMasters(ExchangedMasters):
             self._write(stands, stepped=stepped)
             halves = _halves(stands)
             del stands  # the masters' memory is free before the narrow state needs some
+            self._forget_addresses()
             self._narrow_state(halves)
+
+    def _forget_addresses(self) -> None:
+        """Has optimizers of heavyball, which find the state of a parameter by its address, look at addresses again."""
+        optimizer: Any = self._optimizer()
+        if isinstance(getattr(optimizer, "mapping_inverse", None), dict):
+            optimizer.mapping_inverse.clear()
+            optimizer.mapping.clear()  # has views of the masters, too
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

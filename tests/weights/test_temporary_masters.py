@@ -709,6 +709,43 @@ class TestOwnMethods:
         optimizer.second_step()
         assert_same_state(full(model), before)
 
+    def test_an_optimizer_that_finds_state_by_addresses_finds_it_in_each_method(self):
+        class ByAddress(torch.optim.SGD):
+            """Finds the state of a parameter as heavyball's optimizers do."""
+
+            def __init__(self, parameters: Any) -> None:
+                super().__init__(parameters, lr=0.1)
+                self.mapping: dict[Tensor, list[Tensor]] = {}
+                self.mapping_inverse: dict[int, Tensor] = {}
+
+            def _state_of(self, parameter: Tensor) -> Any:
+                for each in self.param_groups[0]["params"]:
+                    if each not in self.mapping:
+                        self.mapping[each] = [each.view(-1)]
+                        self.mapping_inverse[each.data_ptr()] = each
+                return self.state[self.mapping_inverse[parameter.data_ptr()]]
+
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> None:
+                for each in self.param_groups[0]["params"]:
+                    self._state_of(each)["before"] = each.clone()
+                super().step()
+
+            @torch.no_grad()
+            def take_back(self) -> None:
+                for each in self.param_groups[0]["params"]:
+                    each.copy_(self._state_of(each)["before"])
+
+        model, optimizer = trainable("split", ByAddress)
+        for index in range(2):
+            before = full(model)
+            step(model, optimizer, index)
+            assert not torch.equal(full(model)[0], before[0])
+            assert not optimizer.mapping  # its views would keep the masters' memory
+            assert optimizer._state_of(model[0].weight)
+            optimizer.take_back()
+            assert_same_state(full(model), before)
+
     def test_an_own_method_sees_float32_weights_and_gradients(self):
         class Reads(torch.optim.SGD):
             def norms(self) -> list[Any]:
