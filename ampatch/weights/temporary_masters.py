@@ -244,7 +244,7 @@ class TemporaryMasters(ExchangedMasters):
     def _forget_addresses(self) -> None:
         """Has optimizers of heavyball, which find the state of a parameter by its address, look at addresses again."""
         optimizer: Any = self._optimizer()
-        if isinstance(getattr(optimizer, "mapping_inverse", None), dict):
+        if any(kind.__module__.startswith("heavyball.") for kind in type(optimizer).__mro__):
             optimizer.mapping_inverse.clear()
             optimizer.mapping.clear()  # has views of the masters, too
 

@@ -711,7 +711,9 @@ class TestOwnMethods:
 
     def test_an_optimizer_that_finds_state_by_addresses_finds_it_in_each_method(self):
         class ByAddress(torch.optim.SGD):
-            """Finds the state of a parameter as heavyball's optimizers do."""
+            """Finds the state of a parameter as heavyball's optimizers do, and stands for one of them."""
+
+            __module__ = "heavyball.optimizers"
 
             def __init__(self, parameters: Any) -> None:
                 super().__init__(parameters, lr=0.1)
