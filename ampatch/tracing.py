@@ -1,4 +1,4 @@
-"""Checks whether this thread is traced, is captured into a CUDA graph, or runs below an operator.
+"""Checks whether this thread is traced, is captured, or runs below an operator, and whether tensors are batched.
 
 Must only read torch's state; `compilers` prepares torch's compilers for patches.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 
 import torch
+from torch import Tensor
 
 from ampatch.torch_private import modes
 
@@ -41,6 +42,11 @@ def is_recording() -> bool:
         or modes.get_dispatch_mode(modes.FAKE) is not None
         or modes.get_dispatch_mode(modes.PROXY) is not None
     )
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Returns True if a tensor stands for several that a transform computes at once: its values cannot be kept."""
+    return modes.is_legacy_batchedtensor(tensor) or modes.is_functorch_wrapped_tensor(tensor)
 
 
 def is_under_mode() -> bool:

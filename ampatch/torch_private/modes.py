@@ -59,6 +59,12 @@ peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
 is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 get_unwrapped = torch._C._functorch.get_unwrapped
 
+#: True for a tensor in a batched backward pass, which the older ``vmap`` of ``is_grads_batched=True`` runs.
+#: Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/functorch/init.cpp
+#: Seen in: torch 2.10 to 2.13
+#: Until: ``torch.autograd.grad`` uses the ``vmap`` of ``torch.func``.
+is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
+
 #: True if autocast is on for any type of device; a block in which it is off for all of them.
 #: Upstream: https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp
 #: Seen in: torch 2.10 to 2.13

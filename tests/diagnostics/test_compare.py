@@ -524,6 +524,15 @@ class TestReports:
         assert err.startswith("ampatch: error: 'none.json' cannot be read")
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # by torch's forward mode
+def test_a_model_that_differentiates_in_forward_mode_is_compared() -> None:
+    class Slopes(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.jacfwd(lambda x: super(Slopes, self).forward(x).tanh())(x)
+
+    assert rows(compared(Slopes(8, 8), torch.randn(8)), "linear")
+
+
 class TestDtypeArguments:
     """A function on the blacklist may get dtype=float32 for a cast, so that its operators have other arguments."""
 

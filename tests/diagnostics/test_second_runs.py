@@ -340,6 +340,30 @@ class TestSideEffects:
         assert len(ran) == 4
         assert x.grad is not None
 
+    @pytest.mark.parametrize("is_transform", [False, True])
+    def test_a_batched_backward_pass_runs_as_without_a_trace_and_is_not_noted(self, is_transform: bool) -> None:
+        def slopes_of(model: nn.Module) -> Tensor:
+            def slopes(root: Tensor, **options: Any) -> Tensor:
+                return torch.autograd.grad(output, x, root, create_graph=True, **options)[0]
+
+            x = torch.arange(8.0).requires_grad_()
+            output = model(x)
+            each = torch.eye(8, dtype=output.dtype)
+            return torch.func.vmap(slopes)(each) if is_transform else slopes(each, is_grads_batched=True)
+
+        found = []
+        for on_overflow in ("log", "trace"):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+            optimizer = begun(model, on_overflow=on_overflow)
+            backward(slopes_of(model).float().pow(2).mean(), optimizer)
+            if on_overflow == "trace":
+                tracer: Any = runtime.live.losses.overflows.tracer
+                assert not any(each.arrived for each in tracer._noted)
+            optimizer.step()
+            found.append({name: each.clone() for name, each in model.state_dict().items()})
+            amp.deinitialize()
+        assert_same_state(*found)
+
     def test_no_graph_and_no_input_is_kept_after_the_step(self) -> None:
         model = nn.Linear(8, 8)
         optimizer = begun(model)

@@ -132,6 +132,19 @@ def test_a_call_that_writes_to_its_argument_is_noted():
     assert "addmm_ writes to a tensor" in result.notes[0]
 
 
+class Slopes(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        given = torch.eye(self.out_features)
+        return torch.autograd.grad(super().forward(x).tanh(), x, given, is_grads_batched=True, create_graph=True)[0]
+
+
+def test_gradients_of_a_batched_backward_pass_are_noted_and_not_judged():
+    result = what_if(Slopes(4, 4), torch.randn(4))
+    assert [row.function for row in result.calls] == ["linear"]
+    assert "Gradients of linear in a batched backward pass were not judged." in result.notes
+
+
 def test_a_call_with_inplace_is_noted_and_not_judged():
     model = nn.Sequential(nn.Linear(4, 4), nn.ELU(inplace=True))
     result = what_if(model, torch.randn(2, 4), cast_lists={"whitelist": {"*": ["elu"]}})

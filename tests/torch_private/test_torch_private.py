@@ -476,6 +476,15 @@ def transforms() -> None:
     torch.func.vmap(mapped)(ones(2, 3))
 
 
+@shows("modes", "is_legacy_batchedtensor")
+def batched_backward_passes() -> None:
+    leaf, seen = ones(2, requires_grad=True), []
+    leaf.register_hook(lambda grad: seen.append(modes.is_legacy_batchedtensor(grad)))
+    torch.autograd.grad(leaf * 2, leaf, torch.eye(2), is_grads_batched=True)
+    torch.autograd.grad(leaf * 2, leaf, ones(2))
+    assert seen == [True, False]
+
+
 @shows("modes", "is_any_autocast_enabled", "DisableAutocast")
 def autocast() -> None:
     assert not modes.is_any_autocast_enabled()

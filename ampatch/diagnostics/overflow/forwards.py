@@ -36,6 +36,7 @@ from ampatch.switch import PLAIN, Region, State, is_in_region, state
 from ampatch.torch_private.autograd import current_graph_task_id, engine_run_backward, sequence_number
 from ampatch.torch_private.modes import is_any_autocast_enabled
 from ampatch.torch_private.modules import HOOKS_AROUND_PASSES
+from ampatch.tracing import is_batched
 from ampatch.weights.conversion_plan import matches
 
 #: The states of random generators, by device; that of the CPU's has None.
@@ -217,7 +218,7 @@ def _within(block: _Block, forward: Callable[..., Any]) -> Callable[..., Any]:
 def _note(reference: weakref.ref[NotedForward], place: int, number: int, gradients: tuple[Tensor | None, ...]) -> None:
     # The graph, which a loss may keep for long, keeps no arguments and gradients.
     noted, gradient = reference(), gradients[number]
-    if noted is not None and gradient is not None:
+    if noted is not None and gradient is not None and not is_batched(gradient):
         noted.arrived.setdefault(current_graph_task_id(), {})[place] = gradient.detach()
 
 

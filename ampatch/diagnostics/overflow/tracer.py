@@ -42,7 +42,10 @@ from ampatch.tracing import is_capturing, is_recording
 FINITE_HERE = (
     "the gradients that this process computed are finite: another rank's are not, or other code changed them afterwards"
 )
-_NOT_NOTED = "no forward pass that amp has noted led to these gradients: it was compiled, or is of no adopted model"
+_NOT_NOTED = (
+    "no forward pass that amp has noted led to these gradients: it was compiled, is of no adopted model, or its "
+    "backward pass was batched"
+)
 _FROM_OUTSIDE = (
     "the gradients that came into the model were not finite. If the loss is finite, the loss scale is too high for the "
     "outputs' type, and a dynamic one comes down by itself. If not, look at the loss and at code around the model"

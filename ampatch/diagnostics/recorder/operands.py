@@ -81,7 +81,8 @@ def with_types(value: Any, types: Mapping[torch.dtype, torch.dtype]) -> Any:
 def floating_in(result: Any) -> list[Tensor]:
     """Returns the dense floating-point tensors in an operator's results that are not empty."""
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    return [each for each in tensors if each.is_floating_point() and each.layout is torch.strided and each.numel()]
+    floating = [each for each in tensors if each.is_floating_point() and each.layout is torch.strided and each.numel()]
+    return [each for each in floating if not (each.is_meta or is_zerotensor(each))]  # as forward mode passes them
 
 
 @cache

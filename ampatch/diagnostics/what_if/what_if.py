@@ -41,6 +41,7 @@ from ampatch.patching.casting_mode import CastRules
 from ampatch.patching.emulation import Operands
 from ampatch.runtime import runtime
 from ampatch.torch_private.autograd import current_graph_task_id
+from ampatch.tracing import is_batched
 
 _FLOAT32 = "ampatch: The model or loss_fn raised this in float32."
 
@@ -241,8 +242,10 @@ class _Watched(Recorder):
 
     def _judge_gradients(self, call: _Call, reach: int, gradients: Sequence[Tensor | None]) -> None:
         """Makes the backward pass of a call with arguments and gradients in each format, and counts."""
-        if versions_of((call.args, call.kwargs)) != call.versions:
-            self.missed[f"Gradients of {call.place.function} whose arguments were written to were not judged."] = None
+        is_same = versions_of((call.args, call.kwargs)) == call.versions
+        if not is_same or any(each is not None and is_batched(each) for each in gradients):
+            what = "in a batched backward pass" if is_same else "whose arguments were written to"
+            self.missed[f"Gradients of {call.place.function} {what} were not judged."] = None
             return
         with self._aside():
             exact = call.gradients(_same, gradients)
