@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
@@ -49,10 +50,11 @@ class ScaledLeaves:
         leaves = leaves_among(nodes_of(loss.grad_fn for loss in losses if loss.grad_fn is not None))
         adopted = updated()
         self._found |= {key: TensorWeakRef(leaf) for key, leaf in leaves.items() if key not in adopted}
-        hooked = next((leaf for leaf in leaves.values() if _has_hooks(leaf)), None)
-        if hooked is not None:
+        with torch.DisableTorchFunction():  # subclasses may refuse to be read, as those of torch's ExpandedWeights do
+            shape = next((tuple(leaf.shape) for leaf in leaves.values() if _has_hooks(leaf)), None)
+        if shape is not None:
             warn(
-                f"a hook of a leaf of shape {tuple(hooked.shape)} runs inside of amp.scale_loss, where gradients are "
+                f"a hook of a leaf of shape {shape} runs inside of amp.scale_loss, where gradients are "
                 "multiplied by the loss scale: a hook that clamps, compares or logs them sees scaled values. Change "
                 "gradients after the block; or divide by amp.get_loss_scale() in the hook."
             )

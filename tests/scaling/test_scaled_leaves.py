@@ -34,6 +34,24 @@ def test_hook_of_a_leaf_in_a_block_is_warned_of_once(add_hook):
     backward(model(x).float().sum(), optimizer)  # a second warning would be an error
 
 
+class Closed(Tensor):
+    """Allows few functions, as the weights of torch's ``call_for_per_sample_grads`` do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.Tensor.sum
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_hook_of_a_leaf_that_does_not_let_its_attributes_be_read_is_warned_of():
+    _, optimizer = layer()
+    leaf = torch.ones(3).as_subclass(Closed)
+    with torch.DisableTorchFunction():
+        leaf.requires_grad_().register_hook(lambda grad: grad)
+    with pytest.warns(AmpWarning, match=r"a hook of a leaf of shape \(3,\)"):
+        backward(leaf.sum().as_subclass(Tensor), optimizer)
+
+
 def test_step_of_a_plain_optimizer_on_a_latent_of_the_block_is_warned_of_once():
     model, optimizer = layer()
     latent = torch.ones(2, 4, requires_grad=True)
