@@ -158,6 +158,10 @@ OBJECTS: Mistakes = {
         lambda bench: amp.initialize(bench.model, [bench.optimizer, other_optimizer()]),
         r"the Adam updates 2 parameters, and none of them is the model's.*torch\.optim\.SGD\(model\.parameters",
     ),
+    "optimizer-of-copies-of-the-weights": (
+        lambda bench: amp.initialize(bench.model, torch.optim.SGD([bench.model[0].weight.detach().requires_grad_()])),
+        r"the SGD updates 1 parameters, and none of them is the model's.*beside the model's",
+    ),
     "parameter-in-two-optimizers-at-O2": (
         lambda bench: amp.initialize(
             bench.model, [bench.optimizer, torch.optim.Adam(bench.model[:1].parameters())], opt_level="O2"

@@ -199,10 +199,15 @@ def fuses_linear(fused_linear: object, properties: Properties) -> bool:
 def check_optimizers(
     optimizers: list[Any], models: list[nn.Module], live: Session | None, outgoing: Session | None
 ) -> None:
-    """Raises if an optimizer was passed before, or updates no parameter of these models or of known ones."""
+    """Raises if an optimizer was passed before, or updates no parameter of these models or of known ones.
+
+    One that updates tensors of no model may stand beside one that updates parameters of these.
+    """
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for session in (live, outgoing):  # an optimizer of the outgoing session still updates its masters
         known |= session.adopted.parameter_ids() if session is not None else set()
+    every = [*optimizers, *(live.adopted.optimizers if live is not None else ())]
+    has_models = any(id(parameter) in known for each in every for parameter in parameters_of(each))
     for index, optimizer in enumerate(optimizers):
         if any(optimizer is other for other in optimizers[:index]) or (
             live is not None and live.adopted.has(optimizer)
@@ -212,11 +217,15 @@ def check_optimizers(
                 f"amp.deinitialize() first."
             )
         parameters = list(parameters_of(optimizer))
-        if parameters and not any(id(parameter) in known for parameter in parameters):
+        # A plain tensor, such as a temperature, is the parameter of no model. But copies of weights are plain, too.
+        may_be_others = not has_models or any(isinstance(each, nn.Parameter) for each in parameters)
+        if parameters and may_be_others and not any(id(parameter) in known for parameter in parameters):
             raise OptionError(
                 f"the {type(optimizer).__name__} updates {len(parameters)} parameters, and none of them is the "
                 f"model's. Was it made for another model, or before the model was rebuilt? Make it after: optimizer = "
-                f"torch.optim.SGD(model.parameters(), lr=0.1)."
+                "torch.optim.SGD(model.parameters(), lr=0.1). If they are of no model, as a learned temperature is, "
+                "make them torch.zeros(1, requires_grad=True), no nn.Parameter, and hand this optimizer in beside the "
+                "model's: amp.initialize(model, [optimizer, other])."
             )
 
 

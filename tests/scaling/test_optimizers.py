@@ -809,6 +809,21 @@ class TestOptimizersOfAnyClass:
         plain.step()
         assert_same_bits(model.weight, reference.weight)
 
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_optimizer_of_a_tensor_of_no_model_skips_and_steps_in_float32_beside_the_models(self, level):
+        model, temperature, plain = linear(), torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+        optimizer, other, reference = SGD(model.parameters()), MOMENTUM([temperature]), MOMENTUM([plain])
+        initialize(model, [optimizer, other], opt_level=level, init_scale=SCALE)
+        backward(temperature.exp() * OVERFLOW, other)
+        other.step()
+        assert (amp.step_was_skipped(other), amp.step_was_skipped(optimizer), temperature.item()) == (True, False, 1)
+        for _ in range(3):
+            for tensor, each in ((temperature, other), (plain, reference)):
+                each.zero_grad()
+                backward(tensor.exp().sum(), each) if each is other else tensor.exp().sum().backward()
+                each.step()
+        assert_same_bits(temperature, plain)
+
     @pytest.mark.parametrize("skipped_first", [False, True], ids=["steps", "first-step-skipped"])
     def test_group_added_after_initialize_is_updated_with_its_own_options(self, skipped_first):
         def trained(with_amp: bool) -> Any:
