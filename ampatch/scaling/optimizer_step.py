@@ -107,6 +107,18 @@ def hooks_of(optimizer: Any) -> list[tuple[Any, int, Any]]:
     return [(table, key, hook) for table in tables for key, hook in table.items() if not hasattr(hook, OWN_HOOK)]
 
 
+def _have_steps_reported(kind: Any) -> None:
+    """Has torch call the hooks of all optimizers where a method calls ``super().step()``, if that step is inherited.
+
+    Torch does so itself once the base has an object. Not by the ledger, as objects of the base may be made meanwhile.
+    """
+    optimizers = [each for each in kind.__mro__[1:] if issubclass(each, torch.optim.Optimizer)]
+    base: Any = next((each for each in optimizers if "step" in vars(each)), None)
+    if base is not None and base.step is getattr(kind.step, "__wrapped__", kind):
+        base.step = torch.optim.Optimizer.profile_hook_step(base.step)
+        base.step.hooked = True
+
+
 def has_own_step(optimizer: Any) -> bool:
     """Returns True if user code has put a function of its own in place of an optimizer's step, on the object."""
     return "step" in vars(optimizer) and not hasattr(optimizer.step, WRAPPED_BY_SCHEDULER)
@@ -239,6 +251,7 @@ class AdoptedOptimizer:
         """
         optimizer = self.optimizer
         assert optimizer is not None
+        _have_steps_reported(type(optimizer))
         own_step = _OwnStep(optimizer, self.exchange)
         original, switch, handler, reports = optimizer.step, self._switch, self._on_overflow, self._on_overflow.reports
         if "step" not in vars(optimizer) and getattr(original, "__self__", optimizer) is not optimizer:

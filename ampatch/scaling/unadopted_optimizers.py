@@ -74,9 +74,10 @@ class UnadoptedOptimizers:
             return  # amp is off, or this is a part of an adopted optimizer's step
         if id(optimizer) in self.adopted:
             raise UsageError(
-                f"this step of the {type(optimizer).__name__} was bound, or compiled, before amp.initialize, and goes "
-                "past amp, so that an overflow would reach the weights. Call optimizer.step(); or type "
-                "step = optimizer.step, or compile it, after amp.initialize."
+                f"this step of the {type(optimizer).__name__} goes past amp, and an overflow would reach the weights: "
+                "it was bound, or compiled, before amp.initialize, or a method of the class calls super().step(). Call "
+                "optimizer.step(), in such a method self.step(); or type step = optimizer.step, or compile it, after "
+                "amp.initialize."
             )
         passed = self._passed.get(id(optimizer))
         if passed is None or passed() is not optimizer:

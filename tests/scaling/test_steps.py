@@ -164,13 +164,38 @@ def test_step_bound_before_initialize_raises_before_it_writes(bind, opt_level, h
     amp.initialize(model, optimizer, opt_level=opt_level, half_dtype=half_dtype, verbosity=0)
     backward(loss_of(model), optimizer)
     before = weights(model)
-    with pytest.raises(UsageError, match=r"bound, or compiled, before amp\.initialize"):
+    with pytest.raises(UsageError, match=r"goes past amp, .* bound, or compiled, before amp\.initialize"):
         step()
     assert_same_state(weights(model), before)
     optimizer.step()
     assert not torch.equal(model[0].weight, before[0])
     amp.deinitialize()
     step()
+
+
+@o1_and_o2
+@pytest.mark.parametrize("is_base_used", [False, True])
+def test_method_that_calls_super_step_raises_before_it_writes(opt_level, is_base_used):
+    class Base(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    class Minimizer(Base):
+        def minimize(self) -> None:
+            super().step()
+
+    if is_base_used:
+        Base(network().parameters())  # torch's hooks are then called at its step
+    model = network()
+    optimizer = Minimizer(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level=opt_level, half_dtype="float16", verbosity=0)
+    backward(loss_of(model) * OVERFLOW, optimizer)
+    before = weights(model)
+    with pytest.raises(UsageError, match=r"calls super\(\)\.step\(\)\. Call .* self\.step\(\)"):
+        optimizer.minimize()
+    assert_same_state(weights(model), before)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
 
 
 @pytest.mark.slow
