@@ -29,6 +29,7 @@ from ampatch.scaling.widened_gradients import WidenedGradient
 from ampatch.switch import WithoutCasts
 from ampatch.torch_private import optimizers
 from ampatch.weights import optimizer_state
+from ampatch.weights.exchange import own_methods
 
 # Types of callables that can make an optimizer. Other callable objects are not accepted: they might be anything.
 _MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
@@ -139,7 +140,10 @@ class MixedPrecision(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer" or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.optimizer, name)
+        value = getattr(self.optimizer, name)
+        if name in own_methods(self.optimizer):  # such as the halves of a step
+            return functools.partial(self._masters.run_method, value)
+        return value
 
     def __repr__(self) -> str:
         return f"MixedPrecision({self.optimizer!r}, dtype={self._dtype})"

@@ -7,12 +7,14 @@ and its master in the state were last equal. Must not know gradient scales, nor 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
@@ -99,7 +101,7 @@ class StateMasters:
         # torch does not promote 8-bit types, and no optimizer updates them.
         is_narrower = parameter.is_floating_point() and 1 < parameter.dtype.itemsize < self._dtype.itemsize
         if not is_narrower or torch.promote_types(parameter.dtype, self._dtype) is not self._dtype:
-            self._retire(parameter)
+            _retire(self._optimizer.state.get(parameter, {}), parameter)
             return None
         state = self._optimizer.state.setdefault(parameter, {})
         if MASTER not in state:
@@ -108,15 +110,6 @@ class StateMasters:
                 state.update(optimizer_state.retyped(dict(state), parameter.dtype, self._dtype, parameter))
             state[MASTER] = nn.Parameter(parameter.detach().to(self._dtype), requires_grad=parameter.requires_grad)
         return state[MASTER]  # type: ignore[no-any-return]
-
-    @torch.no_grad()
-    def _retire(self, parameter: Tensor) -> None:
-        """Copies the master's bits to a parameter that was made precise, as by ``model.float()``; drops the master."""
-        state = self._optimizer.state.get(parameter, {})
-        if MASTER in state:
-            master = state.pop(MASTER)
-            master.copy_(unrounded(parameter, master, HALVES))
-            parameter.copy_(master)
 
     def widens(self, parameter: Tensor) -> bool:
         """Returns True if a parameter has a master, so that its gradient may be unscaled in the master's type."""
@@ -186,6 +179,29 @@ class StateMasters:
         with exchanged(self._in_place.values()):
             return step(*args, **kwargs)
 
+    def run_method(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the optimizer's class on the masters and their gradients, which it may clear.
+
+        Raises:
+            UsageError: a backward pass in the method reaches the half parameters.
+        """
+        if self._in_place:
+            return original(*args, **kwargs)
+        with self.stepping():
+            self.take_gradients()
+            pairs = self._in_place.values()
+            trained = [parameter for parameter, _ in pairs if parameter.requires_grad]
+            refuse = functools.partial(_refuse, type(self._optimizer).__name__)
+            hook = register_multi_grad_hook(trained, refuse, mode="any") if trained else None
+            try:
+                return self.step(original, args, kwargs)
+            finally:
+                if hook is not None:
+                    hook.remove()
+                for parameter, master in pairs:
+                    if master.grad is None:
+                        parameter.grad = None
+
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Calls the closure of a step, which has the half parameters."""
         with exchanged(self._in_place.values()):  # back
@@ -230,6 +246,23 @@ class StateMasters:
         if master is not None:
             master.copy_(values)
             self._synced |= _Synced.now([(parameter, master)])
+
+
+@torch.no_grad()
+def _retire(state: dict[str, Any], parameter: Tensor) -> None:
+    """Copies the master's bits to a parameter that was made precise, as by ``model.float()``; drops the master."""
+    if MASTER in state:
+        master = state.pop(MASTER)
+        master.copy_(unrounded(parameter, master, HALVES))
+        parameter.copy_(master)
+
+
+def _refuse(kind: str, _: Tensor) -> None:
+    raise UsageError(
+        f"a backward pass runs in a method of this {kind}, whose parameters stand for their masters meanwhile: the "
+        "gradients are those of half parameters. If the optimizer updates weights in the backward pass, leave "
+        "MixedPrecision out; otherwise call backward() outside of its methods."
+    )
 
 
 class StepMasters(TemporaryMasters):

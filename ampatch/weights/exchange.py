@@ -82,8 +82,8 @@ class ExchangedMasters(abc.ABC):
         ledger.on_undo(self._forget, optimizer)
         self.make_missing()
         replace_method(ledger, optimizer, "zero_grad", self._zero_grad)
-        for name in _own_methods(optimizer):
-            replace_method(ledger, optimizer, name, self._run_method)
+        for name in own_methods(optimizer):
+            replace_method(ledger, optimizer, name, self.run_method)
         if isinstance(optimizer, torch.optim.Optimizer):
             replace_method(ledger, optimizer, "load_state_dict", self._with_masters)
             replace_method(ledger, optimizer, "__getstate__", self._getstate)
@@ -207,7 +207,7 @@ class ExchangedMasters(abc.ABC):
             return original(*args, **kwargs)
 
     #: Calls a public method that the optimizer's class adds to torch's.
-    _run_method = _with_masters
+    run_method = _with_masters
 
     def _getstate(self, original: Callable[..., Any]) -> Any:
         """Returns the state for a copy, whose parameters are float32; or for a pickle, whose are half."""
@@ -234,7 +234,7 @@ def replace_method(ledger: PatchLedger, optimizer: Any, name: str, replacement: 
     ledger.set(optimizer, name, types.MethodType(method, optimizer))
 
 
-def _own_methods(optimizer: object) -> list[str]:
+def own_methods(optimizer: object) -> list[str]:
     """Returns the names of public methods that classes other than torch's give an optimizer, but known ones."""
     methods = {
         name: value

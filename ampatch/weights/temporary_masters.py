@@ -162,7 +162,8 @@ class TemporaryMasters(ExchangedMasters):
 
     # Steps
 
-    def _run_method(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_method(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a public method that the optimizer's class adds to torch's, on the masters."""
         if not self.are_in_place:
             self._rounding.count_step(self._optimizer())
         return self._with_masters(original, *args, **kwargs)

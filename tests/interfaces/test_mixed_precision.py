@@ -385,6 +385,26 @@ class KeepsItsParameters(torch.optim.Optimizer):
                 each.sub_(each.grad)
 
 
+class TwoHalves(torch.optim.Adam):
+    """Writes to the weights in two methods, as sharpness-aware minimization does; the second one steps."""
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        self.before = [each.clone() for each in self.param_groups[0]["params"]]
+        for each in self.param_groups[0]["params"]:
+            each.add_(each.grad, alpha=0.01)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        torch._foreach_copy_(self.param_groups[0]["params"], self.before)
+        self.step()
+        self.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
 class TestUnusualOptimizers:
     @pytest.mark.parametrize("closure", [None, lambda: None], ids=["", "closure"])
     def test_updates_of_an_optimizer_that_keeps_its_parameters_reach_the_masters(self, closure):
@@ -394,6 +414,31 @@ class TestUnusualOptimizers:
         optimizer.step(closure)
         assert_same_bits(parameter, torch.full((2,), -1, dtype=torch.bfloat16))
         assert_same_bits(optimizer.master_of(parameter), torch.full((2,), -1.0))
+
+    @pytest.mark.parametrize("masters", [True, "split"])
+    def test_methods_that_are_halves_of_a_step_run_on_the_masters_as_on_float32_weights(self, masters):
+        halves, optimizer = (model := network()), MixedPrecision(TwoHalves(model.parameters()), masters=masters)
+        reference = copy.deepcopy(halves)
+        for parameter in reference.parameters():
+            parameter.data = parameter.data.float()
+        plain = TwoHalves(reference.parameters())
+        for index in range(3):
+            for name in ("climb", "go_back"):
+                loss_of(halves, index).backward()
+                for parameter, half in zip(reference.parameters(), halves.parameters(), strict=True):
+                    parameter.grad = half.grad.float()
+                getattr(optimizer, name)()
+                getattr(plain, name)()
+                assert all(each.grad is None for each in halves.parameters())
+        assert_same_state(list(map(optimizer.master_of, halves.parameters())), list(reference.parameters()))
+
+    def test_method_that_runs_a_backward_pass_raises_and_changes_nothing(self):
+        model = network()
+        optimizer = MixedPrecision(TwoHalves(model.parameters()))
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(UsageError, match="a backward pass runs in a method of this TwoHalves"):
+            optimizer.backward(loss_of(model))
+        assert_same_state(model.state_dict(), before)
 
     @EACH_HALF
     def test_momentum_stays_if_a_scaler_unscales_in_a_closure(self, half):
