@@ -23,6 +23,12 @@ from ampatch.scaling.optimizer_step import OWN_HOOK, AdoptedOptimizer
 from ampatch.switch import Switch
 from ampatch.weights.optimizer_state import parameters_of
 
+_IN_HALVES = (
+    "this {0} is inside of the {1} that amp has, and steps outside of its step(), as in the second half of SAM: amp "
+    "cannot skip that after an overflow. Hand the {0} itself to amp.initialize and amp.scale_loss, and ask "
+    "amp.gradients_are_finite(optimizer) before the first half."
+)
+
 
 @dataclass(eq=False)
 class UnadoptedOptimizers:
@@ -80,7 +86,8 @@ class UnadoptedOptimizers:
                 "amp.initialize."
             )
         passed = self._passed.get(id(optimizer))
-        if passed is None or passed() is not optimizer:
+        is_passed = passed is not None and passed() is optimizer
+        if not is_passed and _held_by(optimizer).isdisjoint(self.adopted):  # otherwise amp has the step that follows
             self._check(optimizer)
 
     def _check(self, optimizer: Any) -> None:
@@ -111,8 +118,15 @@ class UnadoptedOptimizers:
                 "amp.initialize(model, optimizer, ...) with every optimizer in it."
             )
         if self.is_scaled and needs_scale:
+            adopted = (each.optimizer for each in list(self.adopted.values()))
+            outer = next((type(each).__name__ for each in adopted if id(optimizer) in _held_by(each)), None)
             step = f"this {name} was never handed to amp.initialize, and steps with gradients"
-            warn(NO_SCALE.format(step, SCALED_BACKWARD))
+            warn(NO_SCALE.format(step, SCALED_BACKWARD) if outer is None else _IN_HALVES.format(name, outer))
+
+
+def _held_by(optimizer: Any) -> set[int]:
+    """Returns the ids of what an optimizer has as attributes: the optimizer inside it is among them."""
+    return set(map(id, getattr(optimizer, "__dict__", {}).values()))
 
 
 for _hook in (UnadoptedOptimizers.before_step, UnadoptedOptimizers.after_step):

@@ -314,6 +314,33 @@ class TestOptimizersThatAmpWasNotHanded:
         loss_of(model).backward()
         warned_once(SGD(model.parameters()).step, "SGD updates half weights of a model that amp has")
 
+    @o1_and_o2
+    @pytest.mark.parametrize("is_inner_adopted", [False, True])
+    def test_optimizer_that_has_another_inside_is_warned_of_only_if_amp_has_the_outer_one(
+        self, opt_level, is_inner_adopted
+    ):
+        class Halves(torch.optim.Optimizer):
+            def __init__(self, inner: Any) -> None:
+                super().__init__(inner.param_groups[0]["params"], {})
+                self.inner = inner
+
+            def step(self) -> None:
+                self.inner.step()
+
+            def second_half(self) -> None:
+                self.inner.step()
+
+        model = network()
+        inner = SGD(model.parameters())
+        outer = Halves(inner)
+        adopted = inner if is_inner_adopted else outer
+        amp.initialize(model, adopted, opt_level=opt_level, half_dtype="float16", verbosity=0)
+        backward(loss_of(model), adopted)
+        if is_inner_adopted:
+            outer.step()  # a warning would be an error
+        else:
+            warned_once(outer.second_half, "this SGD is inside of the Halves that amp has, and steps outside of its")
+
     def test_step_under_init_is_warned_of(self):
         with amp.init(half_dtype=torch.float16):
             model = network()
