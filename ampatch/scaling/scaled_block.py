@@ -249,7 +249,7 @@ class ScaledBlock(Generic[_L]):
                 self._begin(losses)
             blocks.open.append(self)
             if not scale_use.is_one:
-                self._begin_to_watch(losses, others)
+                self._begin_to_watch(loss, losses, others)
         blocks.cache.end_iteration()
         self._arguments = None  # the user may delete the loss to free its graph
         return scaled  # type: ignore[no-any-return]
@@ -273,6 +273,7 @@ class ScaledBlock(Generic[_L]):
                 has_ended = kind is None
             finally:
                 self._end_beside(has_failed=not has_ended)
+                blocks.leaves.end_block()
                 if self.has_warned:  # a loop that uses another loss does so in every step
                     blocks.warned.add(self._loss_id)
                 blocks.cache.end_iteration()
@@ -298,12 +299,12 @@ class ScaledBlock(Generic[_L]):
         self._gradients += taken
         return [each for each in others if each not in taken]
 
-    def _begin_to_watch(self, losses: Sequence[Tensor], others: Sequence[OptimizerGradients]) -> None:
+    def _begin_to_watch(self, loss: Any, losses: Sequence[Tensor], others: Sequence[OptimizerGradients]) -> None:
         """Prepares warnings, and notes the gradients of other optimizers."""
         try:
             self._watch(losses)
             if self._loss_id not in self._blocks.leaves.looked:
-                self._blocks.leaves.check(self._loss_id, losses, self._blocks.updated)
+                self._blocks.leaves.check(self._loss_id, loss, losses, self._blocks.updated)
             if others:
                 handed = set(map(id, self._unscaling.model_parameters()))
                 self.beside = [Bystander(each, handed) for each in others]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from ampatch.casting.nested import tensors_in
 from ampatch.errors import warn
 from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.torch_private.autograd import hooks_of_leaf
@@ -32,12 +33,14 @@ class ScaledLeaves:
         self.are_unscaled = False
         self.looked: set[int] = set()
         self._found: dict[int, TensorWeakRef] = {}
+        self._left: dict[int, TensorWeakRef] = {}  # their gradients after the last block, by the id of the leaf
 
-    def check(self, loss_id: int, losses: Iterable[Tensor], updated: Callable[[], Collection[int]]) -> None:
+    def check(self, loss_id: int, given: Any, losses: Iterable[Tensor], updated: Callable[[], Collection[int]]) -> None:
         """Looks at the leaves of a loss, in its first block: that takes a microsecond for each node of the graph.
 
         Args:
             loss_id: number of the loss.
+            given: what the block was given: a loss that is a leaf may go backward in its hook, which is to scale.
             losses: the scaled losses.
             updated: returns the ids of the parameters that adopted optimizers update.
 
@@ -51,7 +54,9 @@ class ScaledLeaves:
         adopted = updated()
         self._found |= {key: TensorWeakRef(leaf) for key, leaf in leaves.items() if key not in adopted}
         with torch.DisableTorchFunction():  # subclasses may refuse to be read, as those of torch's ExpandedWeights do
-            shape = next((tuple(leaf.shape) for leaf in leaves.values() if _has_hooks(leaf)), None)
+            roots = set(map(id, tensors_in(given)))
+            hooked = (leaf for key, leaf in leaves.items() if key not in roots and _has_hooks(leaf))
+            shape = next((tuple(leaf.shape) for leaf in hooked), None)
         if shape is not None:
             warn(
                 f"a hook of a leaf of shape {shape} runs inside of amp.scale_loss, where gradients are "
@@ -59,10 +64,18 @@ class ScaledLeaves:
                 "gradients after the block; or divide by amp.get_loss_scale() in the hook."
             )
 
+    def end_block(self) -> None:
+        """Notes the gradients that a block leaves scaled."""
+        if self._found:
+            with torch.DisableTorchFunction():
+                leaves = ((key, found()) for key, found in self._found.items())
+                grads = {key: leaf.grad for key, leaf in leaves if leaf is not None}
+            self._left = {key: TensorWeakRef(grad) for key, grad in grads.items() if grad is not None}
+
     def have(self, tensor: Tensor) -> bool:
-        """Returns True if a block leaves the gradient of a tensor scaled."""
-        found = self._found.get(id(tensor))
-        return found is not None and found() is tensor and tensor.grad is not None
+        """Returns True if a block has left the gradient of a tensor scaled, and user code has not replaced it since."""
+        found, left = self._found.get(id(tensor)), self._left.get(id(tensor))
+        return found is not None and found() is tensor and left is not None and tensor.grad is left()
 
 
 def _has_hooks(leaf: Tensor) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_same_state
 from optimizers import SGD, backward
 from stepping import started
 from torch import Tensor, nn
@@ -32,6 +33,20 @@ def test_hook_of_a_leaf_in_a_block_is_warned_of_once(add_hook):
     with pytest.warns(AmpWarning, match=r"a hook of a leaf of shape .* multiplied by the loss scale"):
         backward(model(x).float().sum(), optimizer)
     backward(model(x).float().sum(), optimizer)  # a second warning would be an error
+
+
+def test_hook_of_a_loss_that_is_a_leaf_is_not_warned_of():
+    """sentence-transformers' cached losses go backward through the model there, from cached gradients."""
+    model, optimizer = layer()
+    loss = torch.ones((), requires_grad=True)
+
+    @torch.enable_grad()
+    def go_backward(grad: Tensor) -> None:
+        (model(torch.ones(2, 4)).float().sum() * grad).backward()
+
+    loss.register_hook(go_backward)
+    backward(loss, optimizer)
+    assert_same_state(model.bias.grad, torch.full((1,), 2.0))
 
 
 class Closed(Tensor):
@@ -63,6 +78,19 @@ def test_step_of_a_plain_optimizer_on_a_latent_of_the_block_is_warned_of_once():
     backward(model(latent).float().sum(), optimizer)
     optimizer.step()
     plain.step()
+
+
+def test_step_on_a_gradient_that_the_loop_has_set_itself_is_not_warned_of():
+    """As GradNorm sets those of the weights of its losses."""
+    model, optimizer = layer()
+    weight = torch.ones(2, requires_grad=True)
+    plain = SGD([weight])
+    for _ in range(2):
+        loss = (model(torch.ones(2, 4)).float().sum() * weight).sum()
+        backward(loss, optimizer)
+        weight.grad = torch.ones(2)
+        plain.step()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("options", [{"loss_scale": 1.0}, {}], ids=["hook-at-scale-1", "no-hook"])
