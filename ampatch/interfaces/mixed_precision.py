@@ -29,7 +29,7 @@ from ampatch.scaling.widened_gradients import WidenedGradient
 from ampatch.switch import WithoutCasts
 from ampatch.torch_private import optimizers
 from ampatch.weights import optimizer_state
-from ampatch.weights.exchange import own_methods
+from ampatch.weights.exchange import note_lost_graph, own_methods
 
 # Types of callables that can make an optimizer. Other callable objects are not accepted: they might be anything.
 _MAKERS = (type, functools.partial, types.FunctionType, types.MethodType)
@@ -266,6 +266,9 @@ class MixedPrecision(torch.optim.Optimizer):
             try:
                 with told:
                     return self._masters.step(inside.step, args if closure is None else (closure, *args), kwargs)
+            except RuntimeError as error:
+                note_lost_graph(error)
+                raise
             finally:
                 self._narrow()
 

@@ -40,7 +40,7 @@ from ampatch.torch_private.optimizers import (
 )
 from ampatch.tracing import is_capturing
 from ampatch.weights import optimizer_state
-from ampatch.weights.exchange import ExchangedMasters
+from ampatch.weights.exchange import ExchangedMasters, note_lost_graph
 from ampatch.weights.master_weights import MasterWeights
 
 #: The attribute that marks amp's own hooks for all optimizers.
@@ -150,7 +150,11 @@ class _OwnStep:
             has_arguments = any(each is not None for each in (*args, *kwargs.values()))
             return has_arguments or self._is_of_user or bool(hooks_of(self._optimizer))
 
-        return self._exchange.run(step, is_whole)
+        try:
+            return self._exchange.run(step, is_whole)
+        except RuntimeError as error:
+            note_lost_graph(error)
+            raise
 
     @contextlib.contextmanager
     def _hooks_aside(self) -> Iterator[None]:

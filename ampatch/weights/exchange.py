@@ -281,6 +281,16 @@ def exchanged(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
         exchange(parameters, masters)
 
 
+def note_lost_graph(error: RuntimeError) -> None:
+    """Adds a note to an error of a step on masters that differentiates gradients again."""
+    if "grad_fn" in str(error):
+        error.add_note(
+            "ampatch: this optimizer steps float32 masters, and their gradients have no graph, even after "
+            "backward(create_graph=True). An optimizer that differentiates gradients again, such as Adahessian, needs "
+            "weights that are float32: type opt_level='O1' or 'O4', and leave MixedPrecision out."
+        )
+
+
 def unzipped(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the parameters and the masters of pairs of both."""
     pairs = list(pairs)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from ampatch import amp
+from ampatch import MixedPrecision, amp
 from ampatch.errors import AmpWarning, LossScaleError, OptionError, UsageError
 from ampatch.runtime import runtime
 from ampatch.scaling import optimizer_gradients
@@ -808,6 +808,31 @@ class TestOptimizersOfAnyClass:
         loss_of(reference).backward()
         plain.step()
         assert_same_bits(model.weight, reference.weight)
+
+    @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+    @pytest.mark.parametrize("kind", ["O4", "O5", "split", "MixedPrecision"])
+    def test_error_of_a_step_that_lacks_the_graph_of_gradients_says_which_levels_have_it(self, kind):
+        class SecondOrder(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:
+                parameters = self.param_groups[0]["params"]
+                with torch.enable_grad():
+                    torch.autograd.grad([each.grad.sum() for each in parameters], parameters)
+
+        model = linear().bfloat16() if kind == "MixedPrecision" else linear()
+        optimizer: Any = SecondOrder(model.parameters(), lr=0.1)
+        level = "O4" if kind == "O4" else "O0" if kind == "MixedPrecision" else "O5"
+        initialize(model, optimizer, opt_level=level, **({"master_weights": "split"} if kind == "split" else {}))
+        with amp.scale_loss(model(torch.ones(2, 4, dtype=model.weight.dtype)).square().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward(create_graph=True)
+        if kind == "MixedPrecision":
+            amp.deinitialize()
+            optimizer = MixedPrecision(optimizer)
+        if kind == "O4":
+            optimizer.step()
+            return
+        with pytest.raises(RuntimeError, match="does not have a grad_fn") as caught:
+            optimizer.step()
+        assert "type opt_level='O1' or 'O4'" in caught.value.__notes__[0]
 
     @pytest.mark.parametrize("level", ["O1", "O2"])
     def test_optimizer_of_a_tensor_of_no_model_skips_and_steps_in_float32_beside_the_models(self, level):
