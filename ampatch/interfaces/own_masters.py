@@ -7,14 +7,12 @@ and its master in the state were last equal. Must not know gradient scales, nor 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from ampatch.errors import OptionError, UsageError
 from ampatch.half_types import HALVES
@@ -23,7 +21,7 @@ from ampatch.scaling.optimizer_step import has_own_step, hooks_of
 from ampatch.switch import WithoutCasts
 from ampatch.torch_private import foreach
 from ampatch.weights import optimizer_state
-from ampatch.weights.exchange import exchanged, unzipped
+from ampatch.weights.exchange import exchanged, refusing_backward, unzipped
 from ampatch.weights.kept_values import unrounded
 from ampatch.weights.split_weights import SplitWeight
 from ampatch.weights.temporary_masters import TemporaryMasters
@@ -190,17 +188,12 @@ class StateMasters:
         with self.stepping():
             self.take_gradients()
             pairs = self._in_place.values()
-            trained = [parameter for parameter, _ in pairs if parameter.requires_grad]
-            refuse = functools.partial(_refuse, type(self._optimizer).__name__)
-            hook = register_multi_grad_hook(trained, refuse, mode="any") if trained else None
-            try:
-                return self.step(original, args, kwargs)
-            finally:
-                if hook is not None:
-                    hook.remove()
-                for parameter, master in pairs:
-                    if master.grad is None:
-                        parameter.grad = None
+            with refusing_backward((parameter for parameter, _ in pairs), self._optimizer):
+                result = self.step(original, args, kwargs)
+            for parameter, master in pairs:
+                if master.grad is None:
+                    parameter.grad = None
+            return result
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
         """Calls the closure of a step, which has the half parameters."""
@@ -255,14 +248,6 @@ def _retire(state: dict[str, Any], parameter: Tensor) -> None:
         master = state.pop(MASTER)
         master.copy_(unrounded(parameter, master, HALVES))
         parameter.copy_(master)
-
-
-def _refuse(kind: str, _: Tensor) -> None:
-    raise UsageError(
-        f"a backward pass runs in a method of this {kind}, whose parameters stand for their masters meanwhile: the "
-        "gradients are those of half parameters. If the optimizer updates weights in the backward pass, leave "
-        "MixedPrecision out; otherwise call backward() outside of its methods."
-    )
 
 
 class StepMasters(TemporaryMasters):

@@ -162,25 +162,13 @@ class ExchangedMasters(abc.ABC):
         if self.are_in_place:
             yield
             return
-        kind = type(self._optimizer()).__name__
-
-        def refuse(_: Tensor) -> None:
-            raise UsageError(
-                f"a method of this {kind} runs a backward pass, as optimizers do that update weights within it. The "
-                "gradients belong to half weights, and the optimizer has float32 masters meanwhile, which get none. "
-                f"Use opt_level='O1' or 'O4' with this {kind}; or call backward() outside of its methods."
-            )
-
         self._prepare()
-        trained = [each for each in self._known.values() if each.requires_grad]
-        hook = register_multi_grad_hook(trained, refuse, mode="any") if trained else None
-        try:
-            self.swap_in()
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
-            self.swap_out(stepped=False)
+        with refusing_backward(self._known.values(), self._optimizer()):
+            try:
+                self.swap_in()
+                yield
+            finally:
+                self.swap_out(stepped=False)
 
     @abc.abstractmethod
     def _prepare(self) -> None:
@@ -218,6 +206,31 @@ class ExchangedMasters(abc.ABC):
                 before, now = (self.state_type, torch.float32) if is_copied else (torch.float32, parameter.dtype)
                 states[parameter] = optimizer_state.retyped(states[parameter], before, now, parameter)
         return state
+
+
+@contextlib.contextmanager
+def refusing_backward(parameters: Iterable[Tensor], optimizer: object) -> Iterator[None]:
+    """Context for methods of an optimizer that stand for masters: raises if a backward pass reaches half parameters.
+
+    Raises:
+        UsageError: in the backward pass, before the half parameters get gradients.
+    """
+    kind = type(optimizer).__name__
+
+    def refuse(_: Tensor) -> None:
+        raise UsageError(
+            f"a method of this {kind} runs a backward pass, as optimizers do that update weights within it. The "
+            "gradients belong to half weights, and the optimizer has float32 masters meanwhile, which get none. "
+            f"Use {kind} without masters, as at opt_level='O1' or 'O4'; or call backward() outside of its methods."
+        )
+
+    trained = [each for each in parameters if each.requires_grad]
+    hook = register_multi_grad_hook(trained, refuse, mode="any") if trained else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
 
 
 def replace_method(ledger: PatchLedger, optimizer: Any, name: str, replacement: Callable[..., Any]) -> None:

@@ -436,7 +436,7 @@ class TestUnusualOptimizers:
         model = network()
         optimizer = MixedPrecision(TwoHalves(model.parameters()))
         before = copy.deepcopy(model.state_dict())
-        with pytest.raises(UsageError, match="a backward pass runs in a method of this TwoHalves"):
+        with pytest.raises(UsageError, match="a method of this TwoHalves runs a backward pass"):
             optimizer.backward(loss_of(model))
         assert_same_state(model.state_dict(), before)
 
