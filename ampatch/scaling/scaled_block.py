@@ -273,7 +273,8 @@ class ScaledBlock(Generic[_L]):
                 has_ended = kind is None
             finally:
                 self._end_beside(has_failed=not has_ended)
-                blocks.leaves.end_block()
+                if blocks.leaves.found:
+                    blocks.leaves.end_block()
                 if self.has_warned:  # a loop that uses another loss does so in every step
                     blocks.warned.add(self._loss_id)
                 blocks.cache.end_iteration()

@@ -27,12 +27,13 @@ class ScaledLeaves:
     Attributes:
         are_unscaled: True if an adapter unscales their gradients, too.
         looked: numbers of the losses whose leaves are known.
+        found: these leaves, by id.
     """
 
     def __init__(self) -> None:
         self.are_unscaled = False
         self.looked: set[int] = set()
-        self._found: dict[int, TensorWeakRef] = {}
+        self.found: dict[int, TensorWeakRef] = {}
         self._left: dict[int, TensorWeakRef] = {}  # their gradients after the last block, by the id of the leaf
 
     def check(self, loss_id: int, given: Any, losses: Iterable[Tensor], updated: Callable[[], Collection[int]]) -> None:
@@ -52,7 +53,7 @@ class ScaledLeaves:
         self.looked.add(loss_id)
         leaves = leaves_among(nodes_of(loss.grad_fn for loss in losses if loss.grad_fn is not None))
         adopted = updated()
-        self._found |= {key: TensorWeakRef(leaf) for key, leaf in leaves.items() if key not in adopted}
+        self.found |= {key: TensorWeakRef(leaf) for key, leaf in leaves.items() if key not in adopted}
         with torch.DisableTorchFunction():  # subclasses may refuse to be read, as those of torch's ExpandedWeights do
             roots = set(map(id, tensors_in(given)))
             hooked = (leaf for key, leaf in leaves.items() if key not in roots and _has_hooks(leaf))
@@ -66,15 +67,14 @@ class ScaledLeaves:
 
     def end_block(self) -> None:
         """Notes the gradients that a block leaves scaled."""
-        if self._found:
-            with torch.DisableTorchFunction():
-                leaves = ((key, found()) for key, found in self._found.items())
-                grads = {key: leaf.grad for key, leaf in leaves if leaf is not None}
-            self._left = {key: TensorWeakRef(grad) for key, grad in grads.items() if grad is not None}
+        with torch.DisableTorchFunction():
+            leaves = ((key, found()) for key, found in self.found.items())
+            grads = {key: leaf.grad for key, leaf in leaves if leaf is not None}
+        self._left = {key: TensorWeakRef(grad) for key, grad in grads.items() if grad is not None}
 
     def have(self, tensor: Tensor) -> bool:
         """Returns True if a block has left the gradient of a tensor scaled, and user code has not replaced it since."""
-        found, left = self._found.get(id(tensor)), self._left.get(id(tensor))
+        found, left = self.found.get(id(tensor)), self._left.get(id(tensor))
         return found is not None and found() is tensor and left is not None and tensor.grad is left()
 
 

@@ -169,6 +169,7 @@ CALLS = (
     lambda: half(2).index_put_((first,), one),
     lambda: half(2).scatter_(0, first, one),
     lambda: half(2).index_add_(0, first, one),
+    lambda: torch.ones(1).backward(),
     unscale_half,
 )
 #: These need a torch without CUDA, or a version of torch: they need not be raised here.
