@@ -206,13 +206,15 @@ class TestTorchScript:
         assert after(*inputs).dtype is torch.float32
 
     @pytest.mark.parametrize("copied", [False, True])
-    def test_adopted_models_compile_and_keep_their_hooks(self, copied):
+    def test_adopted_models_compile_and_keep_their_hooks_and_forwards(self, copied):
         model = amp.initialize(nn.Sequential(nn.Linear(4, 4)), half_dtype=torch.bfloat16, verbosity=0)
         model = copy.deepcopy(model) if copied else model
         before = [list(hooks.items()) for hooks in (model._forward_pre_hooks, model._forward_hooks)]
+        forward = vars(model)["forward"]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             scripted = torch.jit.script(model)
         assert scripted(torch.ones(1, 4)).dtype is torch.float32
         assert model(torch.ones(1, 4)).dtype is torch.bfloat16
         assert [list(hooks.items()) for hooks in (model._forward_pre_hooks, model._forward_hooks)] == before
+        assert vars(model)["forward"] is forward
