@@ -141,7 +141,7 @@ class MixedPrecision(torch.optim.Optimizer):
         if name == "optimizer" or name.startswith("__"):
             raise AttributeError(name)
         value = getattr(self.optimizer, name)
-        if name in own_methods(self.optimizer):  # such as the halves of a step
+        if isinstance(value, types.MethodType) and name in own_methods(self.optimizer):  # such as the halves of a step
             return functools.partial(self._masters.run_method, value)
         return value
 

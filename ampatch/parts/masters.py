@@ -130,15 +130,15 @@ class Masters(Part):
         """Decides on the parameters that were replaced, while there are masters."""
         self.decide_replaced()
 
-    @with_casts_off
     def _before_forward(self, model: nn.Module) -> None:
         if tracing.is_recording():
             return
-        self._take_in()
-        if self.settings.has_masters:
-            for masters in self._of_model(model):  # other optimizers may be in a step in another thread
-                if not masters.are_in_place:
-                    masters.values.show_masters()
+        with self.shared.switch.suspended():
+            self._take_in()
+            if self.settings.has_masters:
+                for masters in self._of_model(model):  # other optimizers may be in a step in another thread
+                    if not masters.are_in_place:
+                        masters.values.show_masters()
 
     @with_casts_off
     def synchronise(self) -> None:

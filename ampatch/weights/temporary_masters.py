@@ -91,6 +91,8 @@ class TemporaryMasters(ExchangedMasters):
         self._turns = Turns()
         self._in_place: list[_Stand] = []
         self._runs = 0  # of steps
+        # Optimizers of heavyball find the state of a parameter by its address, and keep views of it.
+        self._keeps_addresses = any(each.__module__.startswith("heavyball.") for each in type(optimizer).__mro__)
 
     def install(self, ledger: PatchLedger) -> None:
         """Takes the optimizer's parameters, and patches its methods that read or write them.
@@ -243,11 +245,11 @@ class TemporaryMasters(ExchangedMasters):
             self._narrow_state(halves)
 
     def _forget_addresses(self) -> None:
-        """Has optimizers of heavyball, which find the state of a parameter by its address, look at addresses again."""
-        optimizer: Any = self._optimizer()
-        if any(kind.__module__.startswith("heavyball.") for kind in type(optimizer).__mro__):
+        """Has an optimizer that keeps addresses look at them again, since masters have new memory each time."""
+        if self._keeps_addresses:
+            optimizer: Any = self._optimizer()
             optimizer.mapping_inverse.clear()
-            optimizer.mapping.clear()  # has views of the masters, too
+            optimizer.mapping.clear()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

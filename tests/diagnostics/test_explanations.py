@@ -512,6 +512,12 @@ class TestCalls:
             assert sum("bound before amp was set up" in sentence for sentence in found.state) == 1
         assert "bound before" not in str(amp.explain(F.linear))
 
+    def test_a_function_that_was_bound_before_casts_nothing_beside_half_weights(self) -> None:
+        kept = F.linear
+        amp.initialize(nn.Linear(2, 2), opt_level="O5", verbosity=0)
+        found = amp.explain(kept, torch.ones(2, 2), torch.ones(2, 2, dtype=torch.bfloat16))
+        assert set(reasons(found)) == {"this object is the function without amp"}
+
     def test_a_call_of_a_decorated_function_is_predicted(self) -> None:
         @amp.half_function
         def product(a: Tensor, b: Tensor) -> Tensor:

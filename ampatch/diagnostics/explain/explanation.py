@@ -206,13 +206,13 @@ def _place(rule: Rule | None) -> str:
 def _explained_call(subject: Subject, rulings: Rulings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExplainedCall:
     if subject.primary.function is None:
         raise OptionError(f"{subject.primary.path} cannot be explained with arguments before its module is imported.")
-    live = rulings.live
-    if live is not None and live.settings.patches_any and not live.settings.patches_functions:
-        prediction = _predicted_with_half_weights(subject, rulings, live, args, kwargs)
-    elif (why := _why_nothing(subject, rulings)) is None:
-        prediction = _predicted(subject, rulings, args, kwargs)
-    else:
+    live, why = rulings.live, _why_nothing(subject, rulings)
+    if why is not None:
         prediction = unchanged(subject.undecorated(subject.primary), args, kwargs, why)
+    elif live is not None and not live.settings.patches_functions:
+        prediction = _predicted_with_half_weights(subject, rulings, live, args, kwargs)
+    else:
+        prediction = _predicted(subject, rulings, args, kwargs)
     return ExplainedCall(str(subject.primary.path), dtype_name(rulings.half_dtype), prediction)
 
 
@@ -221,10 +221,12 @@ def _why_nothing(subject: Subject, rulings: Rulings) -> str | None:
     live = rulings.live
     if live is not None and not live.settings.patches_any:
         return f"{live.settings.properties.opt_level} patches no functions"
-    if live is not None and live.switch.is_off():
+    if live is not None and live.settings.patches_functions and live.switch.is_off():
         return "casts are off here"
     if subject.is_bypass:
         return "this object is the function without amp"
+    if live is not None and not live.settings.patches_functions:
+        return None
     if subject.decoration is None and not rulings.is_patched(subject.primary, rulings.half_dtype):
         return "the function is on no list"
     return None
@@ -248,7 +250,7 @@ def _predicted_with_half_weights(
     subject: Subject, rulings: Rulings, live: Session, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Prediction:
     """Predicts a call at O2, O3 and O5, by the order of `HalfModelFunction`: the rule, then the half arguments."""
-    function, is_off = subject.primary.function, live.switch.is_off()
+    function, is_off = subject.undecorated(subject.primary), live.switch.is_off()
     predictor = Predictor(rulings.half_dtype, live.device_types, for_half_models=True)
     rule = rulings.rule(subject.primary, rulings.half_dtype)
     why = f"{live.settings.properties.opt_level} patches no functions but those that need float32"

@@ -65,7 +65,7 @@ class FormatNoise:
         line: number of the line in it.
         calls: number of calls.
         noise: the number by which rows are ranked: an estimate of the relative error of the step. It is the root of the
-            sum of squares of the noise in both directions. That of a gradient counts by the root of the
+            sum of squares of the noise in both directions. The square of a gradient's noise counts by the root of the
             share of the model's numbers that learn from it.
         forward: what the arguments lose.
         backward: what the gradients lose.
