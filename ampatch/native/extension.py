@@ -51,18 +51,20 @@ class Part:
         folder: folder of its sources within the source directory.
         abi: version of torch, or of torch and Python, that a library of this part is for.
         flags: compiler flags of its sources, beside the flags above.
+        has_loops: True if it computes on elements, so that the processor's vector instructions count.
         name: suffix of the cache directory of a library without GPU kernels.
     """
 
     folder: str
     abi: str
     flags: tuple[str, ...]
+    has_loops: bool
     name: str
 
 
-OPERATORS = Part("", ABI, ("-std=c++17",), "cpu")
+OPERATORS = Part("", ABI, ("-std=c++17",), True, "cpu")
 # Uses torch's C++ behind Python objects, which the stable ABI does not cover: only for this torch and this Python.
-CALLS = Part("calls", f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}", ("-std=c++20",), "calls")
+CALLS = Part("calls", f"{torch.__version__}-{sysconfig.get_config_var('SOABI')}", ("-std=c++20",), False, "calls")
 
 
 def target_flag() -> str:
@@ -71,11 +73,11 @@ def target_flag() -> str:
     return f"-DTORCH_TARGET_VERSION=0x{major << 56 | minor << 48:016x}"
 
 
-def processor() -> str:
-    """Returns the kind of this machine's processor, such as "x86_64_avx2"."""
+def processor(part: Part = OPERATORS) -> str:
+    """Returns the kind of processor that a part is compiled for on this machine, such as "x86_64_avx2"."""
     machine = platform.machine()
-    has_avx2 = machine == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return "x86_64_avx2" if has_avx2 else machine
+    uses_avx2 = part.has_loops and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return "x86_64_avx2" if machine == "x86_64" and uses_avx2 else machine
 
 
 # Sources
@@ -118,8 +120,8 @@ def source_hash(part: Part = OPERATORS) -> str:
     Raises:
         KernelError: there are no sources, or they cannot be read.
     """
-    flags = (*HOST_FLAGS, *part.flags, *COMMON_FLAGS, *LINK_FLAGS, *CUDA_FLAGS, *PROCESSOR_FLAGS.get(processor(), ()))
-    digest = hashlib.sha256(" ".join(flags).encode())
+    flags = (*HOST_FLAGS, *part.flags, *COMMON_FLAGS, *LINK_FLAGS, *CUDA_FLAGS)
+    digest = hashlib.sha256(" ".join((*flags, *PROCESSOR_FLAGS.get(processor(part), ()))).encode())
     for path in sources(part):
         try:
             content = path.read_bytes()
@@ -176,7 +178,7 @@ class Library:
 def key(source_hash: str, architectures: Iterable[str], part: Part = OPERATORS) -> str:
     """Returns the name of the cache directory of a library for this machine."""
     gpus = "-".join(f"sm{architecture}" for architecture in architectures)
-    return f"{source_hash[:16]}-torch{part.abi}-{processor()}-{gpus or part.name}"
+    return f"{source_hash[:16]}-torch{part.abi}-{processor(part)}-{gpus or part.name}"
 
 
 def cache_directory() -> Path:
@@ -250,7 +252,7 @@ def find(part: Part = OPERATORS) -> Library | None:
 def fits(library: Library, expected: str, part: Part = OPERATORS) -> bool:
     """Returns True if a library was built from sources with the expected hash, and for this machine and torch."""
     # A torch built for ROCm calls AMD's GPUs "cuda". A library with NVIDIA kernels must not be used on them.
-    return (library.sources, library.abi, library.machine) == (expected, part.abi, processor()) and (
+    return (library.sources, library.abi, library.machine) == (expected, part.abi, processor(part)) and (
         torch.version.hip is None or not library.architectures
     )
 

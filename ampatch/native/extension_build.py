@@ -340,7 +340,7 @@ def _linking(plan: Plan, objects: Sequence[Path], library: Path) -> list[str]:
 
 def _for_targets(plan: Plan) -> list[str]:
     """Returns the flags for the kind of processor and the GPU architectures."""
-    host = [*extension.HOST_FLAGS, *extension.PROCESSOR_FLAGS.get(extension.processor(), ())]
+    host = [*extension.HOST_FLAGS, *extension.PROCESSOR_FLAGS.get(extension.processor(plan.part), ())]
     if not plan.compiler.is_nvcc:
         return host
     # No --threads: with it nvcc 13.0 splits paths at spaces.
@@ -386,7 +386,7 @@ def _made(plan: Plan, path: Path, log: Path, scratch: Path) -> Library:
         architectures=plan.architectures,
         sources=plan.source_hash,
         abi=plan.part.abi,
-        machine=extension.processor(),
+        machine=extension.processor(plan.part),
         compiler=plan.compiler.version,
         torch=torch.__version__,
     )

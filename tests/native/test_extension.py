@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -190,7 +191,7 @@ class TestTheCache:
         assert extension.find() is None
 
     def test_the_key_depends_on_sources_abi_machine_and_target(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(extension, "processor", lambda: "x86_64")
+        monkeypatch.setattr(extension, "processor", lambda _: "x86_64")
         keys = [extension.key("0123456789abcdef" + "0" * 48, each) for each in [(), ("80",), ("80", "90")]]
         assert keys == [
             "0123456789abcdef-torch2.10-x86_64-cpu",
@@ -198,12 +199,27 @@ class TestTheCache:
             "0123456789abcdef-torch2.10-x86_64-sm80-sm90",
         ]
 
-        monkeypatch.setattr(extension, "processor", lambda: "aarch64")
+        monkeypatch.setattr(extension, "processor", lambda _: "aarch64")
         keys.append(extension.key("0123456789abcdef", ()))
         keys.append(extension.key("0123456789abcdef", (), replace(OPERATORS, abi="2.11")))
         keys.append(extension.key("0123456789abcdef", (), CALLS))
         keys.append(extension.key("1123456789abcdef", ()))
         assert len(set(keys)) == 7
+
+    def test_vector_instructions_identify_a_library_with_loops_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+        without_loops = replace(OPERATORS, has_loops=False)
+        found = []
+        for capability in ("AVX512", "DEFAULT"):
+            monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+            found.append(
+                [(extension.processor(part), extension.source_hash(part)) for part in (OPERATORS, without_loops)]
+            )
+        (with_vectors, calls), (plain, same) = found
+        assert (with_vectors[0], plain[0], calls[0]) == ("x86_64_avx2", "x86_64", "x86_64")
+        assert with_vectors[1] != plain[1]
+        assert calls == same
+        assert not CALLS.has_loops
 
     def test_the_key_of_calls_names_the_versions_of_torch_and_python(self) -> None:
         key = extension.key("0123456789abcdef", (), CALLS)
