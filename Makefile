@@ -49,18 +49,20 @@ how-long:
 # torch's kernels for the least of processors: without vector instructions, and without oneDNN's products in half.
 LEAST := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 AMPATCH_KERNELS=torch AMPATCH_CALLS=python
 
-# What CI runs beyond `make test`: the suite without the libraries, on torch's kernels for the least of processors; and,
-# with the libraries, the cases that `make test` left out, of each test that takes long one.
-WITHOUT := not beyond_ci and (not (slow or once) or either_way or without_libraries)
+# What CI runs beyond `make test`: half of its cases without the libraries, on torch's kernels for the least of
+# processors; and, with the libraries, the cases that `make test` left out, of each test that takes long one.
+WITHOUT := not beyond_ci and (not (slow or once or with_libraries) or either_way or without_libraries)
 LEFT_OUT := slow and not beyond_ci and (either_way or not without_libraries)
 slow: libraries
 	$(LEAST) $(THOROUGHLY) -m "$(WITHOUT)" --ignore $(FRAMEWORKS)
 	$(LEAST) $(THOROUGHLY) -m "$(WITHOUT)" $(FRAMEWORKS)
 	AMPATCH_KERNELS=auto AMPATCH_CALLS=auto $(THOROUGHLY) -m "$(LEFT_OUT)"
 
-# All other cases of the tests that take long, and the tests of the benchmarks: a quarter of an hour.
+# All other cases: of the tests that take long, of the benchmarks, and those that CI runs with the libraries only.
 beyond-ci: libraries
 	AMPATCH_KERNELS=torch AMPATCH_CALLS=auto $(THOROUGHLY) -m beyond_ci
+	$(LEAST) $(THOROUGHLY) -m "with_libraries and not (slow or once or either_way)" --ignore $(FRAMEWORKS)
+	$(LEAST) $(THOROUGHLY) -m "with_libraries and not (slow or once or either_way)" $(FRAMEWORKS)
 
 # Other versions of torch and Python, each in an environment under build/. It downloads a torch for each: not part of CI.
 versions: $(READY)

@@ -152,6 +152,26 @@ def test_about_half_of_the_other_cases_run_with_the_libraries(pytester, run):
     assert ran == 198  # all but those that are kept to have these two values
 
 
+def test_about_half_of_the_cases_are_repeated_without_the_libraries_and_at_least_one(pytester, run):
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.parametrize("number", range(100))
+        def test_many(number): ...
+
+        for number in range(20):
+            exec(f"@pytest.mark.parametrize('flag', [0, 1])\\ndef test_two_{number}(flag): ...")
+
+        def test_alone(): ...
+    """)
+    repeated = "not (slow or with_libraries)"
+    assert 25 < run("-m", repeated, "-k", "many").parseoutcomes()["passed"] < 75
+    assert 20 <= run("-m", repeated, "-k", "two").parseoutcomes()["passed"] < 40
+    for number in range(20):
+        assert run("-m", repeated, "-k", f"two_{number}[").parseoutcomes()["passed"] in (1, 2)
+    run("-m", repeated, "-k", "alone").assert_outcomes(passed=1, deselected=140)
+
+
 def test_ci_runs_one_case_of_a_test_that_is_slow_as_a_whole(pytester, run):
     pytester.makepyfile("""
         import pytest
