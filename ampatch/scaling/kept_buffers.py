@@ -168,9 +168,8 @@ class KeptBuffers:
 
     def before_forward(self, model: nn.Module) -> None:
         """Keeps the buffers of a model before its first forward pass since a step, and what user code has written."""
-        buffers = self._of.get(model)
-        is_read = not is_recording() and not is_capturing()
-        if is_read and buffers is not None and buffers.is_needed and torch.is_grad_enabled():
+        buffers = self._needed_of(model)
+        if buffers is not None and torch.is_grad_enabled():
             buffers.keep(overwrites=not self._needed)
 
     def before_part(self) -> None:
@@ -180,9 +179,16 @@ class KeptBuffers:
 
     def after_forward(self, model: nn.Module) -> None:
         """Notes the end of a forward pass of a model."""
-        buffers = self._of.get(model)
-        if buffers is not None and not is_recording() and not is_capturing():
+        buffers = self._needed_of(model)
+        if buffers is not None:
             buffers.note_forward()
+
+    def _needed_of(self, model: nn.Module) -> ModelBuffers | None:
+        """Returns the buffers of a model; None if it has none, or where they must not be read."""
+        buffers = self._of.get(model)
+        if buffers is None or not buffers.is_needed or is_recording() or is_capturing():
+            return None
+        return buffers
 
     def before_step(
         self, is_own: Callable[[nn.Module], bool], is_anothers: Callable[[nn.Module], bool]
