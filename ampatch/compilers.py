@@ -38,8 +38,8 @@ _TRACED = {
     "cast_lists": "paths signatures",
     "interfaces": "inference_copy",
     "public": "casts setting_up training",
-    "patching": "adapters adopted_forward adopted_model autocast_checks cast_labels casting_mode emulation "
-    "fused_linear half_functions module_rules replaced_forward scaled_products thread_rules weight_cache wrappers",
+    "patching": "adapters adopted_forward adopted_model autocast_checks beside_half_weights cast_labels casting_mode "
+    "emulation fused_linear module_rules replaced_forward scaled_products thread_rules weight_cache wrappers",
 }
 
 

@@ -19,7 +19,7 @@ from ampatch.errors import warn
 from ampatch.ledger import PatchLedger
 from ampatch.parts.adopted import Adopted
 from ampatch.parts.casts import Casts
-from ampatch.parts.data_parallel import Wrappers
+from ampatch.parts.ddp_and_fsdp import Wrappers
 from ampatch.parts.gradients import Gradients
 from ampatch.parts.losses import Losses
 from ampatch.parts.masters import Masters

@@ -18,7 +18,7 @@ from ampatch import opt_levels
 from ampatch.casting.nested import cast_floating
 from ampatch.errors import OptionError, UsageError, warn
 from ampatch.integrations import guards, options, versions
-from ampatch.integrations.net_state import AmpState
+from ampatch.integrations.state_between_fits import AmpState
 from ampatch.integrations.trainer_session import Wording, casts_off, casts_off_elsewhere, casts_on
 
 versions.need("ampatch.integrations.skorch", "skorch", "skorch", (1, 4))

@@ -26,9 +26,9 @@ from ampatch.errors import OptionError, UsageError, warn
 from ampatch.graph_nodes import leaves_among, nodes_of
 from ampatch.grouping import grouped
 from ampatch.half_types import HALF_DTYPES, HALVES
-from ampatch.integrations import other_leaves
+from ampatch.integrations import leaves_without_optimizer
 from ampatch.integrations.given_scaler import GivenScaler, without_scale
-from ampatch.integrations.other_leaves import OtherLeaves
+from ampatch.integrations.leaves_without_optimizer import OtherLeaves
 from ampatch.integrations.shared_patches import put_around
 from ampatch.ledger import PatchLedger
 from ampatch.opt_levels import LEVELS
@@ -506,7 +506,7 @@ def _backward_of_steps(original: Callable[..., None], *args: Any, **kwargs: Any)
         tensors = tuple(tensors)  # torch takes iterators too
     if current_graph_task_id() != -1:
         # A backward pass within another one, as in checkpoints, has scaled gradients already.
-        other_leaves.note(tensors)
+        leaves_without_optimizer.note(tensors)
         live = None
     if live is None:
         original(tensors, *args, **kwargs)

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ampatch import amp, opt_levels
 from ampatch.errors import OptionError, UsageError
 from ampatch.integrations import guards, options, versions
-from ampatch.integrations.net_state import AmpState
+from ampatch.integrations.state_between_fits import AmpState
 from ampatch.integrations.trainer_session import Wording, amp_log, casts_off, casts_off_elsewhere, casts_on
 from ampatch.ledger import PatchLedger
 

@@ -27,7 +27,7 @@ from ampatch.parts.part import Part, Shared
 from ampatch.patching import (
     adopted_model,
     autocast_checks,
-    half_functions,
+    beside_half_weights,
     peft_methods,
     replaced_forward,
     thread_rules,
@@ -170,7 +170,7 @@ class Casts(Part):
         for model in models:
             self.regions.add(model)
         if self.settings.casts_in_half:
-            tables = [table for model in models for table in half_functions.tables(model)]
+            tables = [table for model in models for table in beside_half_weights.tables(model)]
             if self._functions.add_tables(tables):
                 for model in self.shared.adopted.models:
                     self._functions.wrappers.rebind_model(model)

@@ -27,7 +27,7 @@ from ampatch.compilers import trace_calls, traced_within_others
 from ampatch.half_types import HALVES
 from ampatch.ledger import PatchLedger
 from ampatch.native import calls
-from ampatch.patching.half_functions import CastingBesideHalf, prepare_mode
+from ampatch.patching.beside_half_weights import CastingBesideHalf, prepare_mode
 from ampatch.patching.replaced_forward import Block, ReplacedForward, give_own_forwards, own_forward
 from ampatch.switch import (
     IN_HALF,

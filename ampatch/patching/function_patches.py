@@ -31,7 +31,7 @@ from ampatch.errors import AmpWarning, did_you_mean
 from ampatch.function_wrapper import FunctionWrapper, unwrapped
 from ampatch.ledger import PatchLedger, RefusedError, bindings, loaded_modules
 from ampatch.native.calls import Accelerator
-from ampatch.patching import half_functions, thread_rules
+from ampatch.patching import beside_half_weights, thread_rules
 from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_looked_up
 from ampatch.patching.container_functions import replace_in_containers
 from ampatch.patching.function_places import swept_modules
@@ -228,7 +228,7 @@ class FunctionPatches:
         # A function keeps its first patch. So functions that only parts list come last: they may have other names here.
         of_parts = {token: each.for_half(half) for token, each in lists_of_parts.items()}
         only_in_parts = self._note_differing(rules, of_parts)
-        in_half = list(half_functions.functions()) if self.for_half_models else []
+        in_half = list(beside_half_weights.functions()) if self.for_half_models else []
         for path, treatment in in_half:
             self._half_functions[id(getattr(owner_of(path.namespace), path.name))] = path, treatment
         for rule in filter(self._applies_anywhere, [*rules.values(), *only_in_parts]):
@@ -263,7 +263,7 @@ class FunctionPatches:
         new = [table for table in tables if not any(each() is table for each in known)]
         is_first = bool(new) and not known
         if is_first:
-            for path in half_functions.ADDITION:
+            for path in beside_half_weights.ADDITION:
                 adapter = functools.partial(self.adapters.in_half, InHalf.ADD_TABLE, path)
                 self._patch(find_owner(path.namespace), path.name, adapter, _reason_in_half(path))
             self.wrappers.rebind(swept_modules())

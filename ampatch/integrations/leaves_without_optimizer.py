@@ -23,7 +23,7 @@ from ampatch.native.host_copy import on_device
 from ampatch.torch_private.autograd import get_stashed, is_stashed, stash_for_backward, unstash
 
 # torch copies these entries to its threads for a GPU's nodes and to the passes within; a threading.local stays behind.
-_ENTRY = "ampatch.other_leaves"
+_ENTRY = "ampatch.leaves_without_optimizer"
 
 
 @dataclass(frozen=True)
