@@ -13,7 +13,7 @@ import json
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,16 +39,17 @@ def add_to(commands: Any, command: str | None) -> None:
         command: name of the subcommand on the command line, if any. Only this one gets its arguments: their names and
             defaults come from modules that no other subcommand should wait for.
     """
-    for name, add_arguments in _COMMANDS.items():
-        parser = _parser(commands, name, add_arguments)
-        if name == command:
+    _add_all(commands, _COMMANDS, (command,))
+
+
+def _add_all(commands: Any, table: _Commands, chosen: Collection[str | None]) -> None:
+    """Adds subcommands, with the arguments of some; the help is the docstring of what adds the arguments."""
+    for name, (add_arguments, run) in table.items():
+        about = add_arguments.__doc__
+        parser = commands.add_parser(name, help=about, description=about)
+        parser.set_defaults(run=run)
+        if name in chosen:
             add_arguments(parser)
-
-
-def _parser(commands: Any, name: str, add_arguments: Callable[..., None]) -> argparse.ArgumentParser:
-    """Returns the parser of a subcommand; its help is the docstring of the function that adds its arguments."""
-    about = add_arguments.__doc__
-    return commands.add_parser(name, help=about, description=about)  # type: ignore[no-any-return]
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -56,14 +57,18 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     from ampatch import demo
 
     demo.add_arguments(parser)
-    parser.set_defaults(run=demo.run)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from ampatch import demo
+
+    return demo.run(arguments)
 
 
 def _add_lists(parser: argparse.ArgumentParser) -> None:
     """Shows, checks and compares the cast lists."""
     reports = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, add in {"show": _add_show, "check": _add_check, "diff": _add_diff, "coverage": _add_coverage}.items():
-        add(_parser(reports, name, add))
+    _add_all(reports, _LISTS, _LISTS)
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +83,6 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     _add_half_dtype(parser, "the half type to show the rules of (default: both)")
     _add_cast_lists(parser)
     _add_import(parser, "so that its functions are looked up, and matched by the file's patterns")
-    parser.set_defaults(run=_show)
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -108,7 +112,6 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         help="exit with status 1 also if a function's inner calls undo an edit (`amp.initialize` warns of it)",
     )
     _add_import(parser, "so that its functions are looked up, and matched by the file's patterns")
-    parser.set_defaults(run=_check)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -144,7 +147,6 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     )
     _add_half_dtype(parser, "the half type to compare in (default: those that the other system has)")
     _add_import(parser, "so that its functions are looked up, and matched by the file's patterns")
-    parser.set_defaults(run=_diff)
 
 
 def _peer_or_file(text: str) -> str:
@@ -185,7 +187,6 @@ def _add_coverage(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the result as JSON; in either form the exit status is 1 if torch has functions without a decision",
     )
-    parser.set_defaults(run=_coverage)
 
 
 def _coverage(arguments: argparse.Namespace) -> int:
@@ -209,7 +210,6 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     _add_cast_lists(parser)
     _add_import(parser, "to explain a function of it, or to see which names in it are patched")
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")
-    parser.set_defaults(run=_explain)
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -240,7 +240,6 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
         help="compute in each half type on a device, such as cuda:1, and say which types are safe there; without a "
         "DEVICE: on the GPU, or else the CPU",
     )
-    parser.set_defaults(run=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -295,6 +294,11 @@ def _searching_here() -> Iterator[None]:
             sys.path.remove("")
 
 
+def _add_target(parser: argparse.ArgumentParser, returned: str) -> None:
+    told = f"a function without arguments that returns {returned}; the module is searched for in the current folder too"
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help=told)
+
+
 def _add_level(parser: argparse.ArgumentParser, default: str) -> None:
     parser.add_argument(
         "--level",
@@ -307,16 +311,10 @@ def _add_level(parser: argparse.ArgumentParser, default: str) -> None:
 
 def _add_preflight(parser: argparse.ArgumentParser) -> None:
     """Tells which opt levels a model passes, and what to change for the others."""
-    parser.add_argument(
-        "target",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns a model, its inputs and a loss function, as `amp.preflight` "
-        "takes them; the module is searched for in the current folder too",
-    )
+    _add_target(parser, "a model, its inputs and a loss function, as `amp.preflight` takes them")
     _add_level(parser, "O1, O2 and O3")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--no-measure", action="store_true", help="measure neither time nor memory")
-    parser.set_defaults(run=_preflight)
 
 
 def _preflight(arguments: argparse.Namespace) -> int:
@@ -339,16 +337,10 @@ def _preflight(arguments: argparse.Namespace) -> int:
 def _add_replay(parser: argparse.ArgumentParser) -> None:
     """Runs a skipped step again from its file: where inf or NaN arose, and at which opt levels it does not."""
     parser.add_argument("file", type=_file, metavar="FILE", help="what `overflow.save` has written, such as step.pt")
-    parser.add_argument(
-        "target",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns a model of the same class, or several as `amp.replay` takes "
-        "them; the module is searched for in the current folder too",
-    )
+    _add_target(parser, "a model of the same class, or several as `amp.replay` takes them")
     _add_level(parser, "O1 and O2 in both half types, and O3")
     parser.add_argument("--compiled", action="store_true", help="try it compiled by torch.compile as well")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=_replay)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
@@ -433,12 +425,7 @@ def _step_of(target: str, inputs: object) -> str:
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
     """Finds the smallest cast list with which a training keeps its metric, by trainings."""
-    parser.add_argument(
-        "target",
-        metavar="MODULE:FUNCTION",
-        help="a function without arguments that returns the functions train and evaluate, or a dict of the arguments "
-        "of `amp.tune`; the module is searched for in the current folder too",
-    )
+    _add_target(parser, "the functions train and evaluate, or a dict of the arguments of `amp.tune`")
     parser.add_argument("--tolerance", metavar="NUMBER | N%", help="how much worse the metric may be")
     better = parser.add_mutually_exclusive_group()
     better.add_argument("--higher-is-better", action="store_true", help="the metric is such as an accuracy")
@@ -464,7 +451,7 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         help="where finished runs are kept; a later call goes on from there (default: as --out, ending in .tune.json)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=_tune, higher_is_better=None)
+    parser.set_defaults(higher_is_better=None)
 
 
 def _tune(arguments: argparse.Namespace) -> int:
@@ -554,7 +541,6 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     for name in ("a", "b"):
         parser.add_argument(name, type=_file, metavar=f"{name.upper()}.json", help="a file that report.save() wrote")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.set_defaults(run=_compare)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -592,7 +578,6 @@ def _add_build(parser: argparse.ArgumentParser) -> None:
         help="where to put the library (default: the cache, where amp finds it)",
     )
     parser.add_argument("--force", action="store_true", help="build it even if it is already built")
-    parser.set_defaults(run=_build)
 
 
 def _build(arguments: argparse.Namespace) -> int:
@@ -693,15 +678,23 @@ def _print_result(result: Any, arguments: argparse.Namespace) -> None:
     _print([json.dumps(result.to_dict(), indent=2)] if arguments.json else str(result).splitlines())
 
 
-# Each subcommand with the function that adds its arguments.
-_COMMANDS = {
-    "demo": _add_demo,
-    "lists": _add_lists,
-    "explain": _add_explain,
-    "doctor": _add_doctor,
-    "preflight": _add_preflight,
-    "replay": _add_replay,
-    "tune": _add_tune,
-    "compare": _add_compare,
-    "build": _add_build,
+#: Subcommands, each with the function that adds its arguments, and the one that runs it.
+_Commands = Mapping[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int] | None]]
+
+_LISTS: _Commands = {
+    "show": (_add_show, _show),
+    "check": (_add_check, _check),
+    "diff": (_add_diff, _diff),
+    "coverage": (_add_coverage, _coverage),
+}
+_COMMANDS: _Commands = {
+    "demo": (_add_demo, _demo),
+    "lists": (_add_lists, None),
+    "explain": (_add_explain, _explain),
+    "doctor": (_add_doctor, _doctor),
+    "preflight": (_add_preflight, _preflight),
+    "replay": (_add_replay, _replay),
+    "tune": (_add_tune, _tune),
+    "compare": (_add_compare, _compare),
+    "build": (_add_build, _build),
 }
