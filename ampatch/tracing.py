@@ -6,6 +6,7 @@ Must only read torch's state; `compilers` prepares torch's compilers for patches
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ class ObservingMode(modes.TorchDispatchMode):
     """A dispatch mode that only watches: below it, amp casts and keeps casts as without it."""
 
     supports_higher_order_operators = True  # such as torch.cond
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 # Dispatch modes that record no graph: those of selective checkpointing (for running a region, and for recomputing it),

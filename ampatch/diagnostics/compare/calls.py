@@ -96,7 +96,7 @@ def calls_of(watch: Watch, examiner: Examiner) -> list[Call]:
     depths: dict[int, int] = {}
     found = []
     for op in watch.ops:
-        before = max((depths.get(id(writer), 0) for values in op.inputs for writer in values.writers), default=0)
+        before = max((depths.get(id(writer), 0) for writer in op.writers), default=0)
         depths[id(op)] = before + op.ran_in_half
         found.append(Call(op, examiner.named(op), depths[id(op)]))
     return found
@@ -137,8 +137,7 @@ def _sums(a: Sequence[Call], b: Sequence[Call], pairs: Sequence[Pair]) -> Iterat
     for call in (*a, *b):
         op = call.op
         if call.is_sum or call.is_cast:  # a cast of a gradient is that gradient
-            written = [terms[id(writer)] for values in op.inputs for writer in values.writers]
-            terms[id(op)] = frozenset().union(*written)
+            terms[id(op)] = frozenset().union(*(terms[id(writer)] for writer in op.writers))
         else:
             terms[id(op)] = frozenset({numbers.get(id(op), -1 - id(op))})
     sums = ([call for call in calls if call.is_sum] for calls in (a, b))
@@ -300,7 +299,7 @@ def _flushed_before(
     is_exact = row.own_error is not None and row.own_error <= (row.noise or 0.0)
     waiting, seen = [(call.op, 0)], set()
     for op, steps in waiting:  # which grows meanwhile
-        for writer in (writer for values in op.inputs for writer in values.writers if id(writer) not in seen):
+        for writer in (each for each in op.writers if id(each) not in seen):
             seen.add(id(writer))
             written = by_op[id(writer)]
             if written.is_flushed and written.starts:

@@ -94,7 +94,7 @@ def _loss_scale(subject: Subject, setups: Sequence[Setup]) -> float:
     for setup in setups:
         if setup.properties.loss_scale == "dynamic":
             with _named(setup), opened_copy(subject, setup) as opened:
-                step, scale, _ = until_finite(subject, opened)
+                step, scale, _ = until_finite(opened)
                 settled[step.is_finite].append(scale)
     return min(settled[True] or settled[False], default=1.0)
 
@@ -123,7 +123,7 @@ def _recorded(subject: Subject, setup: Setup, scale: float) -> _Recorded:
     with _named(setup), opened_copy(subject, setup) as opened:
         examiner = setup.examiner(opened.model)
         watch = Watch(keep=lambda _: True, keep_results=True)
-        step, _ = opened.watched_step(subject, watch)
+        step, _ = opened.watched_step(watch)
         properties = setup.properties
         is_half = properties.patch_torch_functions or properties.cast_model_type in HALVES
         half_name = dtype_name(setup.half_dtype) if is_half else ""

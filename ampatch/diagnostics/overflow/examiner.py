@@ -165,7 +165,7 @@ def entries_around(op: WatchedOp) -> Iterator[tuple[str, str]]:
         if entry not in seen and not each.is_called_by_itself and not is_in_place(path.rpartition(".")[2]):
             seen.add(entry)
             yield entry
-        waiting += [writer for values in each.inputs for writer in values.writers if writer not in waiting]
+        waiting += [writer for writer in each.writers if writer not in waiting]
 
 
 def marked(remedies: Iterable[str], mark: str = NOT_TRIED) -> tuple[str, ...]:
@@ -244,7 +244,7 @@ def _to_name(op: WatchedOp) -> WatchedOp:
     named = op.named_op
     if named is op or named.op_name != CAST:
         return named
-    return next((writer for values in named.inputs for writer in values.writers), named)
+    return next(iter(named.writers), named)
 
 
 def _listed_name(op: WatchedOp) -> str:

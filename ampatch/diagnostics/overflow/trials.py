@@ -38,7 +38,8 @@ def in_float32(entries: Iterable[Entry]) -> Iterator[None]:
     run = _InFloat32({id(unwrapped(identity(path))) for path in itertools.chain.from_iterable(paths)})
     before = cast_observers.observer
     with ExitStack() as stack:
-        stack.enter_context(_Observing())  # type: ignore[no-untyped-call]
+        # Has calls of patched functions come to the observer.
+        stack.enter_context(ObservingMode())  # type: ignore[no-untyped-call]
         stack.enter_context(run)
         stack.callback(setattr, cast_observers, "observer", before)
         cast_observers.observer = run
@@ -75,13 +76,6 @@ class _InFloat32(TorchFunctionMode):
 
     def hit(self, kept: object) -> None:
         pass
-
-
-class _Observing(ObservingMode):
-    """Has calls of patched functions come to the observer; changes no operator."""
-
-    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
 
 
 def smallest(candidates: Iterable[Entry], is_finite: Callable[[list[Entry]], bool | None]) -> list[Entry] | None:

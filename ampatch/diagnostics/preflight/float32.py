@@ -102,7 +102,7 @@ class Operators:
         Those above the tolerance come first, each with those that wrote its inputs; then those with most errors.
         """
         above = sorted(self._above, key=lambda op: -self._errors[op])
-        blamed = [each for op in above for each in (op, *_writers(op.named_op.inputs, depth=3))]
+        blamed = [each for op in above for each in (op, *_writers(op.named_op, depth=3))]
         summed = grouped((self._suspect(op), error) for op, error in self._errors.items())
         return list(dict.fromkeys([*map(self._suspect, blamed), *sorted(summed, key=lambda each: -sum(summed[each]))]))
 
@@ -171,12 +171,11 @@ def _beyond_float16(ops: Iterable[WatchedOp]) -> Iterator[tuple[WatchedOp, float
             yield op, largest
 
 
-def _writers(inputs: Iterable[Values], depth: int) -> Iterator[WatchedOp]:
-    found = [writer for values in inputs for writer in values.writers]
-    yield from found
+def _writers(op: WatchedOp, depth: int) -> Iterator[WatchedOp]:
+    yield from op.writers
     if depth > 1:
-        for writer in found:
-            yield from _writers(writer.inputs, depth - 1)
+        for writer in op.writers:
+            yield from _writers(writer, depth - 1)
 
 
 def _is_custom(op: WatchedOp) -> bool:

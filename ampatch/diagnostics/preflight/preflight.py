@@ -87,7 +87,7 @@ def _in_float32(subject: Subject, tolerance: float) -> tuple[Step, Operators | N
     """Watches a float32 step: returns it with its operators or, if it is not finite, with the trace."""
     watch = Watch(keep=lambda _: True)
     with opened_copy(subject, _O0) as opened, noting(_FLOAT32):
-        step, loss = opened.watched_step(subject, watch)
+        step, loss = opened.watched_step(watch)
     examiner = _O0.examiner(opened.model)
     if not step.is_finite:
         return step, None, examined(watch, examiner, 1.0)

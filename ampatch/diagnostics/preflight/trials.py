@@ -62,7 +62,7 @@ def tried(subject: Subject, reference: Step, setup: Setup) -> Trial:
     opened: OpenedCopy | None = None
     try:
         with noting_warnings(notes), opened_copy(subject, setup) as opened:
-            step, scale, trace = until_finite(subject, opened)
+            step, scale, trace = until_finite(opened)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a model may raise anything, and that is a verdict
@@ -108,7 +108,7 @@ def measured(subject: Subject, measures: bool, verdict: LevelVerdict, setup: Set
             times = [_milliseconds(subject, setup) for _ in range(_ROUNDS)]
             with contextlib.ExitStack() as stack:
                 # With the weights of the copy, and without the user's own model.
-                peak = peak_allocated(lambda: _warmed_up(stack.enter_context(opened_copy(subject, setup)), subject))
+                peak = peak_allocated(lambda: _warmed_up(stack.enter_context(opened_copy(subject, setup))))
     except Exception as error:  # noqa: BLE001 - a report without a number is better than none
         return replace(verdict, notes=(*verdict.notes, f"not measured: {text_of(error)}"))
     return replace(verdict, milliseconds=statistics.median(times), peak_bytes=peak)
@@ -124,19 +124,19 @@ def _milliseconds(subject: Subject, setup: Setup) -> float:
         return time.perf_counter()
 
     with opened_copy(subject, setup) as opened:
-        step = _warmed_up(opened, subject)
+        step = _warmed_up(opened)
         begun = now()
         step()
         return 1e3 * (now() - begun)
 
 
-def _warmed_up(opened: OpenedCopy, subject: Subject) -> Callable[[], None]:
+def _warmed_up(opened: OpenedCopy) -> Callable[[], None]:
     """Runs a training step of a copy, and returns a function that runs another one, on the same random numbers."""
 
     def step(arguments: Arguments) -> None:
-        opened.step_of(subject, arguments)
+        opened.step(arguments)
         opened.optimizer.step()
 
-    step(subject.begin_step())
+    step(opened.subject.begin_step())
     opened.optimizer.zero_grad(set_to_none=True)
-    return functools.partial(step, subject.begin_step())
+    return functools.partial(step, opened.subject.begin_step())

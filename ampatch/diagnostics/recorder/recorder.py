@@ -40,7 +40,6 @@ _FUSED_CASTS = (
 #: Modules that have other kernels without gradients, and look for modes before they use them.
 _FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 _has_fast_path = torch.backends.mha.get_fastpath_enabled
-#: The kernels of these modules. They call operators that autocast casts for.
 _HOOKS_WARNING = r"Using `torch\.compile\(module\)` when there are global hooks"
 
 
@@ -108,11 +107,11 @@ class Recorder:
 
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function that torch reports to the mode."""
-        raise NotImplementedError
+        return function(*args, **kwargs)
 
     def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator that torch reports to the mode."""
-        raise NotImplementedError
+        return op(*args, **kwargs)
 
     def enters(self, module: nn.Module, args: Any) -> Any:
         """Hears that a module's forward pass begins, and returns what is to be noted of it."""

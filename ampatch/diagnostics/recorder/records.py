@@ -78,11 +78,6 @@ class Values:
         return self.parts if self.writer is None else (self,)
 
     @property
-    def writers(self) -> list[WatchedOp]:
-        """The operators that wrote the tensor, or parts of it."""
-        return [each.writer for each in self.results if each.writer is not None]
-
-    @property
     def is_mask(self) -> bool:
         """True if -inf is all that is not finite, as in masks of attention."""
         is_only_negative = self.highest is not None and self.highest != math.inf
@@ -142,6 +137,12 @@ class WatchedOp:
         if self.arguments is None or versions_of(self.arguments) != self.versions:
             return None
         return self.arguments
+
+    @property
+    def writers(self) -> list[WatchedOp]:
+        """The operators that wrote its inputs, or parts of them."""
+        results = (each for values in self.inputs for each in values.results)
+        return [each.writer for each in results if each.writer is not None]
 
     @property
     def named_op(self) -> WatchedOp:

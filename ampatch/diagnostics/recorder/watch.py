@@ -187,9 +187,8 @@ class Watch(Recorder):
                 with torch.no_grad(), paused():
                     watched.arguments = tree_map_only(nn.Parameter, Tensor.detach, watched.arguments)
             watched.versions = versions_of(watched.arguments)
-        for values in watched.inputs:
-            for writer in values.writers:
-                writer.readers.append(watched)
+        for writer in watched.writers:
+            writer.readers.append(watched)
         self.ops.append(watched)
 
     def _own_node(self) -> int | None:

@@ -249,35 +249,35 @@ class OpenedCopy:
     """A copy of the model in a session.
 
     Attributes:
+        subject: the user's model and its step.
+        setup: the arguments of ``amp.initialize`` that the session has.
         session: the session.
         model: the copy.
         optimizer: an optimizer that changes nothing.
-        setup: the arguments of ``amp.initialize`` that the session has.
     """
 
+    subject: Subject
+    setup: Setup
     session: Session
     model: nn.Module
     optimizer: torch.optim.SGD
-    setup: Setup
 
-    def step_of(
-        self, subject: Subject, arguments: Arguments, before_unscaling: Callable[[], object] = lambda: None
-    ) -> Tensor:
+    def step(self, arguments: Arguments, before_unscaling: Callable[[], object] = lambda: None) -> Tensor:
         """Runs forward and backward pass; returns the loss, with its graph."""
-        loss = subject.loss_of(self.model, arguments)
+        loss = self.subject.loss_of(self.model, arguments)
         with self.session.losses.scale_loss(loss, [self.optimizer], 0) as scaled:
             scaled.backward()
             before_unscaling()
         return loss
 
-    def watched_step(self, subject: Subject, watch: Watch) -> tuple[Step, Tensor]:
+    def watched_step(self, watch: Watch) -> tuple[Step, Tensor]:
         """Runs a step under a watch, on the same random numbers in every type; returns the loss too, with its graph."""
-        arguments, random_in_float32 = subject.begin_step(), RandomInFloat32()
+        arguments, random_in_float32 = self.subject.begin_step(), RandomInFloat32()
         with watch, contextlib.ExitStack() as stack:
             # Below the watch, so that the watch does not see its casts.
             mode_stacks.OPERATORS.insert(random_in_float32)
             stack.callback(mode_stacks.OPERATORS.remove, random_in_float32)
-            loss = self.step_of(subject, arguments, watch.stop)
+            loss = self.step(arguments, watch.stop)
         names = [name for name, each in self.model.named_parameters() if each.requires_grad]
         masters = zip(names, self.session.gradients.master_params(self.optimizer), strict=True)
         return Step.of(loss, masters, self.model), loss
@@ -288,7 +288,7 @@ def opened_copy(subject: Subject, setup: Setup) -> Iterator[OpenedCopy]:
     """Opens a session for a copy of the model and an optimizer that changes nothing."""
     settings, model = setup.settings(), copied(subject.model)
     with opened([model], settings) as (session, optimizer):
-        yield OpenedCopy(session, model, optimizer, setup)
+        yield OpenedCopy(subject, setup, session, model, optimizer)
 
 
 @contextlib.contextmanager
@@ -307,7 +307,7 @@ def opened(models: Sequence[nn.Module], settings: Settings) -> Iterator[tuple[Se
         close_session(session)
 
 
-def until_finite(subject: Subject, opened: OpenedCopy) -> tuple[Step, float, OverflowTrace | None]:
+def until_finite(opened: OpenedCopy) -> tuple[Step, float, OverflowTrace | None]:
     """Runs a step; with a dynamic scale again, while only the backward pass overflows.
 
     Returns:
@@ -319,7 +319,7 @@ def until_finite(subject: Subject, opened: OpenedCopy) -> tuple[Step, float, Ove
     traces: list[OverflowTrace] = []
     while True:
         scale, watch = opened.session.losses.scaler(0).state.loss_scale, Watch(keep=has_half)
-        step, _ = opened.watched_step(subject, watch)
+        step, _ = opened.watched_step(watch)
         trace = None if step.is_finite else examined(watch, examiner, scale)
         traces += [] if trace is None else [trace]
         only_backward = math.isfinite(step.loss) and (trace is None or trace.direction == "backward")

@@ -175,10 +175,6 @@ class _Watched(Recorder):
             if entry.inside is not None
         }
 
-    def operator(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an operator, which is of no interest."""
-        return op(*args, **kwargs)
-
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a function and, if it is listed, counts what the formats would do to it."""
         name = self._listed.get(id(function))
