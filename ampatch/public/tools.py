@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from ampatch import opt_levels
 from ampatch.cast_lists.lists import Overlay, shipped
-from ampatch.errors import OptionError, did_you_mean
+from ampatch.errors import OptionError, UsageError, did_you_mean
 from ampatch.opt_levels import as_flag
 from ampatch.patching import adopted_model
 from ampatch.public import arguments
 from ampatch.public.arguments import checks_names
+from ampatch.runtime import runtime
 from ampatch.torch_private.modules import COMPILED_ORIGINAL
 from ampatch.weights.ruled_parts import check_entries
 
@@ -130,17 +131,17 @@ def preflight(
             scalar that depends on a parameter.
         Exception: what the model or ``loss_fn`` raises in float32, with a note that says so.
     """
-    checked = adopted_model.check_model(model)
-    _check_loss_fn(loss_fn)
     bound = tolerance if isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool) else math.nan
     if not 0 < bound < math.inf:
         raise OptionError(f"tolerance is {tolerance!r}; expected a positive number, such as 0.05.")
     from ampatch.diagnostics.preflight import preflight as preflights
     from ampatch.diagnostics.report.report import note_own_steps
     from ampatch.diagnostics.trial_steps.levels import checked_levels
+    from ampatch.diagnostics.trial_steps.subject import Subject
 
+    subject = Subject(model, inputs, loss_fn)
     note_own_steps("amp.preflight")
-    return preflights.preflight(checked, inputs, loss_fn, checked_levels(levels), bound, as_flag("measure", measure))
+    return preflights.preflight(subject, checked_levels(levels), bound, as_flag("measure", measure))
 
 
 def what_if(
@@ -189,15 +190,18 @@ def what_if(
         CastListError: the cast lists have faults.
         Exception: what the model or ``loss_fn`` raises, with a note that says so.
     """
-    checked = adopted_model.check_model(model)
-    _check_loss_fn(loss_fn)
+    if runtime.live is not None:
+        raise UsageError(
+            "amp.what_if watches a float32 step, and amp is set up: it would cast. Type amp.deinitialize() first."
+        )
     from ampatch.diagnostics.report.report import note_own_steps
+    from ampatch.diagnostics.trial_steps.subject import Subject
     from ampatch.diagnostics.what_if import what_if as steps
     from ampatch.diagnostics.what_if.given import checked_formats
 
-    lists = arguments.lists_of(cast_lists)
+    subject, lists = Subject(model, inputs, loss_fn), arguments.lists_of(cast_lists)
     note_own_steps("amp.what_if")
-    return steps.what_if(checked, inputs, loss_fn, checked_formats(formats), lists.expanded())
+    return steps.what_if(subject, checked_formats(formats), lists.expanded())
 
 
 def compare(
@@ -256,12 +260,12 @@ def compare(
             f"found {type(model).__name__} as the first argument; expected a model, or the file of a saved report. "
             "Type report.save('a.json') for each report, then amp.compare('a.json', 'b.json')."
         )
-    checked = adopted_model.check_model(model)
-    _check_loss_fn(loss_fn)
     from ampatch.diagnostics.compare import comparison
+    from ampatch.diagnostics.trial_steps.subject import Subject
 
+    subject = Subject(model, inputs, loss_fn)
     note_own_steps("amp.compare")
-    return comparison.compare(checked, inputs, loss_fn, _side("a", a, checked), _side("b", b, checked))
+    return comparison.compare(subject, _side("a", a, subject.model), _side("b", b, subject.model))
 
 
 def _side(letter: str, given: object, model: nn.Module) -> Setup:
@@ -432,12 +436,3 @@ def replay(
     models = [adopted_model.check_model(each) for each in bare]
     chosen = replays.LEVELS if levels is None else checked_levels(levels)
     return replays.replay(path, models, chosen, compiled=as_flag("compiled", compiled))
-
-
-def _check_loss_fn(loss_fn: object) -> None:
-    if not callable(loss_fn):
-        raise OptionError(
-            f"loss_fn is {type(loss_fn).__name__!r}; expected a function that returns the loss for the model's output. "
-            "Type for example loss_fn=lambda output: F.cross_entropy(output, labels); or, for a model that returns its "
-            "loss, lambda output: output.loss."
-        )

@@ -9,10 +9,8 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import nn
 
 from ampatch.diagnostics.compare.calls import Call, Precision, calls_of, distance, first_of, matched, rows_of
 from ampatch.diagnostics.compare.result import ComparedRow, Comparison, GradientError, where
@@ -31,21 +29,18 @@ _DREW_ITSELF = (
 _ROUNDS_TO_FORMATS = "{} has functions in {}. The noise is that of half types, and leaves this rounding out"
 
 
-def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Setup, b: Setup) -> Comparison:
+def compare(subject: Subject, a: Setup, b: Setup) -> Comparison:
     """Runs what `amp.compare` describes.
 
     Args:
-        model: the user's model.
-        inputs: a tensor, positional arguments, or keyword arguments.
-        loss_fn: returns the loss for the model's output.
+        subject: the user's model and its step.
         a: the step to compare with, by its arguments of ``amp.initialize``.
         b: the step to judge.
 
     Raises:
         UsageError: amp is set up.
-        OptionError: the model or its step cannot be run.
+        OptionError: the step cannot be run.
     """
-    subject = Subject(model, inputs, loss_fn)
     notes: list[str] = []
     with undisturbed("amp.compare"), noting(_MEMORY, (torch.OutOfMemoryError,)), noting_warnings(notes):
         scale = _loss_scale(subject, (a, b))
@@ -67,7 +62,7 @@ def compare(model: nn.Module, inputs: object, loss_fn: Any, a: Setup, b: Setup) 
     first = first_of(pairs, rows)
     telling = [row for row in rows if row.error and not row.cancelled]
     return Comparison(
-        f"{type(model).__name__}: {a.name} (a) and {b.name} (b)",
+        f"{type(subject.model).__name__}: {a.name} (a) and {b.name} (b)",
         a.name,
         b.name,
         _verdict(of_a, of_b, error, noise, first, rows),

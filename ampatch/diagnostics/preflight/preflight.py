@@ -10,10 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import nn
 
 from ampatch.cast_lists.spellings import entry_for
 from ampatch.diagnostics.overflow.trace import OverflowTrace
@@ -38,26 +36,21 @@ _LIMIT = 8
 _MANY_FLUSHED = 0.01
 
 
-def preflight(
-    model: nn.Module, inputs: object, loss_fn: Any, levels: Sequence[Level], tolerance: float, measure: bool
-) -> Preflight:
+def preflight(subject: Subject, levels: Sequence[Level], tolerance: float, measure: bool) -> Preflight:
     """Runs what `amp.preflight` describes.
 
     Args:
-        model: the user's model.
-        inputs: a tensor, positional arguments, or keyword arguments.
-        loss_fn: returns the loss for the model's output.
+        subject: the user's model and its step.
         levels: opt levels, each with its half type.
         tolerance: the error above which an operator is imprecise.
         measure: whether to measure time and memory.
 
     Raises:
         UsageError: amp is set up.
-        OptionError: the model or its step cannot be judged.
+        OptionError: the step cannot be judged.
     """
-    subject = Subject(model, inputs, loss_fn)
     with undisturbed("amp.preflight"), noting(_MEMORY, (torch.OutOfMemoryError,)):
-        name = type(model).__name__
+        name = type(subject.model).__name__
         reference, operators, trace = _in_float32(subject, tolerance)
         if operators is None:
             return Preflight(name, reference.loss, False, trace, tolerance=tolerance)

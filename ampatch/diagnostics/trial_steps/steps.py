@@ -148,7 +148,7 @@ class Setup:
         return grouped(self._values("blacklist"))
 
     def _loss_scale(self) -> LossScale | None:
-        return next(iter(self._values("loss_scale")[::-1]), None)
+        return dict(self.parts).get("loss_scale")  # the last one
 
     def _values(self, argument: str) -> list[Any]:
         return [value for name, value in self.parts if name == argument]

@@ -20,6 +20,7 @@ from ampatch.diagnostics.random_state import RandomState
 from ampatch.distributed import is_sharded
 from ampatch.errors import AmpError, AmpWarning, OptionError, UsageError
 from ampatch.opt_levels import dtype_name
+from ampatch.patching import adopted_model
 from ampatch.runtime import runtime
 from ampatch.torch_private.compilers import DYNAMO
 from ampatch.torch_private.operators import tree_map
@@ -37,14 +38,16 @@ class Subject:
         loss_fn: returns the loss for the model's output.
 
     Raises:
-        OptionError: the model cannot be trained in float32 here, or the inputs are no arguments.
+        OptionError: the model cannot be trained in float32 here, the inputs are no arguments, or the loss is no
+            function.
     """
 
-    def __init__(self, model: nn.Module, inputs: object, loss_fn: Callable[[Any], Any]) -> None:
+    def __init__(self, model: object, inputs: object, loss_fn: Any) -> None:
+        self.model = adopted_model.check_model(model)
+        _check_loss_fn(loss_fn)
         self._given = _arguments(inputs)
-        _check(model)
-        self.model = model
-        self._loss_fn = loss_fn
+        _check(self.model)
+        self._loss_fn: Callable[[Any], Any] = loss_fn
         self._random = RandomState()
 
     def begin_step(self) -> Arguments:
@@ -91,6 +94,15 @@ class Subject:
                 "parameter (requires_grad_()), and leave .detach() and .item() out of loss_fn."
             )
         return loss
+
+
+def _check_loss_fn(loss_fn: object) -> None:
+    if not callable(loss_fn):
+        raise OptionError(
+            f"loss_fn is {type(loss_fn).__name__!r}; expected a function that returns the loss for the model's output. "
+            "Type for example loss_fn=lambda output: F.cross_entropy(output, labels); or, for a model that returns its "
+            "loss, lambda output: output.loss."
+        )
 
 
 def _arguments(inputs: object) -> Arguments:

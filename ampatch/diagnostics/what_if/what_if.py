@@ -34,12 +34,10 @@ from ampatch.diagnostics.recorder.recorder import Recorder, paused, unseen
 from ampatch.diagnostics.trial_steps.steps import relative
 from ampatch.diagnostics.trial_steps.subject import Subject, copied, noting, undisturbed
 from ampatch.diagnostics.what_if.result import FormatNoise, Lost, WhatIf, with_parents
-from ampatch.errors import UsageError
 from ampatch.formats import Format
 from ampatch.grouping import grouped
 from ampatch.patching.casting_mode import CastRules
 from ampatch.patching.emulation import Operands
-from ampatch.runtime import runtime
 from ampatch.torch_private.autograd import current_graph_task_id
 from ampatch.tracing import is_batched
 
@@ -52,27 +50,19 @@ _IMPRECISE = 0.1
 _HALF = torch.bfloat16
 
 
-def what_if(model: nn.Module, inputs: object, loss_fn: Any, formats: Sequence[Format], lists: CastLists) -> WhatIf:
+def what_if(subject: Subject, formats: Sequence[Format], lists: CastLists) -> WhatIf:
     """Runs what `amp.what_if` describes.
 
     Args:
-        model: the user's model.
-        inputs: a tensor, positional arguments, or keyword arguments.
-        loss_fn: returns the loss for the model's output.
+        subject: the user's model and its step.
         formats: the formats.
         lists: the cast lists whose whitelist names the functions.
 
     Raises:
-        UsageError: amp is set up.
-        OptionError: the model or its step cannot be judged.
+        OptionError: the step cannot be judged.
     """
-    if runtime.live is not None:
-        raise UsageError(
-            "amp.what_if watches a float32 step, and amp is set up: it would cast. Type amp.deinitialize() first."
-        )
-    subject = Subject(model, inputs, loss_fn)
     with undisturbed("amp.what_if"):
-        copy = copied(model)
+        copy = copied(subject.model)
         watched, arguments = _Watched(copy, formats, lists), subject.begin_step()
         with watched, noting(_FLOAT32):
             loss = subject.loss_of(copy, arguments)
