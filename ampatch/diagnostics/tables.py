@@ -7,6 +7,7 @@ so. Must know nothing of what the tables are about.
 from __future__ import annotations
 
 import io
+import math
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,14 +39,24 @@ class Column:
     rank: int = 0
 
 
-def number(head: str, value: Callable[[Any], Any], form: str = ",", rank: int = 0) -> Column:
-    """Returns a column of numbers in a format; texts in their place, such as "inf", stay, and None is "-"."""
+def number(head: str, value: Callable[[Any], Any], form: str | Callable[[Any], str] = ",", rank: int = 0) -> Column:
+    """Returns a column of numbers, in a format or as a function spells them.
+
+    Texts in their place, such as "inf", stay, and None is "-".
+    """
 
     def cell(row: Any) -> str:
         found = value(row)
-        return "-" if found is None else found if isinstance(found, str) else format(found, form)
+        if found is None or isinstance(found, str):
+            return "-" if found is None else found
+        return form(found) if callable(form) else format(found, form)
 
     return Column(head, cell, is_number=True, rank=rank)
+
+
+def shown_number(number: float) -> str:
+    """Returns a number, with all digits if it is whole."""
+    return f"{number:,.0f}" if math.isfinite(number) and number % 1 == 0 else f"{number:g}"
 
 
 class Whole(str):

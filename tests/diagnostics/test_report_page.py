@@ -29,7 +29,6 @@ from torch import nn
 from ampatch import amp
 from ampatch.diagnostics.report import drawings as report_drawings
 from ampatch.diagnostics.report import numbers as report_numbers
-from ampatch.diagnostics.report import text as report_text
 from ampatch.diagnostics.report import tree as module_tree
 from ampatch.diagnostics.report.exponents import Histogram, Range
 from ampatch.diagnostics.report.page import page
@@ -629,8 +628,3 @@ class TestBrowser:
         assert not browser.value("document.documentElement.classList.contains('scripted')")
         assert browser.value("document.querySelectorAll('details:not([open]) > summary').length") > 50
         assert browser.value("document.querySelectorAll('.needs-script')[0].checkVisibility()") is False
-
-
-@pytest.mark.parametrize(("given", "told"), [(65536.0, "65,536"), (0.5, "0.5"), ("inf", "inf"), ("nan", "nan")])
-def test_scales_are_numbers_or_text(given, told):
-    assert report_text._scale(given) == told

@@ -25,6 +25,7 @@ from ampatch.diagnostics.recorder.watch import Watch, measured, run_again
 from ampatch.diagnostics.trial_steps.steps import flushed_of, relative
 from ampatch.grouping import grouped
 from ampatch.half_types import needs_scale
+from ampatch.opt_levels import dtype_name
 from ampatch.torch_private.operators import CAST, tree_flatten, tree_unflatten
 
 #: Errors within this multiple of the unit roundoff are rounding. An operator whose two inputs and result are rounded
@@ -75,8 +76,7 @@ class Call:
     @property
     def type(self) -> str:
         """The type of the first result."""
-        tensors = self.op.results or ()
-        return str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        return dtype_name(self.op.results[0].dtype) if self.op.results else ""
 
 
 class Pair(NamedTuple):

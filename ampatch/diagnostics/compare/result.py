@@ -5,7 +5,6 @@ Owns the wording and the table. Must never run a model, nor compare a number.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from ampatch.diagnostics.json_files import plain
 from ampatch.diagnostics.overflow.trace import NamedOp
 from ampatch.diagnostics.shown_names import module_and_line, shown_call, shown_function, shown_module, shown_place
-from ampatch.diagnostics.tables import ROWS, Column, number, printed, table
+from ampatch.diagnostics.tables import ROWS, Column, number, printed, shown_number, table
 from ampatch.grouping import grouped
 
 #: The share of a call's elements that may be flushed to zero before its result counts as another one.
@@ -222,8 +221,8 @@ def _table_of_numbers(result: Comparison) -> Iterator[Any]:
     columns = [
         Column("number", lambda row: row.quantity),
         Column("of", owner_of),
-        number("a", lambda row: _spelled(row.value_a)),
-        number("b", lambda row: _spelled(row.value_b)),
+        number("a", lambda row: row.value_a, shown_number),
+        number("b", lambda row: row.value_b, shown_number),
     ]
     rows = sorted((row for row in result.rows if row.error), key=lambda row: -(row.error or 0.0))
     yield from table("What differs most", columns, rows)
@@ -274,10 +273,6 @@ def owner_of(row: ComparedRow) -> str:
     step = "" if row.step is None else f"step {row.step}"
     module = f"module {row.module}" if row.module else shown_module(row.module)
     return shown_function(row.function) or module or row.parameter or row.place or step
-
-
-def _spelled(value: float | None) -> str | None:
-    return None if value is None else f"{value:g}" if not math.isfinite(value) or value % 1 else f"{value:,.0f}"
 
 
 def where(row: ComparedRow) -> str:

@@ -12,10 +12,18 @@ from typing import Any
 from ampatch.diagnostics.report.numbers import in_terminal, seconds, size
 from ampatch.diagnostics.report.steps import course_of_scale, share_lost, underflow_told
 from ampatch.diagnostics.shown_names import counted, few, shown_function, shown_module, shown_place
-from ampatch.diagnostics.tables import ROWS, Column, item, number, printed, table
+from ampatch.diagnostics.tables import ROWS, Column, item, number, printed, shown_number, table
 
 _LAST_STEPS = 5
 _NAMES = 4  # of functions on a line
+
+
+def _seconds(number: float) -> str:
+    return in_terminal(seconds(number))
+
+
+def _bytes(number: float) -> str:
+    return in_terminal(size(number))
 
 
 def text(data: Mapping[str, Any]) -> str:
@@ -118,8 +126,8 @@ def _lines(lines: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 _NUMBERS = (
     number("calls", itemgetter("calls"), rank=2),
     number("casts", itemgetter("casts")),
-    number("written", lambda row: _bytes(row["cast_bytes"])),
-    number("time", lambda row: _seconds(row["cast_seconds"]), rank=2),
+    number("written", itemgetter("cast_bytes"), _bytes),
+    number("time", itemgetter("cast_seconds"), _seconds, rank=2),
     number("cached", itemgetter("cache_hits"), rank=1),
 )
 
@@ -144,7 +152,7 @@ def _modules(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         Column("out", lambda row: _list(row["out"])),
         Column("activations", lambda row: _by_type(row["activation_bytes"]), rank=1),
         Column("weights", lambda row: _by_type(row["weight_bytes"]), rank=2),
-        number("saved", lambda row: _bytes(row["saved_bytes"])),
+        number("saved", itemgetter("saved_bytes"), _bytes),
     ]
     yield from table("Memory by module", columns, rows)
 
@@ -158,11 +166,11 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         yield "No step of an optimizer."
         return
     skipped = sum(row["skipped"] for row in rows)
-    yield f"{counted(len(rows), 'step')}, {skipped:,} of them skipped. {course_of_scale(rows, _scale)}."
+    yield f"{counted(len(rows), 'step')}, {skipped:,} of them skipped. {course_of_scale(rows, shown_number)}."
     columns = [
         number("step", itemgetter("step")),
         number("loss_id", itemgetter("loss_id"), rank=1),
-        number("scale", lambda row: _scale(row["scale"])),
+        number("scale", itemgetter("scale"), shown_number),
         Column("skipped", lambda row: "skipped" if row["skipped"] else "overflow" if row["overflow"] else ""),
         number("gradient norm", lambda row: "not finite" if (norm := row["gradient_norm"]) is None else norm, ".4g"),
     ]
@@ -177,7 +185,7 @@ def _underflow(found: Mapping[str, Any]) -> Iterator[Any]:
         "zero already do not count."
     )
     columns = [
-        number("scale", lambda row: _scale(row["scale"])),
+        number("scale", itemgetter("scale"), shown_number),
         _share("rounded to zero", "zero"),
         _share("subnormal", "subnormal"),
         _share("overflow", "overflow"),
@@ -197,16 +205,11 @@ def _underflow(found: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _share(head: str, name: str, rank: int = 0) -> Column:
-    return number(head, lambda row: _percent(row[name]), rank=rank)
+    return number(head, itemgetter(name), _percent, rank)
 
 
 def _percent(share: float) -> str:
     return f"{share:.1%}" if share == 0 or share >= 0.0005 else "<0.1%"
-
-
-def _scale(given: float | str) -> str:
-    number = float(given)  # inf and NaN are text
-    return f"{number:,.0f}" if number >= 1 and number % 1 == 0 else f"{number:g}"
 
 
 def _marks(scale: float, found: Mapping[str, Any]) -> Iterable[str]:
@@ -228,11 +231,3 @@ def _comparison(found: Mapping[str, Any]) -> Iterator[Any]:
 
 def _place(row: Mapping[str, Any]) -> str:
     return shown_place(row["file"], row["line"])
-
-
-def _seconds(number: float) -> str:
-    return in_terminal(seconds(number))
-
-
-def _bytes(number: float) -> str:
-    return in_terminal(size(number))
