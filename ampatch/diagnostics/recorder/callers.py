@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import sys
 import sysconfig
+import traceback
 import types
 from pathlib import Path
 
@@ -23,14 +24,14 @@ _CALLERS = frozenset({"ampatch.diagnostics.overflow.forwards", "ampatch.diagnost
 _NOT_USER_CODE = frozenset({"ampatch", "torch", *sys.stdlib_module_names})
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 #: Parts of ampatch that are examples of user code.
-_EXAMPLES = "ampatch.demo"
+_EXAMPLES = "ampatch.demo."
 #: Parts of ampatch that compute for themselves, and what of theirs calls functions for the user.
 _OWN_ARITHMETIC = (
-    *("ampatch.public", "ampatch.session", "ampatch.scaling", "ampatch.weights", "ampatch.native"),
-    *("ampatch.distributed", "ampatch.casting", "ampatch.patching", "ampatch.interfaces"),
-    *("ampatch.apex.amp", "ampatch.apex.fp16_utils"),
+    *("ampatch.public.", "ampatch.session.", "ampatch.scaling.", "ampatch.weights.", "ampatch.native."),
+    *("ampatch.distributed.", "ampatch.casting.", "ampatch.patching.", "ampatch.interfaces."),
+    *("ampatch.apex.amp.", "ampatch.apex.fp16_utils."),
 )
-_CALLING_FOR_USERS = ("ampatch.patching.wrappers", "ampatch.patching.casting_mode")
+_CALLING_FOR_USERS = ("ampatch.patching.wrappers.", "ampatch.patching.casting_mode.")
 
 
 class Code(enum.Enum):
@@ -67,14 +68,13 @@ def users_frame(frame: types.FrameType | None) -> types.FrameType | None:
     return None
 
 
-def is_compiled(frame: types.FrameType | None) -> bool:
+def is_compiled(frame: types.FrameType) -> bool:
     """Returns True if code that torch.compile was given is calling: it may run compiled, or not."""
-    while frame is not None:
-        # Optimizers' steps run in a wrapper of the same module, which keeps them from being compiled.
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == EVAL_FRAME:
-            return True
-        frame = frame.f_back
-    return False
+    # Optimizers' steps run in a wrapper of the same module, which keeps them from being compiled.
+    return any(
+        each.f_code.co_name == "compile_wrapper" and each.f_globals.get("__name__") == EVAL_FRAME
+        for each, _ in traceback.walk_stack(frame)
+    )
 
 
 def is_around_compiled(module: nn.Module) -> bool:
@@ -90,15 +90,11 @@ def is_compiled_module(module: nn.Module) -> bool:
 def _owner_of_module(name: str, file: str) -> Code:
     if name in _CALLERS:
         return Code.END
-    package = name.partition(".")[0]
-    if _is_within(name, (_EXAMPLES,)) or package not in _NOT_USER_CODE:
+    package, dotted = name.partition(".")[0], f"{name}."
+    if dotted.startswith(_EXAMPLES) or package not in _NOT_USER_CODE:
         return Code.USER
     # A script beside the user's may have the name of a module in the standard library.
     if package in sys.stdlib_module_names and Path(file).is_absolute() and not file.startswith(_STANDARD_LIBRARY):
         return Code.USER
-    is_own = _is_within(name, _OWN_ARITHMETIC) and not _is_within(name, _CALLING_FOR_USERS)
+    is_own = dotted.startswith(_OWN_ARITHMETIC) and not dotted.startswith(_CALLING_FOR_USERS)
     return Code.AMP if is_own else Code.LIBRARY
-
-
-def _is_within(name: str, packages: tuple[str, ...]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)

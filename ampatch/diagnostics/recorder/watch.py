@@ -177,19 +177,12 @@ class Watch(Recorder):
         if self._keep_results:
             with torch.no_grad(), paused():
                 watched.results = tuple(each.detach().clone() for each in measured(result))
-        self._note(watched)
-        return result
-
-    def _note(self, watched: WatchedOp) -> None:
-        """Adds an operator to the record."""
-        if watched.arguments is not None:
-            if self._keep_results:
-                with torch.no_grad(), paused():
-                    watched.arguments = tree_map_only(nn.Parameter, Tensor.detach, watched.arguments)
-            watched.versions = versions_of(watched.arguments)
+                watched.arguments = tree_map_only(nn.Parameter, Tensor.detach, watched.arguments)
+        watched.versions = versions_of(watched.arguments)
         for writer in watched.writers:
             writer.readers.append(watched)
         self.ops.append(watched)
+        return result
 
     def _own_node(self) -> int | None:
         """Returns the number of the node that autograd has just made for the running operator; None if it made none."""

@@ -183,7 +183,7 @@ class CallRecorder(Recorder):
         is_of_user = not around.is_of_torch
         if call.casts or (is_of_user and (call.ran or (isinstance(result, Tensor) and not info.is_getter))):
             with unseen():
-                row.numbers.calls += 1
+                row.calls += 1
                 row.types[given, _dtypes(result)] += 1
         return result
 
@@ -195,7 +195,7 @@ class CallRecorder(Recorder):
             row = self._rows.row(f"forward of {name}", callers.users_frame(frame))
             if row.forward is not last:
                 row.forward = last
-                row.numbers.calls += 1
+                row.calls += 1
             made = self._cast(row, args[0], lambda: function(*args, **kwargs))
             with unseen():
                 row.types[_dtypes(args[0]), _dtypes(made)] += 1
@@ -260,13 +260,13 @@ class CallRecorder(Recorder):
         if call.row is not None and self.is_told():
             call.casts += len(kept)
             with unseen():
-                call.row.numbers.add_hits(kept)
+                call.row.add_hits(kept)
 
     def _note_cast(self, row: Row, made: Tensor, node: int | None) -> None:
         """Counts a cast, and has its backward pass counted, which the node of this number runs."""
         size, running = bytes_of(made), self.thread.innermost()
-        row.numbers.casts += 1
-        row.numbers.cast_bytes += size
+        row.casts += 1
+        row.cast_bytes += size
         self.thread.call.casts += 1
         if running is not None and running.noted is not None:
             running.noted.cast_bytes += size
@@ -387,7 +387,7 @@ class _Call:
             if id(tensor) not in known:
                 known[id(tensor)] = tensor
                 if tensor.dtype in HALVES and tensor.grad_fn is not None and tensor.grad_fn.name() == _CASTS_BACK:
-                    row.numbers.add_hits([tensor])
+                    row.add_hits([tensor])
 
 
 class _Widened:

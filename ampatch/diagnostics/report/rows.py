@@ -28,7 +28,7 @@ Types = tuple[tuple[torch.dtype, ...], tuple[torch.dtype, ...]]
 _UNREAD = 2000
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Numbers:
     """Counts of calls and casts.
 
@@ -55,14 +55,13 @@ class Numbers:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class Row(Numbers):
     """What one line of user code caused by one function.
 
     Attributes:
         function: the function, or a text that stands for one.
         code: code of the line; None if no user code called the function.
         line: number of the line.
-        numbers: its counts.
         types: number of calls, or of casts of a forward pass, by the types of their tensors.
         undone: number of casts that undid another.
         forward: the forward pass that was counted last as a call.
@@ -71,7 +70,6 @@ class Row:
     function: Any
     code: types.CodeType | None
     line: int
-    numbers: Numbers = field(default_factory=Numbers)
     types: Counter[Types] = field(default_factory=Counter)
     undone: int = 0
     forward: Any = None
@@ -123,25 +121,25 @@ class Rows:
             return made
         before = time.perf_counter()
         made = make()
-        row.numbers.cast_seconds += time.perf_counter() - before
+        row.cast_seconds += time.perf_counter() - before
         return made
 
     def _read_ended(self) -> None:
         while self._unread and self._unread[0][2].query():
             row, begin, end = self._unread.popleft()
-            row.numbers.cast_seconds += begin.elapsed_time(end) / 1000
+            row.cast_seconds += begin.elapsed_time(end) / 1000
 
     def read(self) -> list[Row]:
         """Returns the rows that count something; waits for casts on GPUs that still run."""
         for *_, end in list(self._unread):
             end.synchronize()
         self._read_ended()
-        return [row for row in self._rows.values() if row.numbers.calls or row.numbers.casts or row.numbers.cache_hits]
+        return [row for row in self._rows.values() if row.calls or row.casts or row.cache_hits]
 
 
 def totals(rows: Iterable[Row]) -> dict[str, Any]:
     """Returns the sum of rows as plain data."""
-    summands = [Numbers(), *(row.numbers for row in rows)]  # the first, since no rows have a time of 0.0 seconds
+    summands = [Numbers(), *rows]  # the first, since no rows have a time of 0.0 seconds
     return {name: sum(getattr(each, name) for each in summands) for name in Numbers.__slots__}
 
 
@@ -179,7 +177,7 @@ def lines(rows: Iterable[Row]) -> list[dict[str, Any]]:
     for of_line in by_line.values():
         calls = Counter[str]()
         for row in of_line:
-            calls[name_of(row.function)] += row.numbers.calls
+            calls[name_of(row.function)] += row.calls
         found.append(
             {
                 **place_of(of_line[0]),

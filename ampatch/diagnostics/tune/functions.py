@@ -162,7 +162,7 @@ class TrainingRecorder(CallRecorder):
 
 
 def _meets_half(rows: list[Row], rule: str | None) -> bool:
-    if rule == "whitelist" and any(row.numbers.casts or row.numbers.cache_hits for row in rows):
+    if rule == "whitelist" and any(row.casts or row.cache_hits for row in rows):
         return True
     return any(dtype in HALVES for row in rows for types in row.types for side in types for dtype in side)
 
