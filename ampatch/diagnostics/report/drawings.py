@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -33,28 +32,7 @@ _Point = tuple[float, float | None]
 _Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """A plot of lines over steps.
-
-    Attributes:
-        told: what it shows, as a sentence.
-        values: height and name of each value on the axis.
-        steps: position, name and text anchor of each step on the axis.
-        overflows: a path with a line for each overflow. Paths are 1000 wide.
-        lines: a path for each line.
-        points: position and height of each overflow, and its step.
-    """
-
-    told: str
-    values: list[tuple[float, str]]
-    steps: list[tuple[float, str, str]]
-    overflows: str
-    lines: list[str]
-    points: list[tuple[float, float, _Row]]
-
-
-def loss_scale(steps: Sequence[_Row]) -> Plot | None:
+def loss_scale(steps: Sequence[_Row]) -> dict[str, Any] | None:
     """Returns the loss scale over the steps, with all overflows; one line for each loss."""
     lines = grouped((step["loss_id"], (step["step"], _log(step["scale"]))) for step in steps)
     values = [value for line in lines.values() for _, value in line if value is not None]
@@ -69,7 +47,7 @@ def loss_scale(steps: Sequence[_Row]) -> Plot | None:
     return _plot(told, steps, [*map(thinned, lines.values())], (low, high), named, most, is_stairs=True)
 
 
-def gradient_norm(steps: Sequence[_Row]) -> Plot | None:
+def gradient_norm(steps: Sequence[_Row]) -> dict[str, Any] | None:
     """Returns the norm of the gradients over the steps; None if none was seen."""
     line: list[_Point] = [(step["step"], _log(step["gradient_norm"], math.log10)) for step in steps]
     values = [value for _, value in line if value is not None]
@@ -209,8 +187,8 @@ def _plot(
     values: Iterable[tuple[float, str]],
     most_points: int = 0,
     is_stairs: bool = False,
-) -> Plot:
-    """Returns a plot.
+) -> dict[str, Any]:
+    """Returns a plot of lines over steps.
 
     Args:
         told: what it shows, as a sentence.
@@ -220,6 +198,11 @@ def _plot(
         values: those on the axis, with their names.
         most_points: number of overflows that get a point of their own.
         is_stairs: whether a value stays until the next step.
+
+    Returns:
+        What it shows; the heights and names of the values on the axis; the positions, names and text anchors of the
+        steps on the other one; a path with a line for each overflow, and one for each line, both 1000 wide; and the
+        positions of overflows, with their steps.
     """
     first: float = steps[0]["step"]
     last: float = steps[-1]["step"]
@@ -246,14 +229,14 @@ def _plot(
     overflows = [step for step in steps if step["overflow"]]
     # Two overflows in one pixel are one line.
     there = dict.fromkeys(f"{10 * x(step['step']):.0f}" for step in overflows)
-    return Plot(
-        told,
-        [(y(value), name) for value, name in values],
-        [(x(step), f"{what}{count(step)}", anchor) for step, what, anchor in named],
-        "".join(f"M{at} 0v{HEIGHT}" for at in there),
-        [path(line) for line in lines],
-        [(x(step["step"]), y(_log(step["scale"])), step) for step in overflows[:most_points]],
-    )
+    return {
+        "told": told,
+        "heights": [(y(value), name) for value, name in values],
+        "steps": [(x(step), f"{what}{count(step)}", anchor) for step, what, anchor in named],
+        "overflows": "".join(f"M{at} 0v{HEIGHT}" for at in there),
+        "lines": [path(line) for line in lines],
+        "points": [(x(step["step"]), y(_log(step["scale"])), step) for step in overflows[:most_points]],
+    }
 
 
 def _log(value: Any, log: Callable[[float], float] = math.log2) -> float | None:
