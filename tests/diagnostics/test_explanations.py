@@ -193,11 +193,6 @@ class TestForms:
         assert set(paths(torch.exp)) == {"torch.exp", "torch.Tensor.exp", "torch.exp_", "torch.Tensor.exp_"}
         assert "torch._VF.lstm" in paths("lstm")
 
-    def test_a_patched_function_is_found_through_its_wrapper(self) -> None:
-        amp.init()
-        assert asked_paths(F.linear) == ["torch.nn.functional.linear"]
-        assert asked_paths(torch.ones(2, 2).matmul) == ["torch.Tensor.matmul"]
-
     @pytest.mark.parametrize(
         ("given", "message"),
         [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HALF_DTYPES, dtype_name, together
+from helpers import together
 from optimizers import SGD, backward
 from planted_overflows import Amplified, traced, watch_each_step
 from torch import nn
@@ -453,17 +452,6 @@ class TestResult:
         assert [event.trace.function for event in events if event.trace] == functions
         assert len(events) == 1
 
-    @pytest.mark.parametrize("half_dtype", HALF_DTYPES, ids=dtype_name)
-    @pytest.mark.parametrize("opt_level", ["O1", "O2"])
-    def test_tracing_changes_no_bit_of_training(self, opt_level, half_dtype):
-        trained = []
-        for on_overflow in ("log", "trace"):
-            model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), Attention(), nn.LayerNorm(8))
-            options = {"opt_level": opt_level, "half_dtype": half_dtype, "on_overflow": on_overflow}
-            events_of(model, steps=3, loss_fn=lambda y: F.mse_loss(y, batch()), **options)
-            trained.append([parameter.detach() for parameter in model.parameters()])
-        assert all(map(torch.equal, *trained))
-
 
 class TestMemory:
     def test_evaluation_with_gradients_keeps_a_few_forward_passes(self, way):
@@ -475,22 +463,6 @@ class TestMemory:
                 model(batch())
                 counts.append(len(tracer._noted if way == "second run" else tracer._watched.ops))
         assert max(counts[12:]) < 12 * counts[0]
-
-    def test_a_forked_process_records_nothing(self):
-        model = nn.Linear(8, 8)
-        with traced(model, None, on_overflow="trace"):
-            tracer: Any = runtime.live.losses.overflows.tracer
-            tracer.watch(set(), 1)
-            ops = tracer._watched.ops
-            model(batch())
-            before = len(ops)
-            child = os.fork()
-            if not child:
-                torch.ones(3, requires_grad=True) * 2
-                os._exit(len(ops) != before)
-            _, status = os.waitpid(child, 0)
-        assert before > 0
-        assert status == 0
 
 
 class TestPartsOfTensors:
@@ -529,21 +501,6 @@ class TestSideEffects:
             torch.set_default_device("cpu")
         finally:
             torch.set_default_device(None)
-
-    def test_evaluation_runs_the_kernels_that_it_runs_without_a_trace(self):
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
-        padding = torch.tensor([[False, False, True], [False, True, True]])
-        results = []
-        for on_overflow in ("raise", "trace"):
-            torch.manual_seed(0)
-            model = nn.TransformerEncoder(layer, 1)
-            options = {"opt_level": "O0", "half_dtype": None, "loss_scale": "dynamic", "on_overflow": on_overflow}
-            with traced(model, SGD(model.parameters(), lr=0.0), **options):
-                model(batch()).sum().backward()
-                with torch.no_grad():
-                    results.append(model.eval()(batch(), src_key_padding_mask=padding))
-                model.train()
-        assert torch.equal(*results)
 
     def test_amp_is_off_after_a_warning_that_is_an_error(self):
         with warnings.catch_warnings():

@@ -296,16 +296,6 @@ class TestSideEffects:
             nn.Linear(4, 4)(batch())
         assert counter.get_total_flops() == 3 * 2 * 6 * 4 * 4
 
-    def test_a_module_that_raises_leaves_no_module_running(self):
-        class Raises(nn.Module):
-            def forward(self, x):
-                raise ValueError("no good")
-
-        with Watch() as watch:
-            with pytest.raises(ValueError, match="no good"):
-                nn.Sequential(nn.Linear(4, 4), Raises())(batch())
-            assert not watch.thread.running
-
 
 def test_another_thread_is_not_watched_and_that_is_known():
     with Watch() as watch:

@@ -250,11 +250,7 @@ def test_bad_formats_are_one_clear_error(formats, error):
         amp.what_if(linear(1), torch.ones(1, 1), mean_square, formats=formats)
 
 
-def test_bad_models_losses_and_lists_are_clear_errors():
-    with pytest.raises(OptionError, match="loss_fn is 'int'"):
-        what_if(linear(1), torch.ones(1, 1), loss_fn=1)
-    with pytest.raises(OptionError, match="expected float32"):
-        what_if(linear(1).half(), torch.ones(1, 1))
+def test_bad_lists_are_a_clear_error():
     with pytest.raises(CastListError):
         what_if(linear(1), torch.ones(1, 1), cast_lists={"whitelst": {}})
 
