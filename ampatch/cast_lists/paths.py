@@ -25,6 +25,12 @@ class Path:
     namespace: str
     name: str
 
+    @classmethod
+    def of(cls, dotted: str) -> Path:
+        """Returns the path that a text with dots is."""
+        namespace, _, name = dotted.rpartition(".")
+        return cls(namespace, name)
+
     def __str__(self) -> str:
         return f"{self.namespace}.{self.name}"
 

@@ -121,7 +121,7 @@ def spelled(path: str) -> tuple[str, ...]:
 
     Those that are the same object for Python come once: ``torch.conv2d`` is ``torch.nn.functional.conv2d``.
     """
-    own = Path(*path.rpartition(".")[::2])
+    own = Path.of(path)
     others = spellings(plain_name(own.name)) if own.namespace in NAMESPACES else []
     by_function = {id(find_or(own)): path}
     for each in others:

@@ -113,7 +113,7 @@ class Operators:
         return Location(**asdict(named), direction=op.direction, at_o1=at_o1)
 
     def _at_o1(self, function: object, path: str) -> str:
-        by_path = shipped().rules.get((Path(*path.rpartition(".")[::2]), torch.float16))
+        by_path = shipped().rules.get((Path.of(path), torch.float16))
         rule = self._rules.get(id(unwrapped(function))) or by_path
         if rule is None:
             return "the type of its inputs"

@@ -21,7 +21,7 @@ from ampatch.diagnostics.preflight.trials import Trial, measured, tried
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.diagnostics.trial_steps.levels import Level
 from ampatch.diagnostics.trial_steps.steps import Part, Setup, Step, examined, opened_copy
-from ampatch.diagnostics.trial_steps.subject import Subject, noting, undisturbed
+from ampatch.diagnostics.trial_steps.subject import Subject, noting, undisturbed, with_parents
 from ampatch.half_types import HALF_DTYPES, needs_scale
 
 _FLOAT32 = "ampatch: The model or loss_fn raised this in float32 (O0), before any opt level was tried."
@@ -162,16 +162,10 @@ def _functions(level: LevelVerdict, operators: Operators) -> Iterator[Part]:
 
 def _modules(trial: Trial, operators: Operators) -> Iterator[Part]:
     """Yields the modules around the place, from the innermost; then those of suspects, and those around these."""
-    around = [] if trial.level.verdict == FAILS else [_enclosing(module) for _, module in operators.suspects]
-    names = _enclosing(trial.module)
+    around = [] if trial.level.verdict == FAILS else [with_parents(module)[::-1] for _, module in operators.suspects]
+    names = with_parents(trial.module)[::-1]
     names += [name for each in around for name in each[:1]] + [name for each in around for name in each[1:]]
     yield from (("keep_fp32", name) for name in names)
-
-
-def _enclosing(name: str) -> list[str]:
-    """Returns the name of a module and of those around it, from the innermost; the model itself has none."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
 def _settled_scale(verdicts: Sequence[LevelVerdict]) -> float:

@@ -242,7 +242,7 @@ class CallRecorder(Recorder):
 
     def _cast(self, row: Row, tensor: Tensor, make: Callable[[], _Casts]) -> _Casts:
         with unseen():
-            source, is_on_gpu = tensor.dtype, tensor.is_cuda
+            is_on_gpu = tensor.is_cuda
         # Below the recorder's own modes: they would take ten times as long as a small cast, and count in its time.
         modes = mode_stacks.OPERATORS.without(self.operator_mode), mode_stacks.FUNCTIONS.without(self.function_mode)
         with hidden(), modes[0], modes[1]:
@@ -251,7 +251,7 @@ class CallRecorder(Recorder):
             for each in [made] if isinstance(made, Tensor) else made:
                 self._note_cast(row, each, None if each.grad_fn is None else sequence_number(each.grad_fn))
             if isinstance(made, Tensor):
-                row.undone += self._widened.note(tensor, source, made)
+                row.undone += self._widened.note(tensor, made)
         return made  # type: ignore[no-any-return]
 
     def hit(self, kept: list[Tensor]) -> None:
@@ -322,8 +322,7 @@ class CallRecorder(Recorder):
         thread, dtype = self.thread, kwargs.get("dtype")
         with unseen():
             tensor: Tensor = args[0]
-            source, is_on_gpu = tensor.dtype, tensor.is_cuda
-            if dtype is source or dtype not in CASTABLE or source not in CASTABLE:
+            if dtype is tensor.dtype or dtype not in CASTABLE or tensor.dtype not in CASTABLE:
                 return TO_COPY(*args, **kwargs)
             row, number = None, None
             node: Any = current_node() if current_graph_task_id() != -1 else None
@@ -333,10 +332,10 @@ class CallRecorder(Recorder):
                 row = thread.call.row
                 if torch.is_grad_enabled() and tensor.requires_grad:
                     number = next_sequence_number() - 1  # autograd has just made the node
-            made = self._rows.timed(row, is_on_gpu, partial(TO_COPY, *args, **kwargs))
+            made = self._rows.timed(row, tensor.is_cuda, partial(TO_COPY, *args, **kwargs))
             if row is not None:
                 self._note_cast(row, made, number)
-            if node is None and self._widened.note(tensor, source, made) and row is not None:
+            if node is None and self._widened.note(tensor, made) and row is not None:
                 row.undone += 1
         return made
 
@@ -396,14 +395,14 @@ class _Widened:
     def __init__(self) -> None:
         self._by_memory: dict[int, tuple[StorageWeakRef, tuple[int, ...]]] = {}
 
-    def note(self, tensor: Tensor, source: torch.dtype, made: Tensor) -> bool:
+    def note(self, tensor: Tensor, made: Tensor) -> bool:
         """Notes a cast; returns True if it casts such a tensor back to half, and nothing has written to it since."""
         if tensor.layout is not torch.strided or made.layout is not torch.strided:
             return False
-        if source in HALVES and made.dtype not in HALVES:
+        if tensor.dtype in HALVES and made.dtype not in HALVES:
             storage = StorageWeakRef(made.untyped_storage())
             remember(self._by_memory, storage.cdata, (storage, operands.versions_of(made)))
-        elif made.dtype in HALVES and source not in HALVES and type(tensor) is not Parameter:
+        elif made.dtype in HALVES and tensor.dtype not in HALVES and type(tensor) is not Parameter:
             wide, versions = self._by_memory.get(storage_id(tensor.untyped_storage()), (None, ()))
             return wide is not None and not wide.expired() and versions == operands.versions_of(tensor)
         return False

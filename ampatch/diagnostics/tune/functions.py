@@ -131,7 +131,7 @@ class TrainingRecorder(CallRecorder):
         lists = self._blacklisting(name)
         if lists is None or self._rulings is None:
             return
-        path = Path(*name.rpartition(".")[::2])
+        path = Path.of(name)
         for entry in lists.modules:
             rule = None if entry.is_float32 else lists.of_module(entry).for_half(self._rulings.half_dtype).get(path)
             if not entry.is_float32 and (rule is None or rule.treatment is not Treatment.BLACKLIST):
@@ -142,14 +142,13 @@ class TrainingRecorder(CallRecorder):
 
     def _unmovable(self, name: str, function: Any) -> str | None:
         """Returns why a cast list cannot move a function to float32; "" if there is no reason to; None if it can."""
-        namespace, _, last = name.rpartition(".")
-        path = Path(namespace, last)
+        path = Path.of(name)
         if find_or(path) is not function:
             return ""
         reason = reason_of(path)
         if reason is not None and reason.name in _HARMLESS:
             return ""
-        if is_in_place(last):
+        if is_in_place(path.name):
             return "a blacklisted in-place function raises on half tensors"
         return "" if self._blacklisting(name) is None else None
 

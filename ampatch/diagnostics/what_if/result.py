@@ -17,6 +17,7 @@ from ampatch.cast_lists.rules import MULTIPLYING
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.shown_names import counted, module_and_line, shown_module, shown_place
 from ampatch.diagnostics.tables import Column, number, printed, table
+from ampatch.diagnostics.trial_steps.subject import with_parents
 from ampatch.diagnostics.what_if.given import format_of
 from ampatch.errors import OptionError
 from ampatch.grouping import grouped
@@ -234,12 +235,6 @@ def _modules_without(bad: list[FormatNoise], calls: list[FormatNoise]) -> dict[s
         if name is not None:
             found.setdefault(name, []).append(row)
     return found
-
-
-def with_parents(module: str | None) -> list[str]:
-    """Returns the names of a module and of those around it, the outermost first, without that of the model itself."""
-    parts = module.split(".") if module else []
-    return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
 
 def _most(calls: list[FormatNoise]) -> str:

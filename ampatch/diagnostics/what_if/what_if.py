@@ -32,8 +32,8 @@ from ampatch.diagnostics.recorder import callers
 from ampatch.diagnostics.recorder.operands import versions_of
 from ampatch.diagnostics.recorder.recorder import Recorder, paused, unseen
 from ampatch.diagnostics.trial_steps.steps import relative
-from ampatch.diagnostics.trial_steps.subject import Subject, copied, noting, undisturbed
-from ampatch.diagnostics.what_if.result import FormatNoise, Lost, WhatIf, with_parents
+from ampatch.diagnostics.trial_steps.subject import Subject, copied, noting, undisturbed, with_parents
+from ampatch.diagnostics.what_if.result import FormatNoise, Lost, WhatIf
 from ampatch.formats import Format
 from ampatch.grouping import grouped
 from ampatch.patching.casting_mode import CastRules
