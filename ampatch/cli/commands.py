@@ -488,9 +488,10 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 def _file_of_tuning(arguments: argparse.Namespace) -> Path:
     """Returns the file to write; raises if that would replace a list of the user's."""
-    from ampatch.diagnostics.tune.result import MARK, checked_file
+    from ampatch.diagnostics import json_files
+    from ampatch.diagnostics.tune.result import MARK
 
-    out = checked_file(arguments.out)
+    out = json_files.checked_list(arguments.out)
     if out.exists() and not out.read_text(encoding="utf-8", errors="replace").startswith(MARK):
         raise OptionError(f"{out} exists, and `ampatch tune` has not written it. Type --out with another name.")
     if any(Path(each).resolve() == out.resolve() for each in arguments.cast_lists):

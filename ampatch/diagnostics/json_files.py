@@ -1,6 +1,6 @@
-"""The files of reports: JSON, which names its format and version.
+"""The files of results: reports as JSON, which names its format and version.
 
-Owns both names. Must never change what a report says.
+Owns both names, the checks of paths, and that a file is written as a whole. Must never change what a report says.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ def checked_path(path: object, suffixes: Sequence[str], otherwise: str) -> Path:
     if not os.access(file if file.exists() else folder, os.W_OK):
         raise OptionError(f"{str(file)!r} cannot be written: permission denied. Give another name.")
     return file
+
+
+def checked_list(path: object) -> Path:
+    """Returns the path of a cast list that can be written, without writing it; raises as `checked_path`."""
+    return checked_path(path, (".yaml", ".yml"), "Type 'casts.yaml'.")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _LEFT_OUT = ("torch.nn.functional.", "torch.Tensor.", "torch.ops.", "torch.")
 
@@ -54,10 +55,14 @@ def shown_call(path: str, operator: str) -> str:
     return name if operator in ("", *path.split(".")) else f"{name} ({operator})"
 
 
-def module_and_line(module: str | None, file: str | None, line: int | None) -> str:
-    """Returns the cell of a table for a call: its module and, below it, its line."""
-    place = "" if file is None else f"{Path(shown_path(file)).name}:{line}"
-    return "\n".join(filter(None, (shown_module(module), place)))
+def short_place(file: str | None, line: int | None) -> str:
+    """Returns a line of a file without its folders; "" for no file."""
+    return "" if file is None else f"{Path(shown_path(file)).name}:{line}"
+
+
+def module_and_line(row: Any) -> str:
+    """Returns the cell of a table for a call that has a module, a file and a line: the line is below the module."""
+    return "\n".join(filter(None, (shown_module(row.module), short_place(row.file, row.line))))
 
 
 def few(names: Sequence[str], most: int) -> str:

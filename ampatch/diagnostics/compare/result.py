@@ -199,6 +199,15 @@ def _grouped(rows: Iterable[ComparedRow], name_of: Callable[[ComparedRow], str |
 
 # Text
 
+_ERROR = number("error", lambda row: row.error, ".2g")
+#: The columns of a table of functions, each a `ComparedGroup`.
+BY_FUNCTION = (
+    Column("function", lambda group: shown_function(group.name)),
+    number("calls", lambda group: group.calls),
+    number("above noise", lambda group: group.above),
+    _ERROR,
+)
+
 
 def parts(result: Comparison) -> Iterator[Any]:
     """Yields the lines and tables that `printed` prints."""
@@ -229,28 +238,21 @@ def _table_of_numbers(result: Comparison) -> Iterator[Any]:
 
 
 def _tables_of_calls(result: Comparison) -> Iterator[Any]:
-    error = number("error", lambda row: row.error, ".2g")
     own = number("own", lambda row: row.own_error, ".2g")
     columns = [
         number("#", lambda row: row.number, "d"),
         Column("pass", lambda row: row.phase),
         Column("function", lambda row: shown_call(row.function, row.operator)),
-        Column("module and line", lambda row: module_and_line(row.module, row.file, row.line)),
+        Column("module and line", module_and_line),
         Column("type", lambda row: row.type_b),
     ]
     told = telling_rows(result.rows, result.first, result.worst)
     shown = sorted(told[:ROWS], key=lambda row: row.number)
-    yield from table("Calls above the noise", [*columns, error, own], shown, len(told))
-    columns = [
-        Column("function", lambda group: shown_function(group.name)),
-        number("calls", lambda group: group.calls),
-        number("above noise", lambda group: group.above),
-    ]
+    yield from table("Calls above the noise", [*columns, _ERROR, own], shown, len(told))
     groups = [group for group in result.functions if group.error > 0]
-    yield from table("By function", [*columns, error, own], groups)
+    yield from table("By function", [*BY_FUNCTION, own], groups)
     gradients = [each for each in result.gradients if each.error > 0 and not each.cancelled]
-    columns = [Column("parameter", lambda row: row.parameter), error]
-    yield from table("By gradient", columns, gradients)
+    yield from table("By gradient", [Column("parameter", lambda row: row.parameter), _ERROR], gradients)
     casts = [row for row in result.rows if row.unmatched and row.operator == "cast"]
     others = sum(row.unmatched for row in result.rows) - len(casts)
     yield (

@@ -391,21 +391,17 @@ def _about_noise(unknown: str) -> str:
     return "Rounding noise: the gradient of a float64 step differs by at least its own size. Flushing it does no harm."
 
 
-def _place(row: Location | Unlisted) -> str:
-    return module_and_line(row.module, row.file, row.line)
-
-
 #: Of rows with a `Location`.
 _CALL = (
     Column("pass", lambda row: row.location.direction),
     Column("function", lambda row: shown_call(row.location.function, row.location.operator)),
     Column("O1 runs it in", lambda row: row.location.at_o1, rank=1),
-    Column("module and line", lambda row: _place(row.location)),
+    Column("module and line", lambda row: module_and_line(row.location)),
     number("calls", lambda row: row.calls, rank=2),
 )
 _UNLISTED = (
     Column("kind", lambda row: row.kind),
     Column("function", lambda row: row.function),
-    Column("module and line", _place),
+    Column("module and line", module_and_line),
     number("calls", lambda row: row.count, rank=1),
 )

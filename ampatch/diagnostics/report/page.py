@@ -23,7 +23,7 @@ from ampatch.diagnostics.report import tree as module_tree
 from ampatch.diagnostics.report.numbers import count, digits, exact, percent, seconds, size
 from ampatch.diagnostics.report.steps import course_of_scale, spelled
 from ampatch.diagnostics.report.tree import Module
-from ampatch.diagnostics.shown_names import few, module_and_line, shown_function, shown_module
+from ampatch.diagnostics.shown_names import few, short_place, shown_function, shown_module
 
 #: Rows of the tree of modules that are open at first.
 _OPEN_ROWS = 24
@@ -72,11 +72,10 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    of_tables = (few, owner_of, shown_function, shown_module, tables.types)
+    of_tables = (few, owner_of, short_place, shown_function, shown_module, tables.types)
     of_tree = (module_tree.ordered, module_tree.shares, module_tree.style_of)
     filters = (count, digits, exact, percent, seconds, size, spelled, *of_tables, *of_tree)
     found.filters |= {each.__name__: each for each in filters}
-    found.filters["place"] = functools.partial(module_and_line, None)
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
+from ampatch.diagnostics.compare.result import BY_FUNCTION, ComparedGroup
 from ampatch.diagnostics.report.numbers import in_terminal, seconds, size
 from ampatch.diagnostics.report.steps import course_of_scale, share_lost, underflow_told
 from ampatch.diagnostics.shown_names import counted, few, shown_function, shown_module, shown_place
@@ -219,14 +220,8 @@ def _marks(scale: float, found: Mapping[str, Any]) -> Iterable[str]:
 def _comparison(found: Mapping[str, Any]) -> Iterator[Any]:
     yield f"Comparison: {found['title']}"
     yield found["verdict"]
-    columns = [
-        Column("function", lambda row: shown_function(row["name"])),
-        number("calls", itemgetter("calls")),
-        number("above noise", itemgetter("above")),
-        number("error", itemgetter("error"), ".2g"),
-    ]
-    differing = [row for row in found["functions"] if row["error"]]
-    yield from table("Errors by function", columns, differing)
+    differing = [ComparedGroup(**row) for row in found["functions"] if row["error"]]
+    yield from table("Errors by function", BY_FUNCTION, differing)
 
 
 def _place(row: Mapping[str, Any]) -> str:

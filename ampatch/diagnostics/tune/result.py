@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -150,7 +149,7 @@ class Tuning:
             UsageError: no list passed; nothing is written.
         """
         text = self.overlay
-        json_files.write_text(text, checked_file(path))
+        json_files.write_text(text, json_files.checked_list(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data: text, numbers, booleans, None, lists and dicts. inf and NaN are texts."""
@@ -280,15 +279,6 @@ def blacklist(paths: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     """Returns the cast list that moves functions to float32, each with its spellings, which other code may call."""
     split = (each.rpartition(".") for path in sorted(paths) for each in spelled(path))
     return {"blacklist": grouped((namespace, name) for namespace, _, name in split)}
-
-
-def checked_file(path: object) -> Path:
-    """Returns the path of a YAML file that can be written, without writing it.
-
-    Raises:
-        OptionError: it is no path, has another ending, or cannot be written.
-    """
-    return json_files.checked_path(path, (".yaml", ".yml"), "Type 'casts.yaml'.")
 
 
 def _told(trial: TunedTrial) -> str:

@@ -154,7 +154,7 @@ class WhatIf:
             OptionError: the format was not judged; or the path has another ending, or cannot be written.
         """
         text = self.overlay(format, bound)
-        json_files.write_text(text, json_files.checked_path(path, (".yaml", ".yml"), "Type 'casts.yaml'."))
+        json_files.write_text(text, json_files.checked_list(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain data for JSON: text, numbers, None, lists and dicts. inf and NaN are texts."""
@@ -192,7 +192,7 @@ def _share(direction: str, name: str) -> Column:
 _FORMAT = Column("format", lambda row: row.format)
 _FUNCTION = Column("function", lambda row: row.function)
 _MODULE = Column("module", lambda row: shown_module(row.module))
-_PLACE = Column("module and line", lambda row: module_and_line(row.module, row.file, row.line))
+_PLACE = Column("module and line", module_and_line)
 _NUMBERS = (
     number("calls", lambda row: row.calls, rank=2),
     number("noise", lambda row: row.noise, ".3f"),
