@@ -7,6 +7,7 @@ reported as such, and patched once the user's code imports it.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import sys
 from dataclasses import dataclass
 
@@ -33,6 +34,11 @@ class Path:
 
     def __str__(self) -> str:
         return f"{self.namespace}.{self.name}"
+
+
+def prefixes(dotted: str | None) -> list[str]:
+    """Returns a name with dots and all that it begins with, the shortest first: "a", "a.b" and "a.b.c"."""
+    return list(itertools.accumulate(dotted.split("."), "{}.{}".format)) if dotted else []
 
 
 def find_owner(namespace: str) -> object | None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ampatch import compilers
 from ampatch.cast_lists.list_edits import Edit
 from ampatch.cast_lists.lists import PEERS, CastLists, peer
-from ampatch.cast_lists.paths import Path, PathError, find_owner
+from ampatch.cast_lists.paths import Path, PathError, find_owner, prefixes
 from ampatch.cast_lists.rules import Rule, Treatment, place, unlistable_reason
 from ampatch.cast_lists.spellings import called_by, is_in_place
 from ampatch.errors import AmpWarning, did_you_mean
@@ -558,9 +558,7 @@ class _Announcer:
 
 def _is_being_imported(namespace: str, but: object) -> bool:
     """Returns True if a namespace's module is still being imported. ``but`` is a module known to be complete."""
-    parts = namespace.split(".")
-    prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    module = next((sys.modules[name] for name in prefixes if name in sys.modules), None)
+    module = next((sys.modules[name] for name in reversed(prefixes(namespace)) if name in sys.modules), None)
     spec = getattr(module, "__spec__", None)
     # Compares specs, since a module may have put another object in its own place, and given it its spec.
     return spec is not getattr(but, "__spec__", None) and bool(getattr(spec, "_initializing", False))

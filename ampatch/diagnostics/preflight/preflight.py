@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from ampatch.cast_lists.paths import prefixes
 from ampatch.cast_lists.spellings import entry_for
 from ampatch.diagnostics.overflow.trace import OverflowTrace
 from ampatch.diagnostics.preflight.float32 import Operators, underflows
@@ -21,7 +22,7 @@ from ampatch.diagnostics.preflight.trials import Trial, measured, tried
 from ampatch.diagnostics.recorder.watch import Watch
 from ampatch.diagnostics.trial_steps.levels import Level
 from ampatch.diagnostics.trial_steps.steps import Part, Setup, Step, examined, opened_copy
-from ampatch.diagnostics.trial_steps.subject import Subject, noting, undisturbed, with_parents
+from ampatch.diagnostics.trial_steps.subject import Subject, noting, undisturbed
 from ampatch.half_types import HALF_DTYPES, needs_scale
 
 _FLOAT32 = "ampatch: The model or loss_fn raised this in float32 (O0), before any opt level was tried."
@@ -162,8 +163,8 @@ def _functions(level: LevelVerdict, operators: Operators) -> Iterator[Part]:
 
 def _modules(trial: Trial, operators: Operators) -> Iterator[Part]:
     """Yields the modules around the place, from the innermost; then those of suspects, and those around these."""
-    around = [] if trial.level.verdict == FAILS else [with_parents(module)[::-1] for _, module in operators.suspects]
-    names = with_parents(trial.module)[::-1]
+    around = [] if trial.level.verdict == FAILS else [prefixes(module)[::-1] for _, module in operators.suspects]
+    names = prefixes(trial.module)[::-1]
     names += [name for each in around for name in each[:1]] + [name for each in around for name in each[1:]]
     yield from (("keep_fp32", name) for name in names)
 

@@ -140,12 +140,6 @@ def copied(model: nn.Module) -> nn.Module:
     return made
 
 
-def with_parents(module: str | None) -> list[str]:
-    """Returns the names of a module and of those around it, the outermost first, without that of the model itself."""
-    parts = module.split(".") if module else []
-    return [".".join(parts[: end + 1]) for end in range(len(parts))]
-
-
 def _check(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):

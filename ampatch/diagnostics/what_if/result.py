@@ -13,11 +13,11 @@ from typing import Any
 
 import yaml
 
+from ampatch.cast_lists.paths import prefixes
 from ampatch.cast_lists.rules import MULTIPLYING
 from ampatch.diagnostics import json_files
 from ampatch.diagnostics.shown_names import counted, module_and_line, shown_module, shown_place
 from ampatch.diagnostics.tables import Column, number, printed, table
-from ampatch.diagnostics.trial_steps.subject import with_parents
 from ampatch.diagnostics.what_if.given import format_of
 from ampatch.errors import OptionError
 from ampatch.grouping import grouped
@@ -228,10 +228,10 @@ def _overlay(rows: list[FormatNoise], bound: float) -> Iterator[str]:
 
 def _modules_without(bad: list[FormatNoise], calls: list[FormatNoise]) -> dict[str, list[FormatNoise]]:
     """Returns the outermost modules in which none of the bad calls is, with the calls in each."""
-    taken = {name for row in bad for name in with_parents(row.module)}
+    taken = {name for row in bad for name in prefixes(row.module)}
     found: dict[str, list[FormatNoise]] = {}
     for row in calls:
-        name = next((name for name in with_parents(row.module) if name not in taken), None)
+        name = next((name for name in prefixes(row.module) if name not in taken), None)
         if name is not None:
             found.setdefault(name, []).append(row)
     return found

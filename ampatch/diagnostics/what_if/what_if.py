@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, register_multi_grad_hook
 
 from ampatch.cast_lists.lists import CastLists
-from ampatch.cast_lists.paths import identity
+from ampatch.cast_lists.paths import identity, prefixes
 from ampatch.cast_lists.rules import Treatment
 from ampatch.cast_lists.spellings import plain_name
 from ampatch.casting.nested import CASTABLE, TensorCast, tensors_in, tensors_of_call
@@ -32,7 +32,7 @@ from ampatch.diagnostics.recorder import callers
 from ampatch.diagnostics.recorder.operands import versions_of
 from ampatch.diagnostics.recorder.recorder import Recorder, paused, unseen
 from ampatch.diagnostics.trial_steps.steps import relative
-from ampatch.diagnostics.trial_steps.subject import Subject, copied, noting, undisturbed, with_parents
+from ampatch.diagnostics.trial_steps.subject import Subject, copied, noting, undisturbed
 from ampatch.diagnostics.what_if.result import FormatNoise, Lost, WhatIf
 from ampatch.formats import Format
 from ampatch.grouping import grouped
@@ -285,7 +285,7 @@ class _Watched(Recorder):
         modules = [
             (_Place("", name, None, None), each, effect)
             for place, each, effect in calls
-            for name in with_parents(place.module)
+            for name in prefixes(place.module)
         ]
         notes = [] if math.isfinite(loss.item()) else [f"The loss of the float32 step is {loss.item()}."]
         return WhatIf(
