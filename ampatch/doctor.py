@@ -25,11 +25,12 @@ from ampatch.cast_lists.annotations import shipped_entries
 from ampatch.cast_lists.lists import shipped
 from ampatch.cast_lists.paths import Path, find_owner_or
 from ampatch.errors import AmpError, CastListError, faults
-from ampatch.function_wrapper import FunctionWrapper, is_wrapper, unwrapped
+from ampatch.function_wrapper import is_wrapper, unwrapped
 from ampatch.ledger import MISSING, bindings, loaded_modules
 from ampatch.native import calls, kernels
 from ampatch.opt_levels import dtype_name
 from ampatch.patching import function_places
+from ampatch.patching.function_places import name_of
 from ampatch.runtime import runtime
 from ampatch.session import Session
 from ampatch.torch_private.compilers import JIT_INTERNAL
@@ -138,7 +139,7 @@ class _Patch:
         return self.now is self.installed or (self.name == "step" and hasattr(self.now, WRAPPED_BY_SCHEDULER))
 
     def __str__(self) -> str:
-        return f"{_name_of(self.owner)}.{self.name}"
+        return f"{name_of(self.owner)}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,11 +273,11 @@ def _names(seen: _Seen) -> Iterator[str]:
         return
     patched = [patch.installed for patch in seen.patches if is_wrapper(patch.installed)]
     originals = {id(unwrapped(wrapper)): unwrapped(wrapper) for wrapper in patched}
-    paths = {id(unwrapped(wrapper)): _name_of(wrapper) for wrapper in patched}
+    paths = {id(unwrapped(wrapper)): name_of(wrapper) for wrapper in patched}
     users = {id(module): module for module in loaded_modules("torch", "ampatch")}
     torchs = {id(module): module for module in loaded_modules("ampatch") if id(module) not in users}
     held = [(owner, name, paths[id(value)]) for owner, name, value in bindings(users.values(), originals)]
-    yield from _problems("in loaded modules", [f"{_name_of(owner)}.{name}: {path}" for owner, name, path in held])
+    yield from _problems("in loaded modules", [f"{name_of(owner)}.{name}: {path}" for owner, name, path in held])
     yield f"in torch's own modules, which are left alone: {len(bindings(torchs.values(), originals))}"
     yield from _problems("in closures and default arguments", sorted(set(_captured(paths))))
     yield "not looked for: containers that neither a function nor a model passed to amp.initialize leads to"
@@ -328,15 +329,7 @@ def _describe(value: object) -> str:
         return f"{around}{core.__qualname__} of {home}"
     if core is MISSING or type(core) is bool:
         return "nothing" if core is MISSING else str(core)
-    return f"{around}an object of {_name_of(type(core))}"
-
-
-def _name_of(owner: object) -> str:
-    """Returns the name of a module, class or function; of another object, that of its class."""
-    if issubclass(type(owner), types.ModuleType):
-        return str(object.__getattribute__(owner, "__dict__").get("__name__"))
-    named: Any = owner if isinstance(owner, (type, types.FunctionType, FunctionWrapper)) else type(owner)
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{around}an object of {name_of(type(core))}"
 
 
 def _problems(label: str, details: Sequence[str]) -> Iterator[str]:

@@ -12,10 +12,12 @@ import gc
 import types
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from ampatch.function_wrapper import FunctionWrapper
 from ampatch.ledger import bindings, loaded_modules
 from ampatch.patching.container_functions import OPENED
 from ampatch.torch_private.operators import NN
@@ -54,6 +56,14 @@ class Place:
     owner: object
     name: str
     held: object
+
+
+def name_of(owner: object) -> str:
+    """Returns the name of a module, class or function; of another object, that of its class."""
+    if issubclass(type(owner), types.ModuleType):
+        return str(object.__getattribute__(owner, "__dict__").get("__name__"))
+    named: Any = owner if isinstance(owner, (type, types.FunctionType, FunctionWrapper)) else type(owner)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def places(wanted: Mapping[int, object]) -> list[Place]:

@@ -314,6 +314,4 @@ def _where(place: function_places.Place) -> str:
         return f"{place.name} of {code.co_qualname} ({shown_path(code.co_filename)}:{code.co_firstlineno})"
     if place.kind in (Kind.MODEL, Kind.MODEL_CONTAINER):
         return f"{type(owner).__name__}.{place.name}"
-    if isinstance(owner, type):
-        return f"{owner.__module__}.{owner.__qualname__}.{place.name}"
-    return f"{object.__getattribute__(owner, '__dict__').get('__name__')}.{place.name}"
+    return f"{function_places.name_of(owner)}.{place.name}"

@@ -20,6 +20,7 @@ from ampatch.diagnostics.explain.rulings import Located, Rulings, attribute, loc
 from ampatch.diagnostics.recorder import callers
 from ampatch.errors import OptionError, did_you_mean
 from ampatch.function_wrapper import is_wrapper, unwrapped
+from ampatch.patching import function_places
 from ampatch.patching.replaced_forward import ReplacedForward
 from ampatch.runtime import decoration_of
 
@@ -175,9 +176,9 @@ def _spellings_of(rulings: Rulings, function: object, at: Path | None) -> list[L
 def _registered(rulings: Rulings) -> list[Located]:
     """Returns the registered functions outside of torch's namespaces."""
     return [
-        Located(path, known.owner, unwrapped(attribute(known.owner, known.name)))
+        Located(Path(namespace, known.name), known.owner, unwrapped(attribute(known.owner, known.name)))
         for known in rulings.registered
-        if (path := _path_in(known.owner, known.name)).namespace not in spellings.NAMESPACES
+        if (namespace := function_places.name_of(known.owner)) not in spellings.NAMESPACES
     ]
 
 
@@ -261,9 +262,3 @@ def _path_by_itself(function: Any) -> Path:
     home = getattr(function, "__module__", None) or type(function).__module__
     own = "__qualname__" if isinstance(function, (types.FunctionType, types.BuiltinFunctionType)) else "__name__"
     return Path(str(home), getattr(function, own, None) or type(function).__name__)
-
-
-def _path_in(owner: object, name: str) -> Path:
-    if isinstance(owner, type):
-        return Path(f"{owner.__module__}.{owner.__qualname__}", name)
-    return Path(getattr(owner, "__name__", repr(owner)), name)
