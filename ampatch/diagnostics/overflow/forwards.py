@@ -41,8 +41,6 @@ from ampatch.weights.conversion_plan import matches
 
 #: The states of random generators, by device; that of the CPU's has None.
 Random = list[tuple[torch.device | None, Tensor]]
-#: Returns a context in which a forward runs.
-_Block = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -137,7 +135,7 @@ class NotedForward:
         state: State | None = None,
         compiles: bool = False,
         parts: Iterable[str] = (),
-        block: _Block = contextlib.nullcontext,
+        around: Callable[[Any], Any] = lambda forward: forward,
     ) -> SecondRun:
         """Runs the forward pass and its backward passes again, on copies of the model and of its arguments.
 
@@ -147,8 +145,8 @@ class NotedForward:
             replaces: returns the gradients for the backward passes to begin with in place of those that came.
             state: a state of autocast in place of the one that was noted.
             compiles: whether ``torch.compile`` compiles the copy of the model.
-            parts: names of submodules whose forwards run in a block.
-            block: returns the block.
+            parts: names of submodules whose forwards are decorated.
+            around: decorates them.
 
         Raises:
             Exception: what the second run raises, or the copy of the model.
@@ -165,7 +163,7 @@ class NotedForward:
                 stack.enter_context(each)
             for name in parts:
                 part = run.module.get_submodule(name)
-                part.forward = _within(block, part.forward)
+                part.forward = around(part.forward)
             if watch is not None:
                 stack.enter_context(watch)
             is_told = watch is None or self.call is self.module  # by the hooks around it
@@ -203,16 +201,6 @@ def _draw_again(noted: Random) -> None:
             torch.set_rng_state(values)
         else:
             torch.cuda.set_rng_state(values, device)
-
-
-def _within(block: _Block, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a forward that runs in a block."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with block():
-            return forward(*args, **kwargs)
-
-    return run
 
 
 def _note(reference: weakref.ref[NotedForward], place: int, number: int, gradients: tuple[Tensor | None, ...]) -> None:

@@ -345,10 +345,10 @@ class OverflowTracer:
         def is_finite(entries: list[Entry] | None, pattern: str = "") -> bool | None:
             """Returns None if the forward pass raises; without entries, everything runs in float32."""
             state, result = OFF if entries is None else None, None
-            block = contextlib.nullcontext if entries is None else functools.partial(in_float32, entries)
+            around = in_float32(entries or ())
             # An error: types that do not fit together. Then it is no remedy.
-            with contextlib.suppress(Exception), contextlib.nullcontext() if pattern else block():
-                given: dict[str, Any] = {"replaces": stand_in(loss_scale), "state": state, "block": block}
+            with contextlib.suppress(Exception), contextlib.nullcontext() if pattern else around:
+                given: dict[str, Any] = {"replaces": stand_in(loss_scale), "state": state, "around": around}
                 runs = (each.run_again(None, factor, parts=each.matching(pattern, names), **given) for each in several)
                 result = all(run.is_finite for run in runs)
             results.append(result)
