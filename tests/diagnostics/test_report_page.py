@@ -27,6 +27,7 @@ from jinja2 import UndefinedError
 from torch import nn
 
 from ampatch import amp
+from ampatch.diagnostics import json_files
 from ampatch.diagnostics.report import drawings as report_drawings
 from ampatch.diagnostics.report import numbers as report_numbers
 from ampatch.diagnostics.report import tree as module_tree
@@ -274,7 +275,8 @@ class TestText:
     def test_a_path_that_is_not_utf_8_can_be_written(self, tmp_path: Path) -> None:
         data = sample_reports.full()
         data["lines"][0]["file"] = os.fsdecode(b"/tmp/\xff.py")
-        (tmp_path / "r.html").write_text(page(data), encoding="utf-8")
+        json_files.write_text(page(data), tmp_path / "r.html")
+        assert "/tmp/\\udcff.py" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
     def test_the_html_is_fit_for_screen_readers(self, comparison: Any) -> None:
         parsed = Parsed(page(sample_reports.full() | {"comparison": comparison.to_dict()}))

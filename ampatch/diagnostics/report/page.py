@@ -38,7 +38,7 @@ def page(data: Mapping[str, Any]) -> str:
     roots = module_tree.tree(data["modules"])
     script = _file("report.js")
     losses = list(dict.fromkeys(step["loss_id"] for step in data["steps"]))
-    text = (
+    return (
         _environment()
         .get_template("report.html")
         .render(
@@ -59,8 +59,6 @@ def page(data: Mapping[str, Any]) -> str:
             sources={(row["file"], row["line"]): row["source"] for row in [*data["lines"], *data["misaligned"]]},
         )
     )
-    # A path may have bytes that are no text; no file in UTF-8 can hold them as they are.
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 @functools.cache
