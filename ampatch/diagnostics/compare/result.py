@@ -5,7 +5,7 @@ Owns the wording and the table. Must never run a model, nor compare a number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -218,10 +218,7 @@ def parts(result: Comparison) -> Iterator[Any]:
     if result.first is not None and result.first.source:
         lost = f" ({result.first.flushed:.0%} flushed to zero)" if result.first.is_flushed else ""
         yield f"first at {result.first.place}: {result.first.source}{lost}"
-    if all(row.phase == "report" for row in result.rows):
-        yield from _table_of_numbers(result)
-    else:
-        yield from _tables_of_calls(result)
+    yield from (_table_of_numbers if are_numbers(result.rows) else _tables_of_calls)(result)
     for note in result.notes:
         yield f"note: {note}"
 
@@ -233,8 +230,7 @@ def _table_of_numbers(result: Comparison) -> Iterator[Any]:
         number("a", lambda row: row.value_a, shown_number),
         number("b", lambda row: row.value_b, shown_number),
     ]
-    rows = sorted((row for row in result.rows if row.error), key=lambda row: -(row.error or 0.0))
-    yield from table("What differs most", columns, rows)
+    yield from table("What differs most", columns, *telling_rows(result.rows, result.first, result.worst, ROWS))
 
 
 def _tables_of_calls(result: Comparison) -> Iterator[Any]:
@@ -246,9 +242,8 @@ def _tables_of_calls(result: Comparison) -> Iterator[Any]:
         Column("module and line", module_and_line),
         Column("type", lambda row: row.type_b),
     ]
-    told = telling_rows(result.rows, result.first, result.worst)
-    shown = sorted(told[:ROWS], key=lambda row: row.number)
-    yield from table("Calls above the noise", [*columns, _ERROR, own], shown, len(told))
+    shown = telling_rows(result.rows, result.first, result.worst, ROWS)
+    yield from table("Calls above the noise", [*columns, _ERROR, own], *shown)
     groups = [group for group in result.functions if group.error > 0]
     yield from table("By function", [*BY_FUNCTION, own], groups)
     gradients = [each for each in result.gradients if each.error > 0 and not each.cancelled]
@@ -261,13 +256,26 @@ def _tables_of_calls(result: Comparison) -> Iterator[Any]:
     )
 
 
+def are_numbers(rows: Iterable[ComparedRow]) -> bool:
+    """Returns True for the rows of two saved reports."""
+    return all(row.phase == "report" for row in rows)
+
+
 def telling_rows(
-    rows: Iterable[ComparedRow], first: ComparedRow | None, worst: ComparedRow | None
-) -> list[ComparedRow]:
-    """Returns the rows above the noise: the first, the worst and those where b parts from a come before others."""
+    rows: Sequence[ComparedRow], first: ComparedRow | None, worst: ComparedRow | None, most: int
+) -> tuple[list[ComparedRow], int]:
+    """Returns the rows that tell most, and the number of all that tell something.
+
+    Of numbers these are those that differ most. Of calls they are those above the noise, in their order: the first, the
+    worst and those where b parts from a come before others.
+    """
+    if are_numbers(rows):
+        differing = sorted((row for row in rows if row.error), key=lambda row: -(row.error or 0.0))
+        return differing[:most], len(differing)
     above = [row for row in rows if row.is_above_noise]
     ranked = sorted(above, key=lambda row: (not row.starts, -(row.error or 0.0)))
-    return list(dict.fromkeys([row for row in (first, worst) if row in above] + ranked))
+    told = dict.fromkeys([row for row in (first, worst) if row in above] + ranked)
+    return sorted([*told][:most], key=lambda row: row.number), len(told)
 
 
 def owner_of(row: ComparedRow) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ampatch.diagnostics.compare.result import ComparedRow, telling_rows
+from ampatch.diagnostics.compare.result import ComparedRow, are_numbers, telling_rows
 from ampatch.diagnostics.report.numbers import count
 from ampatch.diagnostics.report.steps import share_lost
 
@@ -73,18 +73,14 @@ def comparison(found: Mapping[str, Any]) -> Compared:
     """Returns the rows of a comparison."""
     rows = [_compared(row) for row in found["rows"]]
     first, worst = (None if found[name] is None else _compared(found[name]) for name in ("first", "worst"))
-    are_numbers = bool(rows) and all(row.phase == "report" for row in rows)
-    if are_numbers:
-        telling = sorted((row for row in rows if row.error), key=lambda row: -(row.error or 0.0))
-        shown, told, best = telling[:_MOST_CALLS], "numbers differ", "that differ most"
-    else:
-        telling = telling_rows(rows, first, worst)
-        shown = sorted(telling[:_MOST_CALLS], key=lambda row: row.number)
-        told, best = "calls are above the noise", "that tell most"
-    note = f"{count(len(telling))} of {count(len(rows))} {told}."
-    if len(shown) < len(telling):
+    shown, telling = telling_rows(rows, first, worst, _MOST_CALLS)
+    told, best = "calls are above the noise", "that tell most"
+    if are_numbers(rows):
+        told, best = "numbers differ", "that differ most"
+    note = f"{count(telling)} of {count(len(rows))} {told}."
+    if len(shown) < telling:
         note += f" The {count(len(shown))} {best} are shown."
-    return Compared(are_numbers, Rows(shown, note), {worst: "worst", first: "first"})
+    return Compared(are_numbers(rows), Rows(shown, note), {worst: "worst", first: "first"})
 
 
 def _compared(row: Mapping[str, Any]) -> ComparedRow:
