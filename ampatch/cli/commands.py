@@ -82,7 +82,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
     )
     _add_half_dtype(parser, "the half type to show the rules of (default: both)")
     _add_cast_lists(parser)
-    _add_import(parser, "so that its functions are looked up, and matched by the file's patterns")
+    _add_import(parser)
 
 
 def _show(arguments: argparse.Namespace) -> int:
@@ -111,7 +111,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="exit with status 1 also if a function's inner calls undo an edit (`amp.initialize` warns of it)",
     )
-    _add_import(parser, "so that its functions are looked up, and matched by the file's patterns")
+    _add_import(parser)
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -146,7 +146,7 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
         help=f"the system to compare with ({', '.join(PEERS)}), or a file as `amp.initialize(cast_lists=...)` takes it",
     )
     _add_half_dtype(parser, "the half type to compare in (default: those that the other system has)")
-    _add_import(parser, "so that its functions are looked up, and matched by the file's patterns")
+    _add_import(parser)
 
 
 def _peer_or_file(text: str) -> str:
@@ -639,7 +639,10 @@ def _add_cast_lists(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_import(parser: argparse.ArgumentParser, purpose: str) -> None:
+def _add_import(
+    parser: argparse.ArgumentParser,
+    purpose: str = "so that its functions are looked up, and matched by the file's patterns",
+) -> None:
     parser.add_argument(
         "--import",
         dest="modules",

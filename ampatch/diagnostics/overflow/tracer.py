@@ -136,10 +136,8 @@ class OverflowTracer:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the forward of a module, and notes it if it is an outermost one with gradients."""
-        if self._thread.is_inside:
-            return call(*args, **kwargs)
-        # A checkpoint recomputes a forward pass, or a graph is captured or traced.
-        if current_graph_task_id() != -1 or is_capturing() or is_recording():
+        # Or a checkpoint recomputes a forward pass, or a graph is captured or traced.
+        if self._thread.is_inside or current_graph_task_id() != -1 or is_capturing() or is_recording():
             return call(*args, **kwargs)
         self._drop_used()
         if not torch.is_grad_enabled():

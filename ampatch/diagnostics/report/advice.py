@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from ampatch.cast_lists.spellings import SYMBOLS, entry_for, is_in_place
-from ampatch.diagnostics.report.numbers import in_terminal, size
+from ampatch.diagnostics.report.numbers import size_in_text
 from ampatch.diagnostics.report.steps import WARNS_ABOVE, lost_at_best, options_for, spelled, underflow_told
 from ampatch.diagnostics.shown_names import counted, shown_module, shown_place
 from ampatch.grouping import grouped
@@ -170,7 +170,7 @@ def _weights_cast_again(data: _Row) -> _Advice:
         text = (
             f"Put the loop into `with amp.frozen_weights(model):`, which casts each weight once: {count} forward "
             f"passes without gradients cast the weights of {len(again)} layers again each time, "
-            f"{in_terminal(size(held))} of them."
+            f"{size_in_text(held)} of them."
         )
         yield _advised("weights cast again", text)
 
@@ -254,7 +254,7 @@ def _costly(data: _Row) -> _Advice:
         other = {**side, "cast_lists": {"unlisted": grouped([entry_for(row["name"])])}}
         text = (
             f"Try amp.compare(model, inputs, loss_fn, {side}, {other}), which says whether {row['name']} needs float32 "
-            f"in your model: its casts{_at(line)} write {in_terminal(size(row['cast_bytes']))}, "
+            f"in your model: its casts{_at(line)} write {size_in_text(row['cast_bytes'])}, "
             f"{row['cast_bytes'] / total:.0%} of all."
         )
         yield _advised("costly casts", text, line, row["name"])

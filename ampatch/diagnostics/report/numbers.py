@@ -82,9 +82,14 @@ def seconds(value: Any) -> str:
     return f"{digits(number / unit)}{_SPACE}{name if number else 's'}"
 
 
-def in_terminal(text: str) -> str:
-    """Returns the text of a number in characters that every terminal shows, and with spaces that may break."""
-    return text.translate(_IN_TERMINAL)
+def size_in_text(value: Any) -> str:
+    """Returns what `size` does in characters that every terminal shows, and with spaces that may break."""
+    return size(value).translate(_IN_TERMINAL)
+
+
+def seconds_in_text(value: Any) -> str:
+    """Returns what `seconds` does in such characters."""
+    return seconds(value).translate(_IN_TERMINAL)
 
 
 def percent(value: Any) -> str:

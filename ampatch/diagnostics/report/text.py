@@ -10,21 +10,13 @@ from operator import itemgetter
 from typing import Any
 
 from ampatch.diagnostics.compare.result import BY_FUNCTION, ComparedGroup
-from ampatch.diagnostics.report.numbers import in_terminal, seconds, size
+from ampatch.diagnostics.report.numbers import seconds_in_text, size_in_text
 from ampatch.diagnostics.report.steps import course_of_scale, share_lost, underflow_told
 from ampatch.diagnostics.shown_names import counted, few, shown_function, shown_module, shown_place
 from ampatch.diagnostics.tables import ROWS, Column, item, number, printed, shown_number, table
 
 _LAST_STEPS = 5
 _NAMES = 4  # of functions on a line
-
-
-def _seconds(number: float) -> str:
-    return in_terminal(seconds(number))
-
-
-def _bytes(number: float) -> str:
-    return in_terminal(size(number))
 
 
 def text(data: Mapping[str, Any]) -> str:
@@ -53,14 +45,14 @@ def _parts(data: Mapping[str, Any]) -> Iterator[Any]:
 
 def _head(data: Mapping[str, Any]) -> Iterator[Any]:
     about, cost, settings = data["about"], data["cost"], data["settings"]
-    yield f"Report of {_seconds(cost['seconds'])}, begun {about['began']}: {about['command']}"
+    yield f"Report of {seconds_in_text(cost['seconds'])}, begun {about['began']}: {about['command']}"
     set_up = "amp was not set up"
     if settings is not None:
         set_up = f"amp at {settings['opt_level']} in {settings['half_dtype']}, loss_scale={settings['loss_scale']!r}"
     yield f"ampatch {about['ampatch']}, torch {about['torch']}, on {', '.join(about['devices'])}; {set_up}"
     part = f"{cost['recording_seconds'] / cost['seconds']:.0%}" if cost["seconds"] else "-"
     yield (
-        f"The recording took an estimated {_seconds(cost['recording_seconds'])} of that ({part}), and watched "
+        f"The recording took an estimated {seconds_in_text(cost['recording_seconds'])} of that ({part}), and watched "
         f"{counted(cost['operators'], 'operator')}."
     )
     totals = data["totals"]
@@ -68,9 +60,9 @@ def _head(data: Mapping[str, Any]) -> Iterator[Any]:
         yield "Nothing was cast."
         return
     yield (
-        f"{counted(totals['casts'], 'cast')} wrote {_bytes(totals['cast_bytes'])} in at most "
-        f"{_seconds(totals['cast_seconds'])}; the cache saved {counted(totals['cache_hits'], 'cast')} of "
-        f"{_bytes(totals['cache_hit_bytes'])}."
+        f"{counted(totals['casts'], 'cast')} wrote {size_in_text(totals['cast_bytes'])} in at most "
+        f"{seconds_in_text(totals['cast_seconds'])}; the cache saved {counted(totals['cache_hits'], 'cast')} of "
+        f"{size_in_text(totals['cache_hit_bytes'])}."
     )
 
 
@@ -127,8 +119,8 @@ def _lines(lines: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
 _NUMBERS = (
     number("calls", itemgetter("calls"), rank=2),
     number("casts", itemgetter("casts")),
-    number("written", itemgetter("cast_bytes"), _bytes),
-    number("time", itemgetter("cast_seconds"), _seconds, rank=2),
+    number("written", itemgetter("cast_bytes"), size_in_text),
+    number("time", itemgetter("cast_seconds"), seconds_in_text, rank=2),
     number("cached", itemgetter("cache_hits"), rank=1),
 )
 
@@ -153,13 +145,13 @@ def _modules(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
         Column("out", lambda row: _list(row["out"])),
         Column("activations", lambda row: _by_type(row["activation_bytes"]), rank=1),
         Column("weights", lambda row: _by_type(row["weight_bytes"]), rank=2),
-        number("saved", itemgetter("saved_bytes"), _bytes),
+        number("saved", itemgetter("saved_bytes"), size_in_text),
     ]
     yield from table("Memory by module", columns, rows)
 
 
 def _by_type(memory: Mapping[str, int]) -> str:
-    return "\n".join(f"{kind} {_bytes(held)}" for kind, held in memory.items() if held) or "-"
+    return "\n".join(f"{kind} {size_in_text(held)}" for kind, held in memory.items() if held) or "-"
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> Iterator[Any]:

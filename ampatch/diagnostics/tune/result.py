@@ -15,7 +15,7 @@ import yaml
 
 from ampatch.cast_lists.spellings import spelled
 from ampatch.diagnostics import json_files
-from ampatch.diagnostics.report.numbers import in_terminal, seconds
+from ampatch.diagnostics.report.numbers import seconds_in_text
 from ampatch.diagnostics.shown_names import counted
 from ampatch.diagnostics.tables import Column, Whole, number, printed, table
 from ampatch.errors import UsageError
@@ -198,7 +198,7 @@ class Tuning:
             f"amp.tune at {self.opt_level} in {self.half_dtype or 'half'}: {counted(len(self.seeds), 'seed')}, "
             f"tolerance {self.tolerance:.4g}, {better} is better"
         )
-        yield f"{counted(self.runs, 'run')} in {in_terminal(seconds(self.seconds))}" + (
+        yield f"{counted(self.runs, 'run')} in {seconds_in_text(self.seconds)}" + (
             f", and {self.resumed} from the journal" if self.resumed else ""
         )
         yield ""

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ampatch.diagnostics import json_files
-from ampatch.diagnostics.report.numbers import in_terminal
-from ampatch.diagnostics.report.numbers import seconds as in_words
+from ampatch.diagnostics.report.numbers import seconds_in_text
 from ampatch.diagnostics.tune.functions import Observed
 from ampatch.diagnostics.tune.search import Kept
 from ampatch.errors import OptionError
@@ -143,8 +142,8 @@ class Runs:
         left = min(self.expected, self._most - len(self.seconds)) * statistics.median_high(self.seconds)
         left = max(0.0, min(left, self._seconds_left))
         outcome = run.error.partition("\n")[0] or f"{run.metric:.6g}"
-        told = f"; about {in_terminal(in_words(left))} left" if left else ""
-        took = in_terminal(in_words(run.seconds))
+        told = f"; about {seconds_in_text(left)} left" if left else ""
+        took = seconds_in_text(run.seconds)
         # Above the bars of the training itself.
         tqdm.write(f"run {len(self.seconds)}: {what}: {outcome} in {took}{told}", file=sys.stderr)
 
