@@ -86,6 +86,7 @@ class Adapter:
         instead: function that makes the call in place of everything else, given its arguments; returns None if it
             cannot make this call. None if the call is always made with the arguments after ``adapt``.
         may_write: True if the function may write to its arguments, so that its writes are copied to the caller's.
+        choose: function that returns the adapter of a call; None if this one is that of every call.
     """
 
     adapt: Adapt
@@ -94,6 +95,17 @@ class Adapter:
     finish: Callable[[Arguments, Arguments, Any], Any] | None = None
     instead: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
     may_write: bool = False
+    choose: Callable[[tuple[Any, ...], dict[str, Any]], Adapter] | None = None
+
+    @classmethod
+    def choosing(cls, choose: Callable[[tuple[Any, ...], dict[str, Any]], Adapter], *among: Adapter) -> Adapter:
+        """Returns an adapter that chooses another one for each call, by the call's arguments or the thread's state."""
+        call = next((each.call for each in among if each.call is not None), None)
+        return cls(lambda args, kwargs: choose(args, kwargs).adapt(args, kwargs), call=call, choose=choose)
+
+
+#: For functions without a rule.
+UNCHANGED = Adapter(lambda args, kwargs: (args, kwargs))
 
 
 def _has_size(tensor: Tensor, *size: Any) -> bool:
@@ -338,7 +350,6 @@ class Adapters(TensorCasts):
             adapter = self._in_formats(rule, rule.formats, original)
         if not rule.when:
             return adapter
-        adapt, instead, finish = adapter.adapt, adapter.instead, adapter.finish
         readers: list[tuple[ArgumentReader, tuple[object, ...]]] = []
         for argument, values in rule.when:
             reader = argument_reader(original, argument)
@@ -356,24 +367,8 @@ class Adapters(TensorCasts):
 
         # With half weights, the arguments of other calls still need one type.
         is_half = rule.formats is not None and not self.hears_regions
-        of_others = self.in_half(InHalf.BESIDE, rule.path, original).adapt if is_half else None
-
-        def where_it_applies(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-            if applies(args, kwargs):
-                return adapt(args, kwargs)
-            return (args, kwargs) if of_others is None else of_others(args, kwargs)
-
-        return replace(
-            adapter,
-            adapt=where_it_applies,
-            plain_cast=None,
-            finish=None
-            if finish is None
-            else lambda given, adapted, result: finish(given, adapted, result) if applies(*given) else result,
-            instead=None
-            if instead is None
-            else lambda args, kwargs: instead(args, kwargs) if applies(args, kwargs) else None,
-        )
+        otherwise = self.in_half(InHalf.BESIDE, rule.path, original) if is_half else UNCHANGED
+        return Adapter.choosing(lambda *given: adapter if applies(*given) else otherwise, adapter)
 
     def for_registration(
         self, path: Path, treatment: Treatment, dtype: torch.dtype | None, original: Function
@@ -445,8 +440,8 @@ class Adapters(TensorCasts):
         else:
             otherwise, chosen = self.in_half(InHalf.BESIDE, rule.path, original), _unless_disabled(chosen)
 
-        def for_format(adapt: Adapt) -> Adapt:
-            return lambda args, kwargs: (otherwise.adapt if chosen(args, kwargs) is None else adapt)(args, kwargs)
+        def for_format(adapter: Adapter) -> Adapter:
+            return Adapter.choosing(lambda *given: otherwise if chosen(*given) is None else adapter)
 
         def type_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype | None:
             if tensor.dtype not in CASTABLE or not self._is_cast_here(tensor):
@@ -454,8 +449,7 @@ class Adapters(TensorCasts):
             return self._half_dtype_for(tensor) if dtype is self.half_dtype else dtype
 
         if formats.format.is_torchs and formats.grad == formats.format:
-            adapter = self.for_registration(rule.path, rule.treatment, formats.format.dtype, original)
-            return replace(adapter, adapt=for_format(adapter.adapt), plain_cast=None)
+            return for_format(self.for_registration(rule.path, rule.treatment, formats.format.dtype, original))
         if formats.are_devices:
             # Half weights change without notice, for example when a master is written.
             kept = self.cache.kept if self.hears_regions else None
@@ -471,8 +465,8 @@ class Adapters(TensorCasts):
             lambda tensor, dtype: self._casts[dtype](tensor),
             self.cache.round,
         )
-        adapt = for_format(self._obeying(emulation.adapt, original, "to").adapt)
-        return self._labelled(Adapter(adapt, finish=emulation.finish), rule.path)
+        adapt = self._obeying(emulation.adapt, original, "to").adapt
+        return for_format(self._labelled(Adapter(adapt, finish=emulation.finish), rule.path))
 
     def in_half(self, treatment: InHalf, path: Path, original: Function) -> Adapter:
         """Returns the adapter of a function for models with half weights."""

@@ -32,7 +32,7 @@ from ampatch.function_wrapper import FunctionWrapper, unwrapped
 from ampatch.ledger import PatchLedger, RefusedError, bindings, loaded_modules
 from ampatch.native.calls import Accelerator
 from ampatch.patching import beside_half_weights, thread_rules
-from ampatch.patching.adapters import Adapter, Adapters, Function, InHalf, is_looked_up
+from ampatch.patching.adapters import UNCHANGED, Adapter, Adapters, Function, InHalf, is_looked_up
 from ampatch.patching.container_functions import replace_in_containers
 from ampatch.patching.function_places import swept_modules
 from ampatch.patching.thread_rules import Token
@@ -240,7 +240,7 @@ class FunctionPatches:
         for path in () if self.for_half_models else _cast_by_autocast(self.adapters.device_types) - rules.keys():
             owner = owner_of(path.namespace)
             if id(getattr(owner, path.name, None)) in overridable():  # unless another library has replaced it
-                self._patch(owner, path.name, lambda _: Adapter(thread_rules.unchanged), _reason_of(path, None))
+                self._patch(owner, path.name, lambda _: UNCHANGED, _reason_of(path, None))
         for path, treatment in in_half:
             adapter = functools.partial(self.adapters.in_half, treatment, path)
             self._patch(owner_of(path.namespace), path.name, adapter, _reason_in_half(path))
@@ -389,7 +389,7 @@ class FunctionPatches:
                 return self.adapters.for_rule(rule, original)
             in_half = self.in_half(original)
             if in_half is None:
-                return Adapter(thread_rules.unchanged)
+                return UNCHANGED
             path, treatment = in_half
             return self.adapters.in_half(treatment, path, original)
 
@@ -398,13 +398,7 @@ class FunctionPatches:
         if len(rules) == 1:
             return of_session
         of_parts = {token: each for token, each in adapters.items() if token is not None}
-        call = next((each.call for each in adapters.values() if each.call is not None), None)
-        return Adapter(
-            thread_rules.choosing(of_session.adapt, {token: each.adapt for token, each in of_parts.items()}),
-            call=call,
-            finish=thread_rules.finishing(of_session.finish, {token: each.finish for token, each in of_parts.items()}),
-            instead=thread_rules.trying(of_session.instead, {token: each.instead for token, each in of_parts.items()}),
-        )
+        return Adapter.choosing(thread_rules.choosing(of_session, of_parts), *adapters.values())
 
     def _patch(
         self,

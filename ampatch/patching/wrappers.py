@@ -81,15 +81,17 @@ class PatchedFunction(FunctionWrapper):
         overrides = _may_override(args, kwargs)
         if overrides and self.overridden is not None:
             return self.overridden(self, args, kwargs)
-        adapt, instead, adapted = self.adapter.adapt, self.adapter.instead, None
+        adapter, adapted = self.adapter, None
         try:
-            result = None if instead is None or overrides else instead(args, kwargs)
+            while adapter.choose is not None:
+                adapter = adapter.choose(args, kwargs)
+            result = None if adapter.instead is None or overrides else adapter.instead(args, kwargs)
             if result is not None:
                 return result
+            adapt = adapter.adapt
             adapted = adapted_for_override(adapt, args, kwargs) if overrides else adapt(args, kwargs)
-            result = self._call_adapted((args, kwargs), adapted, in_region)
-            finish = self.adapter.finish
-            return result if finish is None else finish((args, kwargs), adapted, result)
+            result = self._call_adapted(adapter, (args, kwargs), adapted, in_region)
+            return result if adapter.finish is None else adapter.finish((args, kwargs), adapted, result)
         except Exception as error:
             explain(error, self.reason, (args, kwargs), adapted)
             raise
@@ -104,13 +106,13 @@ class PatchedFunction(FunctionWrapper):
             return self.overridden(self, args, kwargs)
         return self.original(*args, **kwargs)
 
-    def _call_adapted(self, given: Arguments, adapted: Arguments, in_region: bool) -> Any:
+    def _call_adapted(self, adapter: Adapter, given: Arguments, adapted: Arguments, in_region: bool) -> Any:
         if self.adapter.may_write:
             return write_back.call(self.run, given, adapted)
         if self.is_python or is_dynamo_compiling():
             return self.run(*adapted[0], **adapted[1])
         with DisableAutocast() if in_region else _NOTHING:
-            call = self.adapter.call
+            call = adapter.call
             return self.original(*adapted[0], **adapted[1]) if call is None else call(given, adapted)
 
 
